@@ -1,0 +1,70 @@
+"""The contract of training backends: one model, its optimizer, and one number per token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rl4llm.core.types import TrainBatch
+
+TokenMetrics = dict[str, Tensor]
+TokenLosses = Callable[[TrainBatch, Tensor, Tensor | None], tuple[Tensor, TokenMetrics]]
+"""(batch, logprobs_BT, entropy_BT or None) -> (losses_BT, metrics by name, each (B, T))."""
+
+
+class BaseBackend(ABC):
+    """A model that is trained, and the head that turns its output into one number per token.
+
+    The loss of an optimizer step is the sum of ``losses_BT * batch.weights_BT`` over the `forward_backward` calls since
+    the last `optim_step`; nothing else scales it.
+    """
+
+    @abstractmethod
+    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        """Log-probs (B, T), fp32, no gradient, of each token given those before it; 0 where `mask_BT` is False."""
+
+    @abstractmethod
+    def forward_backward(
+        self, batch: TrainBatch, token_losses: TokenLosses, *, temperature: float = 1.0, entropy: bool = False
+    ) -> dict[str, float]:
+        """Add this batch's gradient; returns "loss" and the weighted sum over the batch of each token metric.
+
+        `entropy` asks for entropy_BT (with gradient), which costs time and is None otherwise.
+        """
+
+    @abstractmethod
+    def optim_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, zero the gradients; returns "grad_norm" and "lr".
+
+        A gradient that is not finite skips the step and adds "skipped": 1.0.
+        """
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of each weight under its Hugging Face name, one at a time."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer and schedule into an existing directory, as safetensors and JSON."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Read back what `save` wrote; raises CheckpointError when anything is missing or differs in shape."""
+
+    @abstractmethod
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face model directory."""
+
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """Parameters, dtype, device and the like, for tables and logs."""
+
+    def offload(self) -> None:
+        """Move weights and optimizer off the device."""
+
+    def onload(self) -> None:
+        """Move them back."""

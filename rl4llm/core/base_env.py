@@ -1,0 +1,286 @@
+"""The public contract of environments and rewards: what users subclass.
+
+Three levels, each a small step from the one before:
+
+1. No subclass: a dataset with the columns `messages` and `ground_truth`, and reward functions.
+2. ``respond(sample)``: the environment's next messages after each turn of the policy; an empty list ends the episode.
+3. ``_run_interaction_loop(...)``: full control; whatever messages it appends, the tokens stay those that were sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl4llm.core.errors import ConfigError, DataError, EnvError, RewardError
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
+
+__all__ = ["LLM", "BaseMDPEnv", "BaseRewardFunction", "ChatMessage", "EnvState", "RewardExample", "SampleState"]
+
+T = TypeVar("T")
+RewardTransform = Callable[[dict[str, Tensor]], Tensor]
+
+
+@dataclass(slots=True)
+class SampleState:
+    """One attempt at one prompt, while it is in progress.
+
+    `stop_reason` says why a finished attempt ended: "done" (the environment ended it), "max_steps", "length" (a turn ran
+    into its token limit), "context" (no room for another turn) or "failed" (then `failure` says what broke; a failed
+    attempt is counted and left out of training, never scored 0). `spans` is the token record; only the `llm` writes it.
+    """
+
+    prompt_id: str
+    index: int
+    messages: list[ChatMessage]
+    ground_truth: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    init_msg_size: int = 0
+    current_step: int = 0
+    done: bool = False
+    stop_reason: str | None = None
+    failure: str | None = None
+    spans: list[TokenSpan] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+    session: str = ""
+
+    def __post_init__(self) -> None:
+        self.init_msg_size = self.init_msg_size or len(self.messages)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for span in self.spans for token in span.token_ids]
+
+    @property
+    def last_message(self) -> ChatMessage:
+        return self.messages[-1]
+
+    def finish(self, stop_reason: str) -> None:
+        """End the attempt; the first reason given stays."""
+        self.done = True
+        self.stop_reason = self.stop_reason or stop_reason
+
+    def fail(self, failure: str) -> None:
+        """End the attempt as failed, through no fault of the model: it will not train and not count as reward 0."""
+        self.failure = failure
+        self.stop_reason = None
+        self.finish("failed")
+
+
+@dataclass(slots=True)
+class EnvState:
+    """All attempts of one rollout; the samples of one prompt stand together."""
+
+    sample_states: list[SampleState]
+    step: int = 0
+
+
+class LLM(Protocol):
+    """The policy as an environment sees it: messages in, messages out, the exact tokens recorded on the side."""
+
+    async def reply(self, sample: SampleState, sampling_params: SamplingParams) -> Completion:
+        """Sample the next assistant message, append it to `sample.messages` and its tokens to `sample.spans`."""
+        ...
+
+    def generate(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[Completion]:
+        """The synchronous batch form for level-3 loops; a prompt is a SampleState, a list of messages or of token ids."""
+        ...
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's event loop and wait for its result."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardExample:
+    """A conversation and the score that a reward promises to give it."""
+
+    messages: Sequence[ChatMessage]
+    ground_truth: Any
+    score: float
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+class BaseRewardFunction(ABC):
+    """A terminal reward: called once per episode with the whole conversation.
+
+        class ExactMatch(BaseRewardFunction):
+            def __init__(self, name="exact_match", **kwargs):
+                super().__init__(name)
+
+            def __call__(self, messages, ground_truth, **kwargs) -> float:
+                return float(messages[-1].content.strip() == ground_truth)
+
+    `kwargs` holds the prompt's other columns. An exception, NaN or anything that is not a number marks the episode as
+    failed; a wrong answer of the model is an ordinary low score.
+    """
+
+    def __init__(self, name: str):
+        if not re.fullmatch(r"[a-zA-Z0-9_\-]+", name):
+            raise RewardError(f"Reward name {name!r} is not accepted: letters, digits, '_' and '-' only.")
+        self.name = name
+
+    @abstractmethod
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        """The score of one finished conversation."""
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
+        """Scores of many conversations, in order. Override it where a batch is cheaper than one call each."""
+        return [self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """Right and wrong answers with the score they must get; training refuses to start when one does not hold."""
+        return ()
+
+    def close(self) -> None:
+        """Release worker processes and the like."""
+
+
+class BaseMDPEnv:
+    """A multi-turn environment over a dataset of prompts; without a subclass, one turn per prompt.
+
+    Args:
+        dataset: rows with `messages` (dicts with role and content) and `ground_truth`; other columns reach the rewards.
+        tokenizer: the policy's tokenizer, with a chat template.
+        reward_functions: terminal rewards; more than one needs `reward_transform_fn`.
+        batch_size: prompts per rollout on this rank.
+        group_size: attempts per prompt.
+        max_steps: turns of the policy per episode.
+        tool_schemas: JSON schemas of tools for the chat template.
+        reward_transform_fn: combines rewards by name, tensors of shape (num_samples,), into one tensor of that shape.
+
+    Raises ConfigError or DataError for anything that could not work.
+    """
+
+    respond_timeout_s: float = 120.0
+    continue_truncated: bool = False  # whether an episode goes on after a turn that ran into its token limit
+
+    def __init__(  # noqa: PLR0913 - the public contract
+        self,
+        dataset: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        reward_functions: Sequence[BaseRewardFunction],
+        batch_size: int,
+        group_size: int,
+        max_steps: int = 1,
+        tool_schemas: Sequence[Mapping[str, Any]] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 42,
+        shuffle_dataset: bool = True,
+        reward_transform_fn: RewardTransform | None = None,
+    ):
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.reward_functions = list(reward_functions)
+        self.batch_size = batch_size
+        self.group_size = group_size
+        self.max_steps = max_steps
+        self.tool_schemas = list(tool_schemas) if tool_schemas else None
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle_dataset = shuffle_dataset
+        self.reward_transform_fn = reward_transform_fn
+        self._check()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def respond(self, sample: SampleState) -> Sequence[ChatMessage] | Coroutine[Any, Any, Sequence[ChatMessage]]:
+        """The environment's next messages after the policy's last one; an empty list ends the episode. May be async."""
+        return []
+
+    @torch.inference_mode()
+    def _run_interaction_loop(
+        self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams, **kwargs: Any
+    ) -> EnvState:
+        """Play all episodes to their end. By default each sample is its own coroutine: a slow one holds up nobody."""
+        llm.run(self._run_episodes(env_state, llm, sampling_params))
+        return env_state
+
+    def close(self) -> None:
+        """Release threads and rewards."""
+        if self._threads:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        for reward_function in self.reward_functions:
+            reward_function.close()
+
+    async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
+        samples = env_state.sample_states
+        await asyncio.gather(*(self._run_episode(sample, llm, sampling_params) for sample in samples))
+
+    async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
+        while not sample.done:
+            completion = await llm.reply(sample, sampling_params)
+            sample.current_step += 1
+            if sample.done:
+                return
+            if completion.finish_reason == "length" and not self.continue_truncated:
+                sample.finish("length")
+                return
+            replies = await self._respond_safely(sample)
+            if sample.current_step >= self.max_steps:
+                sample.finish("max_steps" if replies else "done")
+            elif not replies:
+                sample.finish("done")
+            else:
+                sample.messages.extend(replies)
+
+    async def _respond_safely(self, sample: SampleState) -> Sequence[ChatMessage]:
+        """Run the environment's side of a turn; whatever breaks in it fails this sample alone, and is counted."""
+        try:
+            async with asyncio.timeout(self.respond_timeout_s):
+                return self._checked(await self._respond_off_loop(sample))
+        except TimeoutError:
+            sample.fail(f"{type(self).__name__}.respond took more than {self.respond_timeout_s:g} s")
+        except Exception as error:  # noqa: BLE001 - one of the two places: an environment's own code
+            sample.fail(f"{type(self).__name__}.respond raised {type(error).__name__}: {error}")
+        return []
+
+    async def _respond_off_loop(self, sample: SampleState) -> Any:
+        if inspect.iscoroutinefunction(self.respond):
+            return await self.respond(sample)
+        if self._threads is None:  # one thread per sample at most, so that no slow tool can starve another
+            self._threads = ThreadPoolExecutor(self.batch_size * self.group_size, "rl4llm-env")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.respond, sample)
+
+    def _checked(self, replies: Any) -> Sequence[ChatMessage]:
+        where = f"{type(self).__name__}.respond"
+        if not isinstance(replies, list | tuple) or not all(isinstance(reply, ChatMessage) for reply in replies):
+            raise EnvError(f"{where} must return a list of ChatMessage ([] ends the episode), not {replies!r:.200}")
+        if any(reply.role == "assistant" for reply in replies):
+            raise EnvError(f"{where} returned an assistant message; only the policy writes those")
+        return replies
+
+    def _check(self) -> None:
+        where = type(self).__name__
+        for name in ("batch_size", "group_size", "max_steps", "world_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{where}: {name}={getattr(self, name)} is not accepted: at least 1.")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"{where}: rank={self.rank} is not accepted: 0 to {self.world_size - 1}.")
+        if len(self.dataset) == 0:
+            raise DataError(f"{where}: the dataset is empty.")
+        row = self.dataset[0]
+        missing = [column for column in ("messages", "ground_truth") if column not in row]
+        if missing:
+            raise DataError(f"{where}: the dataset has no column {missing}; it has {sorted(row)}.")
+        self._check_rewards(where)
+
+    def _check_rewards(self, where: str) -> None:
+        names = [reward_function.name for reward_function in self.reward_functions]
+        if not names:
+            raise ConfigError(f"{where}: reward_functions is empty; give at least one.")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{where}: reward names must differ, but are {names}.")
+        if len(names) > 1 and self.reward_transform_fn is None:
+            raise ConfigError(f"{where}: {len(names)} rewards ({', '.join(names)}) need a reward_transform_fn.")

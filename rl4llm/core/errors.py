@@ -1,0 +1,77 @@
+"""The errors rl4llm raises on purpose.
+
+    RL4LLMError
+    ├── ConfigError        a key, value or combination in the configuration
+    ├── DataError          a file, row or column of a dataset
+    ├── TemplateError      a chat template that cannot be extended token for token
+    ├── ModelError         a model or tokenizer that cannot be used
+    ├── EnvError           an environment broke its contract
+    ├── RewardError        a reward function broke its contract
+    ├── EngineError        an inference engine failed or was asked something impossible
+    │   └── StaleWeightsError   an engine does not hold the weights that it should
+    ├── CheckpointError    a checkpoint is damaged or belongs to another run
+    └── RunDirError        the output directory cannot be used
+
+Each message names where, what was given, what is accepted and the next step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RL4LLMError(Exception):
+    """Base of all errors that a user can act on; the command line prints them without a traceback."""
+
+
+class ConfigError(RL4LLMError):
+    """A configuration key, value or combination is not accepted."""
+
+
+class DataError(RL4LLMError):
+    """A dataset file, row or column cannot be used."""
+
+
+class TemplateError(RL4LLMError):
+    """A chat template cannot be extended token for token."""
+
+
+class ModelError(RL4LLMError):
+    """A model or tokenizer cannot be used."""
+
+
+class EnvError(RL4LLMError):
+    """An environment broke its contract, or too many of its episodes failed."""
+
+
+class RewardError(RL4LLMError):
+    """A reward function broke its contract."""
+
+
+class EngineError(RL4LLMError):
+    """An inference engine failed or was asked something impossible."""
+
+
+class StaleWeightsError(EngineError):
+    """An engine does not hold the trainer's weights."""
+
+
+class CheckpointError(RL4LLMError):
+    """A checkpoint is damaged or belongs to another run."""
+
+
+class RunDirError(RL4LLMError):
+    """The output directory cannot be used."""
+
+
+def unknown(where: str, name: str, known: Iterable[str]) -> str:
+    """The text for an unknown name: what was given, what is accepted, and the closest match.
+
+    >>> unknown("algorithm.name", "gpro", ["dapo", "grpo"])
+    "algorithm.name='gpro' is unknown. Known: dapo, grpo. Did you mean 'grpo'?"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{where}={name!r} is unknown. Known: {', '.join(names)}.{hint}"

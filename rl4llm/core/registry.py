@@ -1,0 +1,62 @@
+"""Names that a configuration may use, and the classes behind them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from rl4llm.core.errors import ConfigError, unknown
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A table of named things. Nobody may branch on the names: whoever looks one up uses only its contract.
+
+    >>> ALGORITHMS = Registry("algorithm.name")
+    >>> @ALGORITHMS.register("grpo")
+    ... class GRPO: ...
+    >>> ALGORITHMS["grpo"] is GRPO
+    True
+
+    A name of the form ``package.module:Class`` is imported, so users need not register anything.
+    """
+
+    def __init__(self, where: str):
+        self.where = where
+        self._items: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that adds a class or function under `name`; a name can be taken only once."""
+
+        def add(item: T) -> T:
+            if self._items.get(name, item) is not item:
+                raise ConfigError(f"{self.where}={name!r} is already registered as {self._items[name]!r}.")
+            self._items[name] = item
+            return item
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._items:
+            return self._items[name]
+        if ":" in name:
+            return self._imported(name)
+        raise ConfigError(unknown(self.where, name, self._items))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._items))
+
+    def _imported(self, name: str) -> T:
+        module_name, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.where}={name!r} cannot be imported: {error}. "
+                f"Accepted: a registered name ({', '.join(self)}) or 'package.module:Class' on the Python path."
+            ) from error

@@ -1,0 +1,245 @@
+"""The nouns of rl4llm: what flows from a prompt to an optimizer step.
+
+Shape letters end tensor names: B rows, T tokens, G trajectories of a group, V vocabulary, D hidden.
+Every ``x_BT[b, t]`` describes the token ``token_ids_BT[b, t]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl4llm.core.errors import DataError, EngineError
+
+Author = Literal["policy", "context"]
+FinishReason = Literal["stop", "length", "abort"]
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation, as chat templates know it."""
+
+    role: str
+    content: str
+    tool_calls: tuple[Mapping[str, Any], ...] | None = None
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise DataError(f"ChatMessage.role={self.role!r} is not accepted. Accepted: {', '.join(ROLES)}.")
+        if not isinstance(self.content, str):
+            raise DataError(f"ChatMessage.content must be a string, not {type(self.content).__name__}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form chat templates read; empty fields are left out, as templates test for their presence."""
+        row: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            row["tool_calls"] = [dict(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            row["tool_call_id"] = self.tool_call_id
+        return row
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> ChatMessage:
+        """Read a message from a dataset row; raises DataError when role or content is missing."""
+        missing = [key for key in ("role", "content") if row.get(key) is None]
+        if missing:
+            raise DataError(f"A message has no {' and no '.join(missing)}: {dict(row)!r}.")
+        calls = row.get("tool_calls")
+        return cls(row["role"], row["content"], tuple(calls) if calls else None, row.get("tool_call_id"))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How an engine samples one completion. temperature 0 is greedy; top_p 1 and top_k 0 switch those filters off.
+
+    `stop_token_ids` are kept in the completion, `stop` strings end it: their tokens are kept, the text is cut before them.
+    Equal seeds give equal random streams, whatever else the engine is doing.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0.0 <= self.temperature < math.inf, "0 (greedy) or above"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0, at most 1 (1 is off)"),
+            "top_k": (self.top_k >= 0, "0 (off) or above"),
+        }
+        for name, (holds, accepted) in checks.items():
+            if not holds:
+                raise EngineError(f"SamplingParams.{name}={getattr(self, name)!r} is not accepted: {accepted}.")
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled, exactly as it sampled it.
+
+    `token_ids` holds every sampled token, the stop token included. `logprobs[i]` is the natural log-probability of
+    `token_ids[i]` under the temperature-scaled softmax, before top-p and top-k (at temperature 0: of the plain softmax).
+    `text` is the decoded tokens without special tokens, cut before a stop string. `version` is that of the weights that
+    sampled it. `finish_reason` is "stop" (a stop token or string), "length" or "abort".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    version: int
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise EngineError(f"A completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs.")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """A run of tokens with one author. Only the policy's own tokens carry log-probs, and only they train."""
+
+    token_ids: tuple[int, ...]
+    author: Author
+    logprobs: tuple[float, ...] | None = None
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.author == "policy") != (self.logprobs is not None):
+            raise EngineError(f"A {self.author} span has {'no ' if self.logprobs is None else ''}log-probs.")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise EngineError(f"A span has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs.")
+
+    @classmethod
+    def context(cls, token_ids: list[int] | tuple[int, ...]) -> TokenSpan:
+        """Tokens that the environment or the template wrote."""
+        return cls(tuple(token_ids), "context")
+
+    @classmethod
+    def policy(cls, completion: Completion) -> TokenSpan:
+        """Tokens that the policy sampled."""
+        return cls(completion.token_ids, "policy", completion.logprobs, completion.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished episode: its exact tokens, what was said, and what it was worth."""
+
+    prompt_id: str
+    spans: tuple[TokenSpan, ...]
+    messages: tuple[ChatMessage, ...]
+    rewards: Mapping[str, float]
+    reward: float
+    stop_reason: str
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for span in self.spans for token in span.token_ids]
+
+    @property
+    def policy_spans(self) -> list[TokenSpan]:
+        return [span for span in self.spans if span.author == "policy"]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(span.token_ids) for span in self.spans)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        return sum(len(span.token_ids) for span in self.policy_spans)
+
+    @property
+    def version(self) -> int:
+        """The oldest version of the weights that wrote any of it."""
+        return min((span.version or 0 for span in self.policy_spans), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one prompt, in sample order; all start with the same prompt tokens."""
+
+    prompt_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        for trajectory in self.trajectories:
+            if trajectory.prompt_id != self.prompt_id:
+                raise EngineError(f"Group {self.prompt_id!r} holds a trajectory of prompt {trajectory.prompt_id!r}.")
+            if trajectory.spans[0] != self.trajectories[0].spans[0]:
+                raise EngineError(f"Group {self.prompt_id!r}: its trajectories start from different prompt tokens.")
+
+    @property
+    def rewards_G(self) -> Tensor:
+        return torch.tensor([trajectory.reward for trajectory in self.trajectories], dtype=torch.float64)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The tokens that all trajectories share from the start."""
+        return self.trajectories[0].spans[0].token_ids
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """Rows of tokens and what is known of each token. B rows, T tokens.
+
+    Several trajectories may share a row: equal `segment_ids_BT` in a row belong to one trajectory, 0 is padding, and
+    positions start again at each. `mask_BT` marks what the policy sampled. `weights_BT` is how much each token counts in
+    the step's loss; the sum over all batches of all ranks is fixed once per optimizer step, so neither packing nor
+    micro-batches nor ranks change the gradient.
+    """
+
+    token_ids_BT: Tensor
+    position_ids_BT: Tensor
+    segment_ids_BT: Tensor
+    mask_BT: Tensor
+    sampled_logprobs_BT: Tensor
+    credits_BT: Tensor
+    weights_BT: Tensor
+    old_logprobs_BT: Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
+    values_BT: Tensor | None = None
+    advantages_BT: Tensor | None = None
+    returns_BT: Tensor | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
+        """A batch with `fn` applied to every tensor it holds."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return TrainBatch(**{name: None if value is None else fn(value) for name, value in values.items()})
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        """A batch with every tensor on `device`."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int((self.segment_ids_BT > 0).sum())
+
+    @property
+    def num_policy_tokens(self) -> int:
+        return int(self.mask_BT.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRef:
+    """Where one version of the weights is to be had. `kind` is "memory" (shared in process), "full" or "lora"."""
+
+    version: int
+    kind: Literal["memory", "full", "lora"] = "memory"
+    path: str | None = None
+    checksums: Mapping[str, str] = field(default_factory=dict)

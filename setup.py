@@ -1,0 +1,49 @@
+"""Packaging of rl4llm; see the README for the two commands that install everything."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").read_text()).group(1)
+
+EXTRAS = {
+    "deepspeed": ["deepspeed>=0.16,<1"],
+    "wandb": ["wandb>=0.18,<1"],
+    "sglang": ["sglang>=0.4.6", "torch-memory-saver>=0.0.8"],
+    "vllm": ["vllm>=0.8"],
+    "grpc": ["grpcio>=1.66,<2", "protobuf>=5"],
+    "dev": ["pytest>=8,<10", "ruff>=0.8"],
+}
+# Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
+EXTRAS["all"] = [package for name in ("deepspeed", "wandb", "grpc", "dev") for package in EXTRAS[name]]
+
+setup(
+    name="rl4llm",
+    version=VERSION,
+    description="Reinforcement learning for language models in multi-turn environments",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["rl4llm", "rl4llm.*"]),
+    package_data={"rl4llm": ["py.typed"]},
+    install_requires=[
+        "torch>=2.6,<3",
+        "transformers>=4.56,<6",
+        "safetensors>=0.5,<1",
+        "datasets>=3,<6",
+        "omegaconf>=2.3,<3",
+        "rich>=13,<16",
+        "tensorboard>=2.17,<3",
+        "matplotlib>=3.8,<4",
+        "math-verify[antlr4_13_2]>=0.8,<1",
+        "xxhash>=3.4,<5",
+        "psutil>=5.9,<8",
+        "jinja2>=3.1,<4",
+        "numpy>=1.26,<3",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["rl4llm=rl4llm.cli:main"]},
+)
