@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,15 +20,19 @@ class Needs:
     entropy: bool = False
     group: bool = False  # at least two trajectories per prompt
     every_token: bool = False  # a token with zero advantage still has a loss (KL, entropy)
+    demonstrations: bool = False  # learns from conversations in the dataset instead of sampling its own
+    reward_kl: tuple[float, str] | None = None  # (coefficient, estimator) of a KL penalty inside the reward
 
 
 class BaseAlgorithm(ABC):
     """Pure maths on tensors. Subclasses are dataclasses whose fields are the algorithm's options.
 
-    `aggregation` names how token losses are summed, see `rl4llm.data.pack`.
+    `aggregation` names how token losses are summed, see `rl4llm.data.pack`. Among a batch's token metrics, a name that ends
+    in "/max" is reported as the maximum over the policy's tokens, every other as their mean.
     """
 
-    aggregation: ClassVar[str] | str = "token"
+    __slots__ = ()
+    aggregation: str
 
     def needs(self) -> Needs:
         """What this algorithm, with these options, needs."""
@@ -60,6 +63,7 @@ class BaseAlgorithm(ABC):
     def check(self, group_size: int) -> None:
         """Raise ConfigError for options that cannot work together."""
 
-    def describe(self) -> dict[str, Any]:
-        """Options by name, for tables."""
-        return dict(vars(self))
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__.lower()

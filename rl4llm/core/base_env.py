@@ -87,6 +87,14 @@ class EnvState:
 class LLM(Protocol):
     """The policy as an environment sees it: messages in, messages out, the exact tokens recorded on the side."""
 
+    async def open(self, sample: SampleState) -> None:
+        """The sample's episode begins; it will ask for replies until `close`."""
+        ...
+
+    async def close(self, sample: SampleState) -> None:
+        """The sample's episode is over."""
+        ...
+
     async def reply(self, sample: SampleState, sampling_params: SamplingParams) -> Completion:
         """Sample the next assistant message, append it to `sample.messages` and its tokens to `sample.spans`."""
         ...
@@ -215,10 +223,19 @@ class BaseMDPEnv:
             reward_function.close()
 
     async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
-        samples = env_state.sample_states
-        await asyncio.gather(*(self._run_episode(sample, llm, sampling_params) for sample in samples))
+        for sample in env_state.sample_states:
+            await llm.open(sample)
+        async with asyncio.TaskGroup() as episodes:
+            for sample in env_state.sample_states:
+                episodes.create_task(self._run_episode(sample, llm, sampling_params))
 
     async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
+        try:
+            await self._run_turns(sample, llm, sampling_params)
+        finally:
+            await llm.close(sample)
+
+    async def _run_turns(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
         while not sample.done:
             completion = await llm.reply(sample, sampling_params)
             sample.current_step += 1

@@ -1,0 +1,59 @@
+"""The formulas that algorithms share. G trajectories of a group, B rows, T tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def group_advantages(rewards_G: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """Rewards minus their mean, over their sample standard deviation (ddof 1) plus eps; a group of one gets 0.
+
+    Shao et al. 2024 (DeepSeekMath), section 4.1.2. The paper leaves ddof open; 1 is what verl, TRL and OpenRLHF use.
+    """
+    centred_G = rewards_G - rewards_G.mean()
+    if not scale or len(rewards_G) < 2:
+        return centred_G
+    return centred_G / (rewards_G.std(correction=1) + eps)
+
+
+def clipped_surrogate(ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float) -> Tensor:
+    """PPO's pessimistic loss: -min(r A, clip(r, 1 - low, 1 + high) A). Schulman et al. 2017, equation 7."""
+    unclipped_BT = ratio_BT * advantages_BT
+    clipped_BT = ratio_BT.clamp(1 - low, 1 + high) * advantages_BT
+    return -unclipped_BT.minimum(clipped_BT)
+
+
+def clipped_share(ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float) -> Tensor:
+    """1 where the clip cuts the gradient: the ratio is beyond the bound on the side the advantage pushes to."""
+    return ((ratio_BT > 1 + high) & (advantages_BT > 0) | (ratio_BT < 1 - low) & (advantages_BT < 0)).to(ratio_BT.dtype)
+
+
+def kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimates of KL(policy || reference) at each sampled token (Schulman 2020, "Approximating KL divergence").
+
+    With d = log(policy / reference): k1 = d is unbiased but noisy and may be negative; k2 = d^2 / 2 is biased with little
+    noise; k3 = exp(-d) - 1 + d is unbiased and never negative.
+    """
+    difference_BT = logprobs_BT - ref_logprobs_BT
+    if estimator == "k1":
+        return difference_BT
+    if estimator == "k2":
+        return difference_BT.square() / 2
+    return (-difference_BT).exp() - 1 + difference_BT
+
+
+def kl_loss(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> Tensor:
+    """The estimate as a loss on on-policy tokens, with a gradient that lowers the divergence.
+
+    The gradient of k1 itself is zero in expectation, so as a loss it keeps its value and takes k2's gradient, which is the
+    gradient of the divergence in expectation. k3's own gradient is that of the reverse divergence.
+    """
+    estimate_BT = kl(logprobs_BT, ref_logprobs_BT, estimator)
+    if estimator != "k1":
+        return estimate_BT
+    k2_BT = kl(logprobs_BT, ref_logprobs_BT, "k2")
+    return k2_BT + (estimate_BT - k2_BT).detach()

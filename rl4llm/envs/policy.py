@@ -1,0 +1,174 @@
+"""The policy as an environment sees it: messages go in, messages come out, the exact tokens are kept on the side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.errors import EnvError
+from rl4llm.core.seeds import derive_seed
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
+from rl4llm.data.render import Renderer
+
+T = TypeVar("T")
+
+
+class PolicyLLM:
+    """One rollout's view of the engine; records what each sample's tokens are and who wrote them.
+
+    The record of a sample grows only at its end: the first prompt, then what the engine sampled, then the tokens of new
+    messages. An assistant message whose text the engine did not sample at that very point is the environment's own and
+    becomes context.
+    """
+
+    def __init__(self, client: BaseClient, renderer: Renderer, runner: asyncio.Runner, *, seed: int, step: int):
+        self._client = client
+        self._renderer = renderer
+        self._runner = runner
+        self._identity = (seed, step)
+        self._samples: list[SampleState] = []
+        self._recorded: dict[str, int] = {}  # messages of a session that the token record covers
+        self._sampled: dict[str, list[Completion]] = {}  # what was sampled at the session's present end
+
+    def begin(self, samples: Sequence[SampleState]) -> None:
+        """Announce the samples of a rollout, so that conversations passed to `generate` can be recognised."""
+        self._samples = list(samples)
+        for sample in samples:
+            sample.session = f"{self._identity[1]}/{sample.prompt_id}/{sample.index}"
+            self._recorded[sample.session] = 0
+            self._sampled[sample.session] = []
+
+    def end(self) -> None:
+        """Complete the token records and let the engine drop its caches."""
+        for sample in self._samples:
+            if sample.failure is None:
+                self._record_sampled(sample)
+        self.run(self._close_all())
+
+    async def open(self, sample: SampleState) -> None:
+        """The sample's episode begins; an engine in deterministic mode waits for it from now on."""
+        await self._client.expect(sample.session)
+
+    async def close(self, sample: SampleState) -> None:
+        """The sample's episode is over; the engine may drop its cache."""
+        await self._client.release(sample.session)
+
+    async def reply(self, sample: SampleState, sampling_params: SamplingParams) -> Completion:
+        """Sample the next assistant message and append it; a sample with no room left is finished instead."""
+        completion = await self._generate(sample, sampling_params)
+        if completion.finish_reason != "abort":
+            sample.messages.append(ChatMessage("assistant", completion.text))
+            self._record_sampled(sample)
+        return completion
+
+    def generate(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[Completion]:
+        """The synchronous batch form: one completion per prompt, in order, and nothing is appended anywhere.
+
+        A prompt is a SampleState, a conversation (list of ChatMessage or dicts) or a list of token ids.
+        """
+        claimed: set[str] = set()
+        requests = [self._request(prompt, sampling_params, claimed) for prompt in prompts]
+        return self.run(self._gather(requests))
+
+    def chat(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[ChatMessage]:
+        """`generate`, as assistant messages ready to be appended."""
+        return [ChatMessage("assistant", completion.text) for completion in self.generate(prompts, sampling_params)]
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's event loop."""
+        return self._runner.run(coroutine)
+
+    def _request(self, prompt: Any, params: SamplingParams, claimed: set[str]) -> Coroutine[Any, Any, Completion]:
+        if isinstance(prompt, SampleState):
+            return self._generate(prompt, params)
+        if prompt and isinstance(prompt[0], int):
+            return self._client.generate(prompt, self._with_stops(params))
+        messages = [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in prompt]
+        for sample in self._samples:
+            if sample.session not in claimed and (sample.messages is prompt or sample.messages == messages):
+                claimed.add(sample.session)
+                return self._generate(sample, params)
+        return self._client.generate(self._renderer.first(messages), self._with_stops(params))
+
+    async def _generate(self, sample: SampleState, params: SamplingParams) -> Completion:
+        self._record_sampled(sample)
+        self._record_context(sample)
+        prompt_ids = sample.token_ids
+        if len(prompt_ids) >= self._client.context_length:
+            sample.finish("context")
+            return Completion("", (), (), "abort", await self._client.version())
+        turn = sum(span.author == "policy" for span in sample.spans)
+        draw = len(self._sampled[sample.session])  # several draws at one point are different draws
+        seed = derive_seed(*self._identity, params.seed, sample.prompt_id, sample.index, turn, draw)
+        completion = await self._client.generate(
+            prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session
+        )
+        self._sampled[sample.session].append(completion)
+        return completion
+
+    def _with_stops(self, params: SamplingParams) -> SamplingParams:
+        stops = (*params.stop_token_ids, *self._renderer.stop_token_ids)
+        return params.replace(stop_token_ids=tuple(dict.fromkeys(stops)))
+
+    def _record_context(self, sample: SampleState) -> None:
+        """Append the tokens of the messages since the last recorded one, up to the next generation prompt."""
+        new = sample.messages[self._recorded[sample.session] :]
+        if not sample.spans:
+            token_ids = self._renderer.first(new)
+        elif new:
+            token_ids = self._renderer.following(new, ended=self._ended(sample), messages=sample.messages)
+        elif sample.spans[-1].author == "context":  # another draw at the same point
+            return
+        else:
+            raise EnvError(f"Prompt {sample.prompt_id!r}: two turns of the policy in a row, with no message between them.")
+        sample.spans.append(TokenSpan.context(token_ids))
+        self._recorded[sample.session] = len(sample.messages)
+        self._sampled[sample.session] = []
+
+    def _record_sampled(self, sample: SampleState) -> None:
+        """Append the tokens of each assistant message that is not recorded yet."""
+        while sample.spans and (turn := self._next_assistant(sample)) is not None:
+            start, message = self._recorded[sample.session], sample.messages[turn]
+            if turn > start:
+                between = sample.messages[start:turn]
+                token_ids = self._renderer.following(between, ended=self._ended(sample), messages=sample.messages)
+                sample.spans.append(TokenSpan.context(token_ids))
+                self._sampled[sample.session] = []
+            completion = self._find(sample, message.content)
+            foreign = completion is None
+            sample.spans.append(
+                TokenSpan.context(self._renderer.encode(message.content)) if foreign else TokenSpan.policy(completion)
+            )
+            self._recorded[sample.session] = turn + 1
+            self._sampled[sample.session] = []
+
+    def _next_assistant(self, sample: SampleState) -> int | None:
+        start = max(self._recorded[sample.session], sample.init_msg_size)
+        turns = range(start, len(sample.messages))
+        return next((turn for turn in turns if sample.messages[turn].role == "assistant"), None)
+
+    def _find(self, sample: SampleState, content: str) -> Completion | None:
+        """The completion with this text that was sampled at this sample's present end, its own before a sibling's."""
+        siblings = [other for other in self._samples if other.prompt_id == sample.prompt_id and other is not sample]
+        own = self._sampled[sample.session]
+        theirs = (self._sampled[other.session] for other in siblings if other.spans == sample.spans)
+        for completions in (own, *theirs):
+            for completion in completions:
+                if completion.text.strip() == content.strip():
+                    return completion
+        return None
+
+    def _ended(self, sample: SampleState) -> bool:
+        span = sample.spans[-1]
+        return bool(span.token_ids) and span.token_ids[-1] in self._renderer.stop_token_ids
+
+    @staticmethod
+    async def _gather(requests: list[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+        return list(await asyncio.gather(*requests))
+
+    async def _close_all(self) -> None:
+        for sample in self._samples:
+            await self.close(sample)

@@ -1,0 +1,155 @@
+"""From prompts to groups of scored trajectories: one call plays all episodes of a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_env import BaseMDPEnv, EnvState, SampleState
+from rl4llm.core.errors import EnvError, RL4LLMError
+from rl4llm.core.types import ChatMessage, Group, SamplingParams, Trajectory
+from rl4llm.data.render import Renderer
+from rl4llm.envs.policy import PolicyLLM
+from rl4llm.rewards.score import score
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """What was played: groups of scored trajectories, and the samples that failed through no fault of the model."""
+
+    groups: tuple[Group, ...]
+    failed: tuple[SampleState, ...]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+class Rollout:
+    """Plays the episodes of an environment against an engine.
+
+    A failed sample is played once more from its seed; what fails again is left out and counted, and when more than
+    `max_failed_share` of a rollout fails, EnvError names the most frequent causes.
+    """
+
+    def __init__(
+        self,
+        env: BaseMDPEnv,
+        client: BaseClient,
+        renderer: Renderer,
+        runner: asyncio.Runner,
+        *,
+        seed: int,
+        max_failed_share: float = 0.1,
+    ):
+        self.env = env
+        self._client = client
+        self._renderer = renderer
+        self._runner = runner
+        self._seed = seed
+        self._max_failed_share = max_failed_share
+
+    def play(
+        self, rows: Sequence[int], *, step: int, sampling_params: SamplingParams, group_size: int | None = None
+    ) -> RolloutResult:
+        """Play `group_size` episodes for each of the dataset's `rows`, and score them."""
+        attempts = list(self._attempts(rows, group_size or self.env.group_size))
+        samples = [self._sample(row, index) for row, index in attempts]
+        self._play(samples, step, sampling_params)
+        self._play_failed_again(attempts, samples, step, sampling_params)
+        scores = score(samples, self.env.reward_functions, self.env.reward_transform_fn)
+        self._check_failures(samples)
+        trajectories = {
+            id(sample): self._trajectory(sample, {name: values[i] for name, values in scores.rewards.items()}, reward)
+            for i, (sample, reward) in enumerate(zip(samples, scores.reward.tolist(), strict=True))
+            if sample.failure is None
+        }
+        return RolloutResult(
+            groups=tuple(self._groups(samples, trajectories)),
+            failed=tuple(sample for sample in samples if sample.failure is not None),
+        )
+
+    @staticmethod
+    def _attempts(rows: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+        """(row, sample index) of every attempt; a row that comes twice becomes one larger group."""
+        seen: Counter[int] = Counter()
+        for row in rows:
+            yield from ((row, index) for index in range(seen[row], seen[row] + size))
+            seen[row] += size
+
+    def _sample(self, row: int, index: int) -> SampleState:
+        columns = dict(self.env.dataset[row])
+        messages = [
+            item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in columns.pop("messages")
+        ]
+        prompt_id = str(columns.pop("prompt_id", row))
+        return SampleState(prompt_id, index, messages, columns.pop("ground_truth"), columns)
+
+    def _play(self, samples: list[SampleState], step: int, sampling_params: SamplingParams) -> None:
+        llm = PolicyLLM(self._client, self._renderer, self._runner, seed=self._seed, step=step)
+        llm.begin(samples)
+        try:
+            self.env._run_interaction_loop(EnvState(samples, step), llm, sampling_params)
+        except RL4LLMError:
+            raise
+        except Exception as error:
+            where = f"{type(self.env).__name__}._run_interaction_loop"
+            raise EnvError(f"{where} raised {type(error).__name__}: {error}") from error
+        finally:
+            llm.end()
+        for sample in samples:
+            self._check_played(sample)
+
+    def _play_failed_again(
+        self,
+        attempts: list[tuple[int, int]],
+        samples: list[SampleState],
+        step: int,
+        sampling_params: SamplingParams,
+    ) -> None:
+        again = [i for i, sample in enumerate(samples) if sample.failure is not None]
+        for i in again:
+            samples[i] = self._sample(*attempts[i])
+        if again:
+            self._play([samples[i] for i in again], step, sampling_params)
+
+    def _check_played(self, sample: SampleState) -> None:
+        if sample.failure is None and not any(span.author == "policy" for span in sample.spans):
+            sample.fail(f"{type(self.env).__name__} ended the episode before the policy said anything")
+        if not sample.done:  # a level-3 loop that did not say why it stopped
+            sample.finish("done")
+
+    def _check_failures(self, samples: list[SampleState]) -> None:
+        causes = Counter(sample.failure for sample in samples if sample.failure is not None)
+        if causes.total() > self._max_failed_share * len(samples):
+            most = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
+            raise EnvError(
+                f"{causes.total()} of {len(samples)} episodes failed, more than rollout.max_failed_share="
+                f"{self._max_failed_share:g} allows. Most frequent: {most}."
+            )
+
+    def _trajectory(self, sample: SampleState, rewards: dict[str, torch.Tensor], reward: float) -> Trajectory:
+        last = max(i for i, span in enumerate(sample.spans) if span.author == "policy")
+        return Trajectory(
+            prompt_id=sample.prompt_id,
+            spans=tuple(sample.spans[: last + 1]),  # what came after the policy's last word trains nothing
+            messages=tuple(sample.messages),
+            rewards={name: float(value) for name, value in rewards.items()},
+            reward=reward,
+            stop_reason=sample.stop_reason or "done",
+            extras={"sample": sample.index, "ground_truth": sample.ground_truth, **sample.extras},
+        )
+
+    @staticmethod
+    def _groups(samples: list[SampleState], trajectories: dict[int, Trajectory]) -> Iterator[Group]:
+        by_prompt: dict[str, list[Trajectory]] = {}
+        for sample in samples:
+            if id(sample) in trajectories:
+                by_prompt.setdefault(sample.prompt_id, []).append(trajectories[id(sample)])
+        for prompt_id, members in by_prompt.items():
+            yield Group(prompt_id, tuple(members))
