@@ -225,9 +225,12 @@ class BaseMDPEnv:
     async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
         for sample in env_state.sample_states:
             await llm.open(sample)
-        async with asyncio.TaskGroup() as episodes:
-            for sample in env_state.sample_states:
-                episodes.create_task(self._run_episode(sample, llm, sampling_params))
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                for sample in env_state.sample_states:
+                    episodes.create_task(self._run_episode(sample, llm, sampling_params))
+        except BaseExceptionGroup as failures:  # the group cancelled the other episodes; the first cause says it all
+            raise failures.exceptions[0] from None
 
     async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
         try:

@@ -1,0 +1,253 @@
+"""The configuration: typed dataclasses, filled from a YAML file and ``key.sub=value`` overrides.
+
+An algorithm's, environment's, reward's or engine's own options stand beside its `name`; they are checked against the
+class that the name stands for, see `rl4llm.build`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl4llm.core.errors import ConfigError
+
+
+@dataclass
+class ModelConfig:
+    """The policy: a Hugging Face directory, or a name on the hub."""
+
+    path: str = MISSING
+    dtype: str = "float32"  # of the weights: float32 or bfloat16
+    autocast: str = "none"  # bfloat16: matrix products in bf16 while the weights stay float32
+    device: str = "auto"  # auto: cuda where there is one
+    gradient_checkpointing: bool = False
+    pad_token: str | None = None  # for tokenizers without one
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from; rows without `messages` and `ground_truth` are made from two columns."""
+
+    path: str = MISSING  # directory, .jsonl, .parquet, hub name, or the name of a generated task
+    split: str = "train"
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    answer_pattern: str | None = None  # regular expression; its first group is the ground truth
+    system_prompt: str | None = None
+    prompt_template: str | None = None  # with {prompt}
+    limit: int | None = None
+    shuffle: bool = True
+
+
+@dataclass
+class EvalConfig:
+    """The fixed held-out set."""
+
+    path: str | None = None  # null: data.path
+    split: str = "test"
+    limit: int | None = 256
+    every: int = 10  # steps; 0 is never
+    temperature: float = 0.0
+
+
+@dataclass
+class RolloutConfig:
+    """How much is sampled per step, and how."""
+
+    prompts: int = 16  # per step and rank
+    group_size: int = 8  # samples per prompt
+    max_tokens: int = 256  # per turn
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: list[str] = field(default_factory=list)
+    max_failed_share: float = 0.1
+
+
+@dataclass
+class TrainingConfig:
+    """How batches become optimizer steps."""
+
+    lr: float = 1e-6
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    max_grad_norm: float = 1.0
+    schedule: str = "constant"  # constant, linear or cosine, after the warm-up
+    warmup_steps: int = 0
+    max_tokens_per_batch: int = 16384
+    layout: str = "shared"  # sorted, packed or shared, see rl4llm.data.pack
+    updates_per_rollout: int = 1
+    epochs: int = 1
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 50  # steps; 0 is never
+    keep: int = 2
+
+
+@dataclass
+class TrackingConfig:
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "rl4llm"
+    episodes_every: int = 1  # steps; 0 stores none
+    episodes_per_step: int = 64
+
+
+@dataclass
+class OutputConfig:
+    dir: str = "runs/rl4llm"
+
+
+@dataclass
+class Config:
+    """Everything a run needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
+    rewards: list[Any] = field(default_factory=lambda: ["math"])  # names, or mappings with name, weight and options
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    inference: dict[str, Any] = field(default_factory=lambda: {"name": "local"})
+    algorithm: dict[str, Any] = field(default_factory=lambda: {"name": "grpo"})
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    max_steps: int = 100
+    seed: int = 42
+    deterministic: bool = False  # the same steps bit for bit, also after a resume
+    threads: int = 0  # of torch on the CPU; 0 leaves torch's own choice
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Read a YAML file, apply overrides, and check every key and type; raises ConfigError.
+
+    >>> load_config(overrides=["model.path=m", "data.path=d", "training.lr=1e-4"]).training.lr
+    0.0001
+    """
+    layers = [_read(Path(path))] if path is not None else []
+    layers.append(_overrides(overrides))
+    merged = OmegaConf.structured(Config)
+    for layer in layers:
+        merged = _merge(merged, layer)
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=...")
+    config = OmegaConf.to_object(merged)
+    _check(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration, as it is written beside a run."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every leaf by its dotted key."""
+    if dataclasses.is_dataclass(config):
+        config = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    if not isinstance(config, Mapping):
+        return {prefix[:-1]: config}
+    return {key: value for name in config for key, value in flatten(config[name], f"{prefix}{name}.").items()}
+
+
+def _read(path: Path) -> DictConfig:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.yaml")], n=1)
+        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"There is no configuration file {path}.{hint}")
+    try:
+        layer = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(layer, DictConfig):
+        raise ConfigError(f"{path} must hold a mapping of keys, not a {type(layer).__name__}.")
+    return layer
+
+
+def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
+    if isinstance(overrides, Mapping):
+        layer = OmegaConf.create()
+        for key, value in overrides.items():
+            OmegaConf.update(layer, key, value, force_add=True)
+        return layer
+    wrong = [text for text in overrides if "=" not in text or text.startswith("=")]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is not an override. Accepted: key.sub=value, for example training.lr=1e-5.")
+    return OmegaConf.from_dotlist(list(overrides))
+
+
+def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
+    _check_keys(flatten(OmegaConf.to_container(layer)), config)
+    try:
+        merged = OmegaConf.merge(config, layer)
+    except OmegaConfBaseException as error:
+        wanted = getattr(error, "ref_type_str", None) or ""
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]} {wanted}".strip()) from None
+    for part in ("env", "inference", "algorithm"):  # another name brings other options, so the defaults' do not stay
+        if part in layer and layer[part] is not None and "name" in layer[part]:
+            merged[part] = layer[part]
+    return merged
+
+
+def _check_keys(given: Iterable[str], config: DictConfig) -> None:
+    free = ("env", "inference", "algorithm", "rewards")
+    known = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
+    for key in given:
+        sections = {name.split(".")[0] for name in known}
+        if key.split(".")[0] in free or key in known or key in sections:
+            continue
+        tail = {name.split(".")[-1]: name for name in known}
+        close = difflib.get_close_matches(key, known, n=1) or [
+            tail[name] for name in difflib.get_close_matches(key.split(".")[-1], tail, n=1)
+        ]
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        section = key.split(".")[0]
+        near = [name for name in known if name.split(".")[0] == section] or sorted(sections | set(free))
+        raise ConfigError(f"Unknown configuration key {key!r}.{hint} Known: {', '.join(near)}.")
+
+
+CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
+    "model.autocast": ("none", "bfloat16"),
+    "training.schedule": ("constant", "linear", "cosine"),
+    "training.layout": ("sorted", "packed", "shared"),
+}
+AT_LEAST = {
+    "rollout.prompts": 1,
+    "rollout.group_size": 1,
+    "rollout.max_tokens": 1,
+    "rollout.temperature": 0,
+    "training.lr": 0,
+    "training.max_tokens_per_batch": 1,
+    "training.updates_per_rollout": 1,
+    "training.epochs": 1,
+    "eval.every": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "max_steps": 0,
+}
+
+
+def _check(config: Config) -> None:
+    values = flatten(config)
+    for key, accepted in CHOICES.items():
+        if values[key] not in accepted:
+            raise ConfigError(f"{key}={values[key]!r} is not accepted. Accepted: {', '.join(accepted)}.")
+    for key, least in AT_LEAST.items():
+        if not values[key] >= least:
+            raise ConfigError(f"{key}={values[key]} is not accepted: {least} or above.")
+    for part in ("env", "inference", "algorithm"):
+        if not isinstance(getattr(config, part).get("name"), str):
+            raise ConfigError(f"{part}.name is not set; `rl4llm info` lists what it may be.")

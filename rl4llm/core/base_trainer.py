@@ -1,0 +1,188 @@
+"""The loop that every trainer shares. Read `train` first; each line of it is one function."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.checkpoint import latest_checkpoint, restore_rng, rng_state, save_checkpoint
+from rl4llm.core.types import TrainBatch
+
+Collected = TypeVar("Collected")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When things happen, in steps; 0 is never."""
+
+    max_steps: int
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+
+
+class Clock(Protocol):
+    """Times the phases of a step: ``with clock("rollout"): ...``."""
+
+    def __call__(self, phase: str) -> AbstractContextManager[Any]: ...
+
+
+class BaseTrainer(ABC, Generic[Collected]):
+    """Collect, prepare, update, publish, report; evaluate and save when due; resume from whatever was saved last.
+
+    A step is one turn of the loop. `step` counts finished ones and is the version of the weights.
+    """
+
+    def __init__(
+        self, *, algorithm: BaseAlgorithm, backend: BaseBackend, clock: Clock, schedule: Schedule, checkpoints: Path
+    ):
+        self.algorithm = algorithm
+        self.backend = backend
+        self.clock = clock
+        self.schedule = schedule
+        self.checkpoints = checkpoints
+        self.step = 0
+        self.stopped = False  # by a signal, before max_steps
+        self._stop_requested = threading.Event()
+
+    def train(self) -> None:
+        """Run until `max_steps`, or until a signal asks to stop; then the finished steps are saved."""
+        self.resume()
+        self.publish()  # engines start from the trainer's weights, and prove it
+        if self.step == 0:
+            self.evaluate()
+        with self._stop_on_signals():
+            while self.step < self.schedule.max_steps and not self._stop_requested.is_set():
+                with self.clock("step"):
+                    collected = self.collect()
+                    updates = self.prepare(collected)
+                    metrics = [self.update(batches) for batches in updates]
+                    self.step += 1
+                    self.publish()
+                self.report(collected, metrics)
+                if self._due(self.schedule.evaluate_every):
+                    self.evaluate()
+                if self._due(self.schedule.checkpoint_every):
+                    self.save()
+        self.stopped = self.step < self.schedule.max_steps
+
+    @abstractmethod
+    def collect(self) -> Collected:
+        """What this step learns from."""
+
+    @abstractmethod
+    def prepare(self, collected: Collected) -> list[list[TrainBatch]]:
+        """The optimizer steps of this step, each a list of micro-batches."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Hand version `step` of the weights to the engines, and have them prove it."""
+
+    @abstractmethod
+    def report(self, collected: Collected, metrics: Sequence[dict[str, float]]) -> None:
+        """Log what was sampled and what was learned."""
+
+    @abstractmethod
+    def evaluate(self) -> None:
+        """Measure on the fixed held-out set."""
+
+    def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One optimizer step. Without any token that could teach something, the weights stay as they are."""
+        if not batches:
+            return {"update/empty": 1.0}
+        with self.clock("update"):
+            parts = [self.forward_backward(batch) for batch in batches]
+            return merge(parts) | self.backend.optim_step()
+
+    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+        """One micro-batch."""
+        return self.backend.forward_backward(batch, self.algorithm.token_losses, entropy=self.algorithm.needs().entropy)
+
+    def save(self) -> None:
+        """Write a checkpoint: weights, optimizer, schedule, random states, prompt cursor, step."""
+        with self.clock("checkpoint"):
+            save_checkpoint(
+                self.checkpoints,
+                self.step,
+                self.write_checkpoint,
+                state={"step": self.step, **self.state()},
+                keep=self.schedule.keep_checkpoints,
+            )
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint that is whole; without any, start at step 0."""
+        checkpoint = latest_checkpoint(self.checkpoints)
+        if checkpoint is None:
+            return
+        self.backend.load(checkpoint.path / "model")
+        restore_rng(checkpoint.path)
+        self.step = checkpoint.state["step"]
+        self.restore(checkpoint.state)
+        for reason in checkpoint.skipped:
+            self.warn(reason)
+
+    def write_checkpoint(self, directory: Path) -> None:
+        """Fill the directory of a new checkpoint."""
+        (directory / "model").mkdir()
+        self.backend.save(directory / "model")
+        rng_state(directory)
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What else a resumed run needs, as JSON."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned; called on resume, before the first step."""
+
+    @abstractmethod
+    def warn(self, text: str) -> None:
+        """Tell the user something that must not be overlooked."""
+
+    def _due(self, every: int) -> bool:
+        last = self.step == self.schedule.max_steps or self._stop_requested.is_set()
+        return every > 0 and (last or self.step % every == 0)
+
+    @contextmanager
+    def _stop_on_signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM finishes the step and saves; a second Ctrl-C stops at once."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+            yield
+            return
+
+        def request_stop(number: int, frame: Any) -> None:
+            if self._stop_requested.is_set():
+                raise KeyboardInterrupt
+            self._stop_requested.set()
+            self.warn(f"{signal.Signals(number).name}: finishing step {self.step + 1}, then saving. Again: stop at once.")
+
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, request_stop) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def merge(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of one optimizer step from those of its micro-batches.
+
+    "loss" and "tokens" add up, names ending in "/max" take the maximum, all others are means over the policy's tokens.
+    """
+    tokens = sum(part["tokens"] for part in parts)
+    merged = {"loss": sum(part["loss"] for part in parts), "tokens": tokens}
+    for name in parts[0].keys() - merged.keys():
+        values = [part[name] for part in parts]
+        weighted = zip(values, parts, strict=True)
+        total = sum(value * part["tokens"] for value, part in weighted)
+        merged[name] = max(values) if name.endswith("/max") else total / max(tokens, 1)
+    return merged

@@ -1,0 +1,64 @@
+"""The canary: after every publish the engine proves that it holds the trainer's weights.
+
+An engine can report success and go on sampling from stale, half-loaded or corrupted weights. What cannot lie is what it
+computes: the log-probs of fixed tokens, compared with the trainer's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.errors import StaleWeightsError
+from rl4llm.core.seeds import derive_seed
+from rl4llm.core.types import TrainBatch, WeightRef
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Largest accepted difference of a log-prob (nats) by the coarser dtype of the two sides; random tokens are improbable
+ones, where rounding shows most."""
+
+
+class Canary:
+    """A few random tokens, the same in every run, that both sides score."""
+
+    def __init__(self, vocab_size: int, *, dtype: str, num_sequences: int = 2, length: int = 24, tolerance: float = 0.0):
+        generator = torch.Generator().manual_seed(derive_seed("canary", vocab_size))
+        self._token_ids_BT = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
+        self._tolerance = tolerance or TOLERANCES[dtype]
+
+    async def verify(self, backend: BaseBackend, client: BaseClient, weight_ref: WeightRef) -> float:
+        """The largest difference in nats; raises StaleWeightsError when it or the version is not what was published."""
+        version = await client.version()
+        if version != weight_ref.version:
+            raise StaleWeightsError(
+                f"{type(client).__name__} reports version {version} after version {weight_ref.version} was published. "
+                "Training stops, since what it samples now would come from other weights."
+            )
+        expected_BT = backend.forward(_batch(self._token_ids_BT))[:, 1:].cpu()
+        scored = [await client.score(row) for row in self._token_ids_BT.tolist()]
+        difference = (torch.tensor(scored) - expected_BT).abs().max().item()
+        if not difference <= self._tolerance:  # NaN is beyond any tolerance
+            raise StaleWeightsError(
+                f"{type(client).__name__} does not hold version {version}: its log-probs of the canary's tokens differ from "
+                f"the trainer's by {difference:.3g}, more than {self._tolerance:g}. Training stops; check how the weights "
+                "reach the engine, and its dtype."
+            )
+        return difference
+
+
+def _batch(token_ids_BT: Tensor) -> TrainBatch:
+    rows, length = token_ids_BT.shape
+    zeros_BT = torch.zeros(rows, length)
+    mask_BT = torch.ones(rows, length, dtype=torch.bool)
+    mask_BT[:, 0] = False
+    return TrainBatch(
+        token_ids_BT=token_ids_BT,
+        position_ids_BT=torch.arange(length).expand(rows, length),
+        segment_ids_BT=torch.ones(rows, length, dtype=torch.long),
+        mask_BT=mask_BT,
+        sampled_logprobs_BT=zeros_BT,
+        credits_BT=zeros_BT,
+        weights_BT=zeros_BT,
+    )
