@@ -269,9 +269,13 @@ class BaseMDPEnv:
     async def _respond_off_loop(self, sample: SampleState) -> Any:
         if inspect.iscoroutinefunction(self.respond):
             return await self.respond(sample)
-        if self._threads is None:  # one thread per sample at most, so that no slow tool can starve another
+        return await self.off_loop(lambda: self.respond(sample))
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run blocking work in a thread; there is one per sample, so that no slow tool can starve another."""
+        if self._threads is None:
             self._threads = ThreadPoolExecutor(self.batch_size * self.group_size, "rl4llm-env")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.respond, sample)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _checked(self, replies: Any) -> Sequence[ChatMessage]:
         where = f"{type(self).__name__}.respond"

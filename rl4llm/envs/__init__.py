@@ -1,0 +1,7 @@
+"""Environments: what the policy talks to."""
+
+from rl4llm.envs.chat import ChatEnv
+from rl4llm.envs.registry import ENVIRONMENTS, register_env
+from rl4llm.envs.tool import ToolMDPEnv
+
+__all__ = ["ENVIRONMENTS", "ChatEnv", "ToolMDPEnv", "register_env"]
