@@ -1,0 +1,189 @@
+"""Checkpoints that a `kill -9` at any moment, a full disk or a damaged file cannot turn into a silent fresh start.
+
+    checkpoints/
+      latest                     "step-000012": a name to read, not the truth; the truth is what verifies
+      step-000012/
+        state.json manifest.json and whatever the caller wrote
+      step-000013.tmp-1f2e3d4c/  a save that never finished
+
+A directory gets its final name only when it is complete and on disk; from then on its manifest says what it must hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core import manifest
+from rl4llm.core.errors import CheckpointError, RunDirError
+from rl4llm.core.run_dir import is_full, space, sync_directory, write_atomically
+
+FINAL = re.compile(r"step-(\d{6,})(\.old-[0-9a-f]+)?")
+UNFINISHED = re.compile(r"step-\d{6,}\.tmp-[0-9a-f]+")
+REPLACED = re.compile(r"step-\d{6,}\.old-[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose every byte was verified. `skipped` says what was passed over on the way to it, and why."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+
+
+def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], state: dict[str, Any], keep: int) -> Path:
+    """Save step `step`: `write` fills a new directory, `state` is what JSON can hold; the newest `keep` remain.
+
+    Raises CheckpointError when the disk is full or a file cannot be written; earlier checkpoints are then as they were.
+    """
+    directory = begin_checkpoint(root, step)
+    try:
+        write(directory)
+        return commit_checkpoint(directory, state, keep)
+    except Exception as error:
+        written = abort_checkpoint(directory)
+        if isinstance(error, OSError | RunDirError) or is_full(error):
+            raise CheckpointError(_failure(root, step, written, error)) from error
+        raise
+    except BaseException:
+        abort_checkpoint(directory)
+        raise
+
+
+def begin_checkpoint(root: Path, step: int) -> Path:
+    """An empty directory to write step `step` into; for ranks that write together, one begins and one commits."""
+    directory = root / f"step-{step:06d}.tmp-{secrets.token_hex(4)}"
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be created: {error.strerror}.") from error
+    return directory
+
+
+def commit_checkpoint(directory: Path, state: dict[str, Any], keep: int) -> Path:
+    """Seal a directory from `begin_checkpoint`, give it its final name, and delete what is older than the last `keep`."""
+    if keep < 1:
+        raise CheckpointError(f"checkpoint.keep={keep} is not accepted: at least 1.")
+    root, name = directory.parent, directory.name.partition(".")[0]
+    (directory / "state.json").write_text(_json(state))
+    manifest.seal(directory, step=_step(directory))
+    final = root / name
+    if final.exists():  # saved before, and perhaps damaged since: `.old-` is still found if we die between the renames
+        final.rename(root / f"{name}.old-{secrets.token_hex(4)}")
+    directory.rename(final)
+    sync_directory(root)
+    write_atomically(root / "latest", name + "\n")
+    _prune(root, final, keep)
+    return final
+
+
+def abort_checkpoint(directory: Path) -> int:
+    """Remove a directory from `begin_checkpoint`; returns how many bytes it had."""
+    written = _size(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    return written
+
+
+def latest_checkpoint(root: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None when nothing was ever saved here.
+
+    Raises CheckpointError when checkpoints exist and none of them is good: training never starts over in silence.
+    """
+    candidates = sorted(_finals(root), key=lambda path: (_step(path), path.suffix == ""), reverse=True)
+    skipped: list[str] = [f"{path.name}: a save that was interrupted" for path in unfinished_saves(root)]
+    for path in candidates:
+        problem = manifest.damage(path, step=_step(path))
+        if problem is None:
+            return Checkpoint(path, _step(path), _read_state(path), (*skipped, *_pointer_notes(root, path)))
+        skipped.append(f"{path.name}: {problem}")
+    if candidates or (root / "latest").exists():
+        raise CheckpointError(
+            f"No checkpoint in {root} can be used:\n  "
+            + "\n  ".join(skipped or ["latest is there, but every checkpoint is gone"])
+            + "\nNext: restore one from a backup, or start over in another output.dir."
+        )
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """One checkpoint by its directory; raises CheckpointError when it is damaged or none at all."""
+    if not FINAL.fullmatch(path.name):
+        raise CheckpointError(f"{path} is not a checkpoint. Accepted: a directory such as checkpoints/step-000012.")
+    if problem := manifest.damage(path, step=_step(path)):
+        raise CheckpointError(f"{path} cannot be used: {problem}. Next: name another checkpoint.")
+    return Checkpoint(path, _step(path), _read_state(path))
+
+
+def unfinished_saves(root: Path) -> list[Path]:
+    """What interrupted saves left behind; the next save removes it."""
+    return sorted(path for path in _entries(root) if UNFINISHED.fullmatch(path.name))
+
+
+def _pointer_notes(root: Path, used: Path) -> tuple[str, ...]:
+    """What `latest` says otherwise than the checkpoint that was found."""
+    try:
+        name = (root / "latest").read_text(errors="replace").strip()
+    except OSError as error:
+        return (f"latest: {error.strerror}; used {used.name}",)
+    if name == used.name:
+        return ()
+    return (f"latest: {f'names {name!r}' if name else 'is empty'}; used {used.name}",)
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    """Delete leftovers, what is older than `keep`, and later steps, which a resume from an older one has abandoned."""
+    finals = sorted((path for path in _finals(root) if not path.suffix), key=_step)
+    kept = [path for path in finals if _step(path) <= _step(newest)][-keep:]
+    for path in [path for path in finals if path not in kept]:
+        path.rename(path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
+    for path in list(_entries(root)):
+        if UNFINISHED.fullmatch(path.name) or REPLACED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith("latest.tmp-"):
+            path.unlink()
+
+
+def _failure(root: Path, step: int, written: int, error: Exception) -> str:
+    usual = max((_size(path) for path in _finals(root)), default=0)
+    kept = sorted(path.name for path in _finals(root))
+    return (
+        f"The checkpoint of step {step} could not be written to {root}: {error} "
+        f"{space(root, max(usual, written))} "
+        f"The earlier checkpoints are intact ({', '.join(kept) or 'there are none'}). "
+        "Next: free some space, or save less often or keep fewer (checkpoint.every, checkpoint.keep)."
+    )
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    return json.loads((path / "state.json").read_text())
+
+
+def _json(state: dict[str, Any]) -> str:
+    try:
+        return json.dumps(state)
+    except TypeError as error:
+        raise CheckpointError(f"A checkpoint's state must be JSON (numbers, strings, lists, dicts): {error}.") from error
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _entries(root: Path) -> Iterator[Path]:
+    return root.iterdir() if root.is_dir() else iter(())
+
+
+def _finals(root: Path) -> list[Path]:
+    return [path for path in _entries(root) if FINAL.fullmatch(path.name) and path.is_dir()]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.partition(".")[0].removeprefix("step-"))

@@ -1,0 +1,75 @@
+"""A list of what a directory must hold, so that a reader can tell a whole one from a damaged one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rl4llm.core.run_dir import sync_directory
+
+NAME = "manifest.json"
+FORMAT = 1
+CHUNK = 1 << 20
+
+
+def seal(directory: Path, **facts: Any) -> None:
+    """Write `manifest.json` with the size and xxh3_64 of every file below `directory`, and force all of it to disk."""
+    files = {file.relative_to(directory).as_posix(): _describe(file) for file in sorted(_files(directory))}
+    (directory / NAME).write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1))
+    for path in (directory, *directory.rglob("*")):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            _sync_file(path)
+
+
+def damage(directory: Path, **facts: Any) -> str | None:
+    """What is wrong with a sealed directory, None when it is whole. `facts` must be those it was sealed with."""
+    try:
+        manifest = json.loads((directory / NAME).read_text())
+        for name, value in {"format": FORMAT, **facts}.items():
+            if manifest[name] != value:
+                return f"{NAME} says {name} {manifest[name]!r}, expected {value!r}"
+        problems = (_compare(directory, name, entry) for name, entry in manifest["files"].items())
+        return next((problem for problem in problems if problem), None)
+    except FileNotFoundError:
+        return f"{NAME} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{NAME} is damaged ({type(error).__name__}: {error})"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+
+
+def _compare(directory: Path, name: str, entry: dict[str, Any]) -> str | None:
+    file = directory / name
+    if not file.is_file():
+        return f"{name} is missing"
+    size = file.stat().st_size
+    if size != entry["size"]:
+        return f"{name} has {size:,} bytes instead of {entry['size']:,}"
+    return None if _hash(file) == entry["xxh3_64"] else f"{name} is damaged (its hash differs)"
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and path != directory / NAME]
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    return {"size": file.stat().st_size, "xxh3_64": _hash(file)}
+
+
+def _hash(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

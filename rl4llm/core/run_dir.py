@@ -1,0 +1,209 @@
+"""The output directory of a run: its layout, its one owner, and writing into it so that nothing is ever half there.
+
+    config.yaml  run.json  metrics.jsonl  eval.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/  .lock
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import rl4llm
+from rl4llm.core.errors import RunDirError
+from rl4llm.core.lock import DirectoryLock
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOTHING = object()
+
+
+class RunDir:
+    """An output directory. The constructor only names its files; `open` makes the directory this process's own.
+
+        with RunDir("runs/gsm8k").open({"model": "Qwen/Qwen2.5-0.5B", "algorithm": "grpo", "seed": 1}) as run:
+            run.write_text("config.yaml", text)
+
+    After `open`: `run_id`, `created`, `resumed` (the run was there before), `changes` (what `allow_changes` let through)
+    and `warnings` (what the user should know).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path).expanduser()
+        self.config_file = self.path / "config.yaml"
+        self.run_file = self.path / "run.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.eval_file = self.path / "eval.jsonl"
+        self.curve_file = self.path / "learning_curve.png"
+        self.episodes_dir = self.path / "episodes"
+        self.tensorboard_dir = self.path / "tensorboard"
+        self.checkpoints_dir = self.path / "checkpoints"
+        self.run_id = ""
+        self.created = ""
+        self.resumed = False
+        self.changes: tuple[str, ...] = ()
+        self.warnings: tuple[str, ...] = ()
+        self._lock: DirectoryLock | None = None
+
+    def open(self, fingerprint: Mapping[str, Any], *, allow_changes: bool = False) -> RunDir:
+        """Create the directory or go on with the run in it, and own it until `close`.
+
+        `fingerprint` says what makes this run this run (model, algorithm, data, seed), in values that JSON knows.
+        Raises RunDirError when another process owns the directory, when it holds something else, and, unless
+        `allow_changes`, when it holds a run with another fingerprint.
+        """
+        self._claim()
+        try:
+            self._identify(json.loads(json.dumps(dict(fingerprint))), allow_changes)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Let the directory go."""
+        if self._lock:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a file of the run, whole or not at all."""
+        write_atomically(self.path / name, text)
+        return self.path / name
+
+    def _claim(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()
+            self._lock = DirectoryLock(self.path)
+        except (FileExistsError, NotADirectoryError):
+            raise RunDirError(f"output.dir={str(self.path)!r} is a file, not a directory; give another one.") from None
+        except OSError as error:
+            raise RunDirError(f"output.dir={str(self.path)!r} cannot be used: {error.strerror}.") from error
+        for leftover in self.path.glob("*.tmp-*"):
+            if leftover.is_file():
+                leftover.unlink()
+        if not self._lock.supported:
+            self.warnings = (f"The filesystem of {self.path} has no locks: nothing stops a second trainer here.",)
+
+    def _refuse_foreign(self) -> None:
+        if self.run_file.exists():
+            return
+        foreign = sorted(item.name for item in self.path.iterdir() if item.name != ".lock" and ".tmp-" not in item.name)
+        if foreign:
+            shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
+            raise RunDirError(
+                f"output.dir={str(self.path)!r} is not empty and is not a run of rl4llm (it has no run.json, but holds "
+                f"{shown}). Accepted: a new or empty directory, or that of an earlier run. Next: give another output.dir."
+            )
+
+    def _identify(self, fingerprint: dict[str, Any], allow_changes: bool) -> None:
+        self.resumed = self.run_file.exists()
+        was = self._read_identity() if self.resumed else _new_identity(fingerprint)
+        self.run_id, self.created = was["run_id"], was["created"]
+        self.changes = _differences(was["fingerprint"], fingerprint)
+        if self.changes and not allow_changes:
+            raise RunDirError(
+                f"output.dir={str(self.path)!r} holds another run ({self.run_id}). What differs (was -> given):\n  "
+                + "\n  ".join(self.changes)
+                + "\nNext: give the old values back, choose another output.dir, or go on all the same with --force "
+                "(allow_changes=True)."
+            )
+        if self.changes or not self.resumed:
+            write_atomically(self.run_file, json.dumps({**was, "fingerprint": fingerprint}, indent=2) + "\n")
+
+    def _read_identity(self) -> dict[str, Any]:
+        try:
+            identity = json.loads(self.run_file.read_text())
+            str(identity["run_id"]), str(identity["created"]), dict(identity["fingerprint"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise RunDirError(
+                f"{self.run_file} is damaged ({type(error).__name__}: {error}), so it is unknown which run this is. "
+                "Next: give another output.dir, or restore the file."
+            ) from error
+        return identity
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Replace a file: readers see the old content or the new, also after a crash. Text is UTF-8.
+
+    Raises RunDirError when it cannot be written; the old file is then as it was.
+    """
+    path, data = Path(path), data.encode() if isinstance(data, str) else data
+    beside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        with open(beside, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        detail = f" {space(path.parent, len(data))}" if is_full(error) else ""
+        raise RunDirError(f"{path} cannot be written: {error.strerror}.{detail}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a power cut."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk or a quota is full, also where a library wrapped the system's error."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    codes = "|".join(str(code) for code in FULL)
+    return re.search(rf"os error ({codes})\b|No space left|PytorchStreamWriter failed writing", str(error)) is not None
+
+
+def space(directory: Path, needed: int) -> str:
+    """What a write needs and what there is, for messages."""
+    free = shutil.disk_usage(directory).free
+    return f"Needed: {needed:,} bytes; free: {free:,} bytes."
+
+
+def _new_identity(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    now = datetime.now(UTC)
+    return {
+        "run_id": f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
+        "created": now.isoformat("T", "seconds"),
+        "rl4llm": rl4llm.__version__,
+        "fingerprint": fingerprint,
+    }
+
+
+def _differences(was: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What two fingerprints disagree on, one line per dotted key."""
+    old, new = dict(_flat(was)), dict(_flat(given))
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key, NOTHING) != new.get(key, NOTHING))
+    return tuple(f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys)
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "nothing"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
