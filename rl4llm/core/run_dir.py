@@ -27,7 +27,7 @@ NOTHING = object()
 class RunDir:
     """An output directory. The constructor only names its files; `open` makes the directory this process's own.
 
-        with RunDir("runs/gsm8k").open({"model": "Qwen/Qwen2.5-0.5B", "algorithm": "grpo", "seed": 1}) as run:
+        with RunDir.open("runs/gsm8k", {"model": "Qwen/Qwen2.5-0.5B", "algorithm": "grpo", "seed": 1}) as run:
             run.write_text("config.yaml", text)
 
     After `open`: `run_id`, `created`, `resumed` (the run was there before), `changes` (what `allow_changes` let through)
@@ -51,20 +51,24 @@ class RunDir:
         self.warnings: tuple[str, ...] = ()
         self._lock: DirectoryLock | None = None
 
-    def open(self, fingerprint: Mapping[str, Any], *, allow_changes: bool = False) -> RunDir:
-        """Create the directory or go on with the run in it, and own it until `close`.
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], fingerprint: Mapping[str, Any], *, allow_changes: bool = False
+    ) -> RunDir:
+        """Create a run directory or go on with one, and own it until `close`.
 
         `fingerprint` says what makes this run this run (model, algorithm, data, seed), in values that JSON knows.
         Raises RunDirError when another process owns the directory, when it holds something else, and, unless
         `allow_changes`, when it holds a run with another fingerprint.
         """
-        self._claim()
+        run = cls(path)
+        run._claim()
         try:
-            self._identify(json.loads(json.dumps(dict(fingerprint))), allow_changes)
+            run._identify(json.loads(json.dumps(dict(fingerprint))), allow_changes)
         except BaseException:
-            self.close()
+            run.close()
             raise
-        return self
+        return run
 
     def close(self) -> None:
         """Let the directory go."""

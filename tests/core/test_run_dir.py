@@ -16,7 +16,7 @@ FINGERPRINT = {"model": "tiny", "algorithm": {"name": "grpo", "clip": 0.2}, "see
 OWNER = """
 import os, sys, time
 from rl4llm.core.run_dir import RunDir
-run = RunDir(sys.argv[1]).open({"seed": 1})
+run = RunDir.open(sys.argv[1], {"seed": 1})
 if sys.argv[2] == "with-child" and os.fork() == 0:
     time.sleep(60)
 print("open", flush=True)
@@ -44,9 +44,9 @@ def files_of_at_most(size):
 
 
 def test_a_run_keeps_its_identity_when_it_is_opened_again(tmp_path):
-    with RunDir(tmp_path / "a" / "run").open(FINGERPRINT) as first:
+    with RunDir.open(tmp_path / "a" / "run", FINGERPRINT) as first:
         assert not first.resumed
-    with RunDir(tmp_path / "a" / "run").open(FINGERPRINT) as second:
+    with RunDir.open(tmp_path / "a" / "run", FINGERPRINT) as second:
         assert second.resumed
         assert (second.run_id, second.created) == (first.run_id, first.created)
     assert set(json.loads(first.run_file.read_text())) == {"run_id", "created", "rl4llm", "fingerprint"}
@@ -56,16 +56,16 @@ def test_a_second_trainer_is_refused_with_the_process_that_holds_the_directory(t
     process = owner(tmp_path / "run")
     try:
         with pytest.raises(RunDirError, match=rf"process {process.pid} on .*output\.dir"):
-            RunDir(tmp_path / "run").open({"seed": 1})
+            RunDir.open(tmp_path / "run", {"seed": 1})
     finally:
         process.kill()
         process.wait()
 
 
 def test_a_second_trainer_in_the_same_process_is_refused_too(tmp_path):
-    with RunDir(tmp_path).open(FINGERPRINT), pytest.raises(RunDirError, match="this process itself"):
-        RunDir(tmp_path).open(FINGERPRINT)
-    RunDir(tmp_path).open(FINGERPRINT).close()
+    with RunDir.open(tmp_path, FINGERPRINT), pytest.raises(RunDirError, match="this process itself"):
+        RunDir.open(tmp_path, FINGERPRINT)
+    RunDir.open(tmp_path, FINGERPRINT).close()
 
 
 @pytest.mark.parametrize("kind", ["alone", "with-child"])
@@ -74,7 +74,7 @@ def test_a_killed_trainer_leaves_its_directory_free_even_when_its_children_live_
     process.kill()
     process.wait()
     try:
-        with RunDir(tmp_path / "run").open({"seed": 1}) as run:
+        with RunDir.open(tmp_path / "run", {"seed": 1}) as run:
             assert run.resumed
     finally:
         if kind == "with-child":
@@ -82,23 +82,23 @@ def test_a_killed_trainer_leaves_its_directory_free_even_when_its_children_live_
 
 
 def test_a_lock_that_nobody_signed_still_refuses_and_says_where_to_look(tmp_path):
-    with RunDir(tmp_path).open(FINGERPRINT):
+    with RunDir.open(tmp_path, FINGERPRINT):
         (tmp_path / ".lock").write_text("")
         with pytest.raises(RunDirError, match=r"\.lock does not say which"):
-            RunDir(tmp_path).open(FINGERPRINT)
+            RunDir.open(tmp_path, FINGERPRINT)
 
 
 def test_a_directory_with_other_files_is_refused_and_left_as_it_was(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(RunDirError, match=r"not empty.*thesis\.tex.*another output\.dir"):
-        RunDir(tmp_path).open(FINGERPRINT)
+        RunDir.open(tmp_path, FINGERPRINT)
     assert [item.name for item in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_what_a_killed_first_start_left_behind_counts_as_empty_and_goes(tmp_path):
     (tmp_path / ".lock").write_text("")
     (tmp_path / "run.json.tmp-00ff00ff").write_text("{")
-    with RunDir(tmp_path).open(FINGERPRINT) as run:
+    with RunDir.open(tmp_path, FINGERPRINT) as run:
         assert not run.resumed
     assert sorted(item.name for item in tmp_path.iterdir()) == [".lock", "run.json"]
 
@@ -107,44 +107,44 @@ def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunDirError, match="is a file"):
-            RunDir(path).open(FINGERPRINT)
+            RunDir.open(path, FINGERPRINT)
 
 
 def test_another_fingerprint_is_refused_with_what_differs_and_the_directory_is_free_again(tmp_path):
-    RunDir(tmp_path).open(FINGERPRINT).close()
+    RunDir.open(tmp_path, FINGERPRINT).close()
     given = {"model": "tiny", "algorithm": {"name": "dapo", "clip": 0.2}, "seed": 2, "data": [1]}
     with pytest.raises(RunDirError) as caught:
-        RunDir(tmp_path).open(given)
+        RunDir.open(tmp_path, given)
     lines = [line.strip() for line in str(caught.value).splitlines()]
     assert lines[1:4] == ["algorithm.name: 'grpo' -> 'dapo'", "data: nothing -> [1]", "seed: 1 -> 2"]
     assert "--force" in lines[-1] and "output.dir" in lines[-1]
-    RunDir(tmp_path).open(FINGERPRINT).close()
+    RunDir.open(tmp_path, FINGERPRINT).close()
 
 
 def test_allowed_changes_are_told_and_become_the_runs_fingerprint(tmp_path):
-    RunDir(tmp_path).open(FINGERPRINT).close()
-    with RunDir(tmp_path).open({**FINGERPRINT, "seed": 7}, allow_changes=True) as run:
+    RunDir.open(tmp_path, FINGERPRINT).close()
+    with RunDir.open(tmp_path, {**FINGERPRINT, "seed": 7}, allow_changes=True) as run:
         assert run.changes == ("seed: 1 -> 7",)
-    with RunDir(tmp_path).open({**FINGERPRINT, "seed": 7}) as run:
+    with RunDir.open(tmp_path, {**FINGERPRINT, "seed": 7}) as run:
         assert run.changes == ()
 
 
 def test_numbers_that_are_equal_and_tuples_that_became_lists_are_no_difference(tmp_path):
-    RunDir(tmp_path).open({"lr": 1, "betas": (0.9, 0.95)}).close()
-    with RunDir(tmp_path).open({"lr": 1.0, "betas": (0.9, 0.95)}) as run:
+    RunDir.open(tmp_path, {"lr": 1, "betas": (0.9, 0.95)}).close()
+    with RunDir.open(tmp_path, {"lr": 1.0, "betas": (0.9, 0.95)}) as run:
         assert run.changes == ()
 
 
 def test_a_damaged_identity_is_refused_by_name(tmp_path):
-    RunDir(tmp_path).open(FINGERPRINT).close()
+    RunDir.open(tmp_path, FINGERPRINT).close()
     for text in ("", "{", "[]", '{"run_id": "x"}'):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(RunDirError, match=r"run\.json is damaged"):
-            RunDir(tmp_path).open(FINGERPRINT)
+            RunDir.open(tmp_path, FINGERPRINT)
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other_and_says_the_numbers(tmp_path):
-    with RunDir(tmp_path).open(FINGERPRINT) as run:
+    with RunDir.open(tmp_path, FINGERPRINT) as run:
         run.write_text("config.yaml", "seed: 1\n")
         before = sorted(item.name for item in tmp_path.iterdir())
         with files_of_at_most(1000), pytest.raises(RunDirError, match=r"config\.yaml .*Needed: 5,000 bytes; free: [\d,]+"):
