@@ -45,5 +45,5 @@ setup(
         "numpy>=1.26,<3",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["rl4llm=rl4llm.cli:main"]},
+    entry_points={"console_scripts": ["rl4llm=rl4llm.cli:console_script"]},
 )

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.checkpoint import latest_checkpoint, restore_rng, rng_state, save_checkpoint
+from rl4llm.core.checkpoint import latest_checkpoint, save_checkpoint
+from rl4llm.core.rng import restore_rng, rng_state
 from rl4llm.core.types import TrainBatch
 
 Collected = TypeVar("Collected")
@@ -74,6 +75,16 @@ class BaseTrainer(ABC, Generic[Collected]):
                     self.save()
         self.stopped = self.step < self.schedule.max_steps
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the run's directory, engines, environments and logs."""
+
     @abstractmethod
     def collect(self) -> Collected:
         """What this step learns from."""
@@ -113,7 +124,7 @@ class BaseTrainer(ABC, Generic[Collected]):
                 self.checkpoints,
                 self.step,
                 self.write_checkpoint,
-                state={"step": self.step, **self.state()},
+                state={"step": self.step, "rng": rng_state(), **self.state()},
                 keep=self.schedule.keep_checkpoints,
             )
 
@@ -123,7 +134,8 @@ class BaseTrainer(ABC, Generic[Collected]):
         if checkpoint is None:
             return
         self.backend.load(checkpoint.path / "model")
-        restore_rng(checkpoint.path)
+        for lost in restore_rng(checkpoint.state["rng"]):
+            self.warn(lost)
         self.step = checkpoint.state["step"]
         self.restore(checkpoint.state)
         for reason in checkpoint.skipped:
@@ -133,7 +145,6 @@ class BaseTrainer(ABC, Generic[Collected]):
         """Fill the directory of a new checkpoint."""
         (directory / "model").mkdir()
         self.backend.save(directory / "model")
-        rng_state(directory)
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class ToolMDPEnv(BaseMDPEnv):
         tools: typed Python functions with a docstring, plain or async, or names of registered ones.
         max_reply_chars: longer results of a tool are cut.
         max_calls: further calls of one turn are answered with an error.
+        describe_tools: whether the prompt shows the tools' schemas; a policy that knows its tools needs none.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class ToolMDPEnv(BaseMDPEnv):
         max_steps: int = 4,
         max_reply_chars: int = 2000,
         max_calls: int = 4,
+        describe_tools: bool = True,
         **kwargs: Any,
     ):
         functions = [TOOLS[tool] if isinstance(tool, str) else tool for tool in tools]
         self.tools = {function.__name__: function for function in functions}
         self.max_reply_chars = max_reply_chars
         self.max_calls = max_calls
-        kwargs.setdefault("tool_schemas", [get_json_schema(function) for function in functions])
+        if describe_tools:
+            kwargs.setdefault("tool_schemas", [get_json_schema(function) for function in functions])
         super().__init__(*args, max_steps=max_steps, **kwargs)
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:

@@ -1,0 +1,316 @@
+"""The composition root: the only file that knows every class. From a configuration to a trainer that is ready to run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl4llm.algorithms import ALGORITHMS
+from rl4llm.backends.models import load_model, load_tokenizer
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.config import Config, flatten, to_yaml
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.base_trainer import BaseTrainer, Schedule
+from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.run_dir import RunDir
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.data.arithmetic import arithmetic_rows
+from rl4llm.data.load import load_rows
+from rl4llm.data.prompts import PromptStream
+from rl4llm.data.render import Renderer
+from rl4llm.envs import ENVIRONMENTS
+from rl4llm.envs.rollout import Rollout
+from rl4llm.inference.local import LocalClient
+from rl4llm.rewards import as_reward_function, weighted_sum
+from rl4llm.rewards.score import check_examples
+from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.verify import Canary
+from rl4llm.tracking.clock import Clock
+from rl4llm.tracking.run import RunTracker
+from rl4llm.trainers.rl import Batching, Engine, RLTrainer
+from rl4llm.trainers.sft import SFTTrainer
+
+GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
+"""Tasks that `data.path` may name instead of a file."""
+
+MAY_CHANGE = ("max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "rollout.max_failed_share")
+"""Keys that a resumed run may change without becoming another run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the Python API hands over as objects instead of names; None is taken from the configuration."""
+
+    model: Any = None
+    tokenizer: Any = None
+    dataset: Any = None
+    eval_dataset: Any = None
+    reward_functions: Sequence[Any] | None = None
+    reward_transform_fn: Any = None
+    env_class: type[BaseMDPEnv] | None = None
+
+
+def build_trainer(config: Config, given: Given | None = None, *, force: bool = False) -> BaseTrainer:
+    """Everything a run needs, checked; raises an RL4LLMError before any file of the run is touched where it can."""
+    given = given or Given()
+    _set_up_torch(config)
+    algorithm = build_algorithm(config)
+    tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
+    dataset = _rows(config, given.dataset)
+    parts = _supervised if algorithm.needs().demonstrations else _reinforced
+    make = parts(config, given, algorithm, tokenizer, dataset)
+    run = RunDir.open(config.output.dir, fingerprint(config), allow_changes=force)
+    run.write_text("config.yaml", to_yaml(config))
+    return make(run)
+
+
+def build_algorithm(config: Config) -> BaseAlgorithm:
+    """The algorithm with its options; raises ConfigError for unknown or impossible ones."""
+    options = dict(config.algorithm)
+    algorithm = with_options("algorithm", ALGORITHMS[options.pop("name")], options)
+    algorithm.check(config.rollout.group_size)
+    return algorithm
+
+
+def fingerprint(config: Config) -> dict[str, Any]:
+    """What makes this run this run: every key that a resumed run must not change."""
+    return {key: value for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+
+
+def with_options(where: str, make: Callable[..., Any], options: Mapping[str, Any], *args: Any, **fixed: Any) -> Any:
+    """Call `make` with a user's options, after checking that it takes them."""
+    accepted = _accepted(make) - set(fixed)
+    for name in options:
+        if name not in accepted:
+            raise ConfigError(unknown(f"{where} option", name, accepted))
+    try:
+        return make(*args, **fixed, **options)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}. Options: {', '.join(sorted(accepted))}.") from error
+
+
+def _accepted(make: Callable[..., Any]) -> set[str]:
+    """Names of the keyword parameters of a function or of a class and the bases it passes **kwargs to."""
+    makers = [cls.__init__ for cls in make.__mro__ if "__init__" in vars(cls)] if inspect.isclass(make) else [make]
+    names: set[str] = set()
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        names |= {parameter.name for parameter in parameters if parameter.kind in kinds}
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return names - {"self"}
+
+
+def _set_up_torch(config: Config) -> None:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.manual_seed(config.seed)
+
+
+def _rows(config: Config, dataset: Any) -> Any:
+    return dataset if dataset is not None else _load(config, config.data.path, config.data.split, config.data.limit)
+
+
+def _load(config: Config, path: str, split: str, limit: int | None) -> Any:
+    if path in GENERATED:
+        return GENERATED[path](split, limit)
+    data = config.data
+    return load_rows(
+        path,
+        split=split,
+        prompt_column=data.prompt_column,
+        answer_column=data.answer_column,
+        answer_pattern=data.answer_pattern,
+        system_prompt=data.system_prompt,
+        prompt_template=data.prompt_template,
+        limit=limit,
+    )
+
+
+def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
+    renderer = Renderer(tokenizer, roles=_roles(dataset))
+    prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
+    backend = _backend(config, given.model)
+
+    def make(run: RunDir) -> SFTTrainer:
+        return SFTTrainer(
+            dataset=dataset,
+            renderer=renderer,
+            prompts=prompts,
+            batching=_batching(config, tokenizer),
+            tracker=_tracker(config, run),
+            **_base(config, algorithm, backend, run),
+        )
+
+    return make
+
+
+def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
+    rewards, transform = _rewards(config, given)
+    env = _env(config, given, dataset, tokenizer, rewards, transform)
+    held_out = _held_out(config, given)
+    eval_env = _env(config, given, held_out, tokenizer, rewards, transform) if held_out is not None else None
+    renderer = Renderer(tokenizer, env.tool_schemas, roles=("user", "tool") if env.max_steps > 1 else ("user",))
+    prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
+    check_examples(rewards)
+    reference_model = copy.deepcopy(given.model)  # before the policy's weights move
+    backend = _backend(config, given.model)
+    options = dict(config.inference)
+    if options.pop("name") != "local":
+        raise ConfigError(unknown("inference.name", config.inference["name"], ["local"]))
+    client = with_options(
+        "inference", LocalClient, options, backend.model, tokenizer, deterministic=config.deterministic
+    )
+    for rows, where in ((dataset, "data"), (held_out or (), "eval")):
+        _check_prompts(rows, renderer, client.context_length, where)
+    runner = asyncio.Runner()
+    played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
+    coarse = config.model.dtype if config.model.autocast == "none" else config.model.autocast
+
+    def make(run: RunDir) -> RLTrainer:
+        return RLTrainer(
+            engine=Engine(client, runner, MemoryPublisher(client), Canary(client.vocab_size, dtype=coarse)),
+            rollout=Rollout(env, client, renderer, runner, **played),
+            prompts=prompts,
+            sampling_params=_sampling(config),
+            eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
+            batching=_batching(config, tokenizer),
+            tracker=_tracker(config, run),
+            evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
+            reference=_backend(config, reference_model) if algorithm.needs().reference else None,
+            **_base(config, algorithm, backend, run),
+        )
+
+    return make
+
+
+def _base(config: Config, algorithm: BaseAlgorithm, backend: TorchBackend, run: RunDir) -> dict[str, Any]:
+    schedule = Schedule(config.max_steps, config.eval.every, config.checkpoint.every, config.checkpoint.keep)
+    return {
+        "algorithm": algorithm,
+        "backend": backend,
+        "clock": Clock(),
+        "schedule": schedule,
+        "checkpoints": run.checkpoints_dir,
+    }
+
+
+def _backend(config: Config, model: Any) -> TorchBackend:
+    device = config.model.device
+    model = load_model(
+        model if model is not None else config.model.path,
+        dtype=config.model.dtype,
+        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+    training = config.training
+    return TorchBackend(
+        model,
+        lr=training.lr,
+        weight_decay=training.weight_decay,
+        betas=tuple(training.betas),
+        max_grad_norm=training.max_grad_norm,
+        schedule=training.schedule,
+        warmup_steps=training.warmup_steps,
+        total_steps=config.max_steps * training.updates_per_rollout * training.epochs,
+        autocast=config.model.autocast,
+    )
+
+
+def _batching(config: Config, tokenizer: Any) -> Batching:
+    training = config.training
+    return Batching(
+        training.max_tokens_per_batch,
+        training.layout,
+        tokenizer.pad_token_id,
+        training.updates_per_rollout,
+        training.epochs,
+    )
+
+
+def _sampling(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+
+
+def _tracker(config: Config, run: RunDir) -> RunTracker:
+    return RunTracker(run, config.tracking, total_steps=config.max_steps)
+
+
+def _env(
+    config: Config,
+    given: Given,
+    dataset: Any,
+    tokenizer: Any,
+    rewards: Sequence[BaseRewardFunction],
+    transform: Any,
+) -> BaseMDPEnv:
+    options = dict(config.env)
+    name = options.pop("name")
+    fixed = {
+        "dataset": dataset,
+        "tokenizer": tokenizer,
+        "reward_functions": rewards,
+        "batch_size": config.rollout.prompts,
+        "group_size": config.rollout.group_size,
+        "seed": config.seed,
+        "shuffle_dataset": config.data.shuffle,
+        "reward_transform_fn": transform,
+    }
+    return with_options("env", given.env_class or ENVIRONMENTS[name], options, **fixed)
+
+
+def _rewards(config: Config, given: Given) -> tuple[list[BaseRewardFunction], Any]:
+    if given.reward_functions is not None:
+        return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
+    functions, weights = [], {}
+    for item in config.rewards:
+        options = {"name": item} if isinstance(item, str) else dict(item)
+        weight = float(options.pop("weight", 1.0))
+        function = as_reward_function(options)
+        functions.append(function)
+        weights[function.name] = weight
+    plain = list(weights.values()) == [1.0]
+    return functions, None if plain else weighted_sum(weights)
+
+
+def _held_out(config: Config, given: Given) -> Any:
+    if config.eval.every == 0:
+        return None
+    if given.dataset is not None and config.eval.path is None:
+        return given.eval_dataset
+    return _load(config, config.eval.path or config.data.path, config.eval.split, config.eval.limit)
+
+
+def _roles(dataset: Any) -> tuple[str, ...]:
+    roles = {message["role"] for row in dataset for message in row["messages"]} - {"assistant", "system"}
+    return tuple(sorted(roles))
+
+
+def _check_prompts(rows: Any, renderer: Renderer, context_length: int, where: str) -> None:
+    """A prompt that leaves no room for an answer is found now, not in the middle of a run."""
+    for number in range(len(rows)):
+        row = rows[number]
+        messages = [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row["messages"]]
+        length = renderer.prompt_too_long(messages, context_length - 1)
+        if length is not None:
+            raise DataError(
+                f"{where}: prompt {row.get('prompt_id', number)!r} has {length} tokens, but the model's context holds "
+                f"{context_length}, and an answer must fit too. Remove or shorten it."
+            )
+

@@ -1,0 +1,121 @@
+"""The command line: ``rl4llm train configs/x.yaml training.lr=1e-5``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rl4llm import __version__
+from rl4llm.core.errors import ConfigError, RL4LLMError
+
+STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop before it was done; the same command goes on with it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 75 stopped and resumable, 130 broken off, 1 or 2 an error."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except RL4LLMError as error:
+        if arguments.debug:
+            raise
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        Console(stderr=True, markup=False, highlight=False).print(str(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Stopped at once. The same command goes on from the last checkpoint.")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rl4llm", description="Reinforcement learning for language models.")
+    parser.add_argument("--version", action="version", version=f"rl4llm {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train as a configuration says; run it again to resume")
+    _add_config(train)
+    train.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", help="measure a model, or a run's last checkpoint, on the held-out set")
+    _add_config(evaluate)
+    evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    evaluate.set_defaults(run=_evaluate)
+
+    info = commands.add_parser("info", help="versions, devices, and what the names in a configuration may be")
+    info.add_argument("topic", nargs="?", choices=("algorithms", "environments", "rewards"), help="only this table")
+    info.set_defaults(run=_info)
+
+    quickstart = commands.add_parser("quickstart", help="build a small model here, warm it up, train it with GRPO")
+    quickstart.add_argument("--dir", default="runs/quickstart", help="where everything goes (default: %(default)s)")
+    quickstart.add_argument("--seed", type=int, default=42)
+    quickstart.add_argument("--configs", default="configs", help="where quickstart*.yaml lie (default: %(default)s)")
+    quickstart.set_defaults(run=_quickstart)
+    return parser
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", help="a YAML file")
+    command.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to single keys")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from rl4llm.build import build_trainer
+    from rl4llm.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    with build_trainer(config, force=arguments.force) as trainer:
+        trainer.train()
+    if trainer.stopped:
+        command = " ".join(["rl4llm train", arguments.config, *arguments.overrides])
+        Console().print(f"Stopped after step {trainer.step} and saved. Resume with:\n  {command}", soft_wrap=True)
+        return STOPPED
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from rl4llm.config import load_config
+    from rl4llm.evaluate import evaluate
+
+    numbers = evaluate(load_config(arguments.config, arguments.overrides))
+    if arguments.json:
+        sys.stdout.write(json.dumps(numbers) + "\n")
+        return 0
+    table = Table("metric", "value", title=f"held-out set, {arguments.config}")
+    for name, value in numbers.items():
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from rl4llm.info import tables
+
+    for table in tables(arguments.topic):
+        Console().print(table)
+    return 0
+
+
+def _quickstart(arguments: argparse.Namespace) -> int:
+    from rl4llm.quickstart.run import quickstart
+
+    finished = quickstart(Path(arguments.dir), seed=arguments.seed, configs=Path(arguments.configs))
+    if not finished:
+        command = " ".join(["rl4llm", *sys.argv[1:]])
+        Console().print(f"Stopped and saved. Resume with:\n  {command}", soft_wrap=True)
+        return STOPPED
+    return 0
+
+
+def console_script() -> None:
+    """The entry point of the `rl4llm` command."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The quickstart: build a small model, warm it up on demonstrations, let GRPO teach it to use its calculator."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rl4llm.build import build_trainer
+from rl4llm.config import load_config
+from rl4llm.core.run_dir import write_atomically
+from rl4llm.quickstart.demonstrations import demonstrations
+from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
+
+
+def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
+    """Run or resume all of it in `directory`; returns whether it is finished, False when it was asked to stop."""
+    console = Console()
+    started = time.monotonic()
+    console.rule("1/3  a small model, from nothing")
+    data = _write_demonstrations(directory / "data", seed)
+    _write_model(directory / "model", data, seed)
+    console.rule("2/3  warm-up: imitating demonstrations, most of them sloppy at the end")
+    shared = {"seed": seed}
+    warm_up = {"model.path": str(directory / "model"), "data.path": str(data), "output.dir": str(directory / "warmup")}
+    if not _warm_up(configs / "quickstart_warmup.yaml", shared | warm_up, directory / "warm"):
+        return False
+    console.rule("3/3  GRPO: trying, being rewarded, getting better")
+    config = load_config(
+        configs / "quickstart.yaml",
+        shared | {"model.path": str(directory / "warm"), "output.dir": str(directory / "grpo")},
+    )
+    with build_trainer(config) as trainer:
+        trainer.train()
+        finished = not trainer.stopped
+    if finished:
+        _show(console, directory / "grpo", time.monotonic() - started)
+    return finished
+
+
+def _write_demonstrations(directory: Path, seed: int) -> Path:
+    path = directory / "train.jsonl"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in demonstrations(seed)))
+    return path
+
+
+def _write_model(directory: Path, data: Path, seed: int) -> None:
+    if (directory / "tokenizer_config.json").exists():
+        return
+    rows = [json.loads(line) for line in data.read_text().splitlines()[::8]]
+    texts = [f"{message['role']}\n{message['content']}\n" for row in rows for message in row["messages"]]
+    tokenizer = build_tokenizer(texts)
+    _finished(directory, lambda scratch: save_model(build_model(tokenizer, seed), tokenizer, scratch))
+
+
+def _warm_up(config_file: Path, overrides: dict[str, Any], result: Path) -> bool:
+    if result.exists():
+        return True
+    with build_trainer(load_config(config_file, overrides)) as trainer:
+        trainer.train()
+        if trainer.stopped:
+            return False
+
+        def export(scratch: Path) -> None:
+            trainer.backend.export(scratch)
+            trainer.renderer.tokenizer.save_pretrained(scratch)
+
+        _finished(result, export)
+    return True
+
+
+def _finished(directory: Path, write: Any) -> None:
+    """Write a directory beside its place and rename it, so that it is there only when it is whole."""
+    scratch = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    write(scratch)
+    scratch.rename(directory)
+
+
+def _show(console: Console, run: Path, seconds: float) -> None:
+    rows = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    table = Table("step", "held-out success", "reward", "turns", title="held-out problems, greedy")
+    for row in rows:
+        table.add_row(*(f"{row[key]:.4g}" for key in ("step", "accuracy", "reward/mean", "turns")))
+    console.print(table)
+    names = {
+        "learning curve": "learning_curve.png",
+        "TensorBoard": "tensorboard",
+        "metrics": "metrics.jsonl",
+        "episodes": "episodes",
+    }
+    for what, name in names.items():
+        console.print(f"{what:>14}: {run / name}", soft_wrap=True)
+    console.print(f"{'this start took':>14}: {seconds:.0f} s")

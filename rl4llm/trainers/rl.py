@@ -1,0 +1,195 @@
+"""Reinforcement learning: what the policy samples is what it learns from."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rl4llm.algorithms.functional import kl
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_trainer import BaseTrainer
+from rl4llm.core.types import Group, SamplingParams, TrainBatch, Trajectory
+from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.prompts import PromptStream
+from rl4llm.envs.rollout import Rollout, RolloutResult
+from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.verify import Canary
+from rl4llm.tracking.run import RunTracker
+
+NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How trajectories become micro-batches and optimizer steps."""
+
+    max_tokens_per_batch: int
+    layout: str
+    pad_token_id: int
+    updates_per_rollout: int = 1
+    epochs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The inference side: the engine, its event loop, and how weights reach it and prove it."""
+
+    client: BaseClient
+    runner: asyncio.Runner
+    publisher: MemoryPublisher
+    canary: Canary
+
+
+class RLTrainer(BaseTrainer[RolloutResult]):
+    """Prompts to episodes to credits to token losses; serves every algorithm that samples for itself."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        rollout: Rollout,
+        prompts: PromptStream,
+        sampling_params: SamplingParams,
+        eval_params: SamplingParams,
+        batching: Batching,
+        tracker: RunTracker,
+        evaluation: Rollout | None = None,
+        reference: BaseBackend | None = None,
+        **base: Any,
+    ):
+        super().__init__(**base)
+        self.engine = engine
+        self.rollout = rollout
+        self.prompts = prompts
+        self.sampling_params = sampling_params
+        self.eval_params = eval_params
+        self.batching = batching
+        self.tracker = tracker
+        self.evaluation = evaluation
+        self.reference = reference
+        self._closed = False
+
+    def collect(self) -> RolloutResult:
+        """Play `group_size` episodes for each of the next prompts."""
+        with self.clock("rollout"):
+            rows = self.prompts.next_batch()
+            return self.rollout.play(rows, step=self.step, sampling_params=self.sampling_params)
+
+    def prepare(self, collected: RolloutResult) -> list[list[TrainBatch]]:
+        """Credits, packed batches, reference pass, advantages: for each optimizer step of this rollout."""
+        with self.clock("prepare"):
+            groups = [group for group in collected.groups if self.algorithm.keep(group)]
+            groups = self._with_kl_in_reward(groups)
+            shares = [share for share in _split(groups, self.batching.updates_per_rollout) if share]
+            updates = [self._batches(share) for share in shares]
+            return updates * self.batching.epochs
+
+    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+        return self.backend.forward_backward(
+            batch,
+            self.algorithm.token_losses,
+            temperature=self.sampling_params.temperature or 1.0,
+            entropy=self.algorithm.needs().entropy,
+        )
+
+    def publish(self) -> None:
+        with self.clock("publish"):
+            self.engine.runner.run(self._publish())
+
+    def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
+        self.tracker.step(self.step, collected.groups, collected.failed, metrics, self.clock)
+
+    def evaluate(self) -> None:
+        """Measure on the held-out prompts."""
+        if self.evaluation is None:
+            return
+        with self.clock("evaluate"):
+            result = self.play_held_out()
+        self.tracker.evaluation(self.step, result.groups, result.failed)
+
+    def play_held_out(self) -> RolloutResult:
+        """One episode for each held-out prompt, at the temperature of the evaluation."""
+        rows = range(len(self.evaluation.env.dataset))
+        return self.evaluation.play(rows, step=self.step, sampling_params=self.eval_params, group_size=1)
+
+    def close(self) -> None:
+        for rollout in filter(None, (self.rollout, self.evaluation)):
+            rollout.env.close()
+        if not self._closed:
+            self.engine.runner.run(self.engine.client.close())
+            self.engine.runner.close()
+            self.tracker.close()
+        self._closed = True
+
+    def state(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state(), "tracker": self.tracker.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.prompts.restore(state["prompts"])
+        self.tracker.restore(self.step, state["tracker"])
+
+    def warn(self, text: str) -> None:
+        self.tracker.warn(text)
+
+    async def _publish(self) -> None:
+        weight_ref = await self.engine.publisher.publish(self.backend, self.step)
+        await self.engine.canary.verify(self.backend, self.engine.client, weight_ref)
+
+    def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
+        credits = torch.cat([self.algorithm.credits(group) for group in groups]).tolist()
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        totals = totals_of(trajectories)
+        if not self.algorithm.needs().every_token:  # what has no credit has no loss; it still counts in the totals
+            taught = [i for i, credit in enumerate(credits) if abs(credit) > NO_CREDIT]
+            trajectories, credits = [trajectories[i] for i in taught], [credits[i] for i in taught]
+        batches = self._pack(trajectories, credits, totals)
+        for batch in batches:
+            batch.old_logprobs_BT = batch.sampled_logprobs_BT
+            if self.algorithm.needs().reference:
+                batch.ref_logprobs_BT = self._reference_logprobs(batch)
+            self.algorithm.assign(batch)
+        return batches
+
+    def _with_kl_in_reward(self, groups: list[Group]) -> list[Group]:
+        """Take the KL penalty of each trajectory, summed over its tokens, off its reward, when the algorithm asks for it."""
+        if self.algorithm.needs().reward_kl is None or not groups:
+            return groups
+        coefficient, estimator = self.algorithm.needs().reward_kl
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        penalties = torch.zeros(len(trajectories))
+        # A credit stands on each of its trajectory's tokens, so the index as a credit says whose token it is.
+        for batch in self._pack(trajectories, [float(i) for i in range(len(trajectories))], totals_of(trajectories)):
+            kl_BT = kl(batch.sampled_logprobs_BT, self._reference_logprobs(batch).cpu(), estimator)
+            penalties.index_add_(0, batch.credits_BT[batch.mask_BT].long(), kl_BT[batch.mask_BT])
+        left = iter((coefficient * penalties).tolist())
+
+        def penalised(group: Group) -> Group:
+            return replace(group, trajectories=tuple(replace(t, reward=t.reward - next(left)) for t in group.trajectories))
+
+        return [penalised(group) for group in groups]
+
+    def _pack(self, trajectories: Sequence[Trajectory], credits: Sequence[float], totals: Any) -> list[TrainBatch]:
+        return pack(
+            trajectories,
+            credits,
+            max_tokens_per_batch=self.batching.max_tokens_per_batch,
+            layout=self.batching.layout,
+            aggregation=self.algorithm.aggregation,
+            totals=totals,
+            pad_token_id=self.batching.pad_token_id,
+        )
+
+    def _reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        return self.reference.forward(batch, temperature=self.sampling_params.temperature or 1.0)
+
+
+def _split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
+    """Whole groups, as evenly as they come."""
+    bounds = [len(groups) * part // parts for part in range(parts + 1)]
+    return [groups[start:end] for start, end in itertools.pairwise(bounds)]

@@ -1,0 +1,81 @@
+"""Supervised fine-tuning: the same loop, but what is learned from is read instead of sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rl4llm.core.base_trainer import BaseTrainer
+from rl4llm.core.types import ChatMessage, TrainBatch, Trajectory
+from rl4llm.data.demonstrations import demonstration
+from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.prompts import PromptStream
+from rl4llm.data.render import Renderer
+from rl4llm.tracking.run import RunTracker
+from rl4llm.trainers.rl import Batching
+
+
+class SFTTrainer(BaseTrainer[list[Trajectory]]):
+    """Imitates the assistant messages of the conversations in a dataset, `rollout.prompts` of them per step."""
+
+    def __init__(
+        self,
+        *,
+        dataset: Sequence[dict[str, Any]],
+        renderer: Renderer,
+        prompts: PromptStream,
+        batching: Batching,
+        tracker: RunTracker,
+        **base: Any,
+    ):
+        super().__init__(**base)
+        self.dataset = dataset
+        self.renderer = renderer
+        self.prompts = prompts
+        self.batching = batching
+        self.tracker = tracker
+
+    def collect(self) -> list[Trajectory]:
+        """The next conversations, as tokens with authors."""
+        with self.clock("collect"):
+            return [self._trajectory(row) for row in self.prompts.next_batch()]
+
+    def prepare(self, collected: list[Trajectory]) -> list[list[TrainBatch]]:
+        """One optimizer step from them."""
+        batches = pack(
+            collected,
+            [0.0] * len(collected),
+            max_tokens_per_batch=self.batching.max_tokens_per_batch,
+            layout=self.batching.layout,
+            aggregation=self.algorithm.aggregation,
+            totals=totals_of(collected),
+            pad_token_id=self.batching.pad_token_id,
+        )
+        return [batches]
+
+    def publish(self) -> None:
+        """No engine samples from these weights."""
+
+    def report(self, collected: list[Trajectory], metrics: Sequence[dict[str, float]]) -> None:
+        self.tracker.step(self.step, (), (), metrics, self.clock)
+
+    def evaluate(self) -> None:
+        """The held-out set belongs to the reinforcement learning that follows."""
+
+    def close(self) -> None:
+        self.tracker.close()
+
+    def state(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state(), "tracker": self.tracker.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.prompts.restore(state["prompts"])
+        self.tracker.restore(self.step, state["tracker"])
+
+    def warn(self, text: str) -> None:
+        self.tracker.warn(text)
+
+    def _trajectory(self, row: int) -> Trajectory:
+        columns = self.dataset[row]
+        messages = [ChatMessage.from_dict(message) for message in columns["messages"]]
+        return demonstration(self.renderer, messages, str(columns.get("prompt_id", row)))
