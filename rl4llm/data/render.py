@@ -1,0 +1,194 @@
+"""From messages to token ids, without ever rendering again what the policy sampled.
+
+    renderer = Renderer(tokenizer)
+    token_ids = renderer.first(messages)                                 # what the engine is asked with
+    token_ids += completion.token_ids                                    # exactly what it sampled
+    token_ids += renderer.following([reply], ended=True)                 # only what the reply adds
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby, takewhile
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
+from rl4llm.core.types import ROLES, ChatMessage
+from rl4llm.data.template import ChatTemplate, Shape, objection, opening, opening_objection
+
+_MAX_EXPANSION = 11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
+
+
+class Renderer:
+    """Renders conversations append-only.
+
+    New tokens begin at the end-of-turn token, which is a token of its own whatever stands beside it: they are tokenised
+    together with it, and it is dropped where the policy has sampled it. So the ids are those that the tokenizer would give
+    to that text in place, white-space rules of special tokens included, and ids before them can be anything at all.
+    Special tokens written out in a message count as such, as everywhere in transformers.
+
+    At construction the template is probed with made-up conversations: appended turns must read as in the template's own
+    rendering of the whole, except where it strips or alters earlier answers, which stay as sampled. Otherwise TemplateError
+    gives the reason.
+
+    Args:
+        tokenizer: with a chat template and a pad token.
+        tools: JSON schemas for the template; refused when the template does not show them.
+        roles: who speaks after the policy's turns in this environment; () for a single turn. By default "user", and "tool"
+            where there are tools. Other follow-ups are probed when they first come.
+        template_args: further variables of the template, e.g. ``{"enable_thinking": False}``.
+
+    Attributes:
+        stop_token_ids: the tokens that end the policy's turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        roles: Sequence[str] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ):
+        self._template = ChatTemplate(tokenizer, tools, template_args)
+        self._known: dict[Shape, bool | str] = {}  # whether the history is needed, or why it cannot be done
+        self._frames: dict[Shape, int | None] = {}
+        roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
+        unknown_roles = set(roles) - set(ROLES)
+        if unknown_roles:
+            raise ConfigError(f"roles={roles!r}: {min(unknown_roles)!r} is not accepted. Accepted: {', '.join(ROLES)}.")
+        self._openings = {system: self._refusal(roles, system=system) for system in (False, True)}
+        self._systems = [system for system, reason in self._openings.items() if reason is None]
+        if not self._systems:
+            raise self._error(f"follow-ups by {' and '.join(roles)}" if roles else "prompts", self._openings[False])
+        self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
+        self._opened = _open_thought(self._template.generation_prompt(system=self._systems[0]))
+        self.stop_token_ids = self._stop_token_ids()
+
+    def first(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The tokens of a first prompt, generation prompt included."""
+        return self.encode(self._text(messages))
+
+    def following(
+        self, new_messages: Sequence[ChatMessage], *, ended: bool, messages: Sequence[ChatMessage] = ()
+    ) -> list[int]:
+        """The tokens to append to what the policy sampled: close its turn, the new messages, the next generation prompt.
+
+        `ended` says whether the policy sampled its end of turn itself, see `ends_turn`. `messages` is the conversation,
+        read only up to the new messages and only for templates whose new messages depend on what came before.
+        """
+        shape = _shape(new_messages)
+        if not shape or shape[-1] == "assistant":
+            raise EnvError(f"New messages must end with one to answer; their roles are {_roles(new_messages)}.")
+        history = self._base
+        if self._needs_history(shape):
+            history = list(takewhile(lambda message: message is not new_messages[0], messages))
+        try:
+            end, rest = self._template.split_end(self._template.after_reply(history, new_messages))
+        except TemplateError as error:
+            raise self._error(f"follow-ups {_roles(new_messages)}", str(error)) from error
+        return self.encode(end + rest)[1 if ended else 0 :]
+
+    def ends_turn(self, token_ids: Sequence[int]) -> bool:
+        """Whether a completion ended its turn itself: a token limit or a stop string leaves it open."""
+        return bool(token_ids) and token_ids[-1] in self.stop_token_ids
+
+    def content(self, completion_text: str) -> str:
+        """What the policy said, as the content of its message: a thought that the generation prompt opened included."""
+        return self._opened + completion_text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it stands: nothing is added in front or behind."""
+        return self._template.encode(text)
+
+    def prompt_too_long(self, messages: Sequence[ChatMessage], limit: int) -> int | None:
+        """The number of tokens of a first prompt if it is more than `limit`, else None.
+
+        A token covers at least one byte, so most prompts are seen to be short enough without being rendered.
+        """
+        frame = self._frame_bytes(messages)
+        if frame is not None and frame + sum(_most_bytes(message.content) for message in messages) <= limit:
+            return None
+        count = len(self.first(messages))
+        return count if count > limit else None
+
+    def _text(self, messages: Sequence[ChatMessage]) -> str:
+        if not messages or messages[-1].role == "assistant":
+            raise DataError(f"A prompt must end with a message to answer; its roles are {_roles(messages)}.")
+        system = any(message.role == "system" for message in messages)
+        if self._openings[system] is not None:
+            raise self._error(f"conversations with{'' if system else 'out'} a system prompt", self._openings[system])
+        try:
+            return self._template.text(messages)
+        except TemplateError as error:
+            raise self._error("this conversation", str(error)) from error
+
+    def _refusal(self, roles: Sequence[str], *, system: bool) -> str | None:
+        reason = opening_objection(self._template, system=system)
+        for role in roles:
+            reason = reason or objection(self._template, (role,), system=system)
+        return reason
+
+    def _needs_history(self, shape: Shape) -> bool:
+        if shape not in self._known:
+            self._known[shape] = self._probe(shape)
+        known = self._known[shape]
+        if isinstance(known, str):
+            raise self._error(f"follow-ups [{', '.join(shape)}]", known)
+        return known
+
+    def _probe(self, shape: Shape) -> bool | str:
+        for base in (self._base, None):
+            reasons = [objection(self._template, shape, system=system, base=base) for system in self._systems]
+            if not any(reasons):
+                return base is None
+        return next(reason for reason in reasons if reason)
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        tokenizer = self._template.tokenizer
+        stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        try:
+            stops = [tokenizer.convert_tokens_to_ids(self._template.final_end(system=self._systems[0])), *stops]
+        except TemplateError as error:
+            if not stops:
+                raise self._error("any conversation, as the tokenizer has no eos token either", str(error)) from error
+        return tuple(dict.fromkeys(stops))
+
+    def _frame_bytes(self, messages: Sequence[ChatMessage]) -> int | None:
+        """Bytes of a rendering less its contents; None where contents do not simply stand in it."""
+        shape = tuple(message.role for message in messages)
+        if not set(shape) <= {"system", "user"}:
+            return None
+        if shape not in self._frames:
+            made_up = [ChatMessage(role, f"ProbeContent{number}End") for number, role in enumerate(shape)]
+            text = self._text(made_up)
+            stand_once = all(text.count(message.content) == 1 for message in made_up)
+            contents = sum(len(message.content) for message in made_up)
+            self._frames[shape] = _most_bytes(text) - contents if stand_once else None
+        return self._frames[shape]
+
+    def _error(self, what: str, reason: str | None) -> TemplateError:
+        return TemplateError(
+            f"The chat template of {self._template.name} cannot be used for {what}: {reason}. Accepted: templates whose "
+            "rendering of a conversation grows only at its end. Next step: give the tokenizer another chat template "
+            "(tokenizer.chat_template = ...), or choose an environment without such messages."
+        )
+
+
+def _shape(messages: Sequence[ChatMessage]) -> Shape:
+    """Roles of the messages, runs of one role cut to two."""
+    return tuple(role for role, run in groupby(message.role for message in messages) for _ in list(run)[:2])
+
+
+def _roles(messages: Sequence[ChatMessage]) -> str:
+    return f"[{', '.join(message.role for message in messages)}]"
+
+
+def _most_bytes(text: str) -> int:
+    """The most bytes that a tokenizer's normalizer can make of `text`, and so the most tokens."""
+    return len(text) if text.isascii() else _MAX_EXPANSION * len(text.encode())
+
+
+def _open_thought(generation_prompt: str) -> str:
+    opened = re.search(r"<think>\s*$", generation_prompt)
+    return opened.group() if opened else ""
