@@ -1,0 +1,91 @@
+"""The Python API: a trainer in one expression, with everything a configuration file can say.
+
+    from rl4llm import GRPOTrainer
+
+    GRPOTrainer(model="path/to/model", dataset=rows, reward_functions=[my_reward], max_steps=20, training={"lr": 1e-5}).train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from rl4llm.build import Given, build_trainer
+from rl4llm.config import load_config
+from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
+
+
+class PolicyTrainer:
+    """Builds a run from Python objects; subclasses name the algorithm.
+
+    Args:
+        model: a Hugging Face directory, a hub name, or a loaded causal LM (then `tokenizer` too).
+        dataset: a path, a `datasets.Dataset` or a list of rows with `messages` and `ground_truth`.
+        reward_functions: rewards, registered names, or plain callables ``f(completions, **columns) -> list[float]``.
+        eval_dataset: held-out prompts; none are measured without it.
+        env: a subclass of `BaseMDPEnv`; by default a prompt is answered in one turn.
+        config: a YAML file to start from.
+        overrides: configuration keys, ``max_steps=20``, ``training={"lr": 1e-5}`` or ``**{"training.lr": 1e-5}``.
+    """
+
+    algorithm: ClassVar[str]
+
+    def __init__(
+        self,
+        model: Any,
+        dataset: Any,
+        reward_functions: Sequence[Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        eval_dataset: Any = None,
+        reward_transform_fn: RewardTransform | None = None,
+        env: type[BaseMDPEnv] | None = None,
+        config: str | Path | None = None,
+        **overrides: Any,
+    ):
+        keys = {"algorithm": {"name": self.algorithm}} | overrides
+        if isinstance(keys["algorithm"], Mapping):
+            keys["algorithm"] = {"name": self.algorithm, **keys["algorithm"]}
+        keys["model.path"] = str(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
+        keys["data.path"] = str(dataset) if isinstance(dataset, str | Path) else f"a {type(dataset).__name__}"
+        given = Given(
+            model=None if isinstance(model, str | Path) else model,
+            tokenizer=tokenizer,
+            dataset=None if isinstance(dataset, str | Path) else dataset,
+            eval_dataset=eval_dataset,
+            reward_functions=reward_functions,
+            reward_transform_fn=reward_transform_fn,
+            env_class=env,
+        )
+        self.config = load_config(config, keys)
+        self.trainer = build_trainer(self.config, given)
+
+    def train(self) -> Self:
+        """Train, or go on with the run in `output.dir`, until `max_steps`."""
+        with self.trainer as trainer:
+            trainer.train()
+        return self
+
+    @property
+    def model(self) -> Any:
+        """The policy as it stands."""
+        return self.trainer.backend.model
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the policy and its tokenizer as a Hugging Face directory."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self.trainer.backend.export(Path(directory))
+        self.trainer.rollout.env.tokenizer.save_pretrained(directory)
+
+
+class GRPOTrainer(PolicyTrainer):
+    """Group Relative Policy Optimization."""
+
+    algorithm = "grpo"
+
+
+class DAPOTrainer(PolicyTrainer):
+    """GRPO with DAPO's clip-higher and token mean."""
+
+    algorithm = "dapo"
