@@ -16,21 +16,34 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "rl4llm.algorithms": ("register_algorithm",),
-    "rl4llm.api": ("DAPOTrainer", "GRPOTrainer"),
-    "rl4llm.config": ("load_config",),
-    "rl4llm.core.base_env": ("BaseMDPEnv", "BaseRewardFunction", "ChatMessage", "EnvState", "SampleState"),
-    "rl4llm.core.types": ("SamplingParams",),
-    "rl4llm.envs": ("register_env",),
-    "rl4llm.rewards": ("register_reward",),
+__all__ = [
+    "BaseMDPEnv",
+    "BaseRewardFunction",
+    "ChatMessage",
+    "DAPOTrainer",
+    "EnvState",
+    "GRPOTrainer",
+    "SampleState",
+    "SamplingParams",
+    "load_config",
+    "register_algorithm",
+    "register_env",
+    "register_reward",
+]
+
+_HOME = {
+    "DAPOTrainer": "rl4llm.api",
+    "GRPOTrainer": "rl4llm.api",
+    "SamplingParams": "rl4llm.core.types",
+    "load_config": "rl4llm.config",
+    "register_algorithm": "rl4llm.algorithms",
+    "register_env": "rl4llm.envs",
+    "register_reward": "rl4llm.rewards",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that ``import rl4llm`` does not wait for torch."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'rl4llm' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_HOME.get(name, "rl4llm.core.base_env")), name)

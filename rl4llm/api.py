@@ -2,7 +2,8 @@
 
     from rl4llm import GRPOTrainer
 
-    GRPOTrainer(model="path/to/model", dataset=rows, reward_functions=[my_reward], max_steps=20, training={"lr": 1e-5}).train()
+    trainer = GRPOTrainer(model="path/to/model", dataset=rows, reward_functions=[my_reward], training={"lr": 1e-5})
+    trainer.train()
 """
 
 from __future__ import annotations
