@@ -201,6 +201,10 @@ class TrainBatch:
     positions start again at each. `mask_BT` marks what the policy sampled. `weights_BT` is how much each token counts in
     the step's loss; the sum over all batches of all ranks is fixed once per optimizer step, so neither packing nor
     micro-batches nor ranks change the gradient.
+
+    A prompt that several trajectories share may stand in the row once, as a segment of its own; the segments of those
+    trajectories then begin after it. `previous_BT` says so: the column of the token before each token, -1 where there is
+    none. Left out, it is the column to the left within the segment. A shared prompt itself begins with -1.
     """
 
     token_ids_BT: Tensor
@@ -215,6 +219,7 @@ class TrainBatch:
     values_BT: Tensor | None = None
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
+    previous_BT: Tensor | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
         """A batch with `fn` applied to every tensor it holds."""
