@@ -53,6 +53,7 @@ class Renderer:
         self._template = ChatTemplate(tokenizer, tools, template_args)
         self._known: dict[Shape, bool | str] = {}  # whether the history is needed, or why it cannot be done
         self._frames: dict[Shape, int | None] = {}
+        self._latest: tuple[tuple[ChatMessage, ...], tuple[int, ...]] = ((), ())
         roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
         unknown_roles = set(roles) - set(ROLES)
         if unknown_roles:
@@ -67,7 +68,10 @@ class Renderer:
 
     def first(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The tokens of a first prompt, generation prompt included."""
-        return self.encode(self._text(messages))
+        messages = tuple(messages)
+        if not messages or self._latest[0] != messages:  # the samples of a group ask one after the other
+            self._latest = messages, tuple(self.encode(self._text(messages)))
+        return list(self._latest[1])
 
     def following(
         self, new_messages: Sequence[ChatMessage], *, ended: bool, messages: Sequence[ChatMessage] = ()

@@ -192,7 +192,7 @@ class _Probe:
 
     def check(self) -> None:
         """Raise TemplateError with the reason when the two renderings disagree."""
-        self._template.after_reply([*self._opening, self._replies[0]], [], prompt=False)
+        self._template.split_end(self._template.after_reply([*self._opening, self._replies[0]], [], prompt=False))
         whole = self._template.text(self._messages(len(self._turns)))
         pieces = _split(whole, [_name(number) for number in range(len(self._turns))])
         self._check_opening(pieces[0])

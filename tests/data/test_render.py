@@ -1,0 +1,423 @@
+"""Turns are appended token for token, whatever the template does to the past."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rl4llm.core.errors import ConfigError, DataError, EnvError, ModelError, TemplateError
+from rl4llm.core.types import ChatMessage, Completion, TokenSpan
+from rl4llm.data.render import Renderer
+
+TEMPLATES = Path(__file__).parent / "templates"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "calculator", "description": "Sums.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CORPUS = [
+    "user assistant system tool model ipython What is 37 plus 48? The answer is 85.",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "37 + 48"}}</tool_call>',
+    "Let me think step by step, then answer. You are a helpful assistant.\n\n# Tools\n",
+] * 3
+
+
+def train_tokenizer(template, specials, *, eos, bos=None, plain=(), metaspace=False):
+    """A small BPE tokenizer; `plain` tokens are added but not special, like <think> in many models."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=metaspace))
+    alphabet = [f"<0x{i:02X}>" for i in range(256)] if metaspace else []
+    if metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        show_progress=False,
+        vocab_size=700,
+        initial_alphabet=[] if metaspace else alphabet,
+        special_tokens=alphabet if metaspace else [],
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([s if isinstance(s, AddedToken) else AddedToken(s, special=True) for s in specials])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    names = {"eos_token": eos, "pad_token": eos} | ({"bos_token": bos} if bos else {})
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
+
+
+CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+REASONER_NAMES = ["begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant"]
+OUTPUT_NAMES = ["tool▁outputs▁begin", "tool▁outputs▁end", "tool▁output▁begin", "tool▁output▁end"]
+REASONER = [f"<\uff5c{name}\uff5c>" for name in (*REASONER_NAMES, *OUTPUT_NAMES)]
+SWALLOWING = [AddedToken(t, special=True, rstrip=True) for t in ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")]
+THINK = ["<think>", "</think>"]
+SPECIALS = {
+    "chatml_tools": {"specials": CHATML, "eos": "<|im_end|>", "plain": ["<tool_call>", "</tool_call>"]},
+    "thinking_chatml": {"specials": CHATML, "eos": "<|im_end|>", "plain": THINK},
+    "headers_bos": {"specials": HEADERS, "eos": "<|eot_id|>", "bos": "<|begin_of_text|>"},
+    "inst": {"specials": ["<s>", "</s>", "[INST]", "[/INST]"], "eos": "</s>", "bos": "<s>"},
+    "inst_spaced": {"specials": ["<s>", "</s>"], "eos": "</s>", "bos": "<s>", "metaspace": True},
+    "start_of_turn": {"specials": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "eos": "<eos>", "bos": "<bos>"},
+    "reasoner": {"specials": REASONER, "eos": REASONER[1], "bos": REASONER[0], "plain": THINK},
+    "swallowed_newline": {"specials": ["<|endoftext|>", *SWALLOWING], "eos": "<|endoftext|>"},
+    "channels": {"specials": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"], "eos": "<|return|>"},
+    "counted_turns": {"specials": CHATML, "eos": "<|im_end|>"},
+}
+
+
+TOOL_TEMPLATES = ["chatml_tools", "thinking_chatml", "headers_bos", "reasoner", "counted_turns"]
+SYSTEM_REFUSED = ["inst_spaced", "start_of_turn"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {name: train_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), **kind) for name, kind in SPECIALS.items()}
+
+
+def chatml(template, **kind):
+    return train_tokenizer(template, **{"specials": CHATML, "eos": "<|im_end|>", **kind})
+
+
+def complete(token_ids, text=""):
+    return Completion(text, tuple(token_ids), (-1.0,) * len(token_ids), "stop", 0)
+
+
+def play(renderer, messages, answers, replies):
+    """Spans of an episode and its messages; `answers` are (text, sampled ids), `replies` what follows each."""
+    messages = list(messages)
+    spans = [TokenSpan.context(renderer.first(messages))]
+    for (text, token_ids), new in zip(answers, replies, strict=True):
+        spans.append(TokenSpan.policy(complete(token_ids, text)))
+        messages += [ChatMessage("assistant", renderer.content(text)), *new]
+        spans.append(TokenSpan.context(renderer.following(new, ended=renderer.ends_turn(token_ids), messages=messages)))
+    return spans, messages
+
+
+def ids_of(spans):
+    return [token for span in spans for token in span.token_ids]
+
+
+def in_place(renderer, text, stop=True):
+    """The tokens of an answer as the tokenizer itself would cut them behind a special token, end of turn included."""
+    stops = [renderer.stop_token_ids[0]]
+    stop_text = renderer._template.tokenizer.convert_ids_to_tokens(stops)[0]
+    return renderer.encode(stop_text + text)[1:] + (stops if stop else [])
+
+
+def asked(system):
+    return [ChatMessage("system", "Be brief.")] * system + [ChatMessage("user", "What is 37 + 48?")]
+
+
+def weird(tokenizer, rng, length=12):
+    """Sampled ids in an order no tokenizer would give: parts of characters, words cut anywhere."""
+    plain = [i for i in range(len(tokenizer)) if i not in set(tokenizer.added_tokens_decoder)]
+    return [rng.choice(plain) for _ in range(length)]
+
+
+def replies_for(name):
+    if name in TOOL_TEMPLATES:
+        return [
+            [ChatMessage("tool", "85"), ChatMessage("tool", "é 🙂")],
+            [ChatMessage("user", "Go on.")],
+            [ChatMessage("tool", "x")],
+        ]
+    return [[ChatMessage("user", "And then?")], [ChatMessage("user", "é 🙂 go on.")], [ChatMessage("user", "x")]]
+
+
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [
+        (name, system)
+        for name in SPECIALS
+        for system in (False, True)
+        if name not in ("reasoner", "channels") and not (system and name in SYSTEM_REFUSED)
+    ],
+)
+def test_appended_turns_are_the_tokens_of_the_templates_own_rendering(name, system, tokenizers):
+    renderer = Renderer(tokenizers[name])
+    texts = {"inst": " It is 85.", "inst_spaced": " It is 85. "}  # these models sample white space first
+    text = texts.get(name, "It is 85.")
+    answer = (text.strip(), in_place(renderer, text))
+    spans, messages = play(renderer, asked(system), [answer] * 3, replies_for(name))
+    assert ids_of(spans) == renderer.first(messages)
+
+
+def test_a_generation_prompt_that_opens_a_thought_is_repeated_in_every_turn(tokenizers):
+    tokenizer = tokenizers["reasoner"]
+    renderer = Renderer(tokenizer)
+    text = "Sum them.</think>85"
+    spans, messages = play(renderer, asked(True), [(text, in_place(renderer, text))], [[ChatMessage("user", "Sure?")]])
+    bos, eos, user, assistant = REASONER[:4]
+    assert tokenizer.decode(ids_of(spans)) == (
+        f"{bos}Be brief.{user}What is 37 + 48?{assistant}<think>\nSum them.</think>85{eos}{user}Sure?{assistant}<think>\n"
+    )
+    assert messages[-2].content == "<think>\nSum them.</think>85"
+
+
+def test_a_sampled_end_stays_where_the_template_shows_another_one_in_the_past(tokenizers):
+    tokenizer = tokenizers["channels"]
+    renderer = Renderer(tokenizer)
+    sampled = renderer.encode("<|channel|>final<|message|>85<|return|>")
+    spans, _ = play(renderer, asked(False), [("final85", sampled)], [[ChatMessage("user", "Sure?")]])
+    assert renderer.ends_turn(sampled)
+    assert tokenizer.decode(ids_of(spans)) == (
+        "<|start|>system<|message|>Knowledge cutoff: 2024-06\nCurrent date: 2025-01-01<|end|>"
+        "<|start|>user<|message|>What is 37 + 48?<|end|><|start|>assistant"
+        "<|channel|>final<|message|>85<|return|><|start|>user<|message|>Sure?<|end|><|start|>assistant"
+    )
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_the_loss_mask_is_exactly_the_sampled_tokens(name, tokenizers):
+    tokenizer = tokenizers[name]
+    renderer = Renderer(tokenizer)
+    rng = random.Random(name)
+    stop = renderer.stop_token_ids[0]
+    answers = [[*weird(tokenizer, rng), stop] for _ in range(3)]
+    assert any(renderer.encode(tokenizer.decode(answer)) != answer for answer in answers)
+    spans, _ = play(renderer, asked(False), [(tokenizer.decode(ids), ids) for ids in answers], replies_for(name))
+    assert [list(span.token_ids) for span in spans if span.author == "policy"] == answers
+    plain, _ = play(renderer, asked(False), [("ok", in_place(renderer, "ok"))] * 3, replies_for(name))
+    contexts = [[span for span in episode if span.author == "context"] for episode in (spans, plain)]
+    assert contexts[0] == contexts[1]
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_a_later_prompt_extends_the_earlier_one_token_for_token(name, tokenizers):
+    tokenizer = tokenizers[name]
+    renderer = Renderer(tokenizer)
+    answers = [("<think>\nhm\n</think>\n\n85", in_place(renderer, "<think>\nhm\n</think>\n\n85"))] * 3
+    prompts, sampled = [], []
+    for turns in range(4):
+        spans, _ = play(renderer, asked(False), answers[:turns], replies_for(name)[:turns])
+        prompts.append(ids_of(spans))
+        sampled.append(answers[0][1])
+    for earlier, answer, later in zip(prompts, sampled, prompts[1:], strict=False):
+        assert later[: len(earlier) + len(answer)] == earlier + answer
+        assert len(later) > len(earlier) + len(answer)
+
+
+def test_sampled_thoughts_stay_though_the_template_strips_them(tokenizers):
+    tokenizer = tokenizers["thinking_chatml"]
+    renderer = Renderer(tokenizer)
+    texts = [f"<think>\n{thought}\n</think>\n\n85" for thought in ("first", "second")]
+    answers = [(text, in_place(renderer, text)) for text in texts]
+    replies = [[ChatMessage("user", "Next?")], [ChatMessage("user", "Last?")]]
+    spans, messages = play(renderer, asked(False), answers, replies)
+    assert "first" not in tokenizer.decode(renderer.first(messages))
+    text = tokenizer.decode(ids_of(spans))
+    assert text.index("first") < text.index("second") < text.index("Last?")
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_a_turn_is_closed_exactly_once_whether_it_was_cut_off_or_not(name, tokenizers):
+    renderer = Renderer(tokenizers[name])
+    new = replies_for(name)[0]
+    messages = [*asked(False), ChatMessage("assistant", "It is 85."), *new]
+    cut_off, ended = (in_place(renderer, "It is 85.", stop=stop) for stop in (False, True))
+    assert (renderer.ends_turn(cut_off), renderer.ends_turn(ended)) == (False, True)
+    after_cut = renderer.following(new, ended=False, messages=messages)
+    after_end = renderer.following(new, ended=True, messages=messages)
+    assert after_cut[1:] == after_end
+    assert after_cut[0] in tokenizers[name].added_tokens_decoder
+    if name != "channels":  # where the past shows another end than the one that is sampled
+        assert cut_off + after_cut == ended + after_end
+
+
+def test_a_stop_string_does_not_end_the_turn(tokenizers):
+    renderer = Renderer(tokenizers["chatml_tools"])
+    assert not renderer.ends_turn(renderer.encode("<tool_call>{}</tool_call>"))
+    assert not renderer.ends_turn([])
+
+
+def test_tool_messages_in_a_row_share_one_turn_and_tools_stand_in_the_system_block(tokenizers):
+    tokenizer = tokenizers["chatml_tools"]
+    renderer = Renderer(tokenizer, tools=TOOLS)
+    assert '"name": "calculator"' in tokenizer.decode(renderer.first(asked(True)))
+    delta = renderer.following([ChatMessage("tool", "1"), ChatMessage("tool", "2")], ended=True)
+    assert tokenizer.decode(delta) == (
+        "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_the_generation_prompt_of_a_template_argument_comes_with_every_turn(tokenizers):
+    tokenizer = tokenizers["thinking_chatml"]
+    renderer = Renderer(tokenizer, template_args={"enable_thinking": False})
+    empty_thought = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert tokenizer.decode(renderer.first(asked(False))).endswith(empty_thought)
+    assert tokenizer.decode(renderer.following([ChatMessage("user", "x")], ended=True)).endswith(empty_thought)
+    assert renderer.content("85") == "85"
+
+
+def test_white_space_that_a_special_token_swallows_is_swallowed_between_turns_too(tokenizers):
+    tokenizer = tokenizers["swallowed_newline"]
+    delta = Renderer(tokenizer).following([ChatMessage("user", "x")], ended=True)
+    assert tokenizer.convert_ids_to_tokens(delta) == ["<|user|>", "x", "<|end|>", "<|assistant|>"]
+
+
+@pytest.mark.parametrize("name", ["headers_bos", "inst", "start_of_turn", "reasoner"])
+def test_a_conversation_begins_once(name, tokenizers):
+    tokenizer = tokenizers[name]
+    renderer = Renderer(tokenizer)
+    spans, _ = play(renderer, asked(False), [("85", in_place(renderer, "85"))], [[ChatMessage("user", "x")]])
+    assert ids_of(spans).count(tokenizer.bos_token_id) == 1
+    assert ids_of(spans)[0] == tokenizer.bos_token_id
+
+
+def test_messages_that_depend_on_the_past_are_rendered_behind_it(tokenizers):
+    tokenizer = tokenizers["reasoner"]
+    renderer = Renderer(tokenizer, roles=["user", "tool"])
+    new, called = [ChatMessage("tool", "85")], ChatMessage("assistant", "calculate")
+    first = renderer.following(new, ended=True, messages=[*asked(False), called, *new])
+    later = [*asked(False), called, ChatMessage("tool", "84"), called, *new, called]
+    second = renderer.following(new, ended=True, messages=later)
+    assert tokenizer.decode(first).startswith(REASONER[4] + REASONER[6])
+    assert tokenizer.decode(second).startswith("\n" + REASONER[6] + "85")
+    with pytest.raises(EnvError, match="depend on the conversation so far"):
+        renderer.following(new, ended=True)
+
+
+def test_a_prompt_is_the_same_tokens_on_every_day(tokenizers):
+    tokenizer = tokenizers["headers_bos"]
+    assert "Today Date: 01 Jan 2025\n" in tokenizer.decode(Renderer(tokenizer).first(asked(False)))
+
+
+@pytest.mark.parametrize("name", ["inst", "inst_spaced", "start_of_turn", "swallowed_newline", "channels"])
+def test_a_template_without_tool_messages_serves_users_and_refuses_tools(name, tokenizers):
+    renderer = Renderer(tokenizers[name])
+    assert renderer.following([ChatMessage("user", "x")], ended=True)
+    with pytest.raises(TemplateError, match=r"follow-ups \[tool\]"):
+        renderer.following([ChatMessage("tool", "85")], ended=True)
+    with pytest.raises(TemplateError, match="tool"):
+        Renderer(tokenizers[name], roles=["user", "tool"])
+    with pytest.raises(TemplateError, match="tool"):
+        Renderer(tokenizers[name], tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", SYSTEM_REFUSED)
+def test_a_template_without_system_prompt_says_so_when_one_comes(name, tokenizers):
+    renderer = Renderer(tokenizers[name])
+    assert renderer.first(asked(False))
+    with pytest.raises(TemplateError, match="with a system prompt"):
+        renderer.first(asked(True))
+    with pytest.raises(TemplateError, match="with a system prompt"):
+        renderer.prompt_too_long(asked(True), 1000)
+
+
+def test_two_users_in_a_row_are_refused_where_roles_must_alternate(tokenizers):
+    renderer = Renderer(tokenizers["start_of_turn"])
+    with pytest.raises(TemplateError, match="must alternate"):
+        renderer.following([ChatMessage("user", "x"), ChatMessage("user", "y")], ended=True)
+
+
+START, END = "'<|im_start|>' + m.role + '\\n'", "'<|im_end|>\\n'"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+EACH = "{% for m in messages %}{{ " + START + " + m.content + " + END + " }}{% endfor %}"
+UNSAFE = {
+    "all messages in one block": (
+        "<|im_start|>user\n{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}<|im_end|>\n" + ASK,
+        "the first prompt: rendered as",
+    ),
+    "newest first": (EACH.replace("in messages", "in messages[::-1]") + ASK, "moves what the assistant said"),
+    "number of messages": ("{{ messages | length }} messages\n" + EACH + ASK, "when the conversation goes on"),
+    "date in each message": (
+        EACH.replace("m.content", "strftime_now('%H:%M ') + m.content") + ASK,
+        "the current date or time",
+    ),
+    "answers left out": (EACH.replace(" %}{{", " if m.role != 'assistant' %}{{") + ASK, "what the assistant said"),
+    "users cut short": (EACH.replace("m.content", "(m.content | truncate(9, true))") + ASK, "leaves out what the user"),
+    "no token ends a turn": (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "no end-of-turn token",
+    ),
+    "the next header ends a turn": (
+        "{% for m in messages %}{{ " + START + " + m.content }}{% endfor %}" + ASK,
+        "no end-of-turn token",
+    ),
+    "asked for in another way": (EACH + ASK.replace("assistant", "bot"), "is asked for with"),
+    "asked for in front": (ASK + EACH, "the generation prompt is not put at the end"),
+    "words behind the answer": (EACH.replace("m.content +", "m.content + ' (' + m.role + ')' +") + ASK, "end-of-turn"),
+    "does not compile": ("{% for m in messages %}", "endfor"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_a_template_that_cannot_be_extended_is_refused_with_the_reason(kind):
+    template, reason = UNSAFE[kind]
+    with pytest.raises(TemplateError, match="Next step") as error:
+        Renderer(chatml(template))
+    assert reason in str(error.value)
+
+
+def test_a_system_prompt_that_moves_along_with_the_last_turn_is_refused():
+    last = START + " + (messages[0].content if loop.last and messages[0].role == 'system' else '')"
+    each = EACH.replace(" %}{{", " if m.role != 'system' %}{{", 1).replace(START, last)
+    renderer = Renderer(chatml(each + ASK))
+    assert renderer.first(asked(False))
+    with pytest.raises(TemplateError, match="goes on"):
+        renderer.first(asked(True))
+
+
+def test_an_end_of_turn_that_the_tokenizer_merges_with_text_is_refused():
+    tokenizer = chatml(EACH + ASK, specials=[*CHATML[::2], AddedToken("<|im_end|>", special=True, single_word=True)])
+    with pytest.raises(TemplateError, match="merges the end-of-turn token"):
+        Renderer(tokenizer)
+
+
+def test_one_turn_needs_no_extension():
+    template = UNSAFE["number of messages"][0]
+    renderer = Renderer(chatml(template), roles=())
+    assert renderer.first(asked(False))
+    assert renderer.stop_token_ids
+    with pytest.raises(TemplateError, match="goes on"):
+        renderer.following([ChatMessage("user", "x")], ended=True)
+
+
+def test_tokenizers_without_template_or_pad_token_are_refused_with_a_way_out():
+    with pytest.raises(TemplateError, match=r"has no chat template.*tokenizer\.chat_template"):
+        Renderer(chatml(None))
+    tokenizer = chatml(EACH + ASK)
+    tokenizer.pad_token = None
+    with pytest.raises(ModelError, match=r"has no pad token.*model\.pad_token"):
+        Renderer(tokenizer)
+
+
+def test_conversations_without_anything_to_answer_are_refused(tokenizers):
+    renderer = Renderer(tokenizers["chatml_tools"])
+    answer = ChatMessage("assistant", "85")
+    for messages in ([], [*asked(False), answer]):
+        with pytest.raises(DataError, match="must end with a message to answer"):
+            renderer.first(messages)
+    for new in ([], [ChatMessage("user", "x"), answer]):
+        with pytest.raises(EnvError, match="must end with one to answer"):
+            renderer.following(new, ended=True)
+    with pytest.raises(ConfigError, match="'robot' is not accepted"):
+        Renderer(tokenizers["chatml_tools"], roles=["robot"])
+
+
+@pytest.mark.parametrize("name", ["chatml_tools", "inst_spaced", "headers_bos"])
+def test_no_prompt_that_is_too_long_is_called_short(name, tokenizers):
+    renderer = Renderer(tokenizers[name])
+    rng = random.Random(7)
+    for _ in range(60):
+        content = "".join(rng.choices("ab é🙂\u0344ﷺ\n<|im_end|>85", k=rng.randrange(1, 60)))
+        messages = [ChatMessage("user", content)]
+        count = len(renderer.first(messages))
+        assert renderer.prompt_too_long(messages, count - 1) == count
+        assert renderer.prompt_too_long(messages, count) is None
+
+
+def test_a_prompt_short_enough_by_its_bytes_is_not_tokenised(tokenizers):
+    renderer = Renderer(tokenizers["chatml_tools"])
+    assert renderer.prompt_too_long([ChatMessage("user", "a" * 50)], 400) is None
+    renderer.encode = None  # would raise if it were asked
+    assert renderer.prompt_too_long([ChatMessage("user", "b" * 60)], 400) is None
+    with pytest.raises(TypeError):
+        renderer.prompt_too_long([ChatMessage("user", "b" * 600)], 400)
