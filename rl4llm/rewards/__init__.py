@@ -1,0 +1,38 @@
+"""Rewards: what an episode was worth.
+
+Importing this package registers every reward that comes with rl4llm. `_worker.py` and `_verify_math.py` run in processes
+of their own, by path, and are imported by nobody.
+"""
+
+from rl4llm.rewards.callables import BatchCallable, RewardLike, as_reward_function
+from rl4llm.rewards.combine import add, multiply, weighted_sum
+from rl4llm.rewards.format import FormatReward
+from rl4llm.rewards.length import LengthReward
+from rl4llm.rewards.math import MathReward
+from rl4llm.rewards.overlong import OverlongPenalty
+from rl4llm.rewards.pool import Crash, RewardFailure, Timeout, Unavailable, VerifierPool
+from rl4llm.rewards.registry import REWARDS, register_reward
+from rl4llm.rewards.score import Scores, check_examples, score
+
+__all__ = [
+    "REWARDS",
+    "BatchCallable",
+    "Crash",
+    "FormatReward",
+    "LengthReward",
+    "MathReward",
+    "OverlongPenalty",
+    "RewardFailure",
+    "RewardLike",
+    "Scores",
+    "Timeout",
+    "Unavailable",
+    "VerifierPool",
+    "add",
+    "as_reward_function",
+    "check_examples",
+    "multiply",
+    "register_reward",
+    "score",
+    "weighted_sum",
+]

@@ -1,0 +1,23 @@
+"""What runs in a math worker: two answers, are they the same number, set, interval, expression, ...?
+
+Loaded by path inside a verifier process (`rl4llm.rewards.pool`); never import it in the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import sympy.core.random
+from math_verify import parse, verify
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time limits are off: the parent owns them
+
+
+def same_answer(gold: str, answer: str) -> bool:
+    """Whether math-verify takes `answer` for equal to `gold`; both are LaTeX or plain text without the box."""
+    sympy.core.random.seed(0)  # sympy tests equality at random points; equal questions must get equal answers
+    return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None))
+
+
+def _parsed(text: str) -> list:
+    return parse(f"\\boxed{{{text}}}", parsing_timeout=None)

@@ -1,0 +1,86 @@
+"""The reward of keeping to a layout: reasoning in one tag, the answer in another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.registry import register_reward
+from rl4llm.rewards.replies import final_reply, policy_messages
+
+
+@register_reward("format")
+class FormatReward(BaseRewardFunction):
+    """`score` when the last reply is exactly ``<think>...</think><answer>...</answer>``, else 0.0.
+
+    Each of the four tags occurs once, in this order, with something between opening and closing; around and between the
+    two blocks there is nothing but white space.
+
+    Args:
+        name: under which the score is logged.
+        think: name of the tag around the reasoning.
+        answer: name of the tag around the answer; "" when plain text after the reasoning is the answer.
+        score: what a reply in the right layout gets.
+        think_opened: whether the chat template already wrote the opening tag of the reasoning.
+    """
+
+    def __init__(
+        self,
+        name: str = "format",
+        *,
+        think: str = "think",
+        answer: str = "answer",
+        score: float = 1.0,
+        think_opened: bool = False,
+    ):
+        super().__init__(name)
+        for option, tag in (("think", think), ("answer", answer or think + "_")):
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_\-]*", tag):
+                raise ConfigError(f"rewards.{name}.{option}={tag!r} is not accepted: a letter, then letters, digits, _ and -.")
+        if think == answer:
+            raise ConfigError(f"rewards.{name}: think and answer are both {think!r}; the tags must differ.")
+        self.think = think
+        self.answer = answer
+        self.score = float(score)
+        self.think_opened = think_opened
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        return self.score if self._holds(final_reply(messages)) else 0.0
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
+        return [self(policy_messages(sample), sample.ground_truth) for sample in samples]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """The layout as it should be, and without the reasoning."""
+        opening = "" if self.think_opened else f"<{self.think}>"
+        answer = f"<{self.answer}>4</{self.answer}>" if self.answer else "4"
+        texts = ((f"{opening}2 and 2\n</{self.think}>\n{answer}", self.score), (answer, 0.0))
+        return [RewardExample([ChatMessage("assistant", text)], "4", score) for text, score in texts]
+
+    def _holds(self, reply: str) -> bool:
+        opening = f"<{self.think}>"
+        if self.think_opened:
+            reply = opening + reply
+        reasoning, closed, rest = _block(reply.strip(), self.think)
+        if not closed or not reasoning.strip() or self._tags(reasoning) or self._tags(rest) > 2 * bool(self.answer):
+            return False
+        if not self.answer:
+            return bool(rest.strip())
+        answer, closed, after = _block(rest.strip(), self.answer)
+        return closed and bool(answer.strip()) and not after.strip() and not self._tags(answer)
+
+    def _tags(self, text: str) -> int:
+        tags = [tag for tag in (self.think, self.answer) if tag]
+        return sum(text.count(f"<{tag}>") + text.count(f"</{tag}>") for tag in tags)
+
+
+def _block(text: str, tag: str) -> tuple[str, bool, str]:
+    """Inside, whether the text starts with the tag and closes it, and what follows."""
+    if not text.startswith(f"<{tag}>"):
+        return "", False, text
+    inside, closed, rest = text.removeprefix(f"<{tag}>").partition(f"</{tag}>")
+    return inside, bool(closed), rest

@@ -1,0 +1,162 @@
+"""The reward of a right mathematical answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.compare import same
+from rl4llm.rewards.extract import EXTRACTIONS, Extraction, after_thinking, boxed_answers, final_answer
+from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
+from rl4llm.rewards.prefilter import Prefilter
+from rl4llm.rewards.registry import register_reward
+from rl4llm.rewards.replies import final_reply, policy_messages
+
+MAX_GOLD_CHARS = 4000
+_VERIFIER = f"{Path(__file__).with_name('_verify_math.py')}:same_answer"
+_WARM_UP = [
+    ["\\frac{1}{2}", "0.5x"],
+    ["(1, 2]", "\\{1, \\sqrt{2}\\}"],
+    ["\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "x = 3"],
+]
+_TEMPLATES = {"boxed": "\\boxed{{{}}}", "hash": "#### {}", "answer": "The answer is {}."}
+
+
+@register_reward("math")
+class MathReward(BaseRewardFunction):
+    """1.0 when the final answer equals the ground truth, else 0.0.
+
+    Numbers and words are compared in place; everything else goes to math-verify in worker processes with a time limit. A
+    text that hangs or crashes a worker scores 0.0; when no worker can be started the sample fails instead. Every 0.0 that
+    is not a plain wrong answer leaves its reason in ``sample.extras["reward_notes"][name]``: no_answer, several_answers,
+    refused, timeout or crash.
+
+    Args:
+        name: under which the score is logged.
+        extract: where the answer is looked for, see `rl4llm.rewards.extract.final_answer`.
+        several_boxed: "last" takes the last of several different boxed answers, "all_equal" gives 0.0 for them.
+        workers: verifier processes.
+        timeout_s: time limit of one comparison.
+        memory_bytes: address space of one worker.
+        max_answer_chars: longer answers score 0.0 unread.
+
+    The ground truth is a string or number, or a list of accepted ones; solutions with a ``#### 18`` line or a
+    ``\\boxed{18}`` are reduced to that.
+    """
+
+    def __init__(
+        self,
+        name: str = "math",
+        *,
+        extract: Extraction = "auto",
+        several_boxed: Literal["last", "all_equal"] = "last",
+        workers: int = 2,
+        timeout_s: float = 2.0,
+        memory_bytes: int = 1024**3,
+        max_answer_chars: int = 400,
+    ):
+        super().__init__(name)
+        if extract not in EXTRACTIONS:
+            raise ConfigError(unknown(f"rewards.{name}.extract", extract, EXTRACTIONS))
+        if several_boxed not in ("last", "all_equal"):
+            raise ConfigError(unknown(f"rewards.{name}.several_boxed", several_boxed, ("last", "all_equal")))
+        self.extract = extract
+        self.several_boxed = several_boxed
+        self.prefilter = Prefilter(max_chars=max_answer_chars)
+        self.pool = VerifierPool(
+            _VERIFIER, workers=workers, timeout_s=timeout_s, memory_bytes=memory_bytes, warm_up=_WARM_UP
+        )
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        score, _ = self._grade_all([(final_reply(messages), ground_truth)])[0]
+        if isinstance(score, RewardFailure):
+            raise score
+        return score
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
+        """One score per sample; a RewardFailure stands where no worker could be started."""
+        replies = [(final_reply(policy_messages(sample)), sample.ground_truth) for sample in samples]
+        grades = self._grade_all(replies)
+        for sample, (_, note) in zip(samples, grades, strict=True):
+            if note:
+                sample.extras.setdefault("reward_notes", {})[self.name] = note
+        return [score for score, _ in grades]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """Numbers, and, where the extraction lets expressions through, one pair that only a worker can tell."""
+        pairs = [("18", "18", 1.0), ("18", "17", 0.0)]
+        if self.extract != "last_number":
+            pairs += [("2\\sqrt{2}", "\\sqrt{8}", 1.0), ("2\\sqrt{2}", "\\sqrt{7}", 0.0)]
+        template = _TEMPLATES.get(self.extract, _TEMPLATES["boxed"])
+        return [
+            RewardExample([ChatMessage("assistant", template.format(answer))], gold, score) for gold, answer, score in pairs
+        ]
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _grade_all(self, replies: Sequence[tuple[str, Any]]) -> list[tuple[float | RewardFailure, str | None]]:
+        """Score and note for each (reply, ground truth); equal questions are asked once."""
+        settled = [self._settle(reply, _golds(ground_truth)) for reply, ground_truth in replies]
+        unsettled = [questions for questions in settled if isinstance(questions, list)]
+        questions = list(dict.fromkeys(question for some in unsettled for question in some))
+        verdicts = dict(zip(questions, self.pool.map(questions), strict=True))
+        return [_verdict(verdicts, item) if isinstance(item, list) else item for item in settled]
+
+    def _settle(self, reply: str, golds: list[str]) -> tuple[float, str | None] | list[tuple[str, str]]:
+        """A grade where none of the workers is needed, else the questions for them."""
+        answer = final_answer(reply, self.extract, self.prefilter.max_chars)
+        if answer is None:
+            return 0.0, "no_answer"
+        if self.several_boxed == "all_equal" and self._boxes_differ(reply):
+            return 0.0, "several_answers: different boxed answers"
+        if len(answer) > self.prefilter.max_chars:
+            return 0.0, f"refused: more than {self.prefilter.max_chars} characters"
+        compared = {gold: same(gold, answer) for gold in golds}
+        if any(compared.values()):
+            return 1.0, None
+        undecided = [gold for gold, equal in compared.items() if equal is None]
+        if not undecided:
+            return 0.0, None
+        refused = self.prefilter.refuse(answer, " ".join(undecided))
+        return (0.0, f"refused: {refused}") if refused else [(gold, answer) for gold in undecided]
+
+    def _boxes_differ(self, reply: str) -> bool:
+        boxes = boxed_answers(after_thinking(reply), self.prefilter.max_chars)
+        return any(same(boxes[-1], box) is not True for box in boxes[:-1])
+
+
+def _golds(ground_truth: Any) -> list[str]:
+    """The accepted answers as strings; DataError for what cannot be one."""
+    golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
+    return [_gold(gold) for gold in golds]
+
+
+def _gold(ground_truth: Any) -> str:
+    accepted = f"A string of 1 to {MAX_GOLD_CHARS} characters, a number, or a list of accepted ones is."
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
+        raise DataError(f"ground_truth={ground_truth!r:.200} is not an answer. {accepted}")
+    text = f"{Decimal(repr(ground_truth)):f}" if isinstance(ground_truth, float) else str(ground_truth)
+    _, marked, rest = text.rpartition("####")
+    boxes = boxed_answers(text, MAX_GOLD_CHARS)
+    text = (rest if marked else boxes[-1] if boxes else text).strip()
+    if not 1 <= len(text) <= MAX_GOLD_CHARS:
+        raise DataError(f"ground_truth={ground_truth!r:.200} is not an answer. {accepted}")
+    return text
+
+
+def _verdict(
+    verdicts: Mapping[tuple[str, str], Any], questions: list[tuple[str, str]]
+) -> tuple[float | RewardFailure, str | None]:
+    answers = [verdicts[question] for question in questions]
+    if True in answers:
+        return 1.0, None
+    if missing := [answer for answer in answers if isinstance(answer, Unavailable)]:
+        return RewardFailure(missing[0].reason), None
+    faults = [answer for answer in answers if isinstance(answer, Fault)]
+    return 0.0, f"{type(faults[0]).__name__.lower()}: {faults[0].reason}" if faults else None

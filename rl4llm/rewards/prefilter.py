@@ -1,0 +1,103 @@
+"""Answers that are refused unread: too long, too deep, or made to burn time in computer algebra.
+
+The workers would survive them too, at the price of a time limit each. The trusted answer sets what is allowed: a sum may
+be answered where a sum is expected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_COSTLY = ("\\sum", "\\prod", "\\int", "\\lim", "\\binom", "\\choose", "\\mod", "\\bmod", "\\pmod")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_CLOSES = {"{": "}", "(": ")"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilter:
+    """Limits of what a worker is asked to look at."""
+
+    max_chars: int = 400
+    max_depth: int = 12
+    max_digits: int = 60
+    max_exponent_digits: int = 4
+    max_factorial_digits: int = 2
+
+    def refuse(self, answer: str, gold: str) -> str | None:
+        """Why `answer` is not worth a look, None when it is."""
+        max_digits = max(self.max_digits, 2 * _digits(gold))
+        checks = {
+            f"more than {self.max_chars} characters": len(answer) > self.max_chars,
+            "characters that no answer has": any(_is_strange(char) for char in answer),
+            "braces that do not match": not _balanced(answer),
+            f"brackets nested more than {self.max_depth} deep": _depth(answer) > self.max_depth,
+            f"more than {max_digits} digits": _digits(answer) > max_digits,
+            "an astronomical power": any(self._astronomical(exponent) for exponent in _exponents(answer)),
+            "a factorial": "!" not in gold and any(not self._small(number) for number in _factorials(answer)),
+        }
+        reasons = [reason for reason, holds in checks.items() if holds]
+        reasons += [command for command in _COSTLY if command in answer and command not in gold]
+        return next(iter(reasons), None)
+
+    def _astronomical(self, exponent: str) -> bool:
+        if re.search(rf"\d{{{self.max_exponent_digits + 1}}}", exponent.replace(",", "")):
+            return True
+        return ("^" in exponent or "!" in exponent) and not re.search("[A-Za-z]", _COMMAND.sub("", exponent))
+
+    def _small(self, number: str) -> bool:
+        return number.isalpha() or (number.isdigit() and len(number) <= self.max_factorial_digits)
+
+
+def _exponents(answer: str) -> Iterator[str]:
+    """What stands after each ``^`` or ``**``, with the next power where one follows at once, as in 9^9^9 or (9^9)^9."""
+    answer = re.sub(r"\s+", "", answer.replace("**", "^").replace("\\left", "").replace("\\right", ""))
+    for match in re.finditer(r"\^", answer):
+        end = _end_of_exponent(answer, match.end())
+        follows = re.match(r"[})]*\^", answer[end : end + 20])
+        yield answer[match.end() : end] + ("^" if follows else "")
+
+
+def _end_of_exponent(answer: str, start: int) -> int:
+    """The end of the group, or of the run of letters and digits, that begins at `start`."""
+    opens = answer[start : start + 1]
+    if opens not in _CLOSES:
+        return start + len(re.match(r"[-+]?\w*", answer[start:]).group())
+    depth = 0
+    for index in range(start, len(answer)):
+        depth += (answer[index] == opens) - (answer[index] == _CLOSES[opens])
+        if depth == 0:
+            return index + 1
+    return len(answer)
+
+
+def _factorials(answer: str) -> list[str]:
+    """What stands before each exclamation mark that is not LaTeX's negative space."""
+    return re.findall(r"(?<!\\)(\w{0,40})\s?!", answer.replace("\\!", ""))
+
+
+def _is_strange(char: str) -> bool:
+    return (char < " " and char not in "\n\t\r") or "\ud800" <= char <= "\udfff"
+
+
+def _digits(text: str) -> int:
+    return sum(char.isdigit() for char in text)
+
+
+def _balanced(answer: str) -> bool:
+    depth = 0
+    for index, char in enumerate(answer):
+        if answer[index - 1 : index] != "\\":
+            depth += (char == "{") - (char == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _depth(answer: str) -> int:
+    depth = deepest = 0
+    for char in answer:
+        depth += (char in "({[") - (char in ")}]")
+        deepest = max(deepest, depth)
+    return deepest
