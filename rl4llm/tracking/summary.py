@@ -1,0 +1,85 @@
+"""What a rollout was like, in the metric names that the field uses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rl4llm.core.types import Group, Trajectory
+
+TRUNCATED = ("length", "context")
+RESERVED = ("mean", "std")
+
+
+def summarize(groups: Sequence[Group], failed: Sequence[Any] = ()) -> dict[str, float]:
+    """Metrics of all trajectories that were sampled, whether they train or not.
+
+    reward/mean, reward/std      of the combined reward over all trajectories (population standard deviation)
+    reward/<name>                mean of each reward; one named "mean" or "std" becomes reward/mean_, reward/std_
+    accuracy                     share of trajectories whose reward named "accuracy", or else first reward, is at least 1
+    completion_length/...        mean, p90 and max of the tokens that the policy wrote, all turns together
+    prompt_length/mean           tokens that the trajectories start from
+    turns                        mean number of times the policy spoke
+    truncated                    share that ran into a token limit or the end of the context
+    stop/<reason>                share of each stop reason
+    groups/zero_spread           share of groups whose rewards are all equal, which teach a group-relative algorithm nothing
+    trajectories, failures       how many were finished, and how many failed through no fault of the policy
+
+    Without any trajectory only the last two are there.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    counts = {"trajectories": float(len(trajectories)), "failures": float(len(failed))}
+    if not trajectories:
+        return counts
+    return {
+        **_rewards(trajectories),
+        **_lengths(trajectories),
+        **_stops(trajectories),
+        "turns": statistics.fmean(_turns(trajectory) for trajectory in trajectories),
+        "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group.trajectories),
+        **counts,
+    }
+
+
+def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    combined = [trajectory.reward for trajectory in trajectories]
+    metrics = {"reward/mean": statistics.fmean(combined), "reward/std": statistics.pstdev(combined)}
+    names = list(dict.fromkeys(name for trajectory in trajectories for name in trajectory.rewards))
+    for name in names:
+        scores = [trajectory.rewards[name] for trajectory in trajectories if name in trajectory.rewards]
+        metrics[f"reward/{name}{'_' if name in RESERVED else ''}"] = statistics.fmean(scores)
+    judge = "accuracy" if "accuracy" in names else next(iter(names), None)
+    if judge is not None:
+        metrics["accuracy"] = statistics.fmean(trajectory.rewards.get(judge, 0.0) >= 1.0 for trajectory in trajectories)
+    return metrics
+
+
+def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    lengths = sorted(trajectory.num_policy_tokens for trajectory in trajectories)
+    return {
+        "completion_length/mean": statistics.fmean(lengths),
+        "completion_length/p90": float(lengths[math.ceil(0.9 * len(lengths)) - 1]),
+        "completion_length/max": float(lengths[-1]),
+        "prompt_length/mean": statistics.fmean(len(trajectory.spans[0].token_ids) for trajectory in trajectories),
+    }
+
+
+def _stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    reasons = Counter(trajectory.stop_reason for trajectory in trajectories)
+    shares = {f"stop/{reason}": count / len(trajectories) for reason, count in sorted(reasons.items())}
+    return {"truncated": sum(reasons[reason] for reason in TRUNCATED) / len(trajectories), **shares}
+
+
+def _turns(trajectory: Trajectory) -> int:
+    """Runs of policy spans: a turn that several versions of the weights wrote is still one."""
+    authors = ["context", *(span.author for span in trajectory.spans)]
+    return sum(before != "policy" and author == "policy" for before, author in pairwise(authors))
+
+
+def _zero_spread(group: Group) -> bool:
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return min(rewards) == max(rewards)
