@@ -1,0 +1,71 @@
+"""What algorithms need and refuse, and what groups teach them."""
+
+import pytest
+import torch
+
+from rl4llm.algorithms import ALGORITHMS, DAPO, GRPO, register_algorithm
+from rl4llm.algorithms.functional import clipped_share
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import Group, TokenSpan, Trajectory
+
+
+def group(*rewards: float) -> Group:
+    spans = (TokenSpan.context([1]), TokenSpan((2,), "policy", (-0.5,), 0))
+    return Group("p", tuple(Trajectory("p", spans, (), {}, reward, "done") for reward in rewards))
+
+
+def test_a_group_of_one_gets_advantage_zero():
+    assert GRPO().credits(group(5.0)).tolist() == [0.0]
+
+
+def test_a_group_whose_rewards_are_all_equal_teaches_nothing_and_is_dropped_by_dapo():
+    equal = group(0.1, 0.1, 0.1)
+    assert GRPO().credits(equal).abs().max() < 1e-9
+    assert not DAPO().keep(equal)
+    assert DAPO().keep(group(0.0, 1.0))
+    assert GRPO().keep(equal)
+
+
+def test_only_the_options_in_use_are_needed():
+    assert not GRPO().needs().reference
+    assert GRPO(kl_coef=0.1).needs().reference
+    assert GRPO(kl_coef=0.1, kl_in="reward").needs().reward_kl == (0.1, "k3")
+    assert not GRPO(kl_coef=0.1, kl_in="reward").needs().every_token
+    assert not GRPO().needs().entropy
+    assert GRPO(entropy_coef=0.01).needs().entropy
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "group_size", "word"),
+    [
+        (GRPO(), 1, "rollout.group_size=1"),
+        (GRPO(clip_low=-0.1), 8, "algorithm.clip_low"),
+        (GRPO(kl_estimator="k4"), 8, "algorithm.kl_estimator"),
+        (GRPO(scale_rewards="batch"), 8, "algorithm.scale_rewards"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(algorithm, group_size, word):
+    with pytest.raises(ConfigError, match=word):
+        algorithm.check(group_size)
+
+
+def test_an_unknown_name_is_answered_with_the_closest_one():
+    with pytest.raises(ConfigError, match=r"algorithm.name='gpro' is unknown. Known: .*Did you mean 'grpo'\?"):
+        ALGORITHMS["gpro"]
+
+
+def test_a_name_can_be_taken_only_once():
+    with pytest.raises(ConfigError, match="already registered"):
+        register_algorithm("grpo")(DAPO)
+
+
+def test_a_class_on_the_python_path_needs_no_registration():
+    assert ALGORITHMS["rl4llm.algorithms.dapo:DAPO"] is DAPO
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        ALGORITHMS["rl4llm.algorithms.dapo:Nothing"]
+
+
+def test_the_clip_counts_only_where_it_cuts_the_gradient():
+    ratio_BT = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0]])
+    advantages_BT = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])
+    assert clipped_share(ratio_BT, advantages_BT, 0.2, 0.2).tolist() == [[1, 0, 0, 1, 0]]
