@@ -1,0 +1,239 @@
+"""Datasets of prompts: rows with `prompt_id`, `messages` and `ground_truth`, from whatever form they are stored in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.types import ChatMessage
+from rl4llm.data.read import read_rows
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Sequence[Row]):
+    """Prompts in order. A row is a dict with `prompt_id`, `messages` (dicts), `ground_truth` and the other columns."""
+
+    rows: tuple[Row, ...]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return Rows(self.rows[index], self.source) if isinstance(index, slice) else self.rows[index]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the first row's columns."""
+        return list(self.rows[0])
+
+
+def load_rows(
+    source: Any,
+    *,
+    split: str = "train",
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    answer_pattern: str | None = None,
+    system_prompt: str | None = None,
+    prompt_template: str | None = None,
+    limit: int | None = None,
+) -> Rows:
+    r"""Read prompts from rows, a `datasets.Dataset`, a file, a directory, or the hub.
+
+        load_rows("openai/gsm8k:main", prompt_column="question", answer_column="answer", answer_pattern=r"####\s*(.+)")
+
+    Rows have `messages` and `ground_truth` already, or get them from `prompt_column` (behind `system_prompt`, through
+    `prompt_template` with its ``{prompt}``) and from `answer_column` (the first group of `answer_pattern`, if given).
+    All other columns are kept; they reach the rewards.
+
+    A row's `prompt_id` is its column `prompt_id` or `id`, which no two rows may share. Rows without one are named by a hash
+    of their prompt and answer as stored, so the name survives another system prompt or order; rows that are equal in both
+    get -2, -3 ... behind it.
+
+    `limit` takes the first rows. Raises ConfigError for options that cannot work, DataError, with the row's file and line,
+    for anything wrong with the data.
+    """
+    recipe = _Recipe(prompt_column, answer_column or "ground_truth", answer_pattern, system_prompt, prompt_template)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"data.limit={limit} is not accepted: at least 1, or null for all rows.")
+    name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
+    rows = tuple(_with_ids(recipe.draft(where, row) for where, row in islice(read_rows(source, split), limit)))
+    if not rows:
+        raise DataError(f"{name}: the dataset is empty (split {split!r}). Next step: check data.path and data.split.")
+    return Rows(rows, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A prompt whose name is not settled: equal rows share a `content_hash`."""
+
+    where: str
+    given_id: str | None
+    content_hash: str
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a stored row becomes a prompt."""
+
+    prompt_column: str | None
+    answer_column: str
+    answer_pattern: str | None
+    system_prompt: str | None
+    prompt_template: str | None
+
+    def __post_init__(self) -> None:
+        if self.prompt_template is not None:
+            self._check_template(self.prompt_template)
+        if self.answer_pattern is not None:
+            _check_pattern(self.answer_pattern)
+
+    def draft(self, where: str, row: Any) -> _Draft:
+        """The prompt that a stored row makes; raises DataError."""
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: a row must have named columns, like {{'prompt': ...}}; this is {row!r:.60}.")
+        messages = self._messages(where, row)
+        ground_truth = self._ground_truth(where, row)
+        stored = row[self.prompt_column or "messages"], row[self.answer_column]
+        made = {"messages": [message.to_dict() for message in messages], "ground_truth": ground_truth}
+        made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
+        for text in _texts(made):
+            _check_text(where, text)
+        return _Draft(where, _given_id(where, row), _hash(stored), made)
+
+    def _messages(self, where: str, row: Mapping[str, Any]) -> list[ChatMessage]:
+        messages = self._stored(where, row) if self.prompt_column is None else [self._prompt(where, row)]
+        if not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
+            raise DataError(f"{where}: the prompt is empty: it must end with a message that says something to answer.")
+        if self.system_prompt:
+            if any(message.role == "system" for message in messages):
+                raise DataError(f"{where}: the row has a system message of its own; leave data.system_prompt unset.")
+            messages.insert(0, ChatMessage("system", self.system_prompt))
+        return messages
+
+    def _stored(self, where: str, row: Mapping[str, Any]) -> list[ChatMessage]:
+        if "messages" not in row:
+            raise DataError(
+                f"{where}: there is no column 'messages'. Next step: say which column holds the prompt "
+                f"(data.prompt_column); there are: {', '.join(map(str, row))}."
+            )
+        if self.prompt_template is not None:
+            raise ConfigError("data.prompt_template needs data.prompt_column, whose text it is put around.")
+        stored = row["messages"]
+        if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
+            raise DataError(f"{where}: messages must be a list of {{'role': ..., 'content': ...}}, not {stored!r:.60}.")
+        try:
+            return [ChatMessage.from_dict(message) for message in stored]
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    def _prompt(self, where: str, row: Mapping[str, Any]) -> ChatMessage:
+        prompt = _column(where, row, "data.prompt_column", self.prompt_column)
+        if not isinstance(prompt, str):
+            raise DataError(f"{where}: column {self.prompt_column!r} must be a text, not {prompt!r:.60}.")
+        if prompt.strip() and self.prompt_template is not None:
+            prompt = self.prompt_template.format(prompt=prompt)
+        return ChatMessage("user", prompt)
+
+    def _ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
+        answer = _column(where, row, "data.answer_column", self.answer_column)
+        if answer is None:
+            raise DataError(f"{where}: column {self.answer_column!r} is empty.")
+        if self.answer_pattern is None:
+            return answer
+        found = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
+        if found is None or found[1] is None:
+            raise DataError(
+                f"{where}: column {self.answer_column!r} does not match data.answer_pattern={self.answer_pattern!r}: "
+                f"{answer!r:.60}."
+            )
+        return found[1]
+
+    @staticmethod
+    def _check_template(template: str) -> None:
+        try:
+            shows = "<the prompt>" in template.format(prompt="<the prompt>")
+        except (LookupError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"data.prompt_template={template!r} has braces other than {{prompt}}; write those as {{{{ and }}}}."
+            ) from error
+        if not shows:
+            raise ConfigError(f"data.prompt_template={template!r} has no {{prompt}}, the place where the prompt goes.")
+
+
+def _with_ids(drafts: Iterator[_Draft]) -> Iterator[Row]:
+    first: dict[str, str] = {}
+    copies: Counter[str] = Counter()
+    for draft in drafts:
+        prompt_id = draft.given_id
+        if prompt_id is None:
+            copies[draft.content_hash] += 1
+            copy = copies[draft.content_hash]
+            prompt_id = draft.content_hash if copy == 1 else f"{draft.content_hash}-{copy}"
+        if prompt_id in first:
+            raise DataError(
+                f"{draft.where}: the prompt_id {prompt_id!r} is that of {first[prompt_id]} already; ids must differ."
+            )
+        first[prompt_id] = draft.where
+        yield {"prompt_id": prompt_id, **draft.row}
+
+
+def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
+    column = next((name for name in ("prompt_id", "id") if name in row), None)
+    if column is None:
+        return None
+    value = row[column]
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"{where}: {column}={value!r:.60} is not accepted: a text or a whole number.")
+    return str(value)
+
+
+def _hash(stored: Any) -> str:
+    text = json.dumps(stored, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _column(where: str, row: Mapping[str, Any], option: str, column: str | None) -> Any:
+    if column not in row:
+        raise DataError(f"{where}: {unknown(option, str(column), map(str, row))}")
+    return row[column]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value.keys()))
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _check_text(where: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.start + 20]
+        raise DataError(f"{where}: {around!r} has half of a surrogate pair, which is no character.") from error
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigError(f"data.answer_pattern={pattern!r} is not a regular expression: {error}.") from error
+    if groups == 0:
+        raise ConfigError(f"data.answer_pattern={pattern!r} has no group; put ( ) around the answer.")

@@ -1,0 +1,320 @@
+"""Rows from every kind of source become prompts, and what is wrong with one is said with its place."""
+
+import csv
+import gzip
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.types import ChatMessage
+from rl4llm.data.load import load_rows
+
+QA = [{"question": "What is 1+1?", "answer": "so #### 2"}, {"question": "What is 2+2?", "answer": "so #### 4"}]
+COLUMNS = {"prompt_column": "question", "answer_column": "answer"}
+PATTERN = r"####\s*(.+)"
+READY = {"messages": [{"role": "user", "content": "What is 1+1?"}], "ground_truth": "2"}
+DATA = Path(os.environ.get("RL4LLM_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+
+
+def write(path, *lines):
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    return path
+
+
+def jsonl(path, rows=QA):
+    return write(path, *(json.dumps(row) for row in rows))
+
+
+def truths(rows):
+    return [row["ground_truth"] for row in rows]
+
+
+def test_a_prompt_is_made_from_columns(tmp_path):
+    rows = load_rows(
+        jsonl(tmp_path / "qa.jsonl"),
+        **COLUMNS,
+        answer_pattern=PATTERN,
+        system_prompt="Be brief.",
+        prompt_template="Q: {prompt} Put it in \\boxed{{}}.",
+    )
+    assert len(rows) == 2
+    assert rows[0]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Q: What is 1+1? Put it in \\boxed{}."},
+    ]
+    assert truths(rows) == ["2", "4"]
+    assert rows[1]["question"] == "What is 2+2?"
+    assert rows.columns == ["prompt_id", "messages", "ground_truth", "question", "answer"]
+    assert [ChatMessage.from_dict(message).role for message in rows[0]["messages"]] == ["system", "user"]
+
+
+def test_rows_with_messages_are_taken_as_they_are():
+    row = {**READY, "level": 3, "messages": [{"role": "user", "content": "hi", "tool_calls": None}]}
+    rows = load_rows([row], system_prompt="Be brief.")
+    assert [message["content"] for message in rows[0]["messages"]] == ["Be brief.", "hi"]
+    assert rows[0]["level"] == 3
+    assert row["messages"] == [{"role": "user", "content": "hi", "tool_calls": None}]
+
+
+def test_an_environment_takes_loaded_rows_as_its_dataset():
+    class Zero(BaseRewardFunction):
+        def __call__(self, messages, ground_truth, **kwargs):
+            return 0.0
+
+    env = BaseMDPEnv(load_rows([READY]), None, [Zero("zero")], batch_size=1, group_size=1)
+    assert env.dataset[0]["ground_truth"] == "2"
+
+
+def save_csv(path):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(QA)
+    return path
+
+
+def save_gz(path):
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, QA)).encode()))
+    return path
+
+
+def save_arrow(path):
+    datasets.Dataset.from_list(QA).save_to_disk(path)
+    return path
+
+
+def save_splits(path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(QA)}).save_to_disk(path)
+    return path
+
+
+def save_parquet(path):
+    datasets.Dataset.from_list(QA).to_parquet(path)
+    return path
+
+
+FORMS = {
+    "rows": lambda tmp: QA,
+    "generator": lambda tmp: (row for row in QA),
+    "dataset": lambda tmp: datasets.Dataset.from_list(QA),
+    "splits": lambda tmp: datasets.DatasetDict({"train": datasets.Dataset.from_list(QA)}),
+    "jsonl": lambda tmp: jsonl(tmp / "a.jsonl"),
+    "jsonl.gz": lambda tmp: save_gz(tmp / "a.jsonl.gz"),
+    "json": lambda tmp: write(tmp / "a.json", json.dumps(QA, indent=1)),
+    "json by split": lambda tmp: str(write(tmp / "a.json", json.dumps({"train": QA}))),
+    "csv": lambda tmp: save_csv(tmp / "a.csv"),
+    "parquet": lambda tmp: str(save_parquet(tmp / "a.parquet")),
+    "saved": lambda tmp: save_arrow(tmp / "saved"),
+    "saved splits": lambda tmp: save_splits(tmp / "saved"),
+    "directory": lambda tmp: jsonl(tmp / "train.jsonl").parent,
+    "directory.gz": lambda tmp: save_gz(tmp / "train.jsonl.gz").parent,
+    "windows": lambda tmp: write(
+        tmp / "a.jsonl", b"\xef\xbb\xbf" + json.dumps(QA[0]).encode() + b"\r\n\r", json.dumps(QA[1])
+    ),
+    "loaded": lambda tmp: load_rows(QA, **COLUMNS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_same_rows_gives_the_same_prompts(form, tmp_path):
+    rows = load_rows(FORMS[form](tmp_path), **COLUMNS, answer_pattern=PATTERN)
+    assert list(rows) == list(load_rows(QA, **COLUMNS, answer_pattern=PATTERN))
+
+
+def test_the_split_names_a_file_of_a_directory(tmp_path):
+    jsonl(tmp_path / "train.jsonl")
+    jsonl(tmp_path / "test.jsonl", QA[:1])
+    assert len(load_rows(tmp_path, split="test", **COLUMNS)) == 1
+    with pytest.raises(DataError, match=r"no validation\.jsonl .*it holds test\.jsonl, train\.jsonl"):
+        load_rows(tmp_path, split="validation", **COLUMNS)
+    save_csv(tmp_path / "test.csv")
+    with pytest.raises(DataError, match=r"test\.jsonl and test\.csv both hold"):
+        load_rows(tmp_path, split="test", **COLUMNS)
+
+
+def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
+    path = write(tmp_path / "a.jsonl", json.dumps(QA[0]), "{broken")
+    assert truths(load_rows(path, **COLUMNS, limit=1)) == ["so #### 2"]
+    assert len(load_rows(QA, **COLUMNS)[:1]) == 1
+    with pytest.raises(ConfigError, match="limit=0"):
+        load_rows(path, **COLUMNS, limit=0)
+
+
+def test_names_of_prompts_depend_on_what_is_asked_and_not_on_place_or_wording():
+    rows = load_rows(QA, **COLUMNS)
+    other = load_rows(list(reversed(QA)), **COLUMNS, system_prompt="x", prompt_template="{prompt}!", answer_pattern=PATTERN)
+    assert [row["prompt_id"] for row in rows] == [row["prompt_id"] for row in reversed(other)]
+    assert len({row["prompt_id"] for row in rows}) == 2
+    assert load_rows([READY])[0]["prompt_id"] == load_rows([{**READY, "level": 1}])[0]["prompt_id"]
+
+
+def test_equal_rows_get_names_of_their_own():
+    ids = [row["prompt_id"] for row in load_rows([QA[0], QA[1], QA[0], QA[0]], **COLUMNS)]
+    assert ids[2:] == [f"{ids[0]}-2", f"{ids[0]}-3"]
+    assert len(set(ids)) == 4
+
+
+def test_given_ids_are_kept_and_may_not_repeat(tmp_path):
+    assert load_rows([{**READY, "id": 0}])[0]["prompt_id"] == "0"
+    assert load_rows([{**READY, "id": 0, "prompt_id": "a"}])[0]["prompt_id"] == "a"
+    path = jsonl(tmp_path / "a.jsonl", [{**READY, "id": "a"}, {**READY, "id": "b"}, {**READY, "id": "a"}])
+    with pytest.raises(DataError, match=r"a\.jsonl:3: the prompt_id 'a' is that of .*a\.jsonl:1 already"):
+        load_rows(path)
+    for value in (None, "", 1.5, True):
+        with pytest.raises(DataError, match="a text or a whole number"):
+            load_rows([{**READY, "id": value}])
+
+
+GOOD = json.dumps(QA[0])
+BROKEN_FILES = {
+    "broken line": ([GOOD, '{"question": '], r"a\.jsonl:2: not valid JSON at column 14"),
+    "torn line": ([GOOD, GOOD[:20]], r"a\.jsonl:2: not valid JSON"),
+    "other encoding": ([GOOD, b'{"question": "caf\xe9"}'], r"a\.jsonl:2: byte 17 .*0xe9.* is not UTF-8"),
+    "not an object": ([GOOD, "", "[1, 2]"], r"a\.jsonl:3: a row must have named columns"),
+    "other columns": (
+        [GOOD, '{"questoin": "x", "answer": "y"}'],
+        r"a\.jsonl:2: .*'question' is unknown.*Did you mean 'questoin'",
+    ),
+    "no answer": ([GOOD, '{"question": "x"}'], r"a\.jsonl:2: data\.answer_column='answer' is unknown"),
+    "null answer": (['{"question": "x", "answer": null}'], r"a\.jsonl:1: column 'answer' is empty"),
+    "no match": ([GOOD, '{"question": "x", "answer": "7"}'], r"a\.jsonl:2: column 'answer' does not match .*'7'"),
+    "number matched": (['{"question": "x", "answer": 7}'], r"a\.jsonl:1: column 'answer' does not match"),
+    "empty prompt": ([GOOD, '{"question": " \\n", "answer": "#### 1"}'], r"a\.jsonl:2: the prompt is empty"),
+    "number asked": (['{"question": 5, "answer": "#### 1"}'], r"a\.jsonl:1: column 'question' must be a text"),
+    "half a surrogate": (['{"question": "\\ud83d!", "answer": "#### 1"}'], r"a\.jsonl:1: .* half of a surrogate pair"),
+    "surrogate elsewhere": (
+        ['{"question": "x", "answer": "#### 1", "tags": [{"a": "\\udc00"}]}'],
+        r"a\.jsonl:1: .* half of a surrogate pair",
+    ),
+    "empty": ([""], r"the dataset is empty \(split 'train'\)"),
+    "deep": (["[" * 100_000], r"a\.jsonl:1: not readable as JSON"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN_FILES)
+def test_a_fault_in_a_file_is_reported_with_its_line(fault, tmp_path):
+    lines, message = BROKEN_FILES[fault]
+    path = write(tmp_path / "a.jsonl", *lines)
+    with pytest.raises(DataError, match=message):
+        load_rows(path, **COLUMNS, answer_pattern=PATTERN)
+
+
+BROKEN_MESSAGES = {
+    "no list": ("hi", "messages must be a list"),
+    "no objects": (["hi"], "messages must be a list"),
+    "none": ([], "the prompt is empty"),
+    "no content": ([{"role": "user"}], "no content"),
+    "unknown role": ([{"role": "robot", "content": "x"}], "'robot' is not accepted"),
+    "answered already": ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "to answer"),
+    "blank": ([{"role": "system", "content": "x"}, {"role": "user", "content": " "}], "the prompt is empty"),
+    "own system message": ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "of its own"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN_MESSAGES)
+def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(fault):
+    messages, message = BROKEN_MESSAGES[fault]
+    with pytest.raises(DataError, match=rf"dataset\[1\]: .*{message}"):
+        load_rows([READY, {**READY, "messages": messages}], system_prompt="Be brief.")
+
+
+def test_rows_without_messages_ask_for_a_prompt_column():
+    with pytest.raises(DataError, match=r"no column 'messages'.*data\.prompt_column.*there are: question, answer"):
+        load_rows(QA)
+
+
+def test_other_files_report_the_place_too(tmp_path):
+    with pytest.raises(DataError, match=r"a\.json:3: not valid JSON"):
+        load_rows(write(tmp_path / "a.json", "[", GOOD + ",", "oops]"), **COLUMNS)
+    with pytest.raises(DataError, match="must hold a list of rows"):
+        load_rows(write(tmp_path / "b.json", "5"), **COLUMNS)
+    with pytest.raises(DataError, match="no split 'train'; it has data"):
+        load_rows(write(tmp_path / "c.json", '{"data": []}'), **COLUMNS)
+    with pytest.raises(DataError, match=r"a\.csv:3: this row has more or fewer fields"):
+        load_rows(write(tmp_path / "a.csv", "question,answer", "x,y", "x"), **COLUMNS)
+    with pytest.raises(DataError, match=r"b\.csv:2: this row has more or fewer fields"):
+        load_rows(write(tmp_path / "b.csv", "question,answer", "x,y,z"), **COLUMNS)
+    with pytest.raises(DataError, match=r"c\.csv: byte 19, 1 lines below .*UTF-8"):
+        load_rows(write(tmp_path / "c.csv", "question,answer", b"caf\xe9,y"), **COLUMNS)
+    with pytest.raises(DataError, match="not a valid Parquet file"):
+        load_rows(write(tmp_path / "a.parquet", "x"), **COLUMNS)
+    with pytest.raises(DataError, match="cannot be read beyond"):
+        load_rows(write(tmp_path / "a.jsonl.gz", gzip.compress(GOOD.encode())[:-12]), **COLUMNS)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_rows(write(tmp_path / "b.jsonl.gz", GOOD), **COLUMNS)
+    with pytest.raises(DataError, match="files of this kind"):
+        load_rows(write(tmp_path / "a.txt", GOOD), **COLUMNS)
+
+
+def test_a_missing_path_names_its_neighbour(tmp_path):
+    jsonl(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match=r"does not exist\. Did you mean '.*train\.jsonl'"):
+        load_rows(tmp_path / "trian.jsonl", **COLUMNS)
+    with pytest.raises(DataError, match=r"does not exist\. There is no directory"):
+        load_rows(tmp_path / "nowhere" / "train.jsonl", **COLUMNS)
+    with pytest.raises(DataError, match=r"does not exist.*Accepted: a \.jsonl"):
+        load_rows("./data", **COLUMNS)
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(DataError, match="type int is not accepted"):
+        load_rows(5)
+    with pytest.raises(DataError, match="no split 'test'; it has train"):
+        load_rows({"train": QA}, split="test")
+
+
+def test_an_unreachable_hub_says_what_to_do(monkeypatch):
+    def unreachable(name, config, split):
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"no file or directory here.*Couldn't reach.*'main'.*download it elsewhere"):
+        load_rows("openai/gsm8k:main", **COLUMNS)
+
+
+def test_a_hub_name_is_loaded_with_its_config_and_split(monkeypatch):
+    asked = []
+
+    def hub(*names, split):
+        asked.append((*names, split))
+        return datasets.Dataset.from_list(QA)
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    assert len(load_rows("openai/gsm8k:main", split="test", **COLUMNS)) == 2
+    assert len(load_rows("openai/gsm8k", **COLUMNS)) == 2
+    assert asked == [("openai/gsm8k", "main", "test"), ("openai/gsm8k", None, "train")]
+
+
+OPTIONS = {
+    "template without place": ({"prompt_template": "Solve it."}, "has no {prompt}"),
+    "template with braces": ({"prompt_template": r"{prompt} \boxed{}"}, "braces other than"),
+    "template with names": ({"prompt_template": "{prompt} {answer}"}, "braces other than"),
+    "pattern without group": ({"answer_pattern": "####.*"}, "has no group"),
+    "pattern that is none": ({"answer_pattern": "("}, "not a regular expression"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_cannot_work_are_refused_before_any_row(case):
+    options, message = OPTIONS[case]
+    with pytest.raises(ConfigError, match=message):
+        load_rows(QA, **COLUMNS, **options)
+
+
+def test_a_template_needs_a_column_to_be_put_around():
+    with pytest.raises(ConfigError, match=r"prompt_template needs data\.prompt_column"):
+        load_rows([READY], prompt_template="{prompt}")
+
+
+@pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason=f"no GSM8K in {DATA}; set RL4LLM_TEST_DATA")
+def test_gsm8k_is_read_with_every_answer():
+    for split, count in {"train": 7473, "test": 1319}.items():
+        rows = load_rows(DATA / "gsm8k", split=split, **COLUMNS, answer_pattern=PATTERN)
+        assert len(rows) == count
+        assert len({row["prompt_id"] for row in rows}) == count
+    assert truths(rows[:2]) == ["18", "3"]
