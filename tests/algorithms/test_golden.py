@@ -1,6 +1,7 @@
 """The formulas equal the reference numbers, values and gradients, in float64."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ QUANTITIES = {entry["name"]: entry for entry in GOLDEN["quantities"]}
 def one_row(case: str, key: str) -> torch.Tensor:
     """All trajectories of a case behind one another, (1, T)."""
     rows = [trajectory[key] for trajectory in GOLDEN["cases"][case]["trajectories"]]
-    return torch.tensor([sum(rows, [])], dtype=torch.float64)
+    return torch.tensor([list(chain.from_iterable(rows))], dtype=torch.float64)
 
 
 def batch(case: str = "main") -> TrainBatch:
@@ -30,7 +31,7 @@ def batch(case: str = "main") -> TrainBatch:
         mask_BT=mask_BT,
         sampled_logprobs_BT=one_row(case, "sampled_logprobs"),
         credits_BT=zeros_BT,
-        weights_BT=mask_BT / mask_BT.sum(),
+        weights_BT=mask_BT.double() / mask_BT.sum(),
     )
     made.old_logprobs_BT = one_row(case, "old_logprobs")
     made.ref_logprobs_BT = one_row(case, "ref_logprobs")
@@ -39,7 +40,7 @@ def batch(case: str = "main") -> TrainBatch:
 
 
 def expected(name: str, part: str) -> torch.Tensor:
-    return torch.tensor([sum(QUANTITIES[name]["result"][part], [])], dtype=torch.float64)
+    return torch.tensor([list(chain.from_iterable(QUANTITIES[name]["result"][part]))], dtype=torch.float64)
 
 
 def value_and_gradient(algorithm, data: TrainBatch):
