@@ -32,7 +32,6 @@ from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.score import check_examples
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.sync.verify import Canary
-from rl4llm.tracking.clock import Clock
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.rl import Batching, Engine, RLTrainer
 from rl4llm.trainers.sft import SFTTrainer
@@ -142,13 +141,14 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     backend = _backend(config, given.model)
 
     def make(run: RunDir) -> SFTTrainer:
+        tracker = _tracker(config, run)
         return SFTTrainer(
             dataset=dataset,
             renderer=renderer,
             prompts=prompts,
             batching=_batching(config, tokenizer),
-            tracker=_tracker(config, run),
-            **_base(config, algorithm, backend, run),
+            tracker=tracker,
+            **_base(config, algorithm, backend, run, tracker),
         )
 
     return make
@@ -177,6 +177,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     coarse = config.model.dtype if config.model.autocast == "none" else config.model.autocast
 
     def make(run: RunDir) -> RLTrainer:
+        tracker = _tracker(config, run)
         return RLTrainer(
             engine=Engine(client, runner, MemoryPublisher(client), Canary(client.vocab_size, dtype=coarse)),
             rollout=Rollout(env, client, renderer, runner, **played),
@@ -184,21 +185,23 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             sampling_params=_sampling(config),
             eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
             batching=_batching(config, tokenizer),
-            tracker=_tracker(config, run),
+            tracker=tracker,
             evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
             reference=_backend(config, reference_model) if algorithm.needs().reference else None,
-            **_base(config, algorithm, backend, run),
+            **_base(config, algorithm, backend, run, tracker),
         )
 
     return make
 
 
-def _base(config: Config, algorithm: BaseAlgorithm, backend: TorchBackend, run: RunDir) -> dict[str, Any]:
+def _base(
+    config: Config, algorithm: BaseAlgorithm, backend: TorchBackend, run: RunDir, tracker: RunTracker
+) -> dict[str, Any]:
     schedule = Schedule(config.max_steps, config.eval.every, config.checkpoint.every, config.checkpoint.keep)
     return {
         "algorithm": algorithm,
         "backend": backend,
-        "clock": Clock(),
+        "clock": tracker.clock,
         "schedule": schedule,
         "checkpoints": run.checkpoints_dir,
     }
@@ -249,7 +252,16 @@ def _sampling(config: Config) -> SamplingParams:
 
 
 def _tracker(config: Config, run: RunDir) -> RunTracker:
-    return RunTracker(run, config.tracking, total_steps=config.max_steps)
+    tracking = config.tracking
+    return RunTracker(
+        run,
+        total_steps=config.max_steps,
+        tensorboard=tracking.tensorboard,
+        wandb_project=tracking.wandb_project if tracking.wandb else None,
+        episodes_every=tracking.episodes_every,
+        episodes_per_step=tracking.episodes_per_step,
+        config=flatten(config),
+    )
 
 
 def _env(

@@ -71,7 +71,7 @@ class BaseTrainer(ABC, Generic[Collected]):
                 self.report(collected, metrics)
                 if self._due(self.schedule.evaluate_every):
                     self.evaluate()
-                if self._due(self.schedule.checkpoint_every):
+                if self._due(self.schedule.checkpoint_every) or self._stop_requested.is_set():
                     self.save()
         self.stopped = self.step < self.schedule.max_steps
 
@@ -132,12 +132,14 @@ class BaseTrainer(ABC, Generic[Collected]):
         """Continue from the newest checkpoint that is whole; without any, start at step 0."""
         checkpoint = latest_checkpoint(self.checkpoints)
         if checkpoint is None:
+            self.begin(-1)
             return
         self.backend.load(checkpoint.path / "model")
         for lost in restore_rng(checkpoint.state["rng"]):
             self.warn(lost)
         self.step = checkpoint.state["step"]
         self.restore(checkpoint.state)
+        self.begin(self.step)
         for reason in checkpoint.skipped:
             self.warn(reason)
 
@@ -155,12 +157,15 @@ class BaseTrainer(ABC, Generic[Collected]):
         """Take over what `state` returned; called on resume, before the first step."""
 
     @abstractmethod
+    def begin(self, step: int) -> None:
+        """Open the logs after `step` finished steps, or for a new run at -1."""
+
+    @abstractmethod
     def warn(self, text: str) -> None:
         """Tell the user something that must not be overlooked."""
 
     def _due(self, every: int) -> bool:
-        last = self.step == self.schedule.max_steps or self._stop_requested.is_set()
-        return every > 0 and (last or self.step % every == 0)
+        return every > 0 and (self.step == self.schedule.max_steps or self.step % every == 0)
 
     @contextmanager
     def _stop_on_signals(self) -> Iterator[None]:
@@ -187,13 +192,15 @@ class BaseTrainer(ABC, Generic[Collected]):
 def merge(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The metrics of one optimizer step from those of its micro-batches.
 
-    "loss" and "tokens" add up, names ending in "/max" take the maximum, all others are means over the policy's tokens.
+    "loss" and "tokens" add up ("update/tokens"), names ending in "/max" take the maximum, all others are means over the policy's tokens.
     """
     tokens = sum(part["tokens"] for part in parts)
-    merged = {"loss": sum(part["loss"] for part in parts), "tokens": tokens}
-    for name in parts[0].keys() - merged.keys():
-        values = [part[name] for part in parts]
-        weighted = zip(values, parts, strict=True)
-        total = sum(value * part["tokens"] for value, part in weighted)
-        merged[name] = max(values) if name.endswith("/max") else total / max(tokens, 1)
+    merged = {"loss": sum(part["loss"] for part in parts), "update/tokens": tokens}
+    for name in parts[0]:
+        if name in ("loss", "tokens"):
+            continue
+        if name.endswith("/max"):
+            merged[name] = max(part[name] for part in parts)
+        else:
+            merged[name] = sum(part[name] * part["tokens"] for part in parts) / max(tokens, 1)
     return merged

@@ -103,7 +103,9 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             self.engine.runner.run(self._publish())
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
-        self.tracker.step(self.step, collected.groups, collected.failed, metrics, self.clock)
+        tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
+        credits = [self.algorithm.credits(group).tolist() for group in collected.groups]
+        self.tracker.step(self.step, collected.groups, collected.failed, metrics, tokens=tokens, credits=credits)
 
     def evaluate(self) -> None:
         """Measure on the held-out prompts."""
@@ -128,11 +130,13 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self._closed = True
 
     def state(self) -> dict[str, Any]:
-        return {"prompts": self.prompts.state(), "tracker": self.tracker.state()}
+        return {"prompts": self.prompts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.prompts.restore(state["prompts"])
-        self.tracker.restore(self.step, state["tracker"])
+
+    def begin(self, step: int) -> None:
+        self.tracker.begin(step)
 
     def warn(self, text: str) -> None:
         self.tracker.warn(text)

@@ -57,7 +57,7 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
         """No engine samples from these weights."""
 
     def report(self, collected: list[Trajectory], metrics: Sequence[dict[str, float]]) -> None:
-        self.tracker.step(self.step, (), (), metrics, self.clock)
+        self.tracker.step(self.step, (), (), metrics, tokens=sum(trajectory.num_tokens for trajectory in collected))
 
     def evaluate(self) -> None:
         """The held-out set belongs to the reinforcement learning that follows."""
@@ -66,11 +66,13 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
         self.tracker.close()
 
     def state(self) -> dict[str, Any]:
-        return {"prompts": self.prompts.state(), "tracker": self.tracker.state()}
+        return {"prompts": self.prompts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.prompts.restore(state["prompts"])
-        self.tracker.restore(self.step, state["tracker"])
+
+    def begin(self, step: int) -> None:
+        self.tracker.begin(step)
 
     def warn(self, text: str) -> None:
         self.tracker.warn(text)

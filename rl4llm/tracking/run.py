@@ -1,0 +1,136 @@
+"""Everything a run writes and shows, behind one face."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.run_dir import RunDir
+from rl4llm.core.types import Group
+from rl4llm.tracking.clock import Clock
+from rl4llm.tracking.console import Console
+from rl4llm.tracking.curve import plot_learning_curve
+from rl4llm.tracking.episodes import EpisodeLog
+from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
+from rl4llm.tracking.resources import Resources
+from rl4llm.tracking.summary import summarize
+from rl4llm.tracking.tensorboard import TensorBoardTracker
+from rl4llm.tracking.tracker import Tolerant, Tracker, Trackers
+from rl4llm.tracking.wandb import WandbTracker
+
+
+class RunTracker:
+    """Console, metrics, TensorBoard, episodes, learning curve and resources of one run, in its directory.
+
+    `begin` opens the logs at a step: what an earlier start of the run logged after it is cut off, since those steps are
+    taken again. Writing that fails is told once and never stops training.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        total_steps: int,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+        episodes_every: int = 1,
+        episodes_per_step: int = 0,
+        config: Mapping[str, Any] | None = None,
+    ):
+        self.clock = Clock(on_phase=lambda phase: self.console.phase(phase))
+        self.console = Console(total_steps, title=str(run.path))
+        self._run = run
+        self._tensorboard = tensorboard
+        self._wandb_project = wandb_project
+        self._episodes_every = episodes_every
+        self._episodes_per_step = episodes_per_step
+        self._config = dict(config or {})
+        self._tolerant = Tolerant(self.warn)
+        self._resources = Resources()
+        self._trackers: Trackers | None = None
+        self._evals: Trackers | None = None
+        self._episodes: EpisodeLog | None = None
+
+    def begin(self, step: int) -> None:
+        """Open the logs after `step` finished steps; -1 means from the start, evaluation of step 0 included."""
+        trackers: list[Tracker] = [JsonlTracker(self._run.metrics_file, step)]
+        if self._tensorboard:
+            trackers.append(TensorBoardTracker(self._run.tensorboard_dir, step))
+        if self._wandb_project:
+            wandb = WandbTracker(self._run.path, self._wandb_project, self._run.run_id, self._config, self.warn)
+            trackers.append(wandb)
+        self._trackers = Trackers(trackers, self._tolerant)
+        self._evals = Trackers([JsonlTracker(self._run.eval_file, step)], self._tolerant)
+        self._episodes = EpisodeLog(self._run.episodes_dir, self._episodes_every, self._episodes_per_step, step)
+        self.console.__enter__()
+        if step >= 0:
+            self.console.note(f"resumed {self._run.path} after step {step}")
+        for text in self._run.warnings:
+            self.warn(text)
+
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        failed: Sequence[SampleState],
+        updates: Sequence[Mapping[str, float]],
+        *,
+        tokens: int,
+        credits: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        """Log one finished step; `tokens` is how many it trained on or sampled, for tokens/s."""
+        times = self.clock.lap()
+        metrics = {
+            **(summarize(groups, failed) if groups or failed else {}),
+            **_merged(updates),
+            **times,
+            "tokens/s": tokens / max(times.get("time/step", 0.0), 1e-9),
+            **self._resources.metrics(),
+        }
+        self._trackers.log(step, metrics)
+        if groups or failed:
+            with self._tolerant("episodes"):
+                self._episodes.log(step, groups, failed, credits)
+        self.console.step(step, metrics)
+
+    def evaluation(self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> dict[str, float]:
+        """Log one measurement of the held-out set; returns its metrics."""
+        metrics = summarize(groups, failed)
+        self._evals.log(step, metrics)
+        self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
+        with self._tolerant("episodes"):
+            self._episodes.log(step, groups, failed, kind="eval")
+        with self._tolerant("learning curve"):
+            plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
+        self.console.evaluation(step, metrics)
+        return metrics
+
+    def warn(self, text: str) -> None:
+        """Tell the user something that must not be overlooked."""
+        self.console.warn(text)
+
+    def table(self, rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title: str = "") -> None:
+        """Show a table."""
+        self.console.table(rows, header, title)
+
+    def close(self) -> None:
+        """Write out what is pending, give the terminal back, and let the run's directory go."""
+        for trackers in filter(None, (self._trackers, self._evals)):
+            trackers.close()
+        if self._trackers is not None:
+            with self._tolerant("learning curve"):
+                plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
+        self.console.__exit__()
+        self._run.close()
+
+
+def _merged(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The optimizer steps of one step as one: sums of tokens, maxima of maxima, means of the rest."""
+    merged = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        combine = max if name.endswith("/max") else sum if name == "update/tokens" else statistics.fmean
+        merged[name] = combine(values)
+    return merged
