@@ -192,7 +192,8 @@ class BaseTrainer(ABC, Generic[Collected]):
 def merge(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The metrics of one optimizer step from those of its micro-batches.
 
-    "loss" and "tokens" add up ("update/tokens"), names ending in "/max" take the maximum, all others are means over the policy's tokens.
+    "loss" adds up and so does "tokens", as "update/tokens"; names ending in "/max" take the maximum; all others are means
+    over the policy's tokens.
     """
     tokens = sum(part["tokens"] for part in parts)
     merged = {"loss": sum(part["loss"] for part in parts), "update/tokens": tokens}
