@@ -7,6 +7,7 @@ also why Python must be started with ``-P``: the directory of this file holds a 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -15,7 +16,7 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     channel = os.dup(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for kind in (signal.SIGALRM, signal.SIGIO):
+        signal.signal(kind, signal.SIG_DFL)
     _limit(resource.RLIMIT_AS, settings["memory_bytes"])
     _limit(resource.RLIMIT_CORE, 0)
     sys.path[:] = settings["path"]
@@ -76,13 +78,28 @@ def _serve(channel: int, function: Callable[..., Any], settings: dict[str, Any])
             buffer += chunk
         line, _, buffer = buffer.partition(b"\n")
         served += 1
-        # An interval timer with its default action ends the process from inside the kernel, even in the middle of a
-        # C call that holds the interpreter: this is what stops a busy worker whose parent was killed.
-        signal.setitimer(signal.ITIMER_REAL, settings["timeout_s"] + GRACE_S)
-        reply = _answer(function, json.loads(line), settings["max_bytes"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with _mortal(channel, settings["timeout_s"] + GRACE_S):
+            reply = _answer(function, json.loads(line), settings["max_bytes"])
         reply["tired"] = served >= MAX_TASKS or _address_space() > settings["memory_bytes"] // 2
         _send(channel, reply)
+
+
+@contextlib.contextmanager
+def _mortal(channel: int, seconds: float) -> Iterator[None]:
+    """End the process when the parent goes away during a task, or with `seconds` where that is not noticed.
+
+    Both are signals with their default action, which the kernel carries out even in the middle of a C call that holds the
+    interpreter. The parent is silent during a task, so an event on the channel can only be its end.
+    """
+    flags = fcntl.fcntl(channel, fcntl.F_GETFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(channel, fcntl.F_SETFL, flags)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _receive(channel: int, parent: int) -> bytes:

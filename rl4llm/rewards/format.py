@@ -40,7 +40,7 @@ class FormatReward(BaseRewardFunction):
         super().__init__(name)
         for option, tag in (("think", think), ("answer", answer or think + "_")):
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_\-]*", tag):
-                raise ConfigError(f"rewards.{name}.{option}={tag!r} is not accepted: a letter, then letters, digits, _ and -.")
+                raise ConfigError(f"rewards.{name}.{option}={tag!r} is not accepted: letters, digits, '_' and '-'.")
         if think == answer:
             raise ConfigError(f"rewards.{name}: think and answer are both {think!r}; the tags must differ.")
         self.think = think

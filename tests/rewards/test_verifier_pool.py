@@ -1,0 +1,328 @@
+"""The verifier pool: what hangs, dies or is killed costs its own result and nothing else."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.rewards.pool import Crash, RewardFailure, Timeout, Unavailable, VerifierPool
+
+FUNCTIONS = """
+import os, signal, sys, time
+
+def act(what, value=0):
+    if what == "sleep":
+        time.sleep(value)
+    elif what == "burn":
+        9 ** 9 ** 9
+    elif what == "eat":
+        return len(bytearray(value))
+    elif what == "die":
+        os.kill(os.getpid(), value)
+    elif what == "die_once":
+        if not os.path.exists(value):
+            open(value, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "raise":
+        raise ValueError("cannot read this")
+    elif what == "print":
+        print("noise")
+        sys.stderr.write("noise" * 100_000)
+    elif what == "long":
+        return "x" * value
+    elif what == "object":
+        return object()
+    elif what == "environment":
+        return dict(os.environ)
+    elif what == "length":
+        return len(value)
+    return value
+"""
+
+
+@pytest.fixture
+def entry(tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return f"{path}:act"
+
+
+@pytest.fixture
+def pool(entry):
+    pool = VerifierPool(entry, workers=2, timeout_s=1.0)
+    yield pool
+    pool.close()
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+def children():
+    return psutil.Process().children()
+
+
+def test_results_come_back_in_the_order_of_the_tasks(pool):
+    assert pool.map([["give", n] for n in range(50)]) == list(range(50))
+    assert len(pool.pids()) == 2
+
+
+def test_no_process_is_started_before_it_is_needed(entry):
+    pool = VerifierPool(entry)
+    assert pool.pids() == [] and pool.map([]) == [] and pool.pids() == []
+
+
+def test_work_is_spread_over_the_workers(pool):
+    pool.warm_up()
+    started = pool.counts["started"]
+    assert pool.map([["sleep", 0.4]] * 2 + [["give", 1]]) == [0.4, 0.4, 1]
+    assert pool.counts["started"] == started == 2
+
+
+@pytest.mark.parametrize("bomb", [["sleep", 600], ["burn"]])
+def test_a_task_that_hangs_is_a_timeout_and_leaves_the_others_alone(pool, bomb):
+    outcomes = pool.map([["give", 1], bomb, ["give", 2], ["give", 3]])
+    assert outcomes == [1, Timeout("took more than 1 s"), 2, 3]
+    assert pool.map([["give", 4]]) == [4]
+    assert pool.counts["timeout"] == 1
+
+
+def test_a_task_that_eats_memory_gets_no_more_than_the_limit(entry):
+    pool = VerifierPool(entry, workers=1, memory_bytes=256 * 1024**2)
+    (outcome,) = pool.map([["eat", 300 * 1024**2]])
+    assert isinstance(outcome, Crash) and "MemoryError" in outcome.reason
+    assert pool.map([["eat", 1024**2]]) == [1024**2]
+    pool.close()
+
+
+def test_a_task_that_kills_its_process_every_time_is_a_crash_that_names_the_signal(pool):
+    outcomes = pool.map([["die", int(signal.SIGSEGV)], ["give", 1]])
+    assert outcomes[0] == Crash("the worker process died 2 times, at last: killed by SIGSEGV")
+    assert outcomes[1] == 1
+
+
+def test_a_process_killed_from_outside_costs_no_result(pool, tmp_path):
+    marker = str(tmp_path / "died")
+    assert pool.map([["die_once", marker], ["give", 1]]) == [marker, 1]
+    assert os.path.exists(marker)
+
+
+def test_an_idle_process_killed_from_outside_is_replaced(pool):
+    pool.warm_up()
+    before = pool.pids()
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    assert pool.map([["give", n] for n in range(6)]) == list(range(6))
+    assert not set(before) & set(pool.pids())
+    assert not [child for child in children() if child.status() == psutil.STATUS_ZOMBIE]
+
+
+def test_a_stopped_process_is_a_timeout_not_a_hang(pool):
+    pool.warm_up()
+    for pid in pool.pids():
+        os.kill(pid, signal.SIGSTOP)
+    assert [type(outcome) for outcome in pool.map([["give", 1], ["give", 2]])] == [Timeout, Timeout]
+    assert pool.map([["give", 3]]) == [3]
+
+
+def test_an_exception_is_a_result_and_needs_no_new_process(pool):
+    pool.warm_up()
+    before = pool.pids()
+    assert pool.map([["raise"]] * 4) == [Crash("ValueError: cannot read this")] * 4
+    assert pool.pids() == before
+
+
+def test_what_a_verifier_prints_does_not_disturb_the_answers(pool, capfd):
+    assert pool.map([["print", 1], ["give", 2]]) == [1, 2]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_results_that_cannot_be_sent_are_crashes(pool):
+    too_long, no_json, fine = pool.map([["long", 10**6], ["object"], ["long", 3]])
+    assert "1000002 bytes" in too_long.reason and "not JSON serializable" in no_json.reason
+    assert fine == "xxx"
+
+
+def test_a_task_beyond_the_message_limit_is_refused_unsent(pool):
+    refused, fine = pool.map([["length", "x" * 10**6], ["length", "x" * 60_000]])
+    assert isinstance(refused, Crash) and "accepted are 65536" in refused.reason
+    assert fine == 60_000
+
+
+def test_text_that_is_no_valid_unicode_passes_through(pool):
+    assert pool.map([["give", "\ud800 \x00 \U0001f600"]]) == ["\ud800 \x00 \U0001f600"]
+
+
+def test_a_pool_answers_in_threads_and_in_an_event_loop(pool):
+    answers = {}
+
+    def ask(key):
+        answers[key] = pool.map([["give", key], ["give", key + 100]])
+
+    async def ask_in_loop():
+        return pool.map([["give", -1]])
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {n: [n, n + 100] for n in range(4)}
+    assert asyncio.run(ask_in_loop()) == [-1]
+
+
+def test_the_thread_that_started_the_workers_may_end_before_them(pool):
+    thread = threading.Thread(target=pool.warm_up)
+    thread.start()
+    thread.join()
+    before = pool.pids()
+    assert pool.map([["give", 1], ["give", 2]]) == [1, 2]
+    assert pool.pids() == before
+
+
+def test_an_interrupted_map_leaves_no_late_answers_for_the_next(pool):
+    pool.warm_up()
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.map([["sleep", 0.9]] * 20)
+    assert pool.map([["give", n] for n in range(4)]) == [0, 1, 2, 3]
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_workers(pool):
+    pool.warm_up()
+    assert all(os.getpgid(pid) != os.getpgid(0) for pid in pool.pids())
+
+
+def test_a_forked_child_gets_workers_of_its_own_and_leaves_those_of_its_parent(pool):
+    pool.warm_up()
+    before = pool.pids()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            right = pool.map([["give", 7]]) == [7] and not set(before) & set(pool.pids())
+            pool.close()
+            code = 0 if right else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.map([["give", 1], ["give", 2]]) == [1, 2]
+    assert pool.pids() == before
+
+
+def test_a_worker_that_cannot_start_is_unavailable_with_the_reason(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import a_module_that_is_not_there")
+    pool = VerifierPool(f"{broken}:act")
+    (outcome,) = pool.map([["give", 1]])
+    assert isinstance(outcome, Unavailable)
+    assert "3 attempts" in outcome.reason and "No module named 'a_module_that_is_not_there'" in outcome.reason
+    with pytest.raises(RewardFailure, match="a_module_that_is_not_there"):
+        pool.warm_up()
+    assert pool.pids() == []
+
+
+def test_a_worker_that_never_gets_ready_is_unavailable(tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ntime.sleep(600)")
+    pool = VerifierPool(f"{slow}:act", workers=1, start_timeout_s=0.3)
+    (outcome,) = pool.map([["give", 1]])
+    assert isinstance(outcome, Unavailable) and "not ready after 0.3 s" in outcome.reason
+
+
+def test_a_pool_recovers_once_its_workers_can_start(tmp_path):
+    path = tmp_path / "later.py"
+    pool = VerifierPool(f"{path}:act", workers=1)
+    assert isinstance(pool.map([["give", 1]])[0], Unavailable)
+    path.write_text(FUNCTIONS)
+    assert pool.map([["give", 1]]) == [1]
+    pool.close()
+
+
+def test_workers_get_no_keys_and_no_accelerator_and_hash_alike(pool, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    (environment,) = pool.map([["environment"]])
+    assert "secret" not in environment.values()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["PYTHONHASHSEED"] == "0"
+
+
+def test_close_ends_all_processes_and_reaps_them(pool):
+    pool.warm_up()
+    pids = pool.pids()
+    pool.close()
+    assert pool.pids() == [] and wait_until_gone(pids) == []
+    assert not [child for child in children() if child.pid in pids]
+
+
+def test_a_forgotten_pool_ends_its_processes(entry):
+    pool = VerifierPool(entry)
+    pool.warm_up()
+    pids = pool.pids()
+    del pool
+    assert wait_until_gone(pids) == []
+
+
+PARENT = """
+import json, sys, threading
+from rl4llm.rewards.pool import VerifierPool
+pool = VerifierPool(sys.argv[1], workers=2, timeout_s=60.0)
+pool.warm_up()
+print(json.dumps(pool.pids()), flush=True)
+if sys.argv[2] == "busy":
+    pool.map([["burn"], ["sleep", 600]])
+elif sys.argv[2] == "idle":
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["busy", "idle"])
+def test_no_worker_outlives_a_parent_that_was_killed(entry, state):
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, entry, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, text=True
+    )
+    pids = json.loads(parent.stdout.readline())
+    assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    time.sleep(0.3)
+    parent.kill()
+    parent.communicate()
+    assert wait_until_gone(pids) == []
+
+
+def test_no_worker_outlives_a_parent_that_ends_without_closing(entry):
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", PARENT, entry, "end"], capture_output=True, cwd=root, text=True, check=True)
+    assert wait_until_gone(json.loads(done.stdout)) == []
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("limits", [{"workers": 0}, {"timeout_s": 0}, {"memory_bytes": -1}, {"start_timeout_s": 0}])
+def test_limits_that_cannot_work_are_refused_by_name(limits):
+    with pytest.raises(ConfigError, match=f"{next(iter(limits))}=.* above 0"):
+        VerifierPool("operator:add", **limits)
+
+
+def test_an_importable_function_is_an_entry_too():
+    pool = VerifierPool("operator:add", workers=1)
+    assert pool.map([[1, 2]]) == [3]
+    pool.close()
