@@ -172,7 +172,7 @@ def test_given_ids_are_kept_and_may_not_repeat(tmp_path):
 
 GOOD = json.dumps(QA[0])
 BROKEN_FILES = {
-    "broken line": ([GOOD, '{"question": '], r"a\.jsonl:2: not valid JSON at column 14"),
+    "broken line": ([GOOD, '{"question": '], r"a\.jsonl:2: not valid JSON at column 13"),
     "torn line": ([GOOD, GOOD[:20]], r"a\.jsonl:2: not valid JSON"),
     "other encoding": ([GOOD, b'{"question": "caf\xe9"}'], r"a\.jsonl:2: byte 17 .*0xe9.* is not UTF-8"),
     "not an object": ([GOOD, "", "[1, 2]"], r"a\.jsonl:3: a row must have named columns"),

@@ -283,6 +283,23 @@ def test_messages_that_depend_on_the_past_are_rendered_behind_it(tokenizers):
         renderer.following(new, ended=True)
 
 
+def test_a_generation_prompt_that_depends_on_the_past_is_rendered_behind_it():
+    late = "{% if add_generation_prompt and messages | length > 4 %}<think>\n{% endif %}"
+    renderer = Renderer(chatml(EACH + ASK + late))
+    answer, new = ChatMessage("assistant", "85"), [ChatMessage("user", "x")]
+    prompts = [
+        renderer.encode(f"\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{end}") for end in ("", "<think>\n")
+    ]
+    assert renderer.following(new, ended=True, messages=[*asked(False), answer, *new]) == prompts[0]
+    longer = [*asked(False), answer, ChatMessage("user", "y"), answer, *new]
+    assert renderer.following(new, ended=True, messages=longer) == prompts[1]
+
+
+def test_the_longest_token_is_the_end_of_turn():
+    tokenizer = chatml(EACH + ASK, specials=["<|im_end", *CHATML])
+    assert Renderer(tokenizer).stop_token_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
 def test_a_prompt_is_the_same_tokens_on_every_day(tokenizers):
     tokenizer = tokenizers["headers_bos"]
     assert "Today Date: 01 Jan 2025\n" in tokenizer.decode(Renderer(tokenizer).first(asked(False)))
