@@ -1,0 +1,103 @@
+"""When a completion ends: stop tokens by table, stop strings by a table of suspects and a look at the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl4llm.core.types import SamplingParams
+
+GOES_ON, STOP_TOKEN, MAYBE_STRING = 0, 1, 2
+SLACK = 8  # tokens decoded before the shortest run that can hold a stop string
+
+Rule = tuple[frozenset[int], tuple[str, ...]]
+
+
+class StopTable(NamedTuple):
+    """The codes of every token under every rule, and where each row's rule starts."""
+
+    codes: Tensor
+    offsets_B: Tensor
+
+    def __call__(self, tokens_B: Tensor) -> Tensor:
+        """The code of each row's token."""
+        return self.codes.index_select(0, self.offsets_B + tokens_B)
+
+
+class StopRules:
+    """What ends a completion, for any mixture of requests, at one table look-up per step.
+
+    A token is a suspect when its own text could complete a stop string; only then is the row's text decoded. A stop
+    string that is one of the tokenizer's special tokens counts as that token, as special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, device: torch.device):
+        self._tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
+        self._token_texts: list[str] | None = None
+        self._tables: dict[Rule, Tensor] = {}
+
+    def rule(self, params: SamplingParams) -> Rule:
+        """What ends this request, apart from its length."""
+        end = self._tokenizer.eos_token_id
+        own = () if params.ignore_eos or end is None else (end,)
+        special = self._tokenizer.all_special_tokens
+        named = [self._tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
+        strings = tuple(text for text in params.stop if text and text not in special)
+        return frozenset((*params.stop_token_ids, *own, *named)), strings
+
+    def table(self, rules: Sequence[Rule]) -> StopTable | None:
+        """The codes of these requests' tokens; None where nothing but length ends any of them."""
+        distinct = list(dict.fromkeys(rules))
+        if not any(tokens or strings for tokens, strings in distinct):
+            return None
+        codes_KV = torch.stack([self._table(rule) for rule in distinct])
+        place = {rule: number * self._vocab_size for number, rule in enumerate(distinct)}
+        return StopTable(codes_KV.flatten(), torch.tensor([place[rule] for rule in rules], device=self._device))
+
+    def ends_in_string(self, token_ids: Sequence[int], strings: tuple[str, ...]) -> bool:
+        """Whether the last of these tokens completes one of the strings."""
+        longest = max(len(text.encode()) for text in strings)
+        if not self._found(token_ids[-longest - SLACK :], strings):
+            return False
+        return self._found(token_ids, strings)
+
+    def text(self, token_ids: Sequence[int], strings: tuple[str, ...] = ()) -> str:
+        """The tokens' text without special tokens, cut before the first stop string."""
+        text = self._decode(token_ids)
+        places = [place for place in (text.find(stop) for stop in strings) if place >= 0]
+        return text[: min(places)] if places else text
+
+    def _found(self, token_ids: Sequence[int], strings: tuple[str, ...]) -> bool:
+        text = self._decode(token_ids)
+        return any(stop in text for stop in strings)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _table(self, rule: Rule) -> Tensor:
+        if rule not in self._tables:
+            tokens, strings = rule
+            table = torch.zeros(self._vocab_size, dtype=torch.int8)
+            if strings:
+                suspects = [token for token, text in enumerate(self._texts()) if _may_complete(text, strings)]
+                table[suspects] = MAYBE_STRING
+            table[[token for token in tokens if 0 <= token < self._vocab_size]] = STOP_TOKEN
+            self._tables[rule] = table.to(self._device)
+        return self._tables[rule]
+
+    def _texts(self) -> list[str]:
+        if self._token_texts is None:
+            known = min(self._vocab_size, len(self._tokenizer))
+            self._token_texts = [self._decode([token]) for token in range(known)]
+        return self._token_texts
+
+
+def _may_complete(text: str, strings: tuple[str, ...]) -> bool:
+    """Whether a stop string may end inside this token's text; part of a character (U+FFFD) may be anything."""
+    if "\ufffd" in text:
+        return True
+    heads = [form[:end] for form in (text, " " + text) for end in range(1, len(form) + 1)]
+    return any(stop.endswith(head) or head.endswith(stop) for stop in strings for head in heads)
