@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
@@ -78,15 +78,13 @@ class Renderer:
     ) -> list[int]:
         """The tokens to append to what the policy sampled: close its turn, the new messages, the next generation prompt.
 
-        `ended` says whether the policy sampled its end of turn itself, see `ends_turn`. `messages` is the conversation,
-        read only up to the new messages and only for templates whose new messages depend on what came before.
+        `ended` says whether the policy sampled its end of turn itself, see `ends_turn`. `messages` is the conversation
+        before the new ones, read only where the template's rendering of new messages depends on it.
         """
         shape = _shape(new_messages)
         if not shape or shape[-1] == "assistant":
             raise EnvError(f"New messages must end with one to answer; their roles are {_roles(new_messages)}.")
-        history = self._base
-        if self._needs_history(shape):
-            history = list(takewhile(lambda message: message is not new_messages[0], messages))
+        history = messages if self._needs_history(shape) else self._base
         try:
             end, rest = self._template.split_end(self._template.after_reply(history, new_messages))
         except TemplateError as error:

@@ -119,7 +119,7 @@ class PolicyLLM:
         if not sample.spans:
             token_ids = self._renderer.first(new)
         elif new:
-            token_ids = self._renderer.following(new, ended=self._ended(sample), messages=sample.messages)
+            token_ids = self._renderer.following(new, ended=self._ended(sample), messages=sample.messages[: -len(new)])
         elif sample.spans[-1].author == "context":  # another draw at the same point
             return
         else:
@@ -134,7 +134,7 @@ class PolicyLLM:
             start, message = self._recorded[sample.session], sample.messages[turn]
             if turn > start:
                 between = sample.messages[start:turn]
-                token_ids = self._renderer.following(between, ended=self._ended(sample), messages=sample.messages)
+                token_ids = self._renderer.following(between, ended=self._ended(sample), messages=sample.messages[:start])
                 sample.spans.append(TokenSpan.context(token_ids))
                 self._sampled[sample.session] = []
             completion = self._find(sample, message.content)

@@ -93,8 +93,9 @@ def play(renderer, messages, answers, replies):
     spans = [TokenSpan.context(renderer.first(messages))]
     for (text, token_ids), new in zip(answers, replies, strict=True):
         spans.append(TokenSpan.policy(complete(token_ids, text)))
-        messages += [ChatMessage("assistant", renderer.content(text)), *new]
+        messages.append(ChatMessage("assistant", renderer.content(text)))
         spans.append(TokenSpan.context(renderer.following(new, ended=renderer.ends_turn(token_ids), messages=messages)))
+        messages += new
     return spans, messages
 
 
@@ -218,7 +219,7 @@ def test_sampled_thoughts_stay_though_the_template_strips_them(tokenizers):
 def test_a_turn_is_closed_exactly_once_whether_it_was_cut_off_or_not(name, tokenizers):
     renderer = Renderer(tokenizers[name])
     new = replies_for(name)[0]
-    messages = [*asked(False), ChatMessage("assistant", "It is 85."), *new]
+    messages = [*asked(False), ChatMessage("assistant", "It is 85.")]
     cut_off, ended = (in_place(renderer, "It is 85.", stop=stop) for stop in (False, True))
     assert (renderer.ends_turn(cut_off), renderer.ends_turn(ended)) == (False, True)
     after_cut = renderer.following(new, ended=False, messages=messages)
@@ -274,8 +275,8 @@ def test_messages_that_depend_on_the_past_are_rendered_behind_it(tokenizers):
     tokenizer = tokenizers["reasoner"]
     renderer = Renderer(tokenizer, roles=["user", "tool"])
     new, called = [ChatMessage("tool", "85")], ChatMessage("assistant", "calculate")
-    first = renderer.following(new, ended=True, messages=[*asked(False), called, *new])
-    later = [*asked(False), called, ChatMessage("tool", "84"), called, *new, called]
+    first = renderer.following(new, ended=True, messages=[*asked(False), called])
+    later = [*asked(False), called, ChatMessage("tool", "84"), called]
     second = renderer.following(new, ended=True, messages=later)
     assert tokenizer.decode(first).startswith(REASONER[4] + REASONER[6])
     assert tokenizer.decode(second).startswith("\n" + REASONER[6] + "85")
@@ -290,8 +291,8 @@ def test_a_generation_prompt_that_depends_on_the_past_is_rendered_behind_it():
     prompts = [
         renderer.encode(f"\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{end}") for end in ("", "<think>\n")
     ]
-    assert renderer.following(new, ended=True, messages=[*asked(False), answer, *new]) == prompts[0]
-    longer = [*asked(False), answer, ChatMessage("user", "y"), answer, *new]
+    assert renderer.following(new, ended=True, messages=[*asked(False), answer]) == prompts[0]
+    longer = [*asked(False), answer, ChatMessage("user", "y"), answer]
     assert renderer.following(new, ended=True, messages=longer) == prompts[1]
 
 
