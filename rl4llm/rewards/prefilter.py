@@ -55,7 +55,8 @@ def _exponents(answer: str) -> Iterator[str]:
     answer = re.sub(r"\s+", "", answer.replace("**", "^").replace("\\left", "").replace("\\right", ""))
     for match in re.finditer(r"\^", answer):
         end = _end_of_exponent(answer, match.end())
-        follows = re.match(r"[})]*\^", answer[end : end + 20])
+        number = answer[: match.start()][-1:].isdigit()
+        follows = number and re.match(r"[})]*\^", answer[end : end + 20])
         yield answer[match.end() : end] + ("^" if follows else "")
 
 

@@ -18,7 +18,6 @@ from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleStat
 from rl4llm.core.errors import RewardError
 from rl4llm.rewards.pool import RewardFailure
 
-SLOW_S = 60.0
 EXAMPLE_TOLERANCE = 1e-6
 logger = logging.getLogger(__name__)
 
@@ -40,28 +39,39 @@ class _Broken:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """After how many seconds a reward is named in the log, and after how many it is given up."""
+
+    slow_after_s: float = 60.0
+    timeout_s: float | None = None
+
+
 def score(
     samples: Sequence[SampleState],
     reward_functions: Sequence[BaseRewardFunction],
     reward_transform_fn: RewardTransform | None = None,
     *,
     timeout_s: float | None = None,
+    slow_after_s: float = 60.0,
 ) -> Scores:
     """Run every reward over the samples that have not failed.
 
     A reward that raises on the batch is asked again sample by sample, so that only those it cannot score fail. A sample
     whose score is no finite number fails too. `reward_transform_fn` sees the samples that are left, (num_samples,).
-    Every minute that a reward runs is logged by name. With `timeout_s` each reward runs in a thread of its own, and one
-    that takes longer fails its samples; a reward that needs the main thread, such as one using signals, cannot have that.
+    A reward that runs longer than `slow_after_s` is named in the log, again and again. With `timeout_s` each reward runs
+    in a thread of its own, and one that takes longer fails its samples; a reward that needs the main thread, such as one
+    that sets signals, cannot have that.
 
     Raises RewardError, which stops the run, when a reward breaks its contract for the whole batch: a wrong number of
     scores, no list, or a transform whose result is not (num_samples,) finite numbers.
     """
+    patience = _Patience(slow_after_s, timeout_s)
     rewards: dict[str, Tensor] = {}
     for reward_function in reward_functions:
         rewards[reward_function.name] = torch.full((len(samples),), math.nan, dtype=torch.float64)
         scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
-        values = _evaluate(reward_function, [samples[index] for index in scorable], timeout_s)
+        values = _evaluate(reward_function, [samples[index] for index in scorable], patience)
         for index, value in zip(scorable, values, strict=True):
             if isinstance(value, _Broken):
                 samples[index].fail(value.reason)
@@ -81,7 +91,7 @@ def check_examples(reward_functions: Sequence[BaseRewardFunction]) -> None:
     for reward_function in reward_functions:
         examples = list(reward_function.examples())
         samples = [_example_sample(index, example) for index, example in enumerate(examples)]
-        for example, value in zip(examples, _evaluate(reward_function, samples, None), strict=True):
+        for example, value in zip(examples, _evaluate(reward_function, samples, _Patience()), strict=True):
             if isinstance(value, _Broken):
                 problems.append(f"{_shown(example)}: expected {example.score:g}, but {value.reason}")
             elif abs(value - example.score) > EXAMPLE_TOLERANCE:
@@ -92,29 +102,29 @@ def check_examples(reward_functions: Sequence[BaseRewardFunction]) -> None:
 
 
 def _evaluate(
-    reward_function: BaseRewardFunction, samples: Sequence[SampleState], timeout_s: float | None
+    reward_function: BaseRewardFunction, samples: Sequence[SampleState], patience: _Patience
 ) -> list[float | _Broken]:
     """A finite score for each sample, or what broke."""
     if not samples:
         return []
-    raw = _run(reward_function, samples, timeout_s)
+    raw = _run(reward_function, samples, patience)
     if isinstance(raw, _Broken):
         return [raw] * len(samples)
     if isinstance(raw, Exception):
         logger.warning("%s on a batch of %d; asking sample by sample.", _raised(reward_function, raw), len(samples))
-        raw = [_alone(reward_function, sample, timeout_s) for sample in samples]
+        raw = [_alone(reward_function, sample, patience) for sample in samples]
     return [_checked(reward_function.name, value) for value in raw]
 
 
-def _alone(reward_function: BaseRewardFunction, sample: SampleState, timeout_s: float | None) -> Any:
-    raw = _run(reward_function, [sample], timeout_s)
+def _alone(reward_function: BaseRewardFunction, sample: SampleState, patience: _Patience) -> Any:
+    raw = _run(reward_function, [sample], patience)
     if isinstance(raw, Exception):
         return _Broken(_raised(reward_function, raw))
     return raw if isinstance(raw, _Broken) else raw[0]
 
 
 def _run(
-    reward_function: BaseRewardFunction, samples: Sequence[SampleState], timeout_s: float | None
+    reward_function: BaseRewardFunction, samples: Sequence[SampleState], patience: _Patience
 ) -> list[Any] | Exception | _Broken:
     """The scores as a list of the right length, what the reward raised, or that it took too long."""
     result: list[Any] = []
@@ -127,15 +137,15 @@ def _run(
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one of the two places: a reward's own code
             result.append(error if isinstance(error, Exception) else RuntimeError("it called sys.exit"))
 
-    with _watched(reward_function.name, len(samples)):
-        if timeout_s is None:
+    with _watched(reward_function.name, len(samples), patience.slow_after_s):
+        if patience.timeout_s is None:
             call()
         else:
             thread = threading.Thread(target=call, name=f"rl4llm-reward-{reward_function.name}", daemon=True)
             thread.start()
-            thread.join(timeout_s)
+            thread.join(patience.timeout_s)
     if not result:
-        return _Broken(f"reward {reward_function.name!r} took more than {timeout_s:g} s on {len(samples)} samples")
+        return _Broken(f"reward {reward_function.name!r} took more than {patience.timeout_s:g} s on {len(samples)} samples")
     if isinstance(result[0], RewardError):
         raise result[0]
     return result[0] if isinstance(result[0], Exception) else _listed(reward_function.name, result[0], len(samples))
@@ -190,15 +200,15 @@ def _combined(rewards: dict[str, Tensor], transform: RewardTransform | None) -> 
 
 
 @contextlib.contextmanager
-def _watched(name: str, num_samples: int) -> Iterator[None]:
-    """Say every minute which reward everything is waiting for."""
+def _watched(name: str, num_samples: int, slow_after_s: float) -> Iterator[None]:
+    """Say now and then which reward everything is waiting for."""
     done = threading.Event()
 
     def watch() -> None:
-        minutes = 1
-        while not done.wait(SLOW_S):
-            logger.warning("Reward %r has been running for %g s on %d samples.", name, minutes * SLOW_S, num_samples)
-            minutes += 1
+        rounds = 1
+        while not done.wait(slow_after_s):
+            logger.warning("Reward %r has been running for %g s on %d samples.", name, rounds * slow_after_s, num_samples)
+            rounds += 1
 
     thread = threading.Thread(target=watch, name=f"rl4llm-watch-{name}", daemon=True)
     thread.start()

@@ -1,0 +1,177 @@
+"""Whatever may stand for a reward becomes one, or is refused with what is accepted."""
+
+import pytest
+import torch
+
+from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, SampleState
+from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.rewards import REWARDS, FormatReward, LengthReward, as_reward_function, register_reward
+from rl4llm.rewards.callables import BatchCallable
+from rl4llm.rewards.score import score
+
+
+class Exact(BaseRewardFunction):
+    def __init__(self, name="exact", lower=False):
+        super().__init__(name)
+        self.lower = lower
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return float(messages[-1].content == ground_truth)
+
+
+def lengths(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def samples(*replies):
+    return [
+        SampleState(
+            f"p{index}",
+            index,
+            [ChatMessage("system", "s"), ChatMessage("user", f"q{index}"), ChatMessage("assistant", reply)],
+            f"g{index}",
+            {"level": index, "source": "here"},
+            init_msg_size=2,
+        )
+        for index, reply in enumerate(replies)
+    ]
+
+
+def test_an_instance_stays_what_it_is():
+    reward = Exact()
+    assert as_reward_function(reward) is reward
+
+
+def test_a_registered_name_a_mapping_and_a_class_build_the_reward():
+    assert isinstance(as_reward_function("format"), FormatReward)
+    length = as_reward_function({"name": "length", "max_length": 7, "unit": "chars"})
+    assert isinstance(length, LengthReward) and length.max_length == 7 and length.name == "length"
+    assert as_reward_function(Exact).name == "exact"
+
+
+def test_a_label_names_the_reward_in_logs():
+    assert as_reward_function({"name": "format", "label": "layout"}).name == "layout"
+    assert as_reward_function("format", "layout").name == "layout"
+    assert as_reward_function(lengths, "characters").name == "characters"
+
+
+def test_a_path_imports_what_is_not_registered(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_a_user.py").write_text(
+        "from rl4llm.rewards import FormatReward\n"
+        "class Mine(FormatReward): pass\n"
+        "ready = Mine('ready')\n"
+        "def ones(completions): return [1.0] * len(completions)\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert as_reward_function({"name": "rewards_of_a_user:Mine", "score": 0.5}).score == 0.5
+    assert as_reward_function("rewards_of_a_user:ready").name == "ready"
+    assert as_reward_function("rewards_of_a_user:ones").score_batch(samples("a", "b")) == [1.0, 1.0]
+    with pytest.raises(RewardError, match="rewards_of_a_user:number"):
+        as_reward_function("rewards_of_a_user:number")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        as_reward_function("rewards_of_a_user:missing")
+
+
+def test_functions_can_be_registered_too():
+    @register_reward("test_callables_shout")
+    def shout(completions):
+        return [float(text.isupper()) for text in completions]
+
+    assert "test_callables_shout" in REWARDS
+    assert as_reward_function("test_callables_shout").score_batch(samples("A", "b")) == [1.0, 0.0]
+    assert shout(["A"]) == [1.0]
+
+
+def test_a_function_gets_the_last_replies_and_the_columns_it_asks_for():
+    def fussy(completions, ground_truth, *, level, prompts, messages, absent=None):
+        assert completions == ["a", "b"] and ground_truth == ["g0", "g1"] and level == [0, 1] and absent is None
+        assert prompts[1] == [{"role": "system", "content": "s"}, {"role": "user", "content": "q1"}]
+        assert messages[1][-1] == ChatMessage("assistant", "b")
+        return [1.0, 2.0]
+
+    assert as_reward_function(fussy).score_batch(samples("a", "b")) == [1.0, 2.0]
+
+
+def test_a_function_with_keyword_columns_gets_all_of_them():
+    def greedy(completions, **columns):
+        assert sorted(columns) == ["ground_truth", "level", "messages", "prompts", "source"]
+        return [0.0] * len(completions)
+
+    def greedier(**columns):
+        return lengths(columns.pop("completions"), **columns)
+
+    assert as_reward_function(greedy).score_batch(samples("a")) == [0.0]
+    assert as_reward_function(greedier).score_batch(samples("abc")) == [3.0]
+
+
+def test_the_first_parameter_may_have_any_name_and_prompts_may_come_first():
+    def trl_order(prompts, completions):
+        return [float(len(prompt) + len(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+    assert as_reward_function(lambda texts: [float(len(text)) for text in texts], "n").score_batch(samples("ab")) == [2.0]
+    assert as_reward_function(trl_order).score_batch(samples("ab")) == [4.0]
+
+
+def test_a_column_missing_from_one_row_is_none_there():
+    rows = samples("a", "b")
+    rows[1].columns = {}
+    absent = as_reward_function(lambda completions, level: [float(x is None) for x in level], "absent")
+    assert absent.score_batch(rows) == [0.0, 1.0]
+
+
+def test_a_column_that_no_row_has_is_refused_by_name():
+    with pytest.raises(RewardError, match=r"'wants' asks for 'difficulty'.*completions, .*ground_truth, level"):
+        as_reward_function(lambda completions, difficulty: [], "wants").score_batch(samples("a"))
+
+
+def test_a_callable_object_is_a_function_too():
+    class Scale:
+        def __call__(self, completions):
+            return [0.5] * len(completions)
+
+    reward = as_reward_function(Scale())
+    assert reward.name == "Scale" and reward.score_batch(samples("a")) == [0.5]
+
+
+def test_a_function_scores_one_conversation_as_well():
+    reward = BatchCallable(lengths, "n")
+    assert reward([ChatMessage("assistant", "four")], None, level=1) == 4.0
+
+
+@pytest.mark.parametrize("wrong", [[1.0], [1.0] * 3, []])
+def test_a_wrong_number_of_scores_names_the_reward_and_both_numbers(wrong):
+    with pytest.raises(RewardError, match=f"Reward 'n' returned {len(wrong)} scores for 2 samples"):
+        score(samples("a", "b"), [as_reward_function(lambda completions: wrong, "n")])
+
+
+@pytest.mark.parametrize("wrong", [1.0, None, "ab", {"a": 1.0, "b": 2.0}])
+def test_anything_but_a_list_names_the_reward_and_what_came(wrong):
+    with pytest.raises(RewardError, match=r"Reward 'n' returned .* for 2 samples\. Accepted: a list of 2 numbers"):
+        score(samples("a", "b"), [as_reward_function(lambda completions: wrong, "n")])
+
+
+@pytest.mark.parametrize("right", [(1, 2), torch.tensor([1.0, 2.0]), torch.arange(1, 3).numpy(), [True, torch.tensor(2.0)]])
+def test_tuples_tensors_and_arrays_of_numbers_are_lists_enough(right):
+    assert score(samples("a", "b"), [as_reward_function(lambda completions: right, "n")]).reward.tolist() == [1.0, 2.0]
+
+
+def test_an_async_function_is_refused():
+    async def later(completions):
+        return [1.0]
+
+    with pytest.raises(RewardError, match="'later' is an async function"):
+        as_reward_function(later)
+
+
+def test_unknown_names_and_options_are_refused_with_a_hint():
+    with pytest.raises(ConfigError, match=r"rewards\.name='maths' is unknown.*Did you mean 'math'"):
+        as_reward_function("maths")
+    with pytest.raises(ConfigError, match=r"option of reward 'math'='time_out_s' is unknown.*Did you mean 'timeout_s'"):
+        as_reward_function({"name": "math", "time_out_s": 2})
+    with pytest.raises(ConfigError, match="'length' needs the option max_length"):
+        as_reward_function("length")
+    with pytest.raises(ConfigError, match="needs 'name'"):
+        as_reward_function({"max_length": 3})
+    with pytest.raises(RewardError, match="3 is not a reward"):
+        as_reward_function(3)

@@ -1,0 +1,296 @@
+"""The math reward: right answers score 1, wrong ones 0, and no text of a model can hurt or fool the grader."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rl4llm.core.base_env import ChatMessage, SampleState
+from rl4llm.core.errors import ConfigError, DataError, RewardError
+from rl4llm.rewards import math as math_module
+from rl4llm.rewards.math import MathReward
+from rl4llm.rewards.pool import RewardFailure
+from rl4llm.rewards.score import check_examples, score
+
+BOMBS = [
+    "9^{9^9}",
+    "9^{9^{9^{9}}}",
+    "9^9^9",
+    "(9^9)^9^9",
+    "9**9**9",
+    "{9^{999}}^{999999}",
+    "2^{1000000000000}",
+    "((((9^{9999})^{9999})^{9999})^{9999})",
+    "(99999999+x)^{9999}",
+    "100000000!",
+    "((10!)!)!",
+    "3!!!!!",
+    "2^{99!}",
+    "99^{99}!",
+    "(" * 3000 + "1" + ")" * 3000,
+    "(" * 200 + "1" + ")" * 200,
+    "{" * 150 + "1" + "}" * 150,
+    "\\sqrt{" * 60 + "2" + "}" * 60,
+    "\\frac{1}{" * 40 + "2" + "}" * 40,
+    "\\sum_{n=1}^{10^{10}} n",
+    "\\sum_{n=1}^{9999} \\frac{1}{n^{n}}",
+    "\\prod_{k=1}^{99999} k",
+    "\\int_0^{1} x^{x^{x}} dx",
+    "\\lim_{x \\to 0} \\frac{\\sin^{99} x}{x^{99}}",
+    "\\binom{10^8}{5 \\cdot 10^7}",
+    "(x+y+z+w+v)^{300}",
+    "(1+x)^{9999} - (1-x)^{9999}",
+    "\\sqrt[9999]{x^{9999}+1} + \\sqrt[9998]{x^{9998}+1}",
+    "1" * 100_000,
+    "0." + "3" * 300,
+    "1+" * 5000 + "1",
+    "x" * 399,
+    "\\begin{pmatrix}" + " & ".join("12345") * 10 + "\\end{pmatrix}^{999}",
+    "\\sin(" * 30 + "x" + ")" * 30,
+    "\\boxed{" * 50 + "1" + "}" * 50,
+    "}" * 100 + "{" * 100,
+    "\ud800\udfff \x00 18",
+    "\\" * 300,
+    "__import__('os').system('true')",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = MathReward(timeout_s=1.0)
+    yield reward
+    reward.close()
+
+
+def finished(reply, ground_truth, prompt="How many?"):
+    messages = [ChatMessage("user", prompt), ChatMessage("assistant", reply)]
+    return SampleState("p", 0, messages, ground_truth, init_msg_size=1)
+
+
+def grade(reward, answer, ground_truth):
+    return reward([ChatMessage("assistant", f"So it is \\boxed{{{answer}}}.")], ground_truth)
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
+def test_a_bomb_scores_exactly_zero_and_leaves_the_grader_alive(reward, bomb):
+    gold = "2\\sqrt{3}"
+    assert score([finished(f"\\boxed{{{bomb}}}", gold)], [reward]).reward.tolist() == [0.0]
+    assert grade(reward, "\\sqrt{12}", gold) == 1.0
+
+
+def test_a_grader_that_hangs_is_a_zero_with_a_reason_and_a_count(tmp_path, monkeypatch):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ndef same_answer(gold, answer):\n    time.sleep(600 * ('y' in answer))\n    return True\n")
+    monkeypatch.setattr(math_module, "_VERIFIER", f"{slow}:same_answer")
+    reward = MathReward(timeout_s=0.5)
+    samples = [finished("\\boxed{2y}", "2z"), finished("\\boxed{2x}", "2z")]
+    scores = score(samples, [reward])
+    assert scores.reward.tolist() == [0.0, 1.0]
+    assert samples[0].extras["reward_notes"] == {"math": "timeout: took more than 0.5 s"}
+    assert scores.notes == {"math/timeout": 1} and reward.pool.counts["timeout"] == 1
+    reward.close()
+
+
+def test_a_grader_that_cannot_start_fails_the_sample_and_never_scores_it(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import a_module_that_is_not_there")
+    monkeypatch.setattr(math_module, "_VERIFIER", f"{broken}:same_answer")
+    reward = MathReward()
+    samples = [finished("\\boxed{2y}", "2z"), finished("\\boxed{18}", "18")]
+    scores = score(samples, [reward])
+    assert scores.reward[0].isnan() and scores.reward[1] == 1.0
+    assert "could not be computed" in samples[0].failure and "a_module_that_is_not_there" in samples[0].failure
+    assert samples[1].failure is None
+    with pytest.raises(RewardFailure, match="a_module_that_is_not_there"):
+        grade(reward, "2y", "2z")
+    with pytest.raises(RewardError, match="a_module_that_is_not_there"):
+        check_examples([reward])
+
+
+def test_grading_works_in_the_main_thread_another_thread_and_an_event_loop(reward):
+    grades = {}
+
+    async def in_loop():
+        return grade(reward, "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}")
+
+    def in_thread():
+        grades["thread"] = grade(reward, "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}")
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    grades |= {"main": grade(reward, "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}"), "loop": asyncio.run(in_loop())}
+    assert grades == {"thread": 1.0, "main": 1.0, "loop": 1.0}
+
+
+def test_a_worker_killed_from_outside_does_not_change_a_grade(reward):
+    reward.pool.warm_up()
+    for pid in reward.pool.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert grade(reward, "1+x", "x+1") == 1.0
+    assert grade(reward, "1-x", "x+1") == 0.0
+
+
+def test_the_workers_hold_neither_torch_nor_this_package(reward):
+    reward.pool.warm_up()
+    for pid in reward.pool.pids():
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "libtorch" not in maps and "numpy" not in maps
+
+
+def test_neither_sympy_nor_math_verify_is_loaded_by_the_trainer():
+    code = (
+        "import sys; from rl4llm.rewards import MathReward, check_examples; reward = MathReward(); "
+        "before = set(sys.modules); check_examples([reward]); reward.close(); "
+        "print([name for name in set(sys.modules) - before if name.split('.')[0] in ('sympy', 'math_verify')])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("extract", ["auto", "boxed", "hash", "answer", "last_number"])
+def test_the_examples_hold_for_every_way_of_extraction(extract):
+    reward = MathReward(extract=extract)
+    check_examples([reward])
+    reward.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("\\dfrac{7}{20}", "\\frac{7}{20}"),
+        ("0.35", "\\frac{7}{20}"),
+        ("(1, 2]", "(1,2]"),
+        ("5, 3", "3, 5"),
+        ("\\{3, 5\\}", "3, 5"),
+        ("\\left(-\\infty, 3\\right)", "(-\\infty,3)"),
+        ("x = 3", "3"),
+        ("3", "x=3"),
+        ("2x+1", "1 + 2x"),
+        ("(x-1)(x+1)", "x^2-1"),
+        ("\\text{Tuesday}", "Tuesday"),
+        ("(C)", "\\text{(C)}"),
+        ("1024", "2^{10}"),
+        ("3628800", "10!"),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+        ("413_5", "413_{5}"),
+        ("\\frac{\\pi}{2}", "\\pi/2"),
+    ],
+)
+def test_equal_answers_are_right_however_they_are_written(reward, answer, gold):
+    assert grade(reward, answer, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("3 \\text{ or } 5", "3"),
+        ("3, 5", "3"),
+        ("(2,1)", "(1,2)"),
+        ("[1,2]", "(1,2)"),
+        ("stew", "west"),
+        ("\\text{seat}", "\\text{east}"),
+        ("413_6", "413_5"),
+        ("2x - y + 2z - 18 = 0", "0"),
+        ("x", "18"),
+        ("18x", "18"),
+        ("18 million", "18"),
+        ("\\emptyset", "0"),
+        ("x = x", "5"),
+        ("2y+1", "2x+1"),
+    ],
+)
+def test_different_answers_are_wrong_however_close_they_look(reward, answer, gold):
+    assert grade(reward, answer, gold) == 0.0
+
+
+def test_different_boxed_answers_follow_the_policy():
+    reply = "\\boxed{17}, no: \\boxed{18}"
+    agreeing = "\\boxed{18}, that is \\boxed{18.0}"
+    last, strict = MathReward(), MathReward(several_boxed="all_equal")
+    assert [reward([ChatMessage("assistant", reply)], "18") for reward in (last, strict)] == [1.0, 0.0]
+    assert [reward([ChatMessage("assistant", agreeing)], "18") for reward in (last, strict)] == [1.0, 1.0]
+
+
+def test_reasons_for_zero_are_noted_but_a_plain_wrong_answer_needs_none(reward):
+    samples = [finished("no idea", "x"), finished("\\boxed{9^{9^9}}", "x+1"), finished("\\boxed{17}", "18")]
+    scores = score(samples, [reward])
+    assert scores.reward.tolist() == [0.0, 0.0, 0.0]
+    assert scores.notes == {"math/no_answer": 1, "math/refused": 1}
+
+
+def test_only_what_the_policy_wrote_is_graded(reward):
+    shots = [ChatMessage("user", "1+1?"), ChatMessage("assistant", "\\boxed{2}"), ChatMessage("user", "again?")]
+    silent = SampleState("p", 0, shots, "2", init_msg_size=3)
+    assert score([silent], [reward]).reward.tolist() == [0.0]
+
+
+def test_a_message_of_the_environment_after_the_answer_does_not_hide_it(reward):
+    sample = finished("\\boxed{18}", "18")
+    sample.messages.append(ChatMessage("user", "Thank you, 17 was expected."))
+    assert score([sample], [reward]).reward.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "gold", ["18", 18, 18.0, "#### 18", "She has 9 * 2 = 18.\n#### 18", "so \\boxed{18}", ["17", "18"], ("18",)]
+)
+def test_ground_truths_may_be_strings_numbers_solutions_and_lists(reward, gold):
+    assert grade(reward, "18", gold) == 1.0
+    assert grade(reward, "19", gold) == 0.0
+
+
+@pytest.mark.parametrize("gold", [None, "", "  ", [], [None], True, {"answer": 1}, "####", "x" * 5000])
+def test_a_ground_truth_that_is_none_fails_its_sample_alone(reward, gold):
+    with pytest.raises(DataError, match="ground_truth="):
+        grade(reward, "18", gold)
+    samples = [finished("\\boxed{18}", gold), finished("\\boxed{18}", "18")]
+    assert score(samples, [reward]).reward.tolist()[1] == 1.0
+    assert "ground_truth=" in samples[0].failure
+
+
+def test_equal_questions_are_asked_once():
+    reward = MathReward()
+    assert reward.score_batch([finished("\\boxed{x+1}", "1+x") for _ in range(8)]) == [1.0] * 8
+    assert reward.pool.counts["tasks"] == 1
+    reward.close()
+
+
+def test_numbers_need_no_worker_at_all():
+    reward = MathReward()
+    assert reward.score_batch([finished("\\boxed{1,234}", "1234"), finished("Answer: 17", "18")]) == [1.0, 0.0]
+    assert reward.pool.pids() == []
+
+
+@pytest.mark.parametrize("options", [{"extract": "box"}, {"several_boxed": "first"}])
+def test_unknown_options_are_refused_with_what_is_known(options):
+    with pytest.raises(ConfigError, match=rf"rewards\.math\.{next(iter(options))}=.*Known: "):
+        MathReward(**options)
+
+
+def test_every_gsm8k_answer_is_right_against_itself_and_wrong_against_another():
+    data = Path(os.environ.get("RL4LLM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k" / "test.jsonl"
+    if not data.exists():
+        pytest.skip(f"no GSM8K at {data}; set RL4LLM_TEST_DATA to a directory with gsm8k/test.jsonl")
+    solutions = [json.loads(line)["answer"] for line in data.read_text().splitlines()]
+    reward = MathReward()
+    for form in ("{}", "\\boxed{{{}}}", "The answer is ${}.", "#### {}"):
+        replies = [form.format(solution.rpartition("#### ")[2]) for solution in solutions]
+        own = [finished(reply, solution) for reply, solution in zip(replies, solutions, strict=True)]
+        assert reward.score_batch(own) == [1.0] * len(solutions)
+    others = [finished(solution, other) for solution, other in pairwise(solutions)]
+    expected = [float(_number(sample.messages[1].content) == _number(sample.ground_truth)) for sample in others]
+    assert reward.score_batch(others) == expected
+    assert reward.pool.pids() == []
+
+
+def _number(solution):
+    return float(solution.rpartition("#### ")[2].replace(",", ""))

@@ -1,0 +1,63 @@
+"""What is refused before a worker looks at it, and what must not be."""
+
+import pytest
+
+from rl4llm.rewards.prefilter import Prefilter
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("x" * 401, "more than 400 characters"),
+        ("(" * 13 + "x" + ")" * 13, "nested"),
+        ("{x", "braces"),
+        ("x}{", "braces"),
+        ("1" * 61, "digits"),
+        ("9^{9^9}", "power"),
+        ("9^9^9", "power"),
+        ("{9^9}^9", "power"),
+        ("(9^9)^9", "power"),
+        ("9**9**9", "power"),
+        ("9^{\\left(9^{9}\\right)}", "power"),
+        ("9 ^ {99999}", "power"),
+        ("9^{12,345}", "power"),
+        ("9^{9!}", "power"),
+        ("100!", "factorial"),
+        ("(5!)!", "factorial"),
+        ("5!!", "factorial"),
+        ("\\sum_{n=1}^{9} n", "sum"),
+        ("\\binom{9}{2}", "binom"),
+        ("18\x00", "characters"),
+        ("18\ud800", "characters"),
+    ],
+)
+def test_costly_answers_are_refused_with_the_reason(answer, reason):
+    assert reason in Prefilter().refuse(answer, "18")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "x^2 + 2x + 1",
+        "11z^{17}(5+11z^{17})",
+        "e^{-x^2}",
+        "e^{x^{2}}",
+        "(x^2)^3 y^{n}",
+        "2^{2023} - 1",
+        "10!",
+        "n!",
+        "4\\!:\\!51",
+        "\\frac{1 + \\sqrt{5}}{4}",
+        "\\{1, 2\\}",
+        "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}",
+        "\\left( -\\infty, \\frac{1 - \\sqrt{5}}{2} \\right] \\cup [2, \\infty)",
+    ],
+)
+def test_ordinary_answers_pass(answer):
+    assert Prefilter().refuse(answer, "18") is None
+
+
+def test_what_the_trusted_answer_contains_may_be_answered():
+    assert Prefilter().refuse("\\binom{9}{2}", "\\binom{9}{7}") is None
+    assert Prefilter().refuse("100!", "100!") is None
+    assert Prefilter().refuse("1" * 80, "2" * 80) is None

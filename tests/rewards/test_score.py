@@ -1,0 +1,241 @@
+"""Scoring: a fault of a reward stays with the sample it concerns, and never becomes a score."""
+
+import logging
+import math
+import re
+import threading
+
+import pytest
+import torch
+
+from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, RewardExample, SampleState
+from rl4llm.core.errors import RewardError
+from rl4llm.rewards.combine import weighted_sum
+from rl4llm.rewards.score import check_examples, score
+
+
+class Told(BaseRewardFunction):
+    """Scores each sample with what its reply is in `table`; exceptions there are raised."""
+
+    def __init__(self, table, name="told", examples=()):
+        super().__init__(name)
+        self.table = table
+        self.seen = []
+        self._examples = examples
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        self.seen.append(messages[-1].content)
+        value = self.table[messages[-1].content]
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def examples(self):
+        return self._examples
+
+
+def samples(*replies):
+    messages = [[ChatMessage("user", "?"), ChatMessage("assistant", reply)] for reply in replies]
+    return [SampleState("p", index, both, "", init_msg_size=1) for index, both in enumerate(messages)]
+
+
+def same(left, right):
+    return torch.allclose(left, torch.tensor(right, dtype=left.dtype), equal_nan=True)
+
+
+def test_scores_are_kept_by_name_and_one_reward_needs_no_transform():
+    scores = score(samples("a", "b"), [Told({"a": 0.1, "b": True})])
+    assert scores.rewards["told"].tolist() == [0.1, 1.0] and scores.reward.tolist() == [0.1, 1.0]
+    assert scores.reward.shape == (2,) and scores.notes == {}
+
+
+def test_a_transform_combines_several_rewards():
+    rewards = [Told({"a": 1.0, "b": 0.0}, "x"), Told({"a": 0.5, "b": 2.0}, "y")]
+    scores = score(samples("a", "b"), rewards, weighted_sum({"x": 1.0, "y": 2.0}))
+    assert scores.reward.tolist() == [2.0, 4.0]
+    assert scores.rewards["y"].tolist() == [0.5, 2.0]
+
+
+def test_no_samples_give_no_scores():
+    assert score([], [Told({})]).reward.shape == (0,)
+
+
+def test_a_reward_that_raises_on_one_sample_fails_that_sample_alone():
+    batch = samples("a", "b", "c")
+    scores = score(batch, [Told({"a": 1.0, "b": ValueError("no digits"), "c": 0.0})])
+    assert same(scores.reward, [1.0, math.nan, 0.0])
+    assert batch[1].failure == "reward 'told' raised ValueError: no digits"
+    assert batch[1].done and batch[1].stop_reason == "failed"
+    assert batch[0].failure is None and batch[2].failure is None
+
+
+def test_a_reward_that_exits_fails_the_sample_and_not_the_trainer():
+    batch = samples("a", "b")
+    assert same(score(batch, [Told({"a": SystemExit(0), "b": 1.0})]).reward, [math.nan, 1.0])
+    assert "sys.exit" in batch[0].failure
+
+
+def test_ctrl_c_in_a_reward_is_not_swallowed():
+    with pytest.raises(KeyboardInterrupt):
+        score(samples("a"), [Told({"a": KeyboardInterrupt()})])
+
+
+def test_a_reward_that_always_raises_fails_every_sample_and_scores_none_of_them():
+    batch = samples("a", "b")
+    scores = score(batch, [Told({"a": KeyError("x"), "b": KeyError("y")})])
+    assert scores.reward.isnan().all() and all("raised KeyError" in sample.failure for sample in batch)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (None, "None"),
+        ("1.0", "'1.0'"),
+        (b"1", "b'1'"),
+        ([1.0], r"\[1.0\]"),
+        (1j, "1j"),
+        (object(), "a object"),
+        (torch.ones(2), "a Tensor"),
+        (10**400, "1000"),
+        (10**5000, "a huge int"),
+        ("x" * 10_000, "'xxx"),
+    ],
+    ids=range(12),
+)
+def test_what_is_no_finite_number_fails_the_sample_and_is_named(value, shown):
+    batch = samples("bad", "good")
+    scores = score(batch, [Told({"bad": value, "good": 1.0})])
+    assert same(scores.reward, [math.nan, 1.0])
+    assert len(batch[0].failure) < 200
+    assert re.search(rf"reward 'told' returned {shown}.*not a finite number", batch[0].failure)
+
+
+def test_failed_samples_are_not_scored_and_stay_as_they_failed():
+    batch = samples("a", "b")
+    batch[0].fail("the environment broke")
+    reward = Told({"b": 1.0})
+    scores = score(batch, [reward])
+    assert same(scores.reward, [math.nan, 1.0]) and reward.seen == ["b"]
+    assert batch[0].failure == "the environment broke"
+
+
+def test_a_sample_that_one_reward_failed_counts_for_no_reward():
+    batch = samples("a", "b")
+    first, second = Told({"a": 1.0, "b": 1.0}, "first"), Told({"a": ValueError(), "b": 1.0}, "second")
+    third = Told({"b": 1.0}, "third")
+    scores = score(batch, [first, second, third], lambda rewards: sum(rewards.values()))
+    assert same(scores.reward, [math.nan, 3.0]) and same(scores.rewards["first"], [math.nan, 1.0])
+    assert third.seen == ["b"]
+
+
+def test_a_transform_sees_only_the_samples_that_are_left():
+    batch = samples("a", "b", "c")
+    told = Told({"a": 1.0, "b": ValueError(), "c": 3.0})
+    scores = score(batch, [told], lambda rewards: rewards["told"] - rewards["told"].mean())
+    assert same(scores.reward, [-1.0, math.nan, 1.0])
+
+
+def test_when_every_sample_failed_the_transform_is_not_asked():
+    batch = samples("a")
+    assert score(batch, [Told({"a": ValueError()})], lambda rewards: 1 / 0).reward.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda rewards: rewards["told"].sum(), r"shape \(\), not a tensor of shape \(2,\)"),
+        (lambda rewards: rewards["told"][None], r"shape \(1, 2\)"),
+        (lambda rewards: [1.0, 2.0], r"returned \[1.0, 2.0\]"),
+        (lambda rewards: rewards["told"] / 0, r"not finite: \[nan, inf\]"),
+        (lambda rewards: rewards["x"], "raised KeyError: 'x'"),
+    ],
+)
+def test_a_transform_that_breaks_its_contract_stops_the_run(transform, message):
+    with pytest.raises(RewardError, match=f"reward_transform_fn '<lambda>' .*{message}"):
+        score(samples("a", "b"), [Told({"a": 0.0, "b": 1.0})], transform)
+
+
+def test_several_rewards_need_a_transform():
+    with pytest.raises(RewardError, match=r"2 rewards \(x, y\) need a reward_transform_fn"):
+        score(samples("a"), [Told({"a": 1.0}, "x"), Told({"a": 1.0}, "y")])
+
+
+def test_a_wrong_number_of_scores_stops_the_run():
+    class Short(Told):
+        def score_batch(self, samples):
+            return [1.0]
+
+    with pytest.raises(RewardError, match="Reward 'told' returned 1 scores for 2 samples"):
+        score(samples("a", "b"), [Short({})])
+
+
+def test_a_reward_error_of_a_reward_stops_the_run():
+    with pytest.raises(RewardError, match="asks for a column"):
+        score(samples("a"), [Told({"a": RewardError("asks for a column")})])
+
+
+def test_a_reward_beyond_its_time_limit_fails_its_samples_by_name():
+    release = threading.Event()
+
+    class Hangs(Told):
+        def score_batch(self, samples):
+            release.wait(60)
+            return [1.0] * len(samples)
+
+    batch = samples("a", "b")
+    scores = score(batch, [Hangs({})], timeout_s=0.2)
+    release.set()
+    assert scores.reward.isnan().all()
+    assert batch[0].failure == "reward 'told' took more than 0.2 s on 2 samples"
+    assert score(samples("a"), [Told({"a": 1.0})], timeout_s=30).reward.tolist() == [1.0]
+
+
+def test_a_reward_that_takes_long_is_named_in_the_log(caplog):
+    said = threading.Event()
+
+    class Slow(Told):
+        def score_batch(self, samples):
+            assert said.wait(30)
+            return [1.0] * len(samples)
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            said.set()
+
+    listener = Listener()
+    logger = logging.getLogger("rl4llm.rewards.score")
+    logger.addHandler(listener)
+    try:
+        assert score(samples("a"), [Slow({})], slow_after_s=0.05).reward.tolist() == [1.0]
+    finally:
+        logger.removeHandler(listener)
+    assert "Reward 'told' has been running for" in caplog.text
+
+
+def test_notes_of_rewards_are_counted_by_kind():
+    batch = samples("a", "b", "c")
+    batch[0].extras["reward_notes"] = {"told": "timeout: took more than 2 s", "other": "crash"}
+    batch[1].extras["reward_notes"] = {"told": "timeout: took more than 3 s"}
+    assert score(batch, [Told({"a": 0.0, "b": 0.0, "c": 0.0})]).notes == {"told/timeout": 2}
+
+
+def example(reply, promised):
+    return RewardExample([ChatMessage("user", "?"), ChatMessage("assistant", reply)], "g", promised)
+
+
+def test_examples_that_hold_pass_in_silence():
+    check_examples([Told({"a": 0.3, "b": 0.0}, examples=[example("a", 0.3), example("b", 0.0)]), Told({})])
+
+
+def test_examples_that_do_not_hold_are_listed_with_expected_and_got():
+    table = {"a": 0.0, "b": 0.0, "c": ValueError("cannot"), "d": math.nan}
+    examples = [example("a", 1.0), example("b", 0.0), example("c", 1.0), example("d", 1.0)]
+    with pytest.raises(RewardError) as caught:
+        check_examples([Told(table, examples=examples)])
+    text = str(caught.value)
+    assert "'a' for ground truth 'g': expected 1, but reward 'told' gave 0" in text
+    assert "'c' for ground truth 'g': expected 1, but reward 'told' raised ValueError: cannot" in text
+    assert "'d' for ground truth 'g': expected 1, but reward 'told' returned nan" in text
+    assert "'b' for" not in text
