@@ -33,7 +33,7 @@ from rl4llm.rewards.score import check_examples
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
-from rl4llm.trainers.rl import Batching, Engine, RLTrainer
+from rl4llm.trainers.rl import Batching, Inference, RLTrainer
 from rl4llm.trainers.sft import SFTTrainer
 
 GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
@@ -159,7 +159,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     env = _env(config, given, dataset, tokenizer, rewards, transform)
     held_out = _held_out(config, given)
     eval_env = _env(config, given, held_out, tokenizer, rewards, transform) if held_out is not None else None
-    renderer = Renderer(tokenizer, env.tool_schemas, roles=("user", "tool") if env.max_steps > 1 else ("user",))
+    renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
     check_examples(rewards)
     reference_model = copy.deepcopy(given.model)  # before the policy's weights move
@@ -179,7 +179,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     def make(run: RunDir) -> RLTrainer:
         tracker = _tracker(config, run)
         return RLTrainer(
-            engine=Engine(client, runner, MemoryPublisher(client), Canary(client.vocab_size, dtype=coarse)),
+            inference=Inference(client, runner, MemoryPublisher(client), Canary(client.vocab_size, dtype=coarse)),
             rollout=Rollout(env, client, renderer, runner, **played),
             prompts=prompts,
             sampling_params=_sampling(config),

@@ -170,6 +170,7 @@ class BaseMDPEnv:
     """
 
     respond_timeout_s: float = 120.0
+    reply_roles: tuple[str, ...] = ("user",)  # of the messages that `respond` returns; the chat template must know them
     continue_truncated: bool = False  # whether an episode goes on after a turn that ran into its token limit
 
     def __init__(  # noqa: PLR0913 - the public contract

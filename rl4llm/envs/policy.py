@@ -60,7 +60,7 @@ class PolicyLLM:
         """Sample the next assistant message and append it; a sample with no room left is finished instead."""
         completion = await self._generate(sample, sampling_params)
         if completion.finish_reason != "abort":
-            sample.messages.append(ChatMessage("assistant", completion.text))
+            sample.messages.append(ChatMessage("assistant", self._renderer.content(completion.text)))
             self._record_sampled(sample)
         return completion
 
@@ -75,7 +75,8 @@ class PolicyLLM:
 
     def chat(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[ChatMessage]:
         """`generate`, as assistant messages ready to be appended."""
-        return [ChatMessage("assistant", completion.text) for completion in self.generate(prompts, sampling_params)]
+        completions = self.generate(prompts, sampling_params)
+        return [ChatMessage("assistant", self._renderer.content(completion.text)) for completion in completions]
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's event loop."""
@@ -115,33 +116,32 @@ class PolicyLLM:
 
     def _record_context(self, sample: SampleState) -> None:
         """Append the tokens of the messages since the last recorded one, up to the next generation prompt."""
-        new = sample.messages[self._recorded[sample.session] :]
-        if not sample.spans:
-            token_ids = self._renderer.first(new)
-        elif new:
-            token_ids = self._renderer.following(new, ended=self._ended(sample), messages=sample.messages[: -len(new)])
-        elif sample.spans[-1].author == "context":  # another draw at the same point
-            return
-        else:
+        if self._recorded[sample.session] < len(sample.messages):
+            self._append_context(sample, len(sample.messages))
+        elif sample.messages[-1].role == "assistant":
             raise EnvError(f"Prompt {sample.prompt_id!r}: two turns of the policy in a row, with no message between them.")
+
+    def _append_context(self, sample: SampleState, end: int) -> None:
+        """The tokens of the unrecorded messages before `end`, and of the generation prompt behind them."""
+        start = self._recorded[sample.session]
+        earlier, new = sample.messages[:start], sample.messages[start:end]
+        if sample.spans:
+            token_ids = self._renderer.following(new, ended=self._ended(sample), messages=earlier)
+        else:
+            token_ids = self._renderer.first(new)
         sample.spans.append(TokenSpan.context(token_ids))
-        self._recorded[sample.session] = len(sample.messages)
+        self._recorded[sample.session] = end
         self._sampled[sample.session] = []
 
     def _record_sampled(self, sample: SampleState) -> None:
         """Append the tokens of each assistant message that is not recorded yet."""
-        while sample.spans and (turn := self._next_assistant(sample)) is not None:
-            start, message = self._recorded[sample.session], sample.messages[turn]
-            if turn > start:
-                between = sample.messages[start:turn]
-                token_ids = self._renderer.following(between, ended=self._ended(sample), messages=sample.messages[:start])
-                sample.spans.append(TokenSpan.context(token_ids))
-                self._sampled[sample.session] = []
-            completion = self._find(sample, message.content)
-            foreign = completion is None
-            sample.spans.append(
-                TokenSpan.context(self._renderer.encode(message.content)) if foreign else TokenSpan.policy(completion)
-            )
+        while (turn := self._next_assistant(sample)) is not None:
+            if turn > self._recorded[sample.session]:
+                self._append_context(sample, turn)
+            content = sample.messages[turn].content
+            completion = self._find(sample, content)
+            written = TokenSpan.context(self._renderer.encode(content))
+            sample.spans.append(written if completion is None else TokenSpan.policy(completion))
             self._recorded[sample.session] = turn + 1
             self._sampled[sample.session] = []
 
@@ -157,13 +157,12 @@ class PolicyLLM:
         theirs = (self._sampled[other.session] for other in siblings if other.spans == sample.spans)
         for completions in (own, *theirs):
             for completion in completions:
-                if completion.text.strip() == content.strip():
+                if content.strip() in (completion.text.strip(), self._renderer.content(completion.text).strip()):
                     return completion
         return None
 
     def _ended(self, sample: SampleState) -> bool:
-        span = sample.spans[-1]
-        return bool(span.token_ids) and span.token_ids[-1] in self._renderer.stop_token_ids
+        return self._renderer.ends_turn(sample.spans[-1].token_ids)
 
     @staticmethod
     async def _gather(requests: list[Coroutine[Any, Any, Completion]]) -> list[Completion]:

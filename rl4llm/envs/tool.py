@@ -35,6 +35,8 @@ class ToolMDPEnv(BaseMDPEnv):
         describe_tools: whether the prompt shows the tools' schemas; a policy that knows its tools needs none.
     """
 
+    reply_roles = ("tool",)
+
     def __init__(
         self,
         *args: Any,

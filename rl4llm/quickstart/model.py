@@ -59,13 +59,15 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTo
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """About a million random weights in the Qwen2 architecture."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, *, hidden_size: int = 128, num_layers: int = 4
+) -> Qwen2ForCausalLM:
+    """Random weights in the Qwen2 architecture, about a million of them at the default size."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

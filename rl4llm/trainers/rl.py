@@ -37,7 +37,7 @@ class Batching:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Inference:
     """The inference side: the engine, its event loop, and how weights reach it and prove it."""
 
     client: BaseClient
@@ -52,7 +52,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def __init__(
         self,
         *,
-        engine: Engine,
+        inference: Inference,
         rollout: Rollout,
         prompts: PromptStream,
         sampling_params: SamplingParams,
@@ -64,7 +64,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         **base: Any,
     ):
         super().__init__(**base)
-        self.engine = engine
+        self.inference = inference
         self.rollout = rollout
         self.prompts = prompts
         self.sampling_params = sampling_params
@@ -100,7 +100,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def publish(self) -> None:
         with self.clock("publish"):
-            self.engine.runner.run(self._publish())
+            self.inference.runner.run(self._publish())
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
@@ -124,8 +124,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         for rollout in filter(None, (self.rollout, self.evaluation)):
             rollout.env.close()
         if not self._closed:
-            self.engine.runner.run(self.engine.client.close())
-            self.engine.runner.close()
+            self.inference.runner.run(self.inference.client.close())
+            self.inference.runner.close()
             self.tracker.close()
         self._closed = True
 
@@ -142,8 +142,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.tracker.warn(text)
 
     async def _publish(self) -> None:
-        weight_ref = await self.engine.publisher.publish(self.backend, self.step)
-        await self.engine.canary.verify(self.backend, self.engine.client, weight_ref)
+        weight_ref = await self.inference.publisher.publish(self.backend, self.step)
+        await self.inference.canary.verify(self.backend, self.inference.client, weight_ref)
 
     def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
         credits = torch.cat([self.algorithm.credits(group) for group in groups]).tolist()

@@ -1,0 +1,42 @@
+"""What the examples share: their options, a few prompts, and a small model for machines without any."""
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """--model, --steps and --output; the default model and output are made in a temporary directory."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face directory (default: a small one with random weights)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--output", default=None, help="where the run is written (default: a new directory)")
+    options = parser.parse_args()
+    scratch = Path(tempfile.gettempdir()) / f"rl4llm-{Path(parser.prog).stem}"
+    if options.output is None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        options.output = str(scratch / "run")
+    if options.model is None:
+        options.model = str(Path(options.output).with_name("model"))
+        tokenizer = build_tokenizer(["Guess my number from 0 to 9. Higher. Lower. Say something."], vocab_size=300)
+        save_model(build_model(tokenizer, seed=0, hidden_size=64, num_layers=2), tokenizer, Path(options.model))
+    return options
+
+
+def prompts(text: str = "Say something.", answers: list[str] | None = None) -> list[dict]:
+    """Rows with `messages` and `ground_truth`."""
+    return [
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": text}], "ground_truth": answer}
+        for i, answer in enumerate(answers or [""] * 4)
+    ]
+
+
+def print_progress(output: str) -> None:
+    """The reward at the start and at the end."""
+    rows = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f} in {len(rewards)} steps, logs in {output}")

@@ -1,0 +1,42 @@
+"""A small model and tokenizer, built once; every test that touches the model takes a copy of its own."""
+
+import copy
+
+import pytest
+import torch
+
+from rl4llm.quickstart.model import build_model, build_tokenizer
+
+TEXTS = [
+    "system\nBe brief.\n",
+    "user\nHow many coins are 37 and 48?\nassistant\nAnswer: 85\n",
+    'assistant\n<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>\ntool\n85\n',
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return build_tokenizer(TEXTS * 4, vocab_size=320)
+
+
+@pytest.fixture(scope="session")
+def _model(tokenizer):
+    return build_model(tokenizer, seed=0, hidden_size=64, num_layers=2).eval()
+
+
+@pytest.fixture
+def model(_model):
+    return copy.deepcopy(_model)
+
+
+@pytest.fixture(scope="session")
+def model_dir(_model, tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    _model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    torch.manual_seed(0)

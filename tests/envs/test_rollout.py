@@ -1,0 +1,293 @@
+"""From prompts to trajectories: who wrote which token, who waits for whom, and what becomes of failures."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.errors import EnvError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.data.render import Renderer
+from rl4llm.envs.rollout import Rollout
+from rl4llm.inference.local import LocalClient
+
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0)
+
+
+class Length(BaseRewardFunction):
+    """The number of letters the policy said last."""
+
+    def __init__(self, name="length", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        return float(len(messages[-1].content))
+
+
+class ThreeTurns(BaseMDPEnv):
+    """Answers every turn with a tool message; plays on when a turn was cut short."""
+
+    continue_truncated = True
+
+    def respond(self, sample):
+        return [ChatMessage("tool", f"result {sample.current_step}")]
+
+
+def dataset(size=2):
+    return [
+        {
+            "prompt_id": f"p{i}",
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"How many are {i}?"}],
+            "ground_truth": i,
+        }
+        for i in range(size)
+    ]
+
+
+@pytest.fixture
+def play(model, tokenizer):
+    """Plays a rollout of an environment class against the embedded engine."""
+    runner = asyncio.Runner()
+    client = LocalClient(model, tokenizer)
+    runner.run(client.load(WeightRef(0)))
+    envs = []
+
+    def run(env_class, *, rows=(0, 1), group_size=3, max_steps=3, params=PARAMS, rewards=None, **options):
+        rewards = rewards or [Length()]
+        env = env_class(dataset(), tokenizer, rewards, batch_size=2, group_size=group_size, max_steps=max_steps)
+        envs.append(env)
+        rollout = Rollout(env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=1, **options)
+        return rollout.play(rows, step=0, sampling_params=params)
+
+    yield run
+    for env in envs:
+        env.close()
+    runner.run(client.close())
+    runner.close()
+
+
+def alternating(trajectory):
+    return [span.author for span in trajectory.spans]
+
+
+def test_a_trajectory_alternates_between_context_and_exactly_what_was_sampled(play, tokenizer):
+    result = play(ThreeTurns)
+    assert len(result.groups) == 2
+    for trajectory in result.trajectories:
+        assert alternating(trajectory) == ["context", "policy"] * 3
+        said = [message for message in trajectory.messages if message.role == "assistant"]
+        for span, message in zip(trajectory.policy_spans, said, strict=True):
+            assert tokenizer.decode(span.token_ids, skip_special_tokens=True) == message.content
+            assert len(span.logprobs) == len(span.token_ids)
+            assert span.version == 0
+
+
+def test_a_group_shares_its_prompt_and_nothing_else(play):
+    for group in play(ThreeTurns).groups:
+        assert len({trajectory.spans[0] for trajectory in group.trajectories}) == 1
+        assert len({trajectory.spans[1] for trajectory in group.trajectories}) > 1
+
+
+def test_the_logprobs_of_a_trajectory_are_those_of_the_model_on_its_very_tokens(play, model):
+    for trajectory in play(ThreeTurns).trajectories:
+        token_ids = torch.tensor([trajectory.token_ids])
+        with torch.no_grad():
+            logprobs = model(token_ids).logits[0].log_softmax(-1)
+        at = 0
+        for span in trajectory.spans:
+            for i, token in enumerate(span.token_ids):
+                if span.author == "policy":
+                    assert logprobs[at - 1, token].item() == pytest.approx(span.logprobs[i], abs=1e-5)
+                at += 1
+
+
+class AppendsOnly(ThreeTurns):
+    """Level 3: a synchronous loop that knows nothing of tokens and even trims the text."""
+
+    @torch.inference_mode()
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        for turn in range(self.max_steps):
+            outputs = llm.generate([sample.messages for sample in env_state.sample_states], sampling_params)
+            for sample, output in zip(env_state.sample_states, outputs, strict=True):
+                sample.messages.append(ChatMessage("assistant", output.text.strip()))
+                sample.current_step += 1
+                if turn + 1 < self.max_steps:
+                    sample.messages.extend(self.respond(sample))
+                else:
+                    sample.done = True
+        return env_state
+
+
+def test_a_loop_that_only_appends_messages_gives_the_same_tokens_as_the_default_loop(play):
+    default, own = play(ThreeTurns), play(AppendsOnly)
+    for expected, found in zip(default.trajectories, own.trajectories, strict=True):
+        assert alternating(found) == alternating(expected)
+        assert found.token_ids == expected.token_ids
+
+
+class PutsWordsIntoItsMouth(AppendsOnly):
+    """Says something in the policy's place after its first turn."""
+
+    @torch.inference_mode()
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        for sample in env_state.sample_states:
+            sample.messages.append(ChatMessage("assistant", "Answer: 7, as I said"))
+            sample.messages.append(ChatMessage("user", "Go on."))
+        for sample, reply in zip(
+            env_state.sample_states, llm.chat([s.messages for s in env_state.sample_states], sampling_params), strict=True
+        ):
+            sample.messages.append(reply)
+            sample.done = True
+        return env_state
+
+
+def test_text_that_the_model_did_not_write_is_context(play, tokenizer):
+    for trajectory in play(PutsWordsIntoItsMouth).trajectories:
+        assert alternating(trajectory) == ["context", "context", "context", "policy"]
+        assert tokenizer.decode(trajectory.spans[1].token_ids) == "Answer: 7, as I said"
+
+
+class WaitsForTheOthers(ThreeTurns):
+    """The first sample's tool returns only when every other sample has finished all its turns."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.others_done = threading.Semaphore(0)
+
+    def respond(self, sample):
+        first = sample.prompt_id == "p0" and sample.index == 0
+        if first and sample.current_step == 1:
+            for _ in range(5):
+                assert self.others_done.acquire(timeout=60)
+        if not first and sample.current_step == self.max_steps:
+            self.others_done.release()
+        return super().respond(sample)
+
+
+def test_a_slow_tool_holds_up_nobody(play):
+    result = play(WaitsForTheOthers)
+    assert not result.failed
+    assert len(result.trajectories) == 6
+
+
+class AsyncTurns(ThreeTurns):
+    async def respond(self, sample):
+        await asyncio.sleep(0)
+        return ThreeTurns.respond(self, sample)
+
+
+def test_respond_may_be_async(play):
+    in_turn, in_threads = play(AsyncTurns), play(ThreeTurns)
+    assert [t.token_ids for t in in_turn.trajectories] == [t.token_ids for t in in_threads.trajectories]
+
+
+def test_an_episode_that_never_ends_is_cut_at_its_turn_limit(play):
+    for trajectory in play(ThreeTurns, max_steps=2).trajectories:
+        assert trajectory.stop_reason == "max_steps"
+        assert len(trajectory.policy_spans) == 2
+
+
+class Stumbles(ThreeTurns):
+    """Raises the first time that a certain sample responds."""
+
+    stumbled = False
+
+    def respond(self, sample):
+        if (sample.prompt_id, sample.index) == ("p1", 2) and not self.stumbled:
+            self.stumbled = True
+            raise OSError("the disk hiccuped")
+        return super().respond(sample)
+
+
+def test_a_sample_whose_environment_stumbled_is_played_again_from_its_seed(play):
+    stumbled, smooth = play(Stumbles), play(ThreeTurns)
+    assert not stumbled.failed
+    assert [t.token_ids for t in stumbled.trajectories] == [t.token_ids for t in smooth.trajectories]
+
+
+class Broken(ThreeTurns):
+    def respond(self, sample):
+        if (sample.prompt_id, sample.index) == ("p0", 1):
+            raise ValueError("no such tool")
+        return super().respond(sample)
+
+
+def test_a_failed_sample_is_left_out_and_never_scored(play):
+    result = play(Broken, max_failed_share=0.5)
+    assert [(sample.prompt_id, sample.index) for sample in result.failed] == [("p0", 1)]
+    assert "respond raised ValueError: no such tool" in result.failed[0].failure
+    assert [len(group.trajectories) for group in result.groups] == [2, 3]
+
+
+def test_too_many_failures_stop_the_run_and_name_the_cause(play):
+    with pytest.raises(EnvError, match=r"1 of 6 episodes failed.*1 x Broken.respond raised ValueError: no such tool"):
+        play(Broken, max_failed_share=0.1)
+
+
+@pytest.mark.parametrize("answer", [None, "text", ["text"], [ChatMessage("assistant", "me")]])
+def test_what_respond_returns_is_checked(play, answer):
+    class Wrong(ThreeTurns):
+        def respond(self, sample):
+            return answer
+
+    with pytest.raises(EnvError, match=r"Wrong.respond"):
+        play(Wrong)
+
+
+def test_a_hanging_environment_fails_its_sample_at_the_deadline(play):
+    class Hangs(AsyncTurns):
+        respond_timeout_s = 0.05
+
+        async def respond(self, sample):
+            if (sample.prompt_id, sample.index) == ("p0", 0):
+                await asyncio.Event().wait()
+            return await super().respond(sample)
+
+    result = play(Hangs, max_failed_share=0.5)
+    assert [sample.failure for sample in result.failed] == ["Hangs.respond took more than 0.05 s"]
+
+
+def test_a_reward_that_is_not_a_number_fails_the_sample(play):
+    class NotANumber(Length):
+        def __call__(self, messages, ground_truth, **kwargs):
+            return float("nan") if ground_truth == 1 else 1.0
+
+    result = play(ThreeTurns, rewards=[NotANumber()], max_failed_share=0.6)
+    assert {sample.prompt_id for sample in result.failed} == {"p1"}
+    assert all("length" in sample.failure for sample in result.failed)
+
+
+def test_a_loop_of_ones_own_that_raises_is_named(play):
+    class Raises(ThreeTurns):
+        def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+            raise KeyError("board")
+
+    with pytest.raises(EnvError, match=r"Raises._run_interaction_loop raised KeyError: 'board'"):
+        play(Raises)
+
+
+def test_a_prompt_that_comes_twice_in_a_rollout_becomes_one_larger_group(play):
+    result = play(ThreeTurns, rows=(0, 0), group_size=2)
+    assert [len(group.trajectories) for group in result.groups] == [4]
+    assert len({t.spans[1] for t in result.trajectories}) > 2
+
+
+def test_results_do_not_depend_on_the_order_of_prompts(play):
+    forward, backward = play(ThreeTurns, rows=(0, 1)), play(ThreeTurns, rows=(1, 0))
+    by_id = {group.prompt_id: [t.token_ids for t in group.trajectories] for group in forward.groups}
+    assert by_id == {group.prompt_id: [t.token_ids for t in group.trajectories] for group in backward.groups}
+
+
+def test_an_episode_that_fills_the_context_ends_there(model, tokenizer):
+    runner = asyncio.Runner()
+    client = LocalClient(model, tokenizer, context_length=48)
+    runner.run(client.load(WeightRef(0)))
+    env = ThreeTurns(dataset(), tokenizer, [Length()], batch_size=1, group_size=2, max_steps=50)
+    rollout = Rollout(env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=1)
+    result = rollout.play([0], step=0, sampling_params=PARAMS)
+    assert {trajectory.stop_reason for trajectory in result.trajectories} == {"context"}
+    assert all(trajectory.num_tokens <= 48 for trajectory in result.trajectories)
+    env.close()
+    runner.close()
