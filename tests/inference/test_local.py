@@ -1,0 +1,500 @@
+import asyncio
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl4llm.core.errors import EngineError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.inference.local import LocalClient
+from rl4llm.testing import check_client
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True)
+PROMPTS = [[5, 9, 40, 33, 7], [8, 100], [61], [12, 12, 13, 200, 4, 4, 90, 31, 77, 2, 6], [5, 9, 40, 33, 8]]
+BOTH_PATHS = [("qwen2", "fast"), ("qwen3", "fast"), ("llama", "fast"), ("llama3", "fast"), ("mistral", "fast")] + [
+    (name, "model") for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "llama_dynamic")
+]
+
+
+@pytest.fixture
+def make(build, tokenizer):
+    """Builds a client and says which model it serves."""
+
+    def make_client(name="qwen3", **options):
+        client = LocalClient(build(name), tokenizer, **options)
+        asyncio.run(client.load(WeightRef(0)))
+        return client
+
+    return make_client
+
+
+def health(client):
+    return asyncio.run(client.health())
+
+
+def generate(client, prompts, params, sessions=None):
+    async def run():
+        names = sessions or [""] * len(prompts)
+        requests = zip(prompts, params, names, strict=True)
+        return await asyncio.gather(*(client.generate(ids, item, session=name) for ids, item, name in requests))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("name", "path"), BOTH_PATHS)
+def test_greedy_and_seeded_tokens_equal_a_plain_forward_loop(build, tokenizer, reference, name, path):
+    model = build(name)
+    client = LocalClient(model, tokenizer, path=path)
+    params = [GREEDY, SAMPLED.replace(seed=3), SAMPLED.replace(seed=4, top_p=0.8, temperature=0.7), SAMPLED.replace(top_k=5)]
+    cases = [(prompt, item) for prompt in PROMPTS for item in params]
+    found = generate(client, *zip(*cases, strict=True))
+    for (prompt, item), completion in zip(cases, found, strict=True):
+        tokens, logprobs = reference(model, prompt, item)
+        assert list(completion.token_ids) == tokens
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-5)
+    assert health(client)["path"] == path
+
+
+@pytest.mark.parametrize("path", ["fast", "model"])
+def test_the_client_keeps_the_contract_of_all_clients(make, path):
+    check_client(make(path=path), PROMPTS)
+
+
+@pytest.mark.parametrize("path", ["fast", "model"])
+def test_scores_equal_the_models_forward(build, tokenizer, path):
+    model = build("qwen3")
+    ids = PROMPTS[3]
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [float(logprobs[place, token]) for place, token in enumerate(ids[1:])]
+    assert asyncio.run(LocalClient(model, tokenizer, path=path).score(ids)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_samples_stream_depends_on_its_identity_not_on_neighbours_or_order(make):
+    client = make()
+    params = [SAMPLED.replace(seed=seed) for seed in range(6)]
+    group = generate(client, [PROMPTS[0]] * 6, params)
+    alone = [generate(client, [PROMPTS[0]], [item])[0] for item in params]
+    mixed = generate(client, [PROMPTS[3], *[PROMPTS[0]] * 6], [GREEDY.replace(max_tokens=3), *reversed(params)])
+    tokens = [completion.token_ids for completion in group]
+    assert len(set(tokens)) == 6
+    assert [completion.token_ids for completion in alone] == tokens
+    assert [completion.token_ids for completion in mixed[:0:-1]] == tokens
+
+
+@pytest.mark.parametrize("path", ["fast", "model"])
+def test_a_groups_prompt_is_prefilled_once(make, path):
+    client = make(path=path)
+    params = [SAMPLED.replace(seed=seed) for seed in range(8)]
+    generate(client, [PROMPTS[0]] * 8 + [PROMPTS[3]] * 8, params * 2)
+    prompt_tokens = len(PROMPTS[0]) - 1 + len(PROMPTS[3]) - 1  # the last one is fed by the first decode step
+    assert health(client)["prefill_tokens"] == prompt_tokens
+    assert health(client)["reused_tokens"] == 7 * prompt_tokens
+
+
+def test_a_late_member_of_a_group_takes_the_prompt_from_the_rows_that_have_it(make):
+    client = make(max_rows=4)
+    generate(client, [PROMPTS[0]] * 7, [SAMPLED.replace(seed=seed, max_tokens=3 + seed) for seed in range(7)])
+    assert health(client)["prefill_tokens"] == len(PROMPTS[0]) - 1
+
+
+@pytest.mark.parametrize("path", ["fast", "model"])
+def test_a_session_gives_the_same_results_as_no_cache_and_computes_only_what_is_new(make, path):
+    def play(client, keep):
+        ids = list(PROMPTS[0])
+        for turn in range(3):
+            params = SAMPLED.replace(seed=turn)
+            completion = generate(client, [ids], [params], ["s" if keep else ""])[0]
+            ids += [*completion.token_ids, 17, 18, 19]
+        return ids, health(client)["prefill_tokens"]
+
+    with_cache, without = play(make(path=path), True), play(make(path=path), False)
+    assert with_cache[0] == without[0]
+    assert with_cache[1] == len(PROMPTS[0]) - 1 + 2 * 3  # each later turn: the last sampled token and two of three new ones
+    assert without[1] == (5 - 1) + (16 - 1) + (27 - 1)
+
+
+def test_a_prompt_that_diverges_from_its_session_reuses_only_what_is_equal(make):
+    client = make()
+    prompt = PROMPTS[3]
+    generate(client, [prompt], [SAMPLED], ["s"])
+    other = [*prompt[:6], 250, *prompt[7:]]
+    before = health(client)["prefill_tokens"]
+    assert generate(client, [other], [GREEDY], ["s"])[0].token_ids == generate(make(), [other], [GREEDY])[0].token_ids
+    assert health(client)["prefill_tokens"] - before == len(other) - 1 - 6
+
+
+def test_release_frees_a_sessions_row(make):
+    client = make()
+    generate(client, PROMPTS, [SAMPLED] * 5, list("abcde"))
+    assert health(client)["rows_parked"] == 5
+    asyncio.run(client.release("b"))
+    assert health(client)["rows_parked"] == 4
+
+
+def test_parked_sessions_make_way_for_requests_the_oldest_first(make):
+    client = make(max_rows=3)
+    for name in "abc":
+        generate(client, [PROMPTS[0]], [SAMPLED], [name])
+    generate(client, [PROMPTS[1]] * 2, [SAMPLED] * 2)
+    assert health(client)["evictions"] == 2
+    before = health(client)["prefill_tokens"]
+    ids = [*PROMPTS[0], *generate(client, [PROMPTS[0]], [SAMPLED], ["c"])[0].token_ids]
+    assert health(client)["prefill_tokens"] == before
+    assert len(ids) == 13
+
+
+@pytest.mark.parametrize("path", ["fast", "model"])
+def test_any_traffic_through_few_rows_gives_what_a_fresh_engine_gives(make, path):
+    chance = random.Random(0)
+    client = make(path=path, max_rows=4)
+
+    async def conversation(number):
+        name, ids, turns = f"s{number}", list(chance.choice(PROMPTS)), []
+        for turn in range(3):
+            params = SAMPLED.replace(seed=10 * number + turn, max_tokens=chance.randint(1, 9))
+            completion = await client.generate(ids, params, session=name)
+            turns.append((tuple(ids), params, completion.token_ids))
+            ids += [*completion.token_ids, *chance.choices(range(300), k=chance.randint(1, 6))]
+            for _ in range(chance.randint(0, 5)):
+                await asyncio.sleep(0)
+        await client.release(name)
+        return turns
+
+    async def run():
+        return await asyncio.gather(*(conversation(number) for number in range(12)))
+
+    fresh = make(path=path)
+    for turns in asyncio.run(run()):
+        for ids, params, tokens in turns:
+            assert generate(fresh, [ids], [params])[0].token_ids == tokens
+    assert health(client)["evictions"] > 0
+    assert health(client)["rows_active"] == health(client)["rows_parked"] == 0
+
+
+def test_a_late_short_request_does_not_wait_for_long_ones(make):
+    client = make()
+
+    async def run():
+        long = [asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=80))) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await client.generate(PROMPTS[1], SAMPLED.replace(max_tokens=2))
+        waiting = [not task.done() for task in long]
+        await asyncio.gather(*long)
+        return waiting
+
+    assert asyncio.run(run()) == [True] * 3
+
+
+def test_a_slow_consumer_holds_up_nobody(make):
+    client = make()
+    others_done = []
+
+    async def slow():
+        await client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=2), session="slow")
+        while len(others_done) < 3:
+            await asyncio.sleep(0)
+
+    async def quick():
+        await client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=30))
+        others_done.append(True)
+
+    async def run():
+        async with asyncio.timeout(60):
+            await asyncio.gather(slow(), quick(), quick(), quick())
+
+    asyncio.run(run())
+    assert len(others_done) == 3
+
+
+@pytest.mark.parametrize("path", ["fast", "model"])
+def test_the_engine_sees_the_trainers_parameters_and_copies_none(build, tokenizer, reference, path):
+    model = build("qwen3")
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    client = LocalClient(model, tokenizer, path=path)
+    before = generate(client, PROMPTS, [GREEDY] * 5, list("abcde"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.train()
+    model(torch.tensor([PROMPTS[3]])).logits.log_softmax(-1)[..., 7].sum().backward()
+    optimizer.step()
+    asyncio.run(client.load(WeightRef(1)))
+    after = generate(client, PROMPTS, [GREEDY] * 5, list("abcde"))
+    assert model.training
+    model.eval()
+    assert [list(item.token_ids) for item in after] == [reference(model, prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert after[0].token_ids != before[0].token_ids
+    assert {item.version for item in after} == {1}
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+
+
+def test_a_model_with_an_engine_still_saves(make, build, tokenizer, tmp_path):
+    model = build("qwen3")
+    generate(LocalClient(model, tokenizer), PROMPTS[:1], [GREEDY])
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+
+def test_requests_under_way_at_a_load_go_on_with_the_new_weights_and_the_old_version(make):
+    client = make()
+
+    async def run():
+        task = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=20)))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await client.load(WeightRef(1))
+        return await task, await client.generate(PROMPTS[0], SAMPLED)
+
+    under_way, later = asyncio.run(run())
+    assert (under_way.version, len(under_way.token_ids)) == (0, 20)
+    assert later.version == 1
+    expected = generate(make(), [PROMPTS[0]], [SAMPLED.replace(max_tokens=20)])[0]
+    assert under_way.token_ids == expected.token_ids  # these weights did not change
+
+
+def test_stop_tokens_end_a_completion_and_are_kept(make, tokenizer):
+    client = make()
+    free = generate(client, [PROMPTS[0]], [GREEDY.replace(max_tokens=30)])[0].token_ids
+    cases = [(free[4],), (free[9], 299), (free[0],)]
+    found = generate(client, [PROMPTS[0]] * 3, [GREEDY.replace(max_tokens=30, stop_token_ids=stops) for stops in cases])
+    for stops, completion in zip(cases, found, strict=True):
+        end = min(free.index(stop) for stop in stops if stop in free)
+        assert completion.token_ids == free[: end + 1]
+        assert completion.finish_reason == "stop"
+
+
+def test_the_end_token_stops_unless_it_is_ignored(build, tokenizer):
+    model = build("qwen3")
+    client = LocalClient(model, tokenizer)
+    free = generate(client, [PROMPTS[0]], [GREEDY])[0].token_ids
+    with torch.no_grad():  # the head of the end token becomes the one of the third token that comes up
+        model.lm_head.weight[[tokenizer.eos_token_id, free[2]]] = model.lm_head.weight[[free[2], tokenizer.eos_token_id]]
+    stopped, ignored = generate(client, [PROMPTS[0]] * 2, [GREEDY.replace(ignore_eos=False), GREEDY])
+    assert stopped.token_ids == (*free[:2], tokenizer.eos_token_id)
+    assert stopped.finish_reason == "stop"
+    assert tokenizer.eos_token not in stopped.text
+    assert (len(ignored.token_ids), ignored.finish_reason) == (8, "length")
+
+
+def test_a_stop_string_over_several_tokens_keeps_the_tokens_and_cuts_the_text(make, tokenizer):
+    client = make()
+    params = SAMPLED.replace(max_tokens=40, seed=2)
+    free = generate(client, [PROMPTS[0]], [params])[0]
+    texts = [tokenizer.decode(free.token_ids[: count + 1], skip_special_tokens=True) for count in range(40)]
+    for start in range(2, 20):
+        string = free.text[start : start + 4]
+        if "\ufffd" in string:
+            continue
+        found = generate(client, [PROMPTS[0]] * 2, [params.replace(stop=("never said", string)), params])
+        end = next(count for count, text in enumerate(texts) if string in text)
+        assert found[0].token_ids == free.token_ids[: end + 1]
+        assert found[0].text == free.text[: free.text.index(string)]
+        assert found[0].finish_reason == "stop"
+        assert found[1].token_ids == free.token_ids
+
+
+def test_a_stop_string_that_is_a_special_token_stops_at_that_token(make, tokenizer):
+    stop = (tokenizer.eos_token,)
+    rule = make()._engine.request(PROMPTS[0], SAMPLED.replace(stop=stop), "").rule
+    assert rule == (frozenset([tokenizer.eos_token_id]), ())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([3, 5000], "token id 5000 is outside the vocabulary: 0 to 319"),
+        ([-1], "token id -1 is outside"),
+        ([1] * 96, "96 tokens leaves no room in the context of 96 .max_position_embeddings"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_before_anything_runs(make, prompt, message):
+    client = make()
+    with pytest.raises(EngineError, match=message):
+        generate(client, [prompt], [GREEDY])
+    assert health(client)["prefill_tokens"] == 0
+
+
+def test_max_tokens_is_cut_to_the_room_in_the_context(make, reference, build, tokenizer):
+    model = build("qwen3")
+    client = LocalClient(model, tokenizer, context_length=12)
+    completion = generate(client, [PROMPTS[0]], [GREEDY])[0]
+    assert list(completion.token_ids) == reference(model, PROMPTS[0], GREEDY.replace(max_tokens=7))[0]
+    assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox"])
+def test_the_context_can_be_used_to_its_last_token(build, tokenizer, reference, name):
+    model = build(name)
+    prompt = [7, 8] * 20
+    completions = generate(LocalClient(model, tokenizer), [prompt, PROMPTS[0]], [GREEDY.replace(max_tokens=999)] * 2)
+    assert [len(item.token_ids) for item in completions] == [56, 91]
+    assert list(completions[0].token_ids) == reference(model, prompt, GREEDY.replace(max_tokens=56))[0]
+
+
+def test_nan_weights_raise_instead_of_sampling_garbage(build, tokenizer):
+    model = build("qwen3")
+    client = LocalClient(model, tokenizer)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    with pytest.raises(EngineError, match="not finite"):
+        generate(client, PROMPTS, [SAMPLED] * 5)
+    with torch.no_grad():
+        model.model.norm.weight[3] = 1.0
+    assert len(generate(client, PROMPTS, [SAMPLED] * 5)) == 5
+
+
+def test_whatever_ends_the_pump_reaches_every_waiting_request(build, tokenizer):
+    model = build("qwen3")
+    client = LocalClient(model, tokenizer, path="model")
+    model.lm_head = None
+
+    async def run():
+        async with asyncio.timeout(60):
+            requests = (client.generate(prompt, SAMPLED) for prompt in PROMPTS)
+            return await asyncio.gather(*requests, return_exceptions=True)
+
+    errors = asyncio.run(run())
+    assert [type(error) for error in errors] == [EngineError] * 5
+    assert "NoneType" in str(errors[0])
+    assert health(client)["waiting"] == health(client)["rows_active"] == 0
+
+
+def test_a_cancelled_request_frees_its_row(make):
+    client = make(max_rows=2)
+
+    async def run():
+        tasks = [asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=90))) for _ in range(3)]
+        for _ in range(4):
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        short = await client.generate(PROMPTS[1], SAMPLED)
+        under_way = not tasks[1].done()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return short, under_way, [task.cancelled() for task in tasks]
+
+    short, under_way, cancelled = asyncio.run(run())
+    assert short.token_ids == generate(make(), [PROMPTS[1]], [SAMPLED])[0].token_ids
+    assert under_way
+    assert cancelled == [True, False, True]
+    assert health(client)["rows_active"] == 0
+
+
+def test_a_client_outlives_the_event_loops_it_is_used_in(make):
+    client = make()
+    expected = generate(client, PROMPTS, [SAMPLED] * 5)
+
+    async def abandon():
+        task = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=90)))
+        await asyncio.sleep(0.01)
+        return task.done()
+
+    assert not asyncio.run(abandon())
+    again = client.generate_batch(PROMPTS, [SAMPLED] * 5)
+    assert [item.token_ids for item in again] == [item.token_ids for item in expected]
+    assert health(client)["rows_active"] == 0
+
+
+def conversations(client, delays, count=6, turns=3):
+    """Multi-turn episodes whose tools take a random while; all that was sampled, by session."""
+
+    async def episode(name):
+        ids, record = list(PROMPTS[len(name) % 5]), []
+        for turn in range(turns):
+            completion = await client.generate(ids, SAMPLED.replace(seed=turn, max_tokens=3 + len(name)), session=name)
+            record.append(completion)
+            ids += [*completion.token_ids, 30 + turn]
+            await asyncio.sleep(delays.random() / 50)
+        await client.release(name)
+        return record
+
+    async def run():
+        names = ["s" * (number + 1) for number in range(count)]
+        for name in names:
+            await client.expect(name)
+        delays.shuffle(names)
+        records = await asyncio.gather(*(episode(name) for name in names))
+        return dict(zip(names, records, strict=True))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("max_rows", [4, 64])
+def test_deterministic_runs_are_bit_equal_however_long_tools_take(make, max_rows):
+    runs = [conversations(make(deterministic=True, max_rows=max_rows), random.Random(seed)) for seed in (1, 2, 3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_session_that_never_comes_back_is_an_error_with_its_name(make):
+    client = make(deterministic=True, stall_timeout_s=0.05)
+
+    async def run():
+        await client.expect("here")
+        await client.expect("gone")
+        await client.generate(PROMPTS[0], SAMPLED, session="here")
+
+    with pytest.raises(EngineError, match="neither generate nor are released: gone"):
+        asyncio.run(run())
+
+
+def test_a_paused_engine_goes_on_where_it_was(make):
+    client = make()
+
+    async def run():
+        task = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=30)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await client.pause()
+        before = (await client.health())["decode_steps"]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        during = (await client.health())["decode_steps"]
+        await client.resume()
+        return await task, before == during, before
+
+    completion, stood_still, steps = asyncio.run(run())
+    assert stood_still
+    assert 0 < steps < 30
+    assert completion == generate(make(), [PROMPTS[0]], [SAMPLED.replace(max_tokens=30)])[0]
+
+
+def test_a_pause_has_a_deadline(make):
+    client = make(stall_timeout_s=0.05)
+    asyncio.run(client.pause())
+    with pytest.raises(EngineError, match=r"waited 0.05 s: the engine is paused"):
+        generate(client, PROMPTS[:1], [SAMPLED])
+
+
+def test_sleep_gives_the_cache_back_and_wake_serves_again(make):
+    client = make()
+    expected = generate(client, PROMPTS, [SAMPLED] * 5, list("abcde"))
+    assert health(client)["cache_bytes"] > 0
+    asyncio.run(client.sleep())
+    assert health(client)["cache_bytes"] == health(client)["rows_parked"] == 0
+    with pytest.raises(EngineError, match="call wake"):
+        generate(client, PROMPTS, [SAMPLED] * 5)
+    asyncio.run(client.wake())
+    assert [item.token_ids for item in generate(client, PROMPTS, [SAMPLED] * 5)] == [item.token_ids for item in expected]
+
+
+def test_a_closed_engine_says_so_to_old_and_new_requests(make):
+    client = make()
+
+    async def run():
+        task = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=90)))
+        await asyncio.sleep(0)
+        await client.close()
+        return await asyncio.gather(task, return_exceptions=True)
+
+    assert "closed" in str(asyncio.run(run())[0])
+    with pytest.raises(EngineError, match="closed"):
+        generate(client, PROMPTS, [SAMPLED] * 5)
+
+
+def test_weights_from_files_are_refused_with_the_way_out(make):
+    with pytest.raises(EngineError, match="kind='memory'"):
+        asyncio.run(make().load(WeightRef(3, "full", "/nowhere")))

@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+import torch
+
+from rl4llm.core.types import SamplingParams
+from rl4llm.inference.sampling import Sampler, keep_likely, uniforms
+
+
+def one_by_one(seed, token):
+    """splitmix64 in plain integers."""
+
+    def mix(state):
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+        return state ^ (state >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    return (mix((mix(seed % 2**64 ^ golden) + (token + 1) * golden) % 2**64) >> 11) / 2**53
+
+
+def test_the_number_of_a_token_depends_on_its_seed_and_its_index_alone():
+    seeds, starts = [0, 1, 2**63 - 1, 5], [0, 3, 100, 0]
+    found = uniforms(seeds, starts, 7)
+    for row, (seed, start) in enumerate(zip(seeds, starts, strict=True)):
+        assert found[:, row].tolist() == [one_by_one(seed, start + place) for place in range(7)]
+
+
+def test_streams_of_neighbouring_seeds_are_uniform_and_unrelated():
+    numbers = uniforms(range(200), [0] * 200, 500)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    shares = np.histogram(numbers, bins=20, range=(0, 1))[0] / numbers.size
+    assert abs(shares - 0.05).max() < 0.003
+    assert abs(np.corrcoef(numbers.T)[~np.eye(200, dtype=bool)]).mean() < 0.05
+    assert len(np.unique(numbers)) == numbers.size
+
+
+def test_a_stream_goes_on_where_it_was_when_the_rows_change():
+    logits = torch.randn(40, 2, 50)
+    params = [SamplingParams(seed=seed) for seed in (3, 4)]
+    whole = Sampler(params, [0, 0], torch.device("cpu"))
+    expected = [whole(step)[0].tolist() for step in logits]
+    second = Sampler(params[1:], [7], torch.device("cpu"))
+    assert [second(step[1:])[0].item() for step in logits[7:]] == [tokens[1] for tokens in expected[7:]]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.9), (3, 1.0), (5, 0.7), (1, 0.1), (50, 0.999), (0, 1.0)])
+def test_top_k_and_top_p_keep_what_the_reference_keeps(top_k, top_p, reference_filter):
+    probs = (2 * torch.randn(6, 50, dtype=torch.float64)).softmax(-1)
+    found = keep_likely(probs, torch.tensor([top_k] * 6), torch.tensor([top_p] * 6, dtype=torch.float64))
+    for row in range(6):
+        assert found[row].tolist() == reference_filter(probs[row].tolist(), SamplingParams(top_k=top_k, top_p=top_p))
+
+
+def test_tokens_come_as_often_as_the_filtered_softmax_says():
+    count = 20_000
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0]).expand(count, 5)
+    params = [SamplingParams(seed=seed, temperature=0.8, top_p=0.9, top_k=4) for seed in range(count)]
+    tokens, logprobs = Sampler(params, [0] * count, torch.device("cpu"))(logits)
+    probs = (logits[0] / 0.8).softmax(-1)
+    kept = keep_likely(probs[None], torch.tensor([4]), torch.tensor([0.9]))[0]
+    shares = torch.bincount(tokens, minlength=5) / count
+    assert torch.allclose(shares, kept / kept.sum(), atol=0.012)
+    assert torch.allclose(logprobs, probs.log()[tokens], atol=1e-6)
+
+
+def test_rows_with_different_parameters_are_what_they_would_be_alone():
+    logits = 3 * torch.randn(5, 30)
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=0.0),
+        SamplingParams(seed=3, temperature=0.5, top_k=3),
+        SamplingParams(seed=4, top_p=0.4),
+        SamplingParams(seed=5, temperature=2.0),
+    ]
+    tokens, logprobs = Sampler(params, [0, 1, 2, 3, 4], torch.device("cpu"))(logits)
+    for row, item in enumerate(params):
+        alone = Sampler([item], [row], torch.device("cpu"))(logits[row : row + 1])
+        assert tokens[row] == alone[0][0]
+        assert torch.allclose(logprobs[row], alone[1][0])
+
+
+def test_nan_logits_give_nan_log_probs():
+    logits = torch.randn(2, 10)
+    logits[1, 3] = float("nan")
+    _, logprobs = Sampler([SamplingParams()] * 2, [0, 0], torch.device("cpu"))(logits)
+    assert logprobs.isnan().tolist() == [False, True]
