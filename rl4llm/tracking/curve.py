@@ -12,34 +12,35 @@ from rl4llm.core.run_dir import write_atomically
 from rl4llm.tracking.jsonl import read_jsonl
 
 BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"  # Okabe and Ito's, safe for the colour-blind
-Points = tuple[list[int], list[float]]
 
 
 def plot_learning_curve(
     metrics_jsonl: Path, eval_rows: Iterable[Mapping[str, Any]], png_path: Path, title: str = "Learning curve"
-) -> None:
+) -> bool:
     """Draw held-out success (`accuracy` of the evaluations) above the training reward (`reward/mean`), over steps.
 
+    A log without one of them gets one panel; without both nothing is drawn, and the answer is False.
     Raises DataError for a damaged log and RunDirError when the picture cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import, needed once a run
     from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.patheffects import withStroke  # noqa: PLC0415
 
-    reward = _points(read_jsonl(metrics_jsonl), "reward/mean")
     success = _points(eval_rows, "accuracy")
-    figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained", facecolor="white")
+    reward = _points(read_jsonl(metrics_jsonl), "reward/mean")
+    panels = [(draw, points) for draw, points in ((_draw_success, success), (_draw_reward, reward)) if points[0]]
+    if not panels:
+        return False
+    figure = Figure(figsize=(8, 0.6 + 2.5 * len(panels)), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True)
     figure.suptitle(title, fontsize=13, fontweight="bold", color=INK, x=0.01, ha="left")
-    _draw_success(above, success, withStroke(linewidth=3, foreground="white"))
-    _draw_reward(below, reward)
-    below.set_xlabel("training step", color=INK)
-    if not reward[0] and not success[0]:
-        below.text(0.5, 0.5, "no finished step yet", transform=below.transAxes, ha="center", color=GREY)
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (draw, points) in zip(rows, panels, strict=True):
+        draw(axes, *points)
+    rows[-1].set_xlabel("training step", color=INK)
     image = io.BytesIO()
     figure.savefig(image, format="png")
     write_atomically(png_path, image.getvalue())
+    return True
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -49,18 +50,19 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _points(rows: Iterable[Mapping[str, Any]], name: str) -> Points:
+def _points(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _draw_success(axes: Any, points: Points, halo: Any) -> None:
-    steps, values = points
+def _draw_success(axes: Any, steps: list[int], values: list[float]) -> None:
+    from matplotlib.patheffects import withStroke  # noqa: PLC0415
+
     percent = [100 * value for value in values]
     axes.plot(steps, percent, "o-", color=BLUE, linewidth=1.8, markersize=5, clip_on=False, zorder=3)
     axes.set_ylim(0, 100)
     _style(axes, "held-out success (%)")
-    for at in {0, len(percent) - 1} if percent else ():
+    for at in {0, len(percent) - 1}:
         first = at == 0
         axes.annotate(
             f"{percent[at]:.1f} %",
@@ -70,13 +72,12 @@ def _draw_success(axes: Any, points: Points, halo: Any) -> None:
             ha="left" if first else "right",
             color=BLUE,
             fontweight="bold",
-            path_effects=[halo],
+            path_effects=[withStroke(linewidth=3, foreground="white")],
             zorder=4,
         )
 
 
-def _draw_reward(axes: Any, points: Points) -> None:
-    steps, values = points
+def _draw_reward(axes: Any, steps: list[int], values: list[float]) -> None:
     few = len(values) < 8
     axes.plot(steps, values, "o-" if few else "-", color=ORANGE, linewidth=1, alpha=1 if few else 0.35, label="each step")
     if not few:

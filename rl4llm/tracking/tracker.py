@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from rl4llm.core.errors import RunDirError
+from rl4llm.core.errors import DataError, RunDirError
 
 
 class Tracker(Protocol):
@@ -22,7 +22,7 @@ class Tracker(Protocol):
 
 
 class Tolerant:
-    """Lets the writing of logs fail: the first OSError of each name is handed to `warn`, the later ones are only counted.
+    """Lets the writing of logs fail: the first failure of each name is handed to `warn`, the later ones are only counted.
 
         with tolerant("metrics.jsonl"):
             tracker.log(step, metrics)
@@ -37,7 +37,7 @@ class Tolerant:
         """Run one write under this name."""
         try:
             yield
-        except (OSError, RunDirError) as error:
+        except (OSError, RunDirError, DataError) as error:
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
                 self._warn(f"{name} cannot be written ({error}). Training goes on; what is missed there stays missing.")

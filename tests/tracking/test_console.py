@@ -1,0 +1,180 @@
+import io
+import os
+import pty
+import re
+import select
+import threading
+
+import pytest
+
+from rl4llm.tracking.console import Console
+from rl4llm.tracking.progress import Progress, duration
+
+
+class Hands:
+    """A clock that only moves when told."""
+
+    def __init__(self):
+        self.time = 100.0
+
+    def __call__(self):
+        return self.time
+
+
+class Terminal:
+    """A real terminal, and what was written on it."""
+
+    def __init__(self, monkeypatch, columns=100):
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("COLUMNS", str(columns))
+        self._screen, keyboard = pty.openpty()
+        self.file = os.fdopen(keyboard, "w")
+        self._read = ""
+
+    def raw(self):
+        while select.select([self._screen], [], [], 0)[0]:
+            self._read += os.read(self._screen, 65536).decode()
+        return self._read
+
+    def text(self):
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.raw())
+
+
+def run(console, steps, hands=None, seconds=1.0):
+    for step in steps:
+        if hands:
+            hands.time += seconds
+        console.step(step, {"reward/mean": step / 10, "tokens/s": 4100.0})
+
+
+def test_a_file_gets_the_first_the_last_and_every_kth_step_as_plain_lines():
+    file, hands = io.StringIO(), Hands()
+    with Console(20, every=8, file=file, now=hands) as console:
+        console.evaluation(0, {"accuracy": 0.125})
+        run(console, range(1, 21), hands)
+    assert file.getvalue().splitlines() == [
+        "held-out success at step 0: 12.5%",
+        "step 1/20  0:19 left  reward 0.100  held-out 12.5% (step 0)  tokens/s 4100",
+        "step 8/20  0:12 left  reward 0.800  held-out 12.5% (step 0)  tokens/s 4100",
+        "step 16/20  0:04 left  reward 1.600  held-out 12.5% (step 0)  tokens/s 4100",
+        "step 20/20  reward 2.000  held-out 12.5% (step 0)  tokens/s 4100",
+    ]
+
+
+def test_slow_steps_are_told_at_least_every_ten_seconds():
+    file, hands = io.StringIO(), Hands()
+    with Console(1000, every=500, file=file, now=hands) as console:
+        run(console, range(1, 13), hands, seconds=4)
+    told = [line.split("/")[0] for line in file.getvalue().splitlines()]
+    assert told == ["step 1", "step 4", "step 7", "step 10"]
+
+
+def test_a_file_hears_of_each_phase_once():
+    file = io.StringIO()
+    with Console(2, file=file) as console:
+        for phase in ("rollout", "update", "rollout", "update"):
+            console.phase(phase)
+    assert file.getvalue().splitlines() == ["phase: rollout", "phase: update"]
+
+
+def test_quiet_shows_warnings_and_nothing_else():
+    file = io.StringIO()
+    with Console(2, quiet=True, file=file) as console:
+        console.phase("rollout")
+        run(console, [1, 2])
+        console.note("a note")
+        console.table([["a", "b"]])
+        console.warn("the disk is full")
+    assert file.getvalue() == "Warning: the disk is full\n"
+
+
+def test_a_full_disk_behind_the_output_does_not_stop_training():
+    file = io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True)  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        file.write("a line")
+    with Console(3, file=file) as console:
+        run(console, [1, 2, 3])
+        console.warn("still here")
+
+
+def test_text_that_the_output_cannot_spell_is_replaced():
+    raw = io.BytesIO()
+    with Console(1, file=io.TextIOWrapper(raw, encoding="ascii")) as console:
+        console.note("größer [bold]1[/]")
+    assert raw.getvalue() == b"gr??er [bold]1[/]\n"
+
+
+def test_a_table_in_a_file_is_aligned_and_never_cut():
+    file = io.StringIO()
+    path = "/somewhere/" + "long/" * 40
+    Console(1, file=file).table([["curve", path], ["m", 0.5]], header=["what", "where"], title="files")
+    assert file.getvalue().splitlines() == ["files", "what   where", f"curve  {path}", "m      0.5"]
+
+
+def test_a_file_needs_no_thread_and_a_terminal_gets_its_own_back():
+    threads = threading.active_count()
+    with Console(1, file=io.StringIO()):
+        assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_terminal_is_given_back_whatever_happens(monkeypatch, error):
+    terminal, threads = Terminal(monkeypatch), threading.active_count()
+    with pytest.raises(error), Console(10, file=terminal.file) as console:
+        console.phase("rollout")
+        run(console, [1, 2])
+        assert "\x1b[?25l" in terminal.raw()
+        raise error
+    assert terminal.raw().rindex("\x1b[?25h") > terminal.raw().rindex("\x1b[?25l")
+    assert threading.active_count() == threads
+    terminal.file.write("afterwards\n")
+
+
+def test_a_terminal_shows_phase_step_numbers_and_time_left_in_a_panel_that_fits(monkeypatch):
+    terminal, hands = Terminal(monkeypatch, columns=90), Hands()
+    with Console(10, title="runs/a [b]", file=terminal.file, now=hands) as console:
+        console.evaluation(0, {"accuracy": 0.25})
+        run(console, [1, 2], hands, seconds=30)
+        console.evaluation(2, {"accuracy": 0.5})
+        console.phase("update")
+        console.note("a [bold]note[/]")
+    last = terminal.text().replace("\r", "").split("╭")[-1]
+    for shown in ("runs/a [b]", "update", "step 2/10", "20%", "1:00", "4:00 left", "reward 0.200", "tokens/s 4100"):
+        assert shown in last
+    assert "held-out 50.0% (step 2, from 25.0%)" in last
+    assert "a [bold]note[/]" in terminal.text()
+    assert all(len(line) <= 87 for line in last.splitlines())
+
+
+def test_a_table_on_a_terminal_keeps_long_cells_in_one_piece(monkeypatch):
+    terminal = Terminal(monkeypatch, columns=60)
+    path = "/somewhere/" + "long/" * 40
+    Console(1, file=terminal.file).table([["curve", path]])
+    assert f"curve  {path}" in terminal.text()
+
+
+def test_the_time_left_is_the_median_pace_so_that_one_slow_step_does_not_frighten():
+    hands = Hands()
+    progress = Progress(total_steps=100, now=hands)
+    assert progress.seconds_left is None
+    progress.start()
+    for step, seconds in enumerate((2, 2, 60, 2, 2), start=1):
+        hands.time += seconds
+        progress.take_step(step, {})
+    assert progress.seconds_left == 190
+    hands.time += 1
+    assert progress.seconds_left == 189
+
+
+def test_a_resumed_run_counts_only_the_steps_that_remain():
+    hands = Hands()
+    progress = Progress(total_steps=100, now=hands)
+    progress.start()
+    hands.time += 3
+    progress.take_step(91, {})
+    assert progress.seconds_left == 27 and progress.share == 0.91
+
+
+def test_durations_read_as_people_write_them():
+    texts = [duration(seconds) for seconds in (0, 7.4, 750, 3599.7, 11_100, 187_800)]
+    assert texts == ["0:00", "0:07", "12:30", "1:00:00", "3:05:00", "2 d 04:10"]

@@ -1,0 +1,58 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from matplotlib.image import imread
+
+from rl4llm.core.errors import DataError
+from rl4llm.tracking.curve import BLUE, ORANGE, plot_learning_curve, smooth
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def has_colour(picture, colour):
+    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return bool((abs(picture[..., :3] - wanted) < 0.01).all(-1).any())
+
+
+def test_both_curves_are_in_the_picture_and_a_missing_one_leaves_one_panel(tmp_path):
+    metrics = write(tmp_path / "m.jsonl", [{"step": step, "reward/mean": step / 30} for step in range(1, 31)])
+    evaluations = [{"step": step, "accuracy": step / 30} for step in (0, 10, 20, 30)]
+    assert plot_learning_curve(metrics, evaluations, tmp_path / "both.png")
+    assert plot_learning_curve(metrics, [], tmp_path / "reward.png")
+    both, reward = imread(tmp_path / "both.png"), imread(tmp_path / "reward.png")
+    assert has_colour(both, BLUE) and has_colour(both, ORANGE)
+    assert has_colour(reward, ORANGE) and not has_colour(reward, BLUE)
+    assert reward.shape[0] < both.shape[0]
+
+
+def test_without_a_finished_step_nothing_is_drawn(tmp_path):
+    metrics = write(tmp_path / "m.jsonl", [{"step": 1, "reward/mean": None}, {"step": 2, "loss": 1.0}])
+    assert not plot_learning_curve(metrics, [], tmp_path / "curve.png")
+    assert not plot_learning_curve(tmp_path / "absent.jsonl", [], tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_a_damaged_log_is_named(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step"\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"m\.jsonl:1"):
+        plot_learning_curve(tmp_path / "m.jsonl", [], tmp_path / "curve.png")
+
+
+def test_smoothing_keeps_length_and_level_and_calms_noise():
+    assert smooth([2.0] * 7) == [2.0] * 7
+    noisy = [0.0, 1.0] * 50
+    calm = smooth(noisy)
+    assert len(calm) == 100 and max(calm) - min(calm) < 0.4
+
+
+def test_matplotlib_tensorboard_and_wandb_are_imported_only_when_they_are_used():
+    code = (
+        "import sys, rl4llm.tracking.curve, rl4llm.tracking.tensorboard, rl4llm.tracking.wandb;"
+        "print([name for name in ('matplotlib', 'tensorboard', 'wandb') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

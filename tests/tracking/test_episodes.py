@@ -1,0 +1,115 @@
+import os
+
+import pytest
+
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.errors import DataError
+from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
+from rl4llm.tracking.episodes import EpisodeLog, read_episodes
+
+MESSAGES = (ChatMessage("user", "6 x 7?"), ChatMessage("assistant", "42", tool_calls=({"name": "f"},)))
+
+
+def trajectory(prompt_id="p", sample=0, **extras):
+    completion = Completion("42", (5, 6), (-0.1, -1 / 3), "stop", version=11)
+    spans = (TokenSpan.context([1, 2]), TokenSpan.policy(completion))
+    extras = {"sample": sample, "ground_truth": "42", **extras}
+    return Trajectory(prompt_id, spans, MESSAGES, {"accuracy": 1.0, "length": 0.5}, 1.5, "done", extras)
+
+
+def failed(prompt_id="p"):
+    spans = [TokenSpan.context([1, 2])]
+    return SampleState(
+        prompt_id, 3, [ChatMessage("user", "\ud800?")], "42", stop_reason="failed", failure="the tool broke", spans=spans
+    )
+
+
+def groups(count, size=2):
+    return [Group(f"p{i}", tuple(trajectory(f"p{i}", sample) for sample in range(size))) for i in range(count)]
+
+
+def names(directory):
+    return sorted(os.listdir(directory))
+
+
+def test_an_episode_comes_back_with_every_token_its_author_and_its_worth(tmp_path):
+    EpisodeLog(tmp_path).log(12, [Group("p", (trajectory(sample=4, seed=9),))], credits=[[0.25]])
+    assert read_episodes(tmp_path / "step-000012.jsonl") == [
+        {
+            "step": 12,
+            "prompt_id": "p",
+            "sample": 4,
+            "reward": 1.5,
+            "rewards": {"accuracy": 1.0, "length": 0.5},
+            "stop_reason": "done",
+            "ground_truth": "42",
+            "messages": [
+                {"role": "user", "content": "6 x 7?"},
+                {"role": "assistant", "content": "42", "tool_calls": [{"name": "f"}]},
+            ],
+            "spans": [
+                {"author": "context", "token_ids": [1, 2]},
+                {"author": "policy", "token_ids": [5, 6], "logprobs": [-0.1, -1 / 3], "version": 11},
+            ],
+            "extras": {"seed": 9},
+            "credit": 0.25,
+        }
+    ]
+
+
+def test_a_failed_attempt_is_stored_with_its_reason_and_without_a_reward(tmp_path):
+    EpisodeLog(tmp_path).log(1, groups(1), [failed()])
+    first, *others = read_episodes(tmp_path / "step-000001.jsonl")
+    assert (first["failure"], first["sample"], first["stop_reason"]) == ("the tool broke", 3, "failed")
+    assert "reward" not in first and first["messages"] == [{"role": "user", "content": "\ud800?"}]
+    assert len(others) == 2
+
+
+def test_whatever_an_environment_attached_is_stored_as_json_or_as_text(tmp_path):
+    extras = {"board": {(0, 1): "x"}, "when": {1, 2}, "plain": [1, None], "nan": float("nan")}
+    EpisodeLog(tmp_path).log(1, [Group("p", (trajectory(**extras),))])
+    stored = read_episodes(tmp_path / "step-000001.jsonl")[0]["extras"]
+    assert stored["board"] == {"(0, 1)": "x"} and stored["when"] == "{1, 2}" and stored["plain"] == [1, None]
+
+
+def test_steps_between_are_left_out_evaluations_never_and_zero_stores_nothing(tmp_path):
+    log = EpisodeLog(tmp_path / "some", every=5)
+    for step in range(1, 11):
+        log.log(step, groups(1))
+    log.log(3, groups(1), kind="eval")
+    assert names(tmp_path / "some") == ["eval-000003.jsonl", "step-000005.jsonl", "step-000010.jsonl"]
+    EpisodeLog(tmp_path / "none", every=0).log(5, groups(1), kind="eval")
+    assert names(tmp_path / "none") == []
+
+
+def test_a_limit_keeps_failures_first_and_then_whole_groups(tmp_path):
+    EpisodeLog(tmp_path, max_per_step=5).log(1, groups(8, size=2), [failed()])
+    rows = read_episodes(tmp_path / "step-000001.jsonl")
+    assert [row["prompt_id"] for row in rows] == ["p", "p0", "p0", "p1", "p1"]
+
+
+def test_a_resumed_run_drops_the_episodes_of_steps_that_it_takes_again(tmp_path):
+    log = EpisodeLog(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, groups(1))
+    log.log(3, groups(1), kind="eval")
+    EpisodeLog(tmp_path, resume_step=2)
+    assert names(tmp_path) == ["step-000001.jsonl", "step-000002.jsonl"]
+    EpisodeLog(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_each_rank_has_files_of_its_own(tmp_path):
+    for rank in (0, 1):
+        EpisodeLog(tmp_path, rank=rank, resume_step=0).log(1, groups(1))
+    assert names(tmp_path) == ["step-000001-rank1.jsonl", "step-000001.jsonl"]
+    assert len(read_episodes(tmp_path)) == 4
+
+
+def test_a_torn_last_line_is_left_out_and_a_path_without_episodes_is_an_error(tmp_path):
+    EpisodeLog(tmp_path).log(1, groups(2))
+    file = tmp_path / "step-000001.jsonl"
+    os.truncate(file, file.stat().st_size - 20)
+    assert len(read_episodes(file)) == 3
+    with pytest.raises(DataError, match="no episodes"):
+        read_episodes(tmp_path / "step-000009.jsonl")

@@ -1,0 +1,81 @@
+import json
+import math
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+
+from rl4llm.core.errors import DataError
+from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
+
+
+@contextmanager
+def files_of_at_most(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def write(path, steps, resume_step=-1):
+    tracker = JsonlTracker(path, resume_step)
+    for step in steps:
+        tracker.log(step, {"reward/mean": step / 10})
+    tracker.close()
+
+
+def steps(path):
+    return [row["step"] for row in read_jsonl(path)]
+
+
+def test_a_row_is_there_as_soon_as_it_is_logged(tmp_path):
+    tracker = JsonlTracker(tmp_path / "logs" / "metrics.jsonl")
+    tracker.log(1, {"loss": 0.25, "count": 3})
+    assert read_jsonl(tmp_path / "logs" / "metrics.jsonl") == [{"step": 1, "loss": 0.25, "count": 3.0}]
+
+
+def test_a_number_that_is_not_finite_is_null_so_that_every_json_reader_can_read_on(tmp_path):
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log(1, {"loss": math.nan, "kl": math.inf, "lr": 1.0})
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": None, "kl": None, "lr": 1.0}]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "reward', b"\x00\x00\x00", b'{"step": 3}'])
+@pytest.mark.parametrize("resume_step", [-1, 0, 3, 5, 9])
+def test_a_resumed_run_has_every_step_once_whatever_the_killed_one_left(tmp_path, resume_step, torn):
+    path = tmp_path / "m.jsonl"
+    write(path, range(6))
+    with open(path, "ab") as file:
+        file.write(torn)
+    write(path, range(min(resume_step, 5) + 1, 12), resume_step)
+    assert steps(path) == list(range(12))
+
+
+def test_several_rows_of_one_step_stay_together_over_a_resume(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, [1, 2, 2, 3])
+    write(path, [3], resume_step=2)
+    assert steps(path) == [1, 2, 2, 3]
+
+
+def test_a_reader_leaves_out_a_torn_last_line_and_names_any_other_broken_one(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert steps(path) == [1, 2]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"m\.jsonl:2 "):
+        read_jsonl(path)
+    assert read_jsonl(tmp_path / "absent.jsonl") == []
+
+
+def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path):
+    path = tmp_path / "m.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {"loss": 1.0})
+    with files_of_at_most(os.path.getsize(path) + 10), pytest.raises(OSError):
+        tracker.log(2, {"loss": 2.0})
+    tracker.log(3, {"loss": 3.0})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]

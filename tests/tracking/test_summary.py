@@ -1,0 +1,76 @@
+import math
+
+import pytest
+
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
+from rl4llm.tracking.summary import summarize
+
+PROMPT = TokenSpan.context([1, 2, 3])
+
+
+def policy(count, version=0):
+    return TokenSpan(tuple(range(count)), "policy", (-0.5,) * count, version)
+
+
+def trajectory(reward, *spans, rewards=None, stop_reason="done", prompt_id="p"):
+    rewards = {"accuracy": reward} if rewards is None else rewards
+    return Trajectory(prompt_id, (PROMPT, *spans), (ChatMessage("user", "?"),), rewards, reward, stop_reason)
+
+
+def failed():
+    return SampleState("p", 0, [ChatMessage("user", "?")], "42", failure="the tool broke", stop_reason="failed")
+
+
+def test_every_metric_of_a_rollout_worked_out_by_hand():
+    tool = TokenSpan.context([7, 8])
+    one = trajectory(1.0, policy(4), tool, policy(2))
+    two = trajectory(0.0, policy(10), stop_reason="length")
+    three = trajectory(0.5, policy(2), prompt_id="q", stop_reason="context")
+    metrics = summarize([Group("p", (one, two)), Group("q", (three,))], [failed()])
+    assert metrics.pop("reward/std") == pytest.approx(math.sqrt(1 / 6))
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "reward/accuracy": 0.5,
+            "accuracy": 1 / 3,
+            "completion_length/mean": 6.0,
+            "completion_length/p90": 10.0,
+            "completion_length/max": 10.0,
+            "prompt_length/mean": 3.0,
+            "turns": 4 / 3,
+            "truncated": 2 / 3,
+            "stop/done": 1 / 3,
+            "stop/length": 1 / 3,
+            "stop/context": 1 / 3,
+            "groups/zero_spread": 0.5,
+            "trajectories": 3.0,
+            "failures": 1.0,
+        }
+    )
+
+
+def test_p90_is_a_length_that_nine_of_ten_do_not_exceed():
+    members = tuple(trajectory(0.0, policy(length)) for length in range(1, 21))
+    assert summarize([Group("p", members)])["completion_length/p90"] == 18.0
+
+
+def test_a_turn_that_two_versions_of_the_weights_wrote_is_one_turn():
+    assert summarize([Group("p", (trajectory(1.0, policy(2, 3), policy(2, 4)),))])["turns"] == 1.0
+
+
+def test_accuracy_is_that_of_the_reward_with_this_name_or_else_of_the_first():
+    named = trajectory(2.0, policy(1), rewards={"format": 1.0, "accuracy": 0.9})
+    first = trajectory(0.0, policy(1), rewards={"exact": 1.0, "length": 0.2})
+    assert summarize([Group("p", (named,))])["accuracy"] == 0.0
+    assert summarize([Group("p", (first,))])["accuracy"] == 1.0
+
+
+def test_rewards_whose_names_are_taken_do_not_hide_the_combined_reward():
+    one = trajectory(3.0, policy(1), rewards={"mean": 1.0, "std": 2.0})
+    metrics = summarize([Group("p", (one,))])
+    assert [metrics[f"reward/{name}"] for name in ("mean", "std", "mean_", "std_")] == [3.0, 0.0, 1.0, 2.0]
+
+
+def test_a_rollout_in_which_everything_failed_has_counts_and_no_invented_means():
+    assert summarize([], [failed(), failed()]) == {"trajectories": 0.0, "failures": 2.0}

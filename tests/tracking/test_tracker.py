@@ -1,0 +1,40 @@
+import resource
+from contextlib import contextmanager
+
+import pytest
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
+from rl4llm.tracking.tracker import Tolerant, Trackers
+
+
+@contextmanager
+def files_of_at_most(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_tracker_on_a_full_disk_is_told_once_and_holds_up_neither_the_others_nor_training(tmp_path):
+    warnings = []
+    tolerant = Tolerant(warnings.append)
+    full = JsonlTracker(tmp_path / "full.jsonl")
+    full.log(0, {str(name): 1.0 for name in range(100)})
+    trackers = Trackers([full, JsonlTracker(tmp_path / "m.jsonl")], tolerant)
+    with files_of_at_most((tmp_path / "full.jsonl").stat().st_size):
+        for step in (1, 2, 3):
+            trackers.log(step, {"loss": 1.0})
+    trackers.log(4, {"loss": 1.0})
+    trackers.close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(tmp_path / "full.jsonl")] == [0, 4]
+    assert len(warnings) == 1 and warnings[0].startswith("full.jsonl cannot be written")
+    assert tolerant.failures == {"full.jsonl": 3}
+
+
+def test_only_failures_of_writing_are_tolerated():
+    with pytest.raises(ConfigError), Tolerant(lambda text: None)("log"):
+        raise ConfigError("wrong")
