@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
@@ -39,8 +40,8 @@ class RunTracker:
         episodes_per_step: int = 0,
         config: Mapping[str, Any] | None = None,
     ):
-        self.clock = Clock(on_phase=lambda phase: self.console.phase(phase))
         self.console = Console(total_steps, title=str(run.path))
+        self.clock = Clock(on_phase=self._show_phase)
         self._run = run
         self._tensorboard = tensorboard
         self._wandb_project = wandb_project
@@ -55,15 +56,16 @@ class RunTracker:
 
     def begin(self, step: int) -> None:
         """Open the logs after `step` finished steps; -1 means from the start, evaluation of step 0 included."""
-        trackers: list[Tracker] = [JsonlTracker(self._run.metrics_file, step)]
+        run = self._run
+        makers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(run.metrics_file, step)]
         if self._tensorboard:
-            trackers.append(TensorBoardTracker(self._run.tensorboard_dir, step))
+            makers.append(lambda: TensorBoardTracker(run.tensorboard_dir, step))
         if self._wandb_project:
-            wandb = WandbTracker(self._run.path, self._wandb_project, self._run.run_id, self._config, self.warn)
-            trackers.append(wandb)
-        self._trackers = Trackers(trackers, self._tolerant)
-        self._evals = Trackers([JsonlTracker(self._run.eval_file, step)], self._tolerant)
-        self._episodes = EpisodeLog(self._run.episodes_dir, self._episodes_every, self._episodes_per_step, step)
+            makers.append(lambda: WandbTracker(run.path, self._wandb_project, run.run_id, self._config, self.warn))
+        self._trackers = self._opened(makers)
+        self._evals = self._opened([lambda: JsonlTracker(run.eval_file, step)])
+        with self._tolerant("episodes"):
+            self._episodes = EpisodeLog(run.episodes_dir, self._episodes_every, self._episodes_per_step, step)
         self.console.__enter__()
         if step >= 0:
             self.console.note(f"resumed {self._run.path} after step {step}")
@@ -91,8 +93,7 @@ class RunTracker:
         }
         self._trackers.log(step, metrics)
         if groups or failed:
-            with self._tolerant("episodes"):
-                self._episodes.log(step, groups, failed, credits)
+            self._store_episodes(step, groups, failed, credits=credits)
         self.console.step(step, metrics)
 
     def evaluation(self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> dict[str, float]:
@@ -100,10 +101,8 @@ class RunTracker:
         metrics = summarize(groups, failed)
         self._evals.log(step, metrics)
         self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
-        with self._tolerant("episodes"):
-            self._episodes.log(step, groups, failed, kind="eval")
-        with self._tolerant("learning curve"):
-            plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
+        self._store_episodes(step, groups, failed, kind="eval")
+        self._draw_curve()
         self.console.evaluation(step, metrics)
         return metrics
 
@@ -117,13 +116,36 @@ class RunTracker:
 
     def close(self) -> None:
         """Write out what is pending, give the terminal back, and let the run's directory go."""
-        for trackers in filter(None, (self._trackers, self._evals)):
-            trackers.close()
-        if self._trackers is not None:
-            with self._tolerant("learning curve"):
-                plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
-        self.console.__exit__()
-        self._run.close()
+        with ExitStack() as stack:  # the terminal and the directory are given back whatever else goes wrong
+            stack.callback(self._run.close)
+            stack.callback(self.console.__exit__)
+            for trackers in filter(None, (self._trackers, self._evals)):
+                trackers.close()
+            if self._trackers is not None:
+                self._draw_curve()
+
+    def _opened(self, makers: Sequence[Callable[[], Tracker]]) -> Trackers:
+        """The trackers that could be opened."""
+        trackers: list[Tracker] = []
+        for make in makers:
+            with self._tolerant("a log"):
+                trackers.append(make())
+        return Trackers(trackers, self._tolerant)
+
+    def _show_phase(self, phase: str) -> None:
+        if phase != "step":  # all the others are inside it
+            self.console.phase(phase)
+
+    def _store_episodes(
+        self, step: int, groups: Sequence[Group], failed: Sequence[SampleState], **details: Any
+    ) -> None:
+        if self._episodes is not None:
+            with self._tolerant("episodes"):
+                self._episodes.log(step, groups, failed, **details)
+
+    def _draw_curve(self) -> None:
+        with self._tolerant("learning curve"):
+            plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
 
 
 def _merged(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

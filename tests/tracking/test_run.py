@@ -1,0 +1,95 @@
+import json
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+
+from rl4llm.core.run_dir import RunDir
+from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
+from rl4llm.tracking.jsonl import read_jsonl
+from rl4llm.tracking.run import RunTracker
+
+
+@contextmanager
+def files_of_at_most(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def group(reward):
+    spans = (TokenSpan.context([1, 2]), TokenSpan.policy(Completion("a", (5, 6), (-0.1, -0.2), "stop", 1)))
+    return Group("p", (Trajectory("p", spans, (ChatMessage("user", "?"),), {"accuracy": reward}, reward, "done"),))
+
+
+def open_run(path, total_steps=4):
+    return RunTracker(RunDir.open(path, {"seed": 1}), total_steps=total_steps)
+
+
+def report(tracker, step):
+    with tracker.clock("step"), tracker.clock("rollout"):
+        pass
+    updates = [{"loss": 1.0, "ratio/max": 2.0, "update/tokens": 3.0}, {"loss": 3.0, "ratio/max": 1.0, "update/tokens": 4.0}]
+    tracker.step(step, [group(1.0)], [], updates, tokens=2)
+    tracker.evaluation(step, [group(step / 10)], [])
+
+
+def steps(path, name):
+    return [row["step"] for row in read_jsonl(path / "metrics.jsonl") if name in row]
+
+
+def test_a_run_that_is_resumed_has_every_step_and_evaluation_once_in_all_of_its_logs(tmp_path):
+    first = open_run(tmp_path)
+    first.begin(-1)
+    for step in (1, 2, 3):
+        report(first, step)
+    first.close()
+    second = open_run(tmp_path)
+    second.begin(1)
+    for step in (2, 3, 4):
+        report(second, step)
+    second.close()
+    assert steps(tmp_path, "loss") == steps(tmp_path, "eval/accuracy") == [1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(tmp_path / "eval.jsonl")] == [1, 2, 3, 4]
+    episodes = [f"{kind}-00000{step}.jsonl" for kind in ("eval", "step") for step in (1, 2, 3, 4)]
+    assert sorted(os.listdir(tmp_path / "episodes")) == episodes
+    assert (tmp_path / "learning_curve.png").stat().st_size > 1000
+
+
+def test_optimizer_steps_become_one_row_with_sums_maxima_and_means(tmp_path):
+    tracker = open_run(tmp_path)
+    tracker.begin(-1)
+    report(tracker, 1)
+    tracker.close()
+    row = read_jsonl(tmp_path / "metrics.jsonl")[0]
+    assert (row["loss"], row["ratio/max"], row["update/tokens"]) == (2.0, 2.0, 7.0)
+    assert row["reward/mean"] == 1.0
+    assert {"time/step", "time/rollout", "tokens/s", "resources/rss_gb"} <= row.keys()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer also says it
+def test_training_goes_on_while_nothing_can_be_written_and_each_log_says_so_once(tmp_path, capsys):
+    tracker = open_run(tmp_path)
+    with files_of_at_most(0):
+        tracker.begin(-1)
+        for step in (1, 2):
+            report(tracker, step)
+    report(tracker, 3)
+    tracker.close()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
+    assert len(warnings) == len(set(warnings)) and any("metrics.jsonl" in line for line in warnings)
+    assert steps(tmp_path, "loss") == [3]
+
+
+def test_closing_lets_the_directory_go_even_when_the_logs_are_gone(tmp_path):
+    tracker = open_run(tmp_path / "run")
+    tracker.begin(-1)
+    report(tracker, 1)
+    (tmp_path / "run" / "metrics.jsonl").write_text("{\n{\n")
+    tracker.close()
+    RunDir.open(tmp_path / "run", {"seed": 1}).close()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["fingerprint"] == {"seed": 1}
