@@ -1,0 +1,83 @@
+"""Our side of `step.py`: the trainer that `rl4llm.GRPOTrainer` builds, its loop taken one step at a time.
+
+Started by `step.py`, not by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import transformers
+from peer import Channel, Memory, reward
+
+import rl4llm
+from rl4llm import GRPOTrainer
+from rl4llm.trainers.rl import RLTrainer
+
+
+def score(completions: list[Any], **columns: Any) -> list[float]:
+    """The reward function: the same as the other side's, on the same kind of text."""
+    return [reward(completion if isinstance(completion, str) else completion[-1]["content"]) for completion in completions]
+
+
+def build(job: dict[str, Any]) -> RLTrainer:
+    """The trainer with its defaults, but for what the job says and for evaluation and checkpoints, which TRL lacks too."""
+    options = {
+        "threads": job["threads"],
+        "data.shuffle": False,
+        "rollout.prompts": job["prompts"],
+        "rollout.group_size": job["group_size"],
+        "rollout.max_tokens": job["new_tokens"],
+        "training.lr": job["lr"],
+        "eval.every": 0,
+        "checkpoint.every": 0,
+        "max_steps": 1_000_000,
+        "output.dir": job["output"],
+        **job["overrides"],
+    }
+    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
+    return GRPOTrainer(job["model"], rows, [score], **options).trainer
+
+
+def step(trainer: RLTrainer) -> dict[str, Any]:
+    """One turn of `BaseTrainer.train`, report included; returns seconds by phase and how many tokens were sampled."""
+    start, cpu = time.perf_counter(), time.process_time()
+    with trainer.clock("step"):
+        collected = trainer.collect()
+        generated = time.perf_counter()
+        updates = trainer.prepare(collected)
+        metrics = [trainer.update(batches) for batches in updates]
+        trainer.step += 1
+        trainer.publish()
+    trainer.report(collected, metrics)
+    end = time.perf_counter()
+    seconds = {"step": end - start, "generation": generated - start, "update": end - generated}
+    return {
+        "seconds": seconds | {"cpu": time.process_time() - cpu},
+        "tokens": sum(trajectory.num_policy_tokens for trajectory in collected.trajectories),
+    }
+
+
+def main() -> None:
+    channel = Channel()
+    job = json.loads(sys.argv[1])
+    transformers.utils.logging.set_verbosity_error()
+    with build(job) as trainer:
+        trainer.resume()
+        trainer.publish()
+        memory = Memory()
+        versions = {"rl4llm": rl4llm.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+        channel.send(ready=True, versions=versions)
+        while channel.wait():
+            channel.send(**step(trainer), **memory.report())
+
+
+if __name__ == "__main__":
+    main()

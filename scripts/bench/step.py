@@ -1,0 +1,252 @@
+"""One whole GRPO step, ours against TRL's GRPOTrainer: the same model, prompts, lengths, threads and optimizer.
+
+    python scripts/bench/step.py --size 1m --mode same --peer-python ../trl/bin/python
+
+16 prompts of 64 tokens x 8 samples x 64 new tokens of forced length, one AdamW step per rollout, no KL. Each side is a
+process of its own environment; they take steps in alternation, and the one that does not work waits. `--mode same` gives
+both the same dtype (fp32) and kernels: TRL computes with MKL, which is slow on processors that are not Intel's unless told
+otherwise, so a tiny library that tells it otherwise is loaded into both. `--mode shipped` leaves that out, runs ours with
+its defaults and TRL with the fastest of its own settings, found by trying them. README.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from models import SHAPES, build_model, build_prompts, build_tokenizer
+
+HERE = Path(__file__).parent
+PROMPTS, SAMPLES, NEW_TOKENS, LEARNING_RATE = 16, 8, 64, 1e-6
+ROWS = PROMPTS * 64  # prompts in the data set; the sides read them in the same order
+SHIM = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
+
+
+KERNELS = {
+    "same": "MKL told to be fast on both sides; linear layers of ours by oneDNN where this machine prefers it",
+    "shipped": "as installed",
+}
+
+
+class Options(NamedTuple):
+    """What a user of TRL can choose: the dtype of the model and the samples of a micro-batch."""
+
+    dtype: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}/{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        dtype, _, micro_batch = text.partition("/")
+        return cls(dtype, int(micro_batch))
+
+
+FAIR = Options("float32", 32)
+CANDIDATES = (FAIR, Options("float32", 128), Options("bfloat16", 32), Options("bfloat16", 128))
+
+
+class Peer:
+    """A side's process."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path):
+        self.name, self._log = name, log
+        with open(log, "w") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        self.versions = self._answer()["versions"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def step(self) -> dict[str, Any]:
+        """Have it take one step; returns seconds by phase, tokens and memory."""
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        if answer["tokens"] != PROMPTS * SAMPLES * NEW_TOKENS:
+            raise SystemExit(f"{self.name} sampled {answer['tokens']} tokens, not {PROMPTS * SAMPLES * NEW_TOKENS}")
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}")
+        return json.loads(line)
+
+
+class Bench:
+    """What both sides are given, in a directory that goes away."""
+
+    def __init__(self, directory: Path, options: argparse.Namespace):
+        self._directory, self._options = directory, options
+        self._job = {
+            "model": str(directory / "model"),
+            "data": str(directory / "prompts.jsonl"),
+            "threads": options.threads,
+            "prompts": PROMPTS,
+            "group_size": SAMPLES,
+            "new_tokens": NEW_TOKENS,
+            "lr": LEARNING_RATE,
+        }
+        save_model(options.size, directory / "model")
+        save_prompts(options.size, directory / "prompts.jsonl")
+        self._environment = self._shared_environment()
+
+    def ours(self, overrides: dict[str, Any]) -> Peer:
+        job = self._job | {"output": self._place("ours"), "overrides": overrides}
+        return self._start("ours", sys.executable, "rl4llm_peer.py", job)
+
+    def trl(self, chosen: Options) -> Peer:
+        job = self._job | {"output": self._place("trl"), **chosen._asdict()}
+        return self._start("TRL", self._options.peer_python, "trl_peer.py", job)
+
+    def _start(self, name: str, python: str, script: str, job: dict[str, Any]) -> Peer:
+        command = [python, str(HERE / script), json.dumps(job)]
+        return Peer(name, command, self._environment, Path(job["output"] + ".log"))
+
+    def _place(self, name: str) -> str:
+        return tempfile.mktemp(prefix=f"{name}-", dir=self._directory)
+
+    def _shared_environment(self) -> dict[str, str]:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self._options.threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        if self._options.mode == "same":
+            environment["LD_PRELOAD"] = str(build_shim(self._directory))
+        return environment
+
+
+def save_model(size: str, directory: Path) -> None:
+    """A model directory whose tokenizer's end token lies outside the model's vocabulary, so nobody ever samples it."""
+    model, tokenizer = build_model(size), build_tokenizer(size)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = None
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def save_prompts(size: str, path: Path) -> None:
+    prompts = [" ".join(f"w{token}" for token in prompt) for prompt in build_prompts(size, ROWS)]
+    rows = [{"messages": [{"role": "user", "content": prompt}], "ground_truth": ""} for prompt in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def build_shim(directory: Path) -> Path:
+    """A library that answers MKL's question whether the processor is Intel's with yes, for every process it is loaded in."""
+    source, library = directory / "shim.c", directory / "shim.so"
+    source.write_text(SHIM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return library
+
+
+def choose(bench: Bench, options: argparse.Namespace) -> Options:
+    """TRL's settings: those asked for, or in mode "shipped" the fastest of the candidates in a short trial."""
+    if options.peer_options != "auto":
+        return Options.parse(options.peer_options)
+    if options.mode == "same":
+        return FAIR
+    times = {candidate: trial(bench, candidate) for candidate in CANDIDATES}
+    print("TRL's settings, s/step: " + ", ".join(f"{candidate} {times[candidate]:.2f}" for candidate in times))
+    return min(times, key=times.get)
+
+
+def trial(bench: Bench, candidate: Options) -> float:
+    with bench.trl(candidate) as peer:
+        return min(peer.step()["seconds"]["step"] for _ in range(3))
+
+
+def measure(sides: Sequence[Peer], warm_up: int, pairs: int) -> list[list[dict[str, Any]]]:
+    """Steps of each side, one of each in turn; the first ones are not counted."""
+    steps: list[list[dict[str, Any]]] = [[] for _ in sides]
+    for number in range(warm_up + pairs):
+        for side, peer in enumerate(sides):
+            taken = peer.step()
+            if number >= warm_up:
+                steps[side].append(taken)
+    return steps
+
+
+def show(sides: Sequence[Peer], steps: list[list[dict[str, Any]]]) -> None:
+    phases = ("step", "generation", "update", "cpu")
+    print(f"{'':5}" + "".join(f"{phase:>11}" for phase in phases) + "  peak memory, of it above the loaded model")
+    for peer, taken in zip(sides, steps, strict=True):
+        times = "".join(f"{seconds(taken, phase):9.3f} s" for phase in phases)
+        print(f"{peer.name:5}{times}  {taken[-1]['peak_gb']:.2f} GB, {taken[-1]['growth_gb']:.2f} GB")
+    ours, theirs = steps
+    times = "".join(f"{seconds(theirs, phase) / seconds(ours, phase):11.2f}" for phase in phases)
+    print(f"ratio{times}  {theirs[-1]['peak_gb'] / ours[-1]['peak_gb']:.2f}, {ratio_of_growth(ours, theirs):.2f}")
+    pairs = [b["seconds"]["step"] / a["seconds"]["step"] for a, b in zip(ours, theirs, strict=True)]
+    print(f"ratio of steps, median of the pairs: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})")
+
+
+def ratio_of_growth(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> float:
+    return theirs[-1]["growth_gb"] / ours[-1]["growth_gb"]
+
+
+def seconds(taken: Sequence[dict[str, Any]], phase: str) -> float:
+    return statistics.median(step["seconds"][phase] for step in taken)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
+    parser.add_argument("--mode", choices=["same", "shipped"], default="same")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each side before the first that counts")
+    parser.add_argument("--quick", action="store_true", help="1 step to warm up, 2 pairs")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peer-python", required=True, help="the Python of an environment with torch, trl and datasets")
+    parser.add_argument("--peer-options", default="auto", help="TRL's dtype/micro-batch, such as bfloat16/128; auto tries")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="our configuration keys")
+    options = parser.parse_args()
+    if options.quick:
+        options.warm_up, options.pairs = 1, 2
+    return options
+
+
+def main() -> None:
+    options = parse()
+    overrides = dict(item.split("=", 1) for item in options.set)
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = Bench(directory, options)
+        chosen = choose(bench, options)
+        sides = [stack.enter_context(bench.ours(overrides)), stack.enter_context(bench.trl(chosen))]
+        print(f"{options.size}: {PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens")
+        print(f"{options.threads} threads, {options.pairs} pairs, kernels: {KERNELS[options.mode]}")
+        print(f"TRL's dtype/micro-batch: {chosen}; our configuration: {overrides or 'defaults'}")
+        for peer in sides:
+            print(f"{peer.name}: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items()))
+        show(sides, measure(sides, options.warm_up, options.pairs))
+
+
+if __name__ == "__main__":
+    main()
