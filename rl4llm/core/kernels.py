@@ -29,13 +29,28 @@ def prefers_onednn() -> bool:
 
 def linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """`F.linear` by the fastest kernel of this machine, with gradients. x is (..., D), the result (..., N)."""
-    if not (prefers_onednn() and x.dtype == weight_ND.dtype == torch.float32 and x.device.type == "cpu"):
-        return F.linear(x, weight_ND, bias_N)
-    if torch.is_autocast_enabled("cpu"):
+    if not _is_ours(x, weight_ND):
         return F.linear(x, weight_ND, bias_N)
     if torch.is_grad_enabled() and (x.requires_grad or weight_ND.requires_grad):
         return _OneDNNLinear.apply(x, weight_ND, bias_N)
     return _product(x, weight_ND, bias_N)
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient (N, D) of a weight from those of its outputs (..., N) and its inputs (..., D)."""
+    grad_2d, x_2d = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    if not _is_ours(grad_2d, x_2d):
+        return grad_2d.t() @ x_2d
+    return _product(grad_2d.t().contiguous(), x_2d.t())  # oneDNN is slow when both operands are transposed views
+
+
+def _is_ours(x: Tensor, weight_ND: Tensor) -> bool:
+    return (
+        x.dtype == weight_ND.dtype == torch.float32
+        and x.device.type == "cpu"
+        and prefers_onednn()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def _product(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -52,10 +67,9 @@ class _OneDNNLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight_ND = ctx.saved_tensors
-        grad_2d, x_2d = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = _product(grad, weight_ND.t()) if ctx.needs_input_grad[0] else None
-        grad_weight = _product(grad_2d.t(), x_2d.t()) if ctx.needs_input_grad[1] else None
-        grad_bias = grad_2d.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        grad_weight = weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
 
 

@@ -121,7 +121,7 @@ def plan_table(
     longest = max_prompt_tokens + max_new_tokens
     _check_budget(longest, max_tokens_per_batch)
     if updates > prompts:
-        raise ConfigError(f"training.updates_per_rollout={updates} is not accepted with {prompts} prompts: at most {prompts}.")
+        raise ConfigError(f"training.updates_per_rollout={updates} is not accepted: at most one per prompt ({prompts}).")
     groups = math.ceil(prompts / updates)
     lengths = np.full(groups * samples, longest, np.int64)
     owners = np.repeat(np.arange(groups), samples)
