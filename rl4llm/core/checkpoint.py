@@ -155,7 +155,7 @@ def _failure(root: Path, step: int, written: int, error: Exception) -> str:
     usual = max((_size(path) for path in _finals(root)), default=0)
     kept = sorted(path.name for path in _finals(root))
     return (
-        f"The checkpoint of step {step} could not be written to {root}: {error} "
+        f"The checkpoint of step {step} could not be written to {root}: {str(error).rstrip('.')}. "
         f"{space(root, max(usual, written))} "
         f"The earlier checkpoints are intact ({', '.join(kept) or 'there are none'}). "
         "Next: free some space, or save less often or keep fewer (checkpoint.every, checkpoint.keep)."
