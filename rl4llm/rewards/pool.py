@@ -302,6 +302,7 @@ class VerifierPool:
             job.attempts[index] += 1
             if not worker.send(index, job.messages[index], self.timeout_s):
                 self._lost(worker, job)
+                return
 
     def _collect(self, job: _Job) -> None:
         """Wait for the next answer or deadline, and act on it."""
@@ -341,6 +342,8 @@ class VerifierPool:
             self._failed_start(words)
         elif job.attempts[index] < TASK_ATTEMPTS:
             job.waiting.appendleft(index)
+            # What killed one may have killed all: the second attempt goes to a worker that is known to live.
+            self._stop([worker for worker in self._crew if worker.idle])
         else:
             job.outcomes[index] = Crash(f"the worker process died {TASK_ATTEMPTS} times, at last: {words}")
 
