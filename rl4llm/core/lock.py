@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 from rl4llm.core.errors import RunDirError
 
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+PATIENCE_S = 1.0
 
 
 class DirectoryLock:
@@ -47,35 +47,43 @@ class DirectoryLock:
         self._file.close()
 
     def _acquire(self) -> None:
+        """Take the lock; one whose owner is dead, or has not yet signed, is given a moment to become free or signed."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._taken():
+            owner = _owner(self.path)
+            if owner or time.monotonic() > deadline:
+                raise RunDirError(
+                    f"{self.path.parent} is in use by {owner or f'another process; {self.path} does not say which'}. "
+                    "Next: stop that one first, or give this run another output.dir."
+                )
+            time.sleep(0.02)
+        signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat("T", "seconds")}
+        self._file.truncate(0)
+        self._file.write(json.dumps(signature).encode())
+
+    def _taken(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunDirError(
-                f"{self.path.parent} is in use by {_holder(self.path)}. "
-                "Next: stop that one first, or give this run another output.dir."
-            ) from None
+            return False
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
             self.supported = False
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat("T", "seconds")}
-        self._file.truncate(0)
-        self._file.write(json.dumps(owner).encode())
+        return True
 
 
-def _holder(path: Path, patience_s: float = 1.0) -> str:
-    """Who holds the lock; an owner that has only just taken it is given a moment to write its name."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        with contextlib.suppress(ValueError, OSError, KeyError, TypeError):
-            owner = json.loads(path.read_text())
-            who = "this process itself" if owner["pid"] == os.getpid() else f"another trainer, process {owner['pid']}"
-            text = f"{who} on {owner['host']}, since {owner['since']}"
-            if owner["host"] != socket.gethostname() or _alive(owner["pid"]):
-                return text
-        if time.monotonic() > deadline:
-            return f"another process; {path} does not say which"
-        time.sleep(0.02)
+def _owner(path: Path) -> str | None:
+    """Who signed the lock, when that process still lives or nobody here can tell."""
+    try:
+        owner = json.loads(path.read_text())
+        pid, host, since = owner["pid"], owner["host"], owner["since"]
+    except (ValueError, OSError, KeyError, TypeError):
+        return None
+    if host == socket.gethostname() and not _alive(pid):
+        return None
+    who = "this process itself" if pid == os.getpid() else f"another trainer, process {pid}"
+    return f"{who} on {host}, since {since}"
 
 
 def _alive(pid: int) -> bool:
