@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+import transformers
 from models import SHAPES, build_model, build_prompts, build_tokenizer
 
 HERE = Path(__file__).parent
@@ -235,6 +236,7 @@ def main() -> None:
     options = parse()
     overrides = dict(item.split("=", 1) for item in options.set)
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(directory, options)
