@@ -69,20 +69,24 @@ def token_logprobs(
     hidden_SD: Tensor,
     place_BT: Tensor,
     batch: TrainBatch,
-    output: OutputLayer,
+    output: OutputLayer | None,
     *,
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, T), fp32, of the policy's tokens under the softmax at `temperature`; 0 for all others.
 
-    `hidden_SD` holds the S hidden states that were computed, `place_BT` says which of them is each token's. With
-    `entropy`, also the entropy (B, T) of the distribution that each token was drawn from.
+    `hidden_SD` holds the S hidden states that were computed, `place_BT` says which of them is each token's; without an
+    `output` layer they are logits already. With `entropy`, also the entropy (B, T) of the distribution that each token
+    was drawn from.
     """
     asked_N, before_N = asked_tokens(batch)
     hidden_ND = hidden_SD.index_select(0, place_BT.flatten()[before_N])
     targets_N = batch.token_ids_BT.flatten()[asked_N]
-    logprobs_N, entropy_N = selected_logprobs(hidden_ND, output, targets_N, temperature=temperature, entropy=entropy)
+    if output is None:
+        logprobs_N, entropy_N = logprobs_of_logits(hidden_ND, targets_N, temperature=temperature, entropy=entropy)
+    else:
+        logprobs_N, entropy_N = selected_logprobs(hidden_ND, output, targets_N, temperature=temperature, entropy=entropy)
     return _spread(logprobs_N, asked_N, batch), _spread(entropy_N, asked_N, batch) if entropy else None
 
 
@@ -109,6 +113,15 @@ def selected_logprobs(
     """
     plan = _Plan(temperature, output.softcap, entropy, keep_bytes, slice_bytes)
     return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan)
+
+
+def logprobs_of_logits(
+    logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same two from logits, for models that do more between hidden states and logits than one layer."""
+    logp_NV = (logits_NV.float() / temperature).log_softmax(1)
+    logprobs_N = logp_NV.gather(1, targets_N[:, None]).squeeze(1)
+    return logprobs_N, -(logp_NV.exp() * logp_NV).sum(1) if entropy else torch.zeros_like(logprobs_N)
 
 
 def _previous(batch: TrainBatch) -> Tensor:

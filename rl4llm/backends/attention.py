@@ -1,0 +1,313 @@
+"""Which tokens of a batch a model computes, in which order, and how they attend to each other.
+
+A `Stream` is one row of all the tokens that matter: no padding, a shared prompt once, nothing after the last token of the
+policy. Linear layers and norms see one long row; only attention needs to know where trajectories begin, and it is given
+the stream through transformers' attention interface. `Rows` is the form that every architecture understands: one
+trajectory per row, padded on the right, prompts repeated.
+
+Both tell where the hidden state of each token of the batch is to be found, so the same batch gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from rl4llm.core.errors import ModelError
+from rl4llm.core.types import TrainBatch
+
+STREAM_ATTENTION = "rl4llm_stream"
+"""Name of the attention in transformers' registry; without a stream it is transformers' own SDPA."""
+
+SIMILAR = 0.75
+"""Segments at least this share of the longest of their block are padded to it, for attention only."""
+
+EAGER_SCORES = 1 << 25
+"""Attention of bf16 on the CPU is computed without SDPA, whose backward pass is several times slower there, as long as
+the scores of a block are at most this many."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`count` segments of up to `length` tokens that attend to themselves, causally, and to the same shared prompt.
+
+    `prompt` is the place of that prompt among the stream's roots, `prompt_length` its length, 0 where there is none.
+    """
+
+    count: int
+    length: int
+    prompt: int
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One row of N tokens in an order in which each block is contiguous; blocks of roots come first.
+
+    `place_BT` is the index of each token of the batch in the row, -1 for those that are not computed. `pad_M` spreads the
+    row over the blocks with their padding and `unpad_N` gathers it again; None when no block has any.
+    """
+
+    token_ids_1N: Tensor
+    position_ids_1N: Tensor
+    place_BT: Tensor
+    blocks: tuple[Block, ...]
+    pad_M: Tensor | None
+    unpad_N: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Trajectories as rows; `place_BT` is the index of each token of the batch in the flattened rows."""
+
+    token_ids_RT: Tensor
+    position_ids_RT: Tensor
+    attention_mask_RT: Tensor
+    place_BT: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Runs of tokens of a batch. `starts` are flat positions; `parents` the segment whose tokens come first, -1: none."""
+
+    starts: Ints
+    lengths: Ints
+    parents: Ints
+    token_ids: Tensor
+    position_ids: Tensor
+    shape: torch.Size
+
+    def flat(self, chosen: Ints) -> Ints:
+        """Flat positions of all tokens of the chosen segments, in that order."""
+        lengths = self.lengths[chosen]
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return np.repeat(self.starts[chosen], lengths) + within
+
+
+def stream_of(batch: TrainBatch) -> Stream:
+    """The stream of a batch that has at least one token of the policy."""
+    segments = _segments(batch)
+    order, blocks = _blocks(segments)
+    flat = segments.flat(order)
+    device = batch.token_ids_BT.device
+    place = np.full(batch.token_ids_BT.numel(), -1)
+    place[flat] = np.arange(len(flat))
+    chosen = torch.from_numpy(flat).to(device)
+    pad, unpad = _padding(segments.lengths[order], blocks)
+    return Stream(
+        segments.token_ids[chosen][None],
+        segments.position_ids[chosen][None],
+        torch.from_numpy(place).to(device).view(segments.shape),
+        tuple(blocks),
+        None if pad is None else torch.from_numpy(pad).to(device),
+        None if unpad is None else torch.from_numpy(unpad).to(device),
+    )
+
+
+def rows_of(batch: TrainBatch, pad_token_id: int = 0) -> Rows:
+    """The rows of a batch that has at least one token of the policy."""
+    segments = _segments(batch)
+    leaves = np.setdiff1d(np.arange(len(segments.starts)), segments.parents)
+    chains = [np.array([p, leaf] if (p := segments.parents[leaf]) >= 0 else [leaf]) for leaf in leaves]
+    rows = [segments.flat(chain) for chain in chains]
+    width, device = max(map(len, rows)), batch.token_ids_BT.device
+    source = np.full((len(rows), width), -1)
+    for number, row in enumerate(rows):
+        source[number, : len(row)] = row
+    place = np.full(batch.token_ids_BT.numel(), -1)
+    place[source[source >= 0]] = np.flatnonzero(source >= 0)  # of a repeated prompt, any copy will do
+    source_RT = torch.from_numpy(source).to(device)
+    real_RT = source_RT >= 0
+    return Rows(
+        torch.where(real_RT, segments.token_ids[source_RT], pad_token_id),
+        torch.where(real_RT, segments.position_ids[source_RT], 0),
+        real_RT.long(),
+        torch.from_numpy(place).to(device).view(segments.shape),
+    )
+
+
+def stream_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    stream: Stream | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention (1, N, H, D) of a stream's queries (1, H, N, D); keys and values may have fewer heads.
+
+    Raises ModelError for variants it does not compute: dropout, capped scores, attention sinks, position biases.
+    """
+    if stream is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window,
+            **options,
+        )  # fmt: skip
+    _check_variant(module, dropout, options)
+    dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    if stream.pad_M is not None:
+        q, k, v = (_Pad.apply(x, stream.pad_M, stream.unpad_N) for x in (q, k, v))
+    with torch.autocast(query.device.type, enabled=False):
+        out = _attend_blocks(q, k, v, stream.blocks, scaling or q.shape[-1] ** -0.5, sliding_window)
+    return (out if stream.unpad_N is None else out.index_select(0, stream.unpad_N))[None], None
+
+
+def register() -> None:
+    """Make the attention known to transformers; may be called again."""
+    AttentionInterface.register(STREAM_ATTENTION, stream_attention)
+    AttentionMaskInterface.register(STREAM_ATTENTION, sdpa_mask)
+
+
+class _Pad(torch.autograd.Function):
+    """Rows by index. Padding repeats some row, but nothing looks at it, so its gradient is 0 and need not be added up."""
+
+    @staticmethod
+    def forward(ctx, x, pad_M, unpad_N):
+        ctx.save_for_backward(unpad_N)
+        return x.index_select(0, pad_M)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (unpad_N,) = ctx.saved_tensors
+        return grad.index_select(0, unpad_N), None, None
+
+
+def _attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], scaling: float, window: int | None
+) -> Tensor:
+    sizes = [block.count * block.length for block in blocks]
+    outs, root_keys, root_values = [], [], []
+    for block, *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        q_b, k_b, v_b = (part.unflatten(0, (block.count, block.length)) for part in parts)
+        if block.prompt_length:
+            k_b = _with_prompt(root_keys[block.prompt][: block.prompt_length], k_b)
+            v_b = _with_prompt(root_values[block.prompt][: block.prompt_length], v_b)
+        else:
+            root_keys.extend(k_b.unbind(0))
+            root_values.extend(v_b.unbind(0))
+        out = _attend(q_b.transpose(1, 2), k_b.transpose(1, 2), v_b.transpose(1, 2), scaling, window)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs)
+
+
+def _with_prompt(prompt: Tensor, own: Tensor) -> Tensor:
+    return torch.cat([prompt[None].expand(len(own), *prompt.shape), own], dim=1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Queries (n, H, L, W) are the last L of the keys' (n, K, P + L, W) positions."""
+    length, total = q.shape[2], k.shape[2]
+    if length == total and (window is None or total <= window) and not _prefers_eager(q, total):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    mask = _visible(length, total, window, q)
+    if _prefers_eager(q, total):
+        return _eager(q, k, v, scaling, mask)
+    if q.device.type != "cpu":  # kernels for masks want as many heads on both sides
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+
+def _prefers_eager(q: Tensor, total: int) -> bool:
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * total
+    return q.dtype == torch.bfloat16 and q.device.type == "cpu" and scores <= EAGER_SCORES
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor) -> Tensor:
+    count, heads, length, width = q.shape
+    groups = heads // k.shape[1]
+    folded = (q * scaling).reshape(count, k.shape[1], groups * length, width)
+    probs = torch.softmax(folded @ k.transpose(2, 3) + mask.repeat(groups, 1), dim=-1)
+    return (probs @ v).reshape(count, heads, length, width)
+
+
+def _visible(length: int, total: int, window: int | None, like: Tensor) -> Tensor:
+    """0 where a query may look, -inf elsewhere, (length, total)."""
+    seen = torch.ones(length, total, dtype=torch.bool, device=like.device).tril(total - length)
+    if window is not None:
+        seen = seen.triu(total - length - window + 1)
+    return torch.zeros(length, total, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+
+
+def _check_variant(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> None:
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if dropout or unknown:
+        what = ", ".join(unknown) or f"dropout {dropout}"
+        raise ModelError(f"{type(module).__name__} asks for {what}, which attention over a stream does not compute.")
+
+
+def _segments(batch: TrainBatch) -> _Segments:
+    """Segments that are needed, cut after the last token that precedes one of the policy's."""
+    segment_BT, mask_BT = batch.segment_ids_BT.cpu().numpy(), batch.mask_BT.cpu().numpy()
+    columns = segment_BT.shape[1]
+    flat, sampled = segment_BT.reshape(-1), mask_BT.reshape(-1)
+    opens = np.diff(flat, prepend=-1) != 0
+    opens[::columns] = True
+    starts = np.flatnonzero(opens)
+    ends = np.r_[starts[1:], len(flat)]
+    number = np.cumsum(opens) - 1
+    before = np.full(len(starts), -1)
+    if batch.previous_BT is not None:
+        before = batch.previous_BT.cpu().numpy().reshape(-1)[starts]
+    parents = np.where(before >= 0, number[starts // columns * columns + before], -1)
+    last = np.zeros(len(starts), np.int64)  # one past the last token of the policy
+    places = np.flatnonzero(sampled)
+    np.maximum.at(last, number[places], places + 1)
+    lengths = np.maximum(last - 1 - starts, 0)
+    shared = np.unique(parents[(last > 0) & (parents >= 0)])
+    lengths[shared] = (ends - starts)[shared]
+    needed = np.flatnonzero((lengths > 0) & (flat[starts] > 0))
+    renumbered = np.full(len(starts) + 1, -1)  # the entry at the end answers for parent -1
+    renumbered[needed] = np.arange(len(needed))
+    tokens, positions = batch.token_ids_BT.flatten(), batch.position_ids_BT.flatten()
+    return _Segments(
+        starts[needed], lengths[needed], renumbered[parents[needed]], tokens, positions, batch.token_ids_BT.shape
+    )
+
+
+def _blocks(segments: _Segments) -> tuple[Ints, list[Block]]:
+    """The order of the segments in the stream, roots first, and the blocks that they form."""
+    parents, lengths = segments.parents, segments.lengths
+    order = np.lexsort((-lengths, parents))
+    root_place = {int(segment): place for place, segment in enumerate(order[parents[order] < 0])}
+    blocks: list[Block] = []
+    owner = None
+    for segment in order:
+        parent, length = int(parents[segment]), int(lengths[segment])
+        if owner == parent and length >= SIMILAR * blocks[-1].length:
+            last = blocks[-1]
+            blocks[-1] = Block(last.count + 1, last.length, last.prompt, last.prompt_length)
+        else:
+            prompt_length = int(lengths[parent]) if parent >= 0 else 0
+            blocks.append(Block(1, length, root_place.get(parent, -1), prompt_length))
+            owner = parent
+    return order, blocks
+
+
+def _padding(lengths: Ints, blocks: list[Block]) -> tuple[Ints | None, Ints | None]:
+    """`pad` (M,): the stream's index at each place of the padded blocks; `unpad` (N,): the place of each of its tokens."""
+    widths = np.repeat([block.length for block in blocks], [block.count for block in blocks])
+    if (widths == lengths).all():
+        return None, None
+    begins, places = np.cumsum(lengths) - lengths, np.cumsum(widths) - widths
+    within = np.arange(int(lengths.sum())) - np.repeat(begins, lengths)
+    unpad = np.repeat(places, lengths) + within
+    pad = np.zeros(int(widths.sum()), np.int64)
+    pad[unpad] = np.arange(len(unpad))
+    return pad, unpad

@@ -1,0 +1,175 @@
+"""Models and tokenizers from disk or the hub, ready to train: errors that say what to do, no dropout, fast kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from rl4llm.core.errors import ModelError, unknown
+from rl4llm.core.kernels import use_fast_linear
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, HFValidationError)
+"""What transformers raises for files that are missing, damaged or do not belong together."""
+
+
+def load_model(
+    path_or_model: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    gradient_checkpointing: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, every dropout off; raises ModelError when there is none to be had.
+
+    Log-probs must equal those of the engine that sampled, so dropout never runs, whatever the model's config says. A
+    model that is given as an object is used as it is, moved and converted in place.
+    """
+    dtype = _dtype(dtype)
+    if isinstance(path_or_model, PreTrainedModel):
+        model = path_or_model.to(dtype)
+    else:
+        model = _from_files(str(path_or_model), dtype, attn_implementation)
+    without_dropout(model)
+    use_fast_linear(model)
+    model.to(torch.device(device)).eval()
+    if gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"model.gradient_checkpointing=true is not accepted: {type(model).__name__} does not support it. "
+                "Leave it out, or lower training.max_tokens_per_batch to save memory."
+            )
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # transformers checkpoints only in training mode, which is the same without dropout
+    return model
+
+
+def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub name; `pad_token` names one of its tokens where it has none of its own.
+
+    Raises ModelError when there is no tokenizer, or none with a pad token.
+    """
+    path = str(path)
+    _check_directory(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except UNREADABLE as error:
+        raise ModelError(_unreadable("tokenizer", path, error)) from error
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ModelError(f"model.pad_token={pad_token!r} is no token of {path!r}. {_candidates(tokenizer)}")
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token_id is None:
+        raise ModelError(
+            f"The tokenizer in {path!r} has no pad token, which rows of unequal length need. Set model.pad_token to one of "
+            f"its tokens that no text contains. {_candidates(tokenizer)}"
+        )
+    return tokenizer
+
+
+def without_dropout(model: nn.Module) -> list[str]:
+    """Switch every dropout of a model off, in its modules and its config; returns what was on."""
+    silenced = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            silenced.append(name)
+            module.p = 0.0
+        for attribute, rate in list(vars(module).items()):
+            if _is_dropout(attribute, rate):
+                silenced.append(f"{name}.{attribute}")
+                setattr(module, attribute, 0.0)
+    config = getattr(model, "config", None)
+    for attribute, rate in list(vars(config).items()) if config is not None else ():
+        if _is_dropout(attribute, rate):
+            setattr(config, attribute, 0.0)
+    return silenced
+
+
+def _is_dropout(attribute: str, value: Any) -> bool:
+    return isinstance(value, float) and value > 0 and attribute.endswith(("dropout", "pdrop"))
+
+
+def _from_files(path: str, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+    _check_directory(path)
+    if Path(path).is_dir():
+        _check_model_files(Path(path))
+    progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(path)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
+        )
+    except UNREADABLE as error:
+        raise ModelError(_unreadable("model", path, error)) from error
+    finally:
+        if progress:
+            logging.enable_progress_bar()
+    _check_complete(path, report)
+    return model
+
+
+def _check_complete(path: str, report: dict[str, Any]) -> None:
+    """transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in report.get(kind) or ())
+        if names:
+            raise ModelError(
+                f"The weights in {path!r} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:3])}"
+                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Copy the directory again from its source."
+            )
+
+
+def _check_directory(path: str) -> None:
+    """Something that looks like a path must be a directory; anything else may be a hub name."""
+    here = Path(path)
+    if here.is_dir() or (not here.exists() and path.count("/") <= 1 and not path.startswith((".", "/", "~"))):
+        return
+    what = "is a file" if here.exists() else "does not exist"
+    raise ModelError(
+        f"model.path={path!r} {what}. Accepted: a Hugging Face model directory (config.json, *.safetensors, tokenizer "
+        "files) or a name on the hub such as 'Qwen/Qwen2.5-0.5B-Instruct'."
+    )
+
+
+def _check_model_files(directory: Path) -> None:
+    config = directory / "config.json"
+    if not config.is_file():
+        raise ModelError(
+            f"model.path={str(directory)!r} has no config.json, so it is no Hugging Face model directory. Accepted: what "
+            "`save_pretrained` wrote."
+        )
+    try:
+        json.loads(config.read_text())
+    except ValueError as error:
+        raise ModelError(f"{config} is not valid JSON: {error}. Copy the directory again from its source.") from error
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ModelError(unknown("model.dtype", dtype, DTYPES))
+    return DTYPES[dtype]
+
+
+def _unreadable(what: str, path: str, error: BaseException) -> str:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    if Path(path).is_dir():
+        step = "Check that all files are there and whole; copying the directory again from its source helps most often."
+    else:
+        step = "It is no directory here, and the hub did not give it. Check the name and the network, or use a local copy."
+    return f"The {what} model.path={path!r} cannot be loaded: {reason[0][:300]} {step}"
+
+
+def _candidates(tokenizer: PreTrainedTokenizerBase) -> str:
+    special = [token for token in tokenizer.all_special_tokens if isinstance(token, str)]
+    return f"Its special tokens: {', '.join(map(repr, special)) or 'none'}."

@@ -1,0 +1,116 @@
+"""AdamW with clipping and a schedule, whose whole state can be written down and read back bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rl4llm.core.errors import CheckpointError, ConfigError
+from rl4llm.core.registry import Registry
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# share of the way from the end of the warm-up (0) to the last step (1) -> factor of the learning rate
+SCHEDULES: Registry[Callable[[float], float]] = Registry("training.schedule")
+SCHEDULES.register("constant")(lambda share: 1.0)
+SCHEDULES.register("linear")(lambda share: 1.0 - share)
+SCHEDULES.register("cosine")(lambda share: (1 + math.cos(math.pi * share)) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """`weight_decay` applies to matrices only. `max_grad_norm` 0 never clips. Steps are optimizer steps."""
+
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        SCHEDULES[self.schedule]
+        for name in ("lr", "weight_decay", "max_grad_norm", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"training.{name}={getattr(self, name)} is not accepted: 0 or above.")
+        if not all(0 <= beta < 1 for beta in self.betas) or len(self.betas) != 2:
+            raise ConfigError(f"training.betas={list(self.betas)} is not accepted: two numbers from 0 to below 1.")
+        if self.schedule != "constant" and not self.total_steps:
+            raise ConfigError(f"training.schedule={self.schedule!r} needs total_steps, the step at which it reaches 0.")
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, counted from 0. The warm-up rises from lr / warmup_steps to lr."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        left = max(1, (self.total_steps or 0) - self.warmup_steps)
+        return self.lr * SCHEDULES[self.schedule](min(1.0, (step - self.warmup_steps) / left))
+
+
+class Optimizer:
+    """Steps the parameters that need gradients; `parameters` is by name."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], options: OptimizerOptions):
+        self.options = options
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.step_number = 0  # of optimizer steps taken
+        decayed = [parameter for parameter in self.parameters.values() if parameter.ndim > 1]
+        others = [parameter for parameter in self.parameters.values() if parameter.ndim <= 1]
+        groups = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((decayed, options.weight_decay), (others, 0.0))
+            if params
+        ]
+        self._adam = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
+
+    def step(self) -> dict[str, float]:
+        """Clip, step, zero the gradients; gradients that are not finite are thrown away and counted as "skipped"."""
+        lr = self.options.lr_at(self.step_number)
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        metrics = {"grad_norm": norm.item(), "lr": lr}
+        if math.isfinite(metrics["grad_norm"]):
+            if 0 < self.options.max_grad_norm < metrics["grad_norm"]:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.options.max_grad_norm, norm)
+            for group in self._adam.param_groups:
+                group["lr"] = lr
+            self._adam.step()
+            self.step_number += 1
+        else:
+            metrics["skipped"] = 1.0
+        self._adam.zero_grad(set_to_none=True)
+        return metrics
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Moments by name, and how many steps each parameter has taken."""
+        states = {name: self._adam.state[p] for name, p in self.parameters.items() if self._adam.state.get(p)}
+        moments = {f"{name}.{moment}": state[moment] for name, state in states.items() for moment in MOMENTS}
+        return moments, {name: int(state["step"].item()) for name, state in states.items()}
+
+    def restore(self, moments: dict[str, Tensor], steps: dict[str, int], step_number: int) -> None:
+        """Take over what `state` returned; raises CheckpointError when it is not of these parameters."""
+        unknown = sorted(steps.keys() - self.parameters.keys())
+        if unknown:
+            raise CheckpointError(f"The optimizer state has parameters that are not trained here: {', '.join(unknown[:3])}.")
+        self._adam.state.clear()
+        for name, step in steps.items():
+            parameter = self.parameters[name]
+            state = {"step": torch.tensor(float(step), device=parameter.device)}
+            for moment in MOMENTS:
+                saved = moments.get(f"{name}.{moment}")
+                if saved is None or saved.shape != parameter.shape:
+                    raise CheckpointError(f"The optimizer state has no {moment} of {tuple(parameter.shape)} for {name}.")
+                state[moment] = saved.to(parameter.device).clone()
+            self._adam.state[parameter] = state
+        self.step_number = step_number
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the moments."""
+        for state in self._adam.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device)
