@@ -76,8 +76,7 @@ class PolicyTrainer:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self.trainer.backend.export(Path(directory))
-        self.trainer.rollout.env.tokenizer.save_pretrained(directory)
+        self.trainer.export(Path(directory))
 
 
 class GRPOTrainer(PolicyTrainer):

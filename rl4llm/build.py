@@ -62,7 +62,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     _set_up_torch(config)
     algorithm = build_algorithm(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
-    dataset = _rows(config, given.dataset)
+    dataset = _rows(config, given.dataset, demonstrations=algorithm.needs().demonstrations)
     parts = _supervised if algorithm.needs().demonstrations else _reinforced
     make = parts(config, given, algorithm, tokenizer, dataset)
     run = RunDir.open(config.output.dir, fingerprint(config), allow_changes=force)
@@ -115,17 +115,20 @@ def _set_up_torch(config: Config) -> None:
     torch.manual_seed(config.seed)
 
 
-def _rows(config: Config, dataset: Any) -> Any:
-    return dataset if dataset is not None else _load(config, config.data.path, config.data.split, config.data.limit)
+def _rows(config: Config, dataset: Any, *, demonstrations: bool) -> Any:
+    data = config.data
+    source = data.path if dataset is None else dataset
+    return _load(config, source, data.split, data.limit, demonstrations=demonstrations)
 
 
-def _load(config: Config, path: str, split: str, limit: int | None) -> Any:
-    if path in GENERATED:
-        return GENERATED[path](split, limit)
+def _load(config: Config, source: Any, split: str, limit: int | None, *, demonstrations: bool = False) -> Any:
+    if isinstance(source, str) and source in GENERATED:
+        return GENERATED[source](split, limit)
     data = config.data
     return load_rows(
-        path,
+        source,
         split=split,
+        demonstrations=demonstrations,
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
         answer_pattern=data.answer_pattern,
@@ -144,6 +147,7 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         tracker = _tracker(config, run)
         return SFTTrainer(
             dataset=dataset,
+            tokenizer=tokenizer,
             renderer=renderer,
             prompts=prompts,
             batching=_batching(config, tokenizer),
@@ -305,8 +309,10 @@ def _held_out(config: Config, given: Given) -> Any:
     if config.eval.every == 0:
         return None
     if given.dataset is not None and config.eval.path is None:
-        return given.eval_dataset
-    return _load(config, config.eval.path or config.data.path, config.eval.split, config.eval.limit)
+        source = given.eval_dataset
+    else:
+        source = config.eval.path or config.data.path
+    return None if source is None else _load(config, source, config.eval.split, config.eval.limit)
 
 
 def _roles(dataset: Any) -> tuple[str, ...]:

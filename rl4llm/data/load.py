@@ -48,6 +48,7 @@ def load_rows(
     system_prompt: str | None = None,
     prompt_template: str | None = None,
     limit: int | None = None,
+    demonstrations: bool = False,
 ) -> Rows:
     r"""Read prompts from rows, a `datasets.Dataset`, a file, a directory, or the hub.
 
@@ -61,10 +62,12 @@ def load_rows(
     of their prompt and answer as stored, so the name survives another system prompt or order; rows that are equal in both
     get -2, -3 ... behind it.
 
+    `demonstrations` are conversations to imitate: they hold the assistant's messages, and need no ground truth.
     `limit` takes the first rows. Raises ConfigError for options that cannot work, DataError, with the row's file and line,
     for anything wrong with the data.
     """
-    recipe = _Recipe(prompt_column, answer_column or "ground_truth", answer_pattern, system_prompt, prompt_template)
+    answer_column = answer_column or "ground_truth"
+    recipe = _Recipe(prompt_column, answer_column, answer_pattern, system_prompt, prompt_template, demonstrations)
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit={limit} is not accepted: at least 1, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
@@ -93,6 +96,7 @@ class _Recipe:
     answer_pattern: str | None
     system_prompt: str | None
     prompt_template: str | None
+    demonstrations: bool
 
     def __post_init__(self) -> None:
         if self.prompt_template is not None:
@@ -106,7 +110,7 @@ class _Recipe:
             raise DataError(f"{where}: a row must have named columns, like {{'prompt': ...}}; this is {row!r:.60}.")
         messages = self._messages(where, row)
         ground_truth = self._ground_truth(where, row)
-        stored = row[self.prompt_column or "messages"], row[self.answer_column]
+        stored = row[self.prompt_column or "messages"], row.get(self.answer_column)
         made = {"messages": [message.to_dict() for message in messages], "ground_truth": ground_truth}
         made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
         for text in _texts(made):
@@ -115,7 +119,10 @@ class _Recipe:
 
     def _messages(self, where: str, row: Mapping[str, Any]) -> list[ChatMessage]:
         messages = self._stored(where, row) if self.prompt_column is None else [self._prompt(where, row)]
-        if not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
+        if self.demonstrations:
+            if not any(message.role == "assistant" for message in messages):
+                raise DataError(f"{where}: the conversation has no assistant message, so there is nothing to imitate.")
+        elif not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
             raise DataError(f"{where}: the prompt is empty: it must end with a message that says something to answer.")
         if self.system_prompt:
             if any(message.role == "system" for message in messages):
@@ -148,6 +155,8 @@ class _Recipe:
         return ChatMessage("user", prompt)
 
     def _ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
+        if self.demonstrations:
+            return row.get(self.answer_column)
         answer = _column(where, row, "data.answer_column", self.answer_column)
         if answer is None:
             raise DataError(f"{where}: column {self.answer_column!r} is empty.")

@@ -67,12 +67,7 @@ def _warm_up(config_file: Path, overrides: dict[str, Any], result: Path) -> bool
         trainer.train()
         if trainer.stopped:
             return False
-
-        def export(scratch: Path) -> None:
-            trainer.backend.export(scratch)
-            trainer.renderer.tokenizer.save_pretrained(scratch)
-
-        _finished(result, export)
+        _finished(result, trainer.export)
     return True
 
 

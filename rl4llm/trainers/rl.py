@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +129,11 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             self.inference.runner.close()
             self.tracker.close()
         self._closed = True
+
+    def export(self, directory: Path) -> None:
+        """Write the policy and its tokenizer as a Hugging Face directory."""
+        self.backend.export(directory)
+        self.rollout.env.tokenizer.save_pretrained(directory)
 
     def state(self) -> dict[str, Any]:
         return {"prompts": self.prompts.state()}

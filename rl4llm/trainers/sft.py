@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl4llm.core.base_trainer import BaseTrainer
@@ -22,6 +23,7 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
         self,
         *,
         dataset: Sequence[dict[str, Any]],
+        tokenizer: Any,
         renderer: Renderer,
         prompts: PromptStream,
         batching: Batching,
@@ -30,6 +32,7 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
     ):
         super().__init__(**base)
         self.dataset = dataset
+        self.tokenizer = tokenizer
         self.renderer = renderer
         self.prompts = prompts
         self.batching = batching
@@ -64,6 +67,11 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
 
     def close(self) -> None:
         self.tracker.close()
+
+    def export(self, directory: Path) -> None:
+        """Write the policy and its tokenizer as a Hugging Face directory."""
+        self.backend.export(directory)
+        self.tokenizer.save_pretrained(directory)
 
     def state(self) -> dict[str, Any]:
         return {"prompts": self.prompts.state()}

@@ -1,0 +1,300 @@
+"""The loop: it learns, it resumes bit for bit, it proves its weights, and it refuses what cannot work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from rl4llm.api import DAPOTrainer, GRPOTrainer
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError
+from rl4llm.core.types import WeightRef
+
+SMALL = {"rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "checkpoint": {"every": 2}}
+
+
+class Vowels(BaseRewardFunction):
+    """The share of vowels in what was said last."""
+
+    def __init__(self, name="vowels", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        said = messages[-1].content.lower()
+        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+
+
+class TwoTurns(BaseMDPEnv):
+    """Asks for more once."""
+
+    continue_truncated = True
+
+    def respond(self, sample):
+        return [ChatMessage("user", "Go on.")]
+
+
+def rows(size=6):
+    return [
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
+        for i in range(size)
+    ]
+
+
+def trainer(model_dir, directory, kind=GRPOTrainer, **overrides):
+    options = {**SMALL, "env": TwoTurns, "deterministic": True, **overrides}
+    rewards = options.pop("reward_functions", [Vowels()])
+    dataset = options.pop("dataset", rows())
+    options.setdefault("env.max_steps", 2)
+    return kind(str(model_dir), dataset, rewards, output={"dir": str(directory)}, **options)
+
+
+def weights(run):
+    return {name: tensor.clone() for name, tensor in run.trainer.backend.weights()}
+
+
+def metrics(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def assert_same_weights(left, right):
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def test_the_loop_learns(model_dir, tmp_path):
+    options = {"rollout": {"prompts": 4, "group_size": 16, "max_tokens": 8}, "training": {"lr": 3e-3}, "max_steps": 25}
+    trainer(model_dir, tmp_path, env=BaseMDPEnv, dataset=rows(4), **options, **{"env.max_steps": 1}).train()
+    rewards = [row["reward/mean"] for row in metrics(tmp_path) if "reward/mean" in row]
+    assert len(rewards) == 25
+    assert rewards[0] < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.6
+
+
+def test_a_resumed_run_takes_the_same_steps_bit_for_bit(model_dir, tmp_path):
+    whole = trainer(model_dir, tmp_path / "whole", max_steps=4).train()
+    trainer(model_dir, tmp_path / "parts", max_steps=2).train()
+    parts = trainer(model_dir, tmp_path / "parts", max_steps=4).train()
+    assert_same_weights(weights(whole), weights(parts))
+    timeless = [
+        [
+            {name: value for name, value in row.items() if not name.startswith(("time/", "resources/", "tokens/s"))}
+            for row in metrics(tmp_path / name)
+        ]
+        for name in ("whole", "parts")
+    ]
+    assert timeless[0] == timeless[1]
+    assert [row["step"] for row in timeless[0]] == [1, 2, 3, 4]
+
+
+def test_slow_tools_do_not_change_a_deterministic_run(model_dir, tmp_path):
+    class Dawdles(TwoTurns):
+        def respond(self, sample):
+            time.sleep(0.01 * ((7 * sample.index + os.getpid()) % 3))
+            return super().respond(sample)
+
+    quick = trainer(model_dir, tmp_path / "quick", max_steps=2).train()
+    slow = trainer(model_dir, tmp_path / "slow", env=Dawdles, max_steps=2).train()
+    assert_same_weights(weights(quick), weights(slow))
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_training import trainer, weights
+from safetensors.torch import save_file
+run = trainer({model!r}, {directory!r}, max_steps=8, checkpoint={{"every": 1}}).train()
+save_file({{name: tensor.contiguous() for name, tensor in weights(run).items()}}, {result!r})
+"""
+
+
+def script(model_dir, directory, result):
+    return SCRIPT.format(
+        tests=os.path.dirname(__file__), model=str(model_dir), directory=str(directory), result=str(result)
+    )
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_path):
+    from safetensors.torch import load_file
+
+    whole = script(model_dir, tmp_path / "whole", tmp_path / "whole.safetensors")
+    subprocess.run([sys.executable, "-c", whole], check=True, timeout=120)
+    killed = script(model_dir, tmp_path / "killed", tmp_path / "killed.safetensors")
+    for steps in (1, 3, 6):  # killed once so many steps are logged, wherever the run then is
+        child = subprocess.Popen([sys.executable, "-c", killed])
+        log = tmp_path / "killed" / "metrics.jsonl"
+        while child.poll() is None and (not log.exists() or log.read_text().count("\n") < steps):
+            time.sleep(0.005)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    subprocess.run([sys.executable, "-c", killed], check=True, timeout=120)
+    assert_same_weights(load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "killed.safetensors"))
+    assert [row["step"] for row in metrics(tmp_path / "killed")] == list(range(1, 9))
+
+
+def test_on_the_policy_the_ratio_is_one(model_dir, tmp_path):
+    trainer(model_dir, tmp_path, max_steps=2, kind=DAPOTrainer).train()
+    for row in metrics(tmp_path):
+        assert row["ratio/mean"] == pytest.approx(1, abs=1e-5)
+        assert row["ratio/max"] == pytest.approx(1, abs=1e-5)
+        assert row["clip_fraction"] == 0
+
+
+def gradient(run):
+    """The gradient of one step's loss, as the trainer computes it."""
+    loop = run.trainer
+    loop.publish()
+    for batches in loop.prepare(loop.collect()):
+        for batch in batches:
+            loop.forward_backward(batch)
+    return {name: tensor.grad.clone() for name, tensor in loop.backend.model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed", "shared"])
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_packing_and_micro_batches_do_not_change_the_gradient(model_dir, tmp_path, layout, budget):
+    training = {"lr": 3e-3, "layout": layout, "max_tokens_per_batch": budget}
+    expected = gradient(trainer(model_dir, tmp_path / "a", training={"lr": 3e-3, "layout": "sorted"}))
+    found = gradient(trainer(model_dir, tmp_path / "b", training=training))
+    assert any(tensor.abs().max() > 1e-4 for tensor in expected.values())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_weights_that_did_not_reach_the_engine_stop_the_run(model_dir, tmp_path):
+    run = trainer(model_dir, tmp_path, max_steps=1)
+    loop = run.trainer
+    loop.publish()
+    embedding = loop.backend.model.get_input_embeddings().weight
+    stale = embedding.detach().clone()
+
+    class Stale(type(loop.inference.client)):
+        """Scores with the embeddings of before."""
+
+        async def score(self, token_ids):
+            fresh = embedding.detach().clone()
+            embedding.data.copy_(stale)
+            try:
+                return await super().score(token_ids)
+            finally:
+                embedding.data.copy_(fresh)
+
+    loop.inference.client.__class__ = Stale
+    embedding.data += 0.5 * torch.randn_like(embedding)
+    with pytest.raises(StaleWeightsError, match="does not hold version 0"):
+        loop.publish()
+    loop.close()
+
+
+def test_an_engine_that_reports_another_version_stops_the_run(model_dir, tmp_path):
+    run = trainer(model_dir, tmp_path)
+    loop = run.trainer
+    with pytest.raises(StaleWeightsError, match="reports version -1 after version 3"):
+        loop.inference.runner.run(loop.inference.canary.verify(loop.backend, loop.inference.client, WeightRef(3)))
+    loop.close()
+
+
+def test_a_kl_penalty_in_the_reward_changes_credits_only_after_the_policy_moved(model_dir, tmp_path):
+    kl = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+    plain = trainer(model_dir, tmp_path / "plain", max_steps=2).train()
+    first = trainer(model_dir, tmp_path / "kl1", max_steps=1, algorithm=kl).train()
+    second = trainer(model_dir, tmp_path / "kl2", max_steps=2, algorithm=kl).train()
+    once = trainer(model_dir, tmp_path / "once", max_steps=1).train()
+    for name, tensor in weights(first).items():
+        torch.testing.assert_close(tensor, weights(once)[name], atol=2e-4, rtol=0, msg=name)
+    moved = max((tensor - weights(plain)[name]).abs().max() for name, tensor in weights(second).items())
+    assert moved > 1e-4
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_penalty_in_the_loss_holds_the_policy_back(model_dir, tmp_path, estimator):
+    free = trainer(model_dir, tmp_path / "free", max_steps=6).train()
+    kl = {"kl_coef": 5.0, "kl_in": "loss", "kl_estimator": estimator}
+    held = trainer(model_dir, tmp_path / "held", max_steps=6, algorithm=kl).train()
+    assert metrics(tmp_path / "held")[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+    def drift(run):
+        start = dict(trainer(model_dir, tmp_path / f"start-{id(run)}").trainer.backend.weights())
+        return sum((tensor - start[name]).square().sum() for name, tensor in weights(run).items()).sqrt()
+
+    assert drift(held) < drift(free)
+
+
+def test_an_entropy_bonus_is_computed_only_when_asked_for(model_dir, tmp_path):
+    trainer(model_dir, tmp_path / "without", max_steps=1).train()
+    trainer(model_dir, tmp_path / "with", max_steps=1, algorithm={"entropy_coef": 0.01}).train()
+    assert "entropy" not in metrics(tmp_path / "without")[0]
+    assert 0 < metrics(tmp_path / "with")[0]["entropy"] < 6
+
+
+def test_groups_whose_rewards_are_all_equal_leave_the_weights_alone(model_dir, tmp_path):
+    def always(completions, **columns):
+        return [0.3] * len(completions)
+
+    run = trainer(model_dir, tmp_path, max_steps=2, reward_functions=[always])
+    before = weights(run)
+    run.train()
+    assert_same_weights(before, weights(run))
+    assert [row["groups/zero_spread"] for row in metrics(tmp_path)] == [1.0, 1.0]
+    assert [row["update/empty"] for row in metrics(tmp_path)] == [1.0, 1.0]
+
+
+def test_a_second_trainer_on_the_same_directory_is_refused(model_dir, tmp_path):
+    first = trainer(model_dir, tmp_path)
+    with pytest.raises(RunDirError, match=str(os.getpid())):
+        trainer(model_dir, tmp_path)
+    first.trainer.close()
+
+
+def test_the_directory_of_another_run_is_refused_with_the_difference(model_dir, tmp_path):
+    trainer(model_dir, tmp_path, max_steps=1).train()
+    with pytest.raises(RunDirError, match=r"training\.lr"):
+        trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-5})
+
+
+def test_bad_input_is_refused_before_anything_is_written(model_dir, tmp_path):
+    cases = [
+        ({"algorithm": {"clip_hihg": 0.3}}, ConfigError, "Did you mean 'clip_high'"),
+        ({"rollout": {"prompts": 2, "group_size": 1}}, ConfigError, "rollout.group_size=1"),
+        ({"dataset": []}, DataError, "empty"),
+        ({"dataset": [{"messages": []}]}, DataError, "ground_truth"),
+        ({"reward_functions": []}, ConfigError, "at least one"),
+        ({"reward_functions": [Vowels(), Vowels("more")]}, ConfigError, "reward_transform_fn"),
+        ({"env.max_stepz": 3}, ConfigError, "Did you mean 'max_steps'"),
+        ({"inference.name": "slgang"}, ConfigError, "inference.name"),
+        ({"training.max_tokens_per_batch": 8}, ConfigError, "max_tokens_per_batch=8"),
+    ]
+    for number, (overrides, error, text) in enumerate(cases):
+        directory = tmp_path / str(number)
+        with pytest.raises(error, match=text):
+            trainer(model_dir, directory, **overrides)
+        assert not directory.exists(), overrides
+
+
+def test_a_prompt_longer_than_the_context_is_found_before_the_run(model_dir, tmp_path):
+    long = [{"prompt_id": "novel", "messages": [{"role": "user", "content": "word " * 2000}], "ground_truth": ""}]
+    with pytest.raises(DataError, match=r"prompt 'novel' has \d+ tokens"):
+        trainer(model_dir, tmp_path / "run", dataset=rows() + long)
+
+
+def test_ctrl_c_finishes_the_step_and_the_same_call_goes_on(model_dir, tmp_path):
+    class Interrupts(Vowels):
+        def __call__(self, messages, ground_truth, **kwargs):
+            if not self.sent:
+                self.sent = True
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().__call__(messages, ground_truth, **kwargs)
+
+    reward = Interrupts()
+    reward.sent = False
+    stopped = trainer(model_dir, tmp_path / "run", max_steps=4, reward_functions=[reward]).train()
+    assert stopped.trainer.stopped
+    assert stopped.trainer.step == 1
+    resumed = trainer(model_dir, tmp_path / "run", max_steps=4, reward_functions=[reward]).train()
+    whole = trainer(model_dir, tmp_path / "whole", max_steps=4).train()
+    assert_same_weights(weights(resumed), weights(whole))
