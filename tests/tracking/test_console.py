@@ -126,7 +126,9 @@ def test_a_terminal_is_given_back_whatever_happens(monkeypatch, error):
         assert "\x1b[?25l" in terminal.raw()
         raise error
     assert terminal.raw().rindex("\x1b[?25h") > terminal.raw().rindex("\x1b[?25l")
-    assert set(threading.enumerate()) <= threads
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5)
+        assert not thread.is_alive()
     terminal.file.write("afterwards\n")
 
 
