@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def load_model(
                 f"model.gradient_checkpointing=true is not accepted: {type(model).__name__} does not support it. "
                 "Leave it out, or lower training.max_tokens_per_batch to save memory."
             )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():  # its new name does not exist in every version that is supported
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers checkpoints only in training mode, which is the same without dropout
     return model
 
