@@ -23,6 +23,7 @@ from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.data.arithmetic import arithmetic_rows
 from rl4llm.data.load import load_rows
+from rl4llm.data.pack import plan_table
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
@@ -66,8 +67,12 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     parts = _supervised if algorithm.needs().demonstrations else _reinforced
     make = parts(config, given, algorithm, tokenizer, dataset)
     run = RunDir.open(config.output.dir, fingerprint(config), allow_changes=force)
-    run.write_text("config.yaml", to_yaml(config))
-    return make(run)
+    try:
+        run.write_text("config.yaml", to_yaml(config))
+        return make(run)
+    except BaseException:
+        run.close()
+        raise
 
 
 def build_algorithm(config: Config) -> BaseAlgorithm:
@@ -176,6 +181,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     )
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
+    plan = _plan(config, dataset, renderer, env.max_steps, client.context_length)
     runner = asyncio.Runner()
     played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
     coarse = config.model.dtype if config.model.autocast == "none" else config.model.autocast
@@ -186,6 +192,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             inference=Inference(client, runner, MemoryPublisher(client), Canary(client.vocab_size, dtype=coarse)),
             rollout=Rollout(env, client, renderer, runner, **played),
             prompts=prompts,
+            plan=plan,
             sampling_params=_sampling(config),
             eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
             batching=_batching(config, tokenizer),
@@ -323,12 +330,28 @@ def _roles(dataset: Any) -> tuple[str, ...]:
 def _check_prompts(rows: Any, renderer: Renderer, context_length: int, where: str) -> None:
     """A prompt that leaves no room for an answer is found now, not in the middle of a run."""
     for number in range(len(rows)):
-        row = rows[number]
-        messages = [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row["messages"]]
-        length = renderer.prompt_too_long(messages, context_length - 1)
+        length = renderer.prompt_too_long(_messages(rows[number]), context_length - 1)
         if length is not None:
             raise DataError(
-                f"{where}: prompt {row.get('prompt_id', number)!r} has {length} tokens, but the model's context holds "
-                f"{context_length}, and an answer must fit too. Remove or shorten it."
+                f"{where}: prompt {rows[number].get('prompt_id', number)!r} has {length} tokens, but the model's context "
+                f"holds {context_length}, and an answer must fit too. Remove or shorten it."
             )
 
+
+def _plan(config: Config, rows: Any, renderer: Renderer, max_steps: int, context_length: int) -> list[dict[str, Any]]:
+    """How prompts x samples become micro-batches; raises ConfigError when they cannot."""
+    by_size = sorted(range(len(rows)), key=lambda number: -sum(len(item.content) for item in _messages(rows[number])))
+    longest = max(len(renderer.first(_messages(rows[number]))) for number in by_size[:16])
+    return plan_table(
+        prompts=config.rollout.prompts,
+        samples=config.rollout.group_size,
+        max_prompt_tokens=longest,
+        max_new_tokens=min(max_steps * config.rollout.max_tokens, context_length - longest),
+        max_tokens_per_batch=config.training.max_tokens_per_batch,
+        layout=config.training.layout,
+        updates=config.training.updates_per_rollout,
+    )
+
+
+def _messages(row: Mapping[str, Any]) -> list[ChatMessage]:
+    return [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row["messages"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         inference: Inference,
         rollout: Rollout,
         prompts: PromptStream,
+        plan: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams,
         eval_params: SamplingParams,
         batching: Batching,
@@ -68,6 +69,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.inference = inference
         self.rollout = rollout
         self.prompts = prompts
+        self.plan = plan
         self.sampling_params = sampling_params
         self.eval_params = eval_params
         self.batching = batching
@@ -143,6 +145,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def begin(self, step: int) -> None:
         self.tracker.begin(step)
+        self.tracker.table([(row["what"], row["value"]) for row in self.plan], title="how a rollout becomes updates")
 
     def warn(self, text: str) -> None:
         self.tracker.warn(text)
