@@ -18,10 +18,8 @@ from rl4llm.core.types import TrainBatch
 KEEP_BYTES = 64 << 20
 """So much of the fp32 logits is kept for the backward pass; the rest is computed again."""
 
-SLICE_BYTES = 31 << 20
-"""Size of the fp32 logits that exist at once. Blocks of 32 MiB and more, malloc would take from the kernel each time."""
-
-MIN_SLICE = 256
+TILE_ROWS, TILE_BYTES = 2048, 8 << 20
+"""Rows and size of a tile, the fp32 logits that exist at once: few enough that the passes over them stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +34,6 @@ class OutputLayer:
         """Logits (N, V), fp32."""
         logits_NV = linear(hidden_ND, self.weight_VD, self.bias_V).float()
         return self.softcap * torch.tanh(logits_NV / self.softcap) if self.softcap else logits_NV
-
-    def to(self, dtype: torch.dtype) -> OutputLayer:
-        """A copy whose products run in `dtype`."""
-        bias_V = None if self.bias_V is None else self.bias_V.to(dtype)
-        return OutputLayer(self.weight_VD.to(dtype), bias_V, self.softcap)
 
 
 class ValueHead(nn.Module):
@@ -73,12 +66,13 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, T), fp32, of the policy's tokens under the softmax at `temperature`; 0 for all others.
 
     `hidden_SD` holds the S hidden states that were computed, `place_BT` says which of them is each token's; without an
-    `output` layer they are logits already. With `entropy`, also the entropy (B, T) of the distribution that each token
-    was drawn from.
+    `output` layer they are logits already. `dtype` is that of the matrix products. With `entropy`, also the entropy
+    (B, T) of the distribution that each token was drawn from.
     """
     asked_N, before_N = asked_tokens(batch)
     hidden_ND = hidden_SD.index_select(0, place_BT.flatten()[before_N])
@@ -86,7 +80,9 @@ def token_logprobs(
     if output is None:
         logprobs_N, entropy_N = logprobs_of_logits(hidden_ND, targets_N, temperature=temperature, entropy=entropy)
     else:
-        logprobs_N, entropy_N = selected_logprobs(hidden_ND, output, targets_N, temperature=temperature, entropy=entropy)
+        logprobs_N, entropy_N = selected_logprobs(
+            hidden_ND, output, targets_N, temperature=temperature, entropy=entropy, dtype=dtype
+        )
     return _spread(logprobs_N, asked_N, batch), _spread(entropy_N, asked_N, batch) if entropy else None
 
 
@@ -103,15 +99,16 @@ def selected_logprobs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    dtype: torch.dtype | None = None,
     keep_bytes: int = KEEP_BYTES,
-    slice_bytes: int = SLICE_BYTES,
+    tile_bytes: int = TILE_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else zeros); both fp32.
 
-    Logits are computed a slice of the vocabulary at a time, and again in the backward pass where they were not kept.
-    Slices of the vocabulary, not of the rows: each weight is then read once, and its gradient needs no accumulation.
+    Logits are computed a tile of rows and vocabulary at a time, in products of `dtype` (default: that of the hidden
+    states), and again in the backward pass where they were not kept. The softmax is always computed in fp32.
     """
-    plan = _Plan(temperature, output.softcap, entropy, keep_bytes, slice_bytes)
+    plan = _Plan(temperature, output.softcap, entropy, dtype or hidden_ND.dtype, keep_bytes, tile_bytes)
     return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan)
 
 
@@ -140,20 +137,32 @@ def _spread(values_N: Tensor, positions_N: Tensor, batch: TrainBatch) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _Tile:
+    """`number` counts slices of the vocabulary."""
+
+    rows: slice
+    columns: slice
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     temperature: float
     softcap: float
     entropy: bool
+    dtype: torch.dtype
     keep_bytes: int
-    slice_bytes: int
+    tile_bytes: int
 
-    def slices(self, rows: int, vocabulary: int) -> list[slice]:
-        width = max(MIN_SLICE, self.slice_bytes // (4 * max(rows, 1)))
-        return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
-
-    def num_kept(self, rows: int, slices: list[slice]) -> int:
-        width = slices[0].stop
-        return min(len(slices), self.keep_bytes // (4 * max(rows, 1) * width))
+    def tiles(self, rows: int, vocabulary: int) -> list[_Tile]:
+        """In the order of the vocabulary, so that each slice of the weight's gradient is finished before the next."""
+        height = min(max(rows, 1), TILE_ROWS)
+        width = max(1, self.tile_bytes // (4 * height))
+        return [
+            _Tile(slice(top, min(top + height, rows)), slice(left, min(left + width, vocabulary)), left // width)
+            for left in range(0, vocabulary, width)
+            for top in range(0, rows, height)
+        ]
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -162,64 +171,80 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, targets_N, plan):
-        slices = plan.slices(len(hidden_ND), len(weight_VD))
-        num_kept, kept = plan.num_kept(len(hidden_ND), slices) if any(ctx.needs_input_grad) else 0, []
+        tiles = plan.tiles(len(hidden_ND), len(weight_VD))
+        num_kept, kept = plan.keep_bytes // plan.tile_bytes if any(ctx.needs_input_grad) else 0, []
         # Made before the loop: small blocks that outlive the logits beside them would keep malloc from using their place.
-        summaries = hidden_ND.new_zeros(3, len(slices), len(hidden_ND), dtype=torch.float32)
-        for number, part in enumerate(slices):
-            logits_NS = _logits(hidden_ND, weight_VD, bias_V, part)
-            if number < num_kept:
-                kept.append(logits_NS)
-            _summarise(_scores(logits_NS, plan), targets_N - part.start, plan, summaries[:, number])
-            del logits_NS
+        slices = 1 + max((tile.number for tile in tiles), default=0)
+        summaries = hidden_ND.new_zeros(3, slices, len(hidden_ND), dtype=torch.float32)
+        for tile in tiles:
+            logits = _logits(hidden_ND, weight_VD, bias_V, tile, plan)
+            if len(kept) < num_kept:
+                kept.append(logits)
+            _summarise(_scores(logits, plan), _columns(targets_N, tile), plan, summaries[:, tile.number, tile.rows])
+            del logits
         normalisers_N, scores_N, means_N = _combined(summaries)
-        ctx.plan, ctx.num_kept = plan, len(kept)
+        ctx.plan = plan
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, means_N, *kept)
         return scores_N - normalisers_N, normalisers_N - means_N if plan.entropy else torch.zeros_like(scores_N)
 
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
         hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, means_N, *kept = ctx.saved_tensors
-        plan = ctx.plan
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32) if wants_hidden else None
-        grad_weight_VD = torch.empty_like(weight_VD) if wants_weight else None
-        grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
-        grads = grad_logprobs_N, grad_entropy_N if plan.entropy else None
-        for number, part in enumerate(plan.slices(len(hidden_ND), len(weight_VD))):
-            logits_NS = kept[number] if number < len(kept) else _logits(hidden_ND, weight_VD, bias_V, part)
-            grad_NS = _grad_scores(_scores(logits_NS, plan), normalisers_N, means_N, targets_N - part.start, grads)
-            grad_NS = _grad_logits(grad_NS, logits_NS, plan).to(hidden_ND.dtype)
-            if wants_hidden:
-                grad_hidden_ND += linear(grad_NS, weight_VD[part].t())
-            if wants_weight:
-                grad_weight_VD[part] = weight_gradient(grad_NS, hidden_ND)
-            if wants_bias:
-                grad_bias_V[part] = grad_NS.sum(0)
-        grad_hidden_ND = None if grad_hidden_ND is None else grad_hidden_ND.to(hidden_ND.dtype)
-        return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None
+        plan, inputs = ctx.plan, (hidden_ND, weight_VD, bias_V)
+        grads = [
+            torch.zeros_like(x, dtype=torch.float32) if needed else None
+            for x, needed in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        for number, tile in enumerate(plan.tiles(len(hidden_ND), len(weight_VD))):
+            rows = tile.rows
+            logits = kept[number] if number < len(kept) else _logits(*inputs, tile, plan)
+            grad = _grad_scores(
+                _scores(logits, plan), normalisers_N[rows], means_N[rows], _columns(targets_N, tile),
+                (grad_logprobs_N[rows], grad_entropy_N[rows] if plan.entropy else None),
+            )  # fmt: skip
+            _add_products(grads, _grad_logits(grad, logits, plan), hidden_ND, weight_VD, tile, plan)
+        return *(None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)), None, None
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice) -> Tensor:
-    return linear(hidden_ND, weight_VD[part], None if bias_V is None else bias_V[part]).float()
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tile: _Tile, plan: _Plan) -> Tensor:
+    bias = None if bias_V is None else bias_V[tile.columns].to(plan.dtype)
+    return linear(hidden_ND[tile.rows].to(plan.dtype), weight_VD[tile.columns].to(plan.dtype), bias).float()
 
 
-def _scores(logits_NS: Tensor, plan: _Plan) -> Tensor:
-    """What the softmax is taken of. May be `logits_NS` itself."""
+def _columns(targets_N: Tensor, tile: _Tile) -> Tensor:
+    return targets_N[tile.rows] - tile.columns.start
+
+
+def _add_products(
+    grads: list[Tensor | None], grad: Tensor, hidden_ND: Tensor, weight_VD: Tensor, tile: _Tile, plan: _Plan
+) -> None:
+    """Add what one tile's gradient of the logits gives to those of the hidden states, the weight and the bias."""
+    grad = grad.to(plan.dtype)
+    grad_hidden_ND, grad_weight_VD, grad_bias_V = grads
+    if grad_hidden_ND is not None:
+        grad_hidden_ND[tile.rows] += linear(grad, weight_VD[tile.columns].to(plan.dtype).t())
+    if grad_weight_VD is not None:
+        grad_weight_VD[tile.columns] += weight_gradient(grad, hidden_ND[tile.rows].to(plan.dtype))
+    if grad_bias_V is not None:
+        grad_bias_V[tile.columns] += grad.sum(0)
+
+
+def _scores(logits: Tensor, plan: _Plan) -> Tensor:
+    """What the softmax is taken of. May be `logits` itself."""
     if plan.softcap:
-        logits_NS = (logits_NS / plan.softcap).tanh_().mul_(plan.softcap)
-    return logits_NS if plan.temperature == 1.0 else logits_NS / plan.temperature
+        logits = (logits / plan.softcap).tanh_().mul_(plan.softcap)
+    return logits if plan.temperature == 1.0 else logits / plan.temperature
 
 
-def _summarise(scores_NS: Tensor, columns_N: Tensor, plan: _Plan, out_3N: Tensor) -> None:
+def _summarise(scores: Tensor, columns_N: Tensor, plan: _Plan, out_3N: Tensor) -> None:
     """Of one slice: log-sum-exp, the target's score (0 where it lies elsewhere) and the mean score under its softmax."""
-    largest_N = scores_NS.amax(1)
-    weights_NS = (scores_NS - largest_N[:, None]).exp_()
-    sums_N = weights_NS.sum(1)
+    largest_N = scores.amax(1)
+    weights = (scores - largest_N[:, None]).exp_()
+    sums_N = weights.sum(1)
     if plan.entropy:
-        out_3N[2] = weights_NS.mul_(scores_NS).sum(1) / sums_N
-    inside_N = (columns_N >= 0) & (columns_N < scores_NS.shape[1])
-    picked_N = scores_NS.gather(1, columns_N.clamp(0, scores_NS.shape[1] - 1)[:, None]).squeeze(1)
+        out_3N[2] = weights.mul_(scores).sum(1) / sums_N
+    inside_N = (columns_N >= 0) & (columns_N < scores.shape[1])
+    picked_N = scores.gather(1, columns_N.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
     out_3N[0] = sums_N.log_().add_(largest_N)
     out_3N[1] = torch.where(inside_N, picked_N, 0.0)
 
@@ -230,23 +255,23 @@ def _combined(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return normalisers_PN.logsumexp(0), scores_PN.sum(0), (normalisers_PN.softmax(0) * means_PN).sum(0)
 
 
-def _grad_scores(scores_NS, normalisers_N, means_N, columns_N, grads) -> Tensor:
+def _grad_scores(scores, normalisers_N, means_N, columns_N, grads) -> Tensor:
     """The gradient of one slice of the scores. log p + H is score - mean, as both lack the normaliser."""
     grad_logprobs_N, grad_entropy_N = grads
-    grad_NS = (scores_NS - normalisers_N[:, None]).exp_()
+    grad = (scores - normalisers_N[:, None]).exp_()
     if grad_entropy_N is None:
-        grad_NS.mul_(-grad_logprobs_N[:, None])
+        grad.mul_(-grad_logprobs_N[:, None])
     else:
-        pull_NS = (scores_NS - means_N[:, None]).mul_(grad_entropy_N[:, None]).add_(grad_logprobs_N[:, None])
-        grad_NS.mul_(pull_NS).neg_()
-    inside_N = (columns_N >= 0) & (columns_N < scores_NS.shape[1])
-    columns_N = columns_N.clamp(0, scores_NS.shape[1] - 1)
-    return grad_NS.scatter_add_(1, columns_N[:, None], torch.where(inside_N, grad_logprobs_N, 0.0)[:, None])
+        pull = (scores - means_N[:, None]).mul_(grad_entropy_N[:, None]).add_(grad_logprobs_N[:, None])
+        grad.mul_(pull).neg_()
+    inside_N = (columns_N >= 0) & (columns_N < scores.shape[1])
+    columns_N = columns_N.clamp(0, scores.shape[1] - 1)
+    return grad.scatter_add_(1, columns_N[:, None], torch.where(inside_N, grad_logprobs_N, 0.0)[:, None])
 
 
-def _grad_logits(grad_NS: Tensor, logits_NS: Tensor, plan: _Plan) -> Tensor:
+def _grad_logits(grad: Tensor, logits: Tensor, plan: _Plan) -> Tensor:
     if plan.temperature != 1.0:
-        grad_NS.div_(plan.temperature)
+        grad.div_(plan.temperature)
     if plan.softcap:
-        grad_NS.mul_(1 - (logits_NS / plan.softcap).tanh_().square_())
-    return grad_NS
+        grad.mul_(1 - (logits / plan.softcap).tanh_().square_())
+    return grad

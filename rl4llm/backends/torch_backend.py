@@ -132,9 +132,9 @@ class TorchBackend(BaseBackend):
         if self.value_head is not None:
             return token_values(states_SD, place_BT, batch, self.value_head), None
         output = self._runner.output_layer() if self._runner.splits else None
-        if self._autocast is not None and output is not None:
-            states_SD, output = states_SD.to(self._autocast), output.to(self._autocast)
-        return token_logprobs(states_SD, place_BT, batch, output, temperature=temperature, entropy=entropy)
+        return token_logprobs(
+            states_SD, place_BT, batch, output, temperature=temperature, entropy=entropy, dtype=self._autocast
+        )
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self._autocast or torch.bfloat16, enabled=self._autocast is not None)

@@ -220,8 +220,9 @@ def test_resuming_after_2_steps_and_taking_2_more_equals_4_steps_bit_for_bit(bui
 
 def test_loading_writes_into_the_tensors_that_an_engine_shares(build, trajectories, tmp_path):
     backend = backend_of(build())
-    fused = torch.cat([layer.weight.detach() for layer in _qkv(backend.model)])
-    for part, layer in zip(fused.split([layer.out_features for layer in _qkv(backend.model)]), _qkv(backend.model), strict=True):
+    layers = _qkv(backend.model)
+    fused = torch.cat([layer.weight.detach() for layer in layers])
+    for part, layer in zip(fused.split([layer.out_features for layer in layers]), layers, strict=True):
         layer.weight.data = part
     backend.save(tmp_path)
     saved = fused.clone()
