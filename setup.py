@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").r
 
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.16,<1"],
-    "wandb": ["wandb>=0.18,<1"],
+    "wandb": ["wandb>=0.31,<1"],
     "sglang": ["sglang>=0.4.6", "torch-memory-saver>=0.0.8"],
     "vllm": ["vllm>=0.8"],
     "grpc": ["grpcio>=1.66,<2", "protobuf>=5"],
@@ -34,7 +34,7 @@ setup(
         "transformers>=4.56,<6",
         "safetensors>=0.5,<1",
         "datasets>=3,<6",
-        "omegaconf>=2.3,<3",
+        "omegaconf>=2.4,<3",
         "rich>=13,<16",
         "tensorboard>=2.17,<3",
         "matplotlib>=3.8,<4",

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.checkpoint import latest_checkpoint, save_checkpoint
+from rl4llm.core.checkpoint import latest_checkpoint, save_checkpoint, unfinished_saves
 from rl4llm.core.rng import restore_rng, rng_state
 from rl4llm.core.types import TrainBatch
 
@@ -133,6 +133,8 @@ class BaseTrainer(ABC, Generic[Collected]):
         checkpoint = latest_checkpoint(self.checkpoints)
         if checkpoint is None:
             self.begin(-1)
+            for partial in unfinished_saves(self.checkpoints):
+                self.warn(f"{partial} is an unfinished save and is not used; no save was finished, so training starts anew.")
             return
         self.backend.load(checkpoint.path / "model")
         for lost in restore_rng(checkpoint.state["rng"]):

@@ -124,13 +124,16 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         return self.evaluation.play(rows, step=self.step, sampling_params=self.eval_params, group_size=1)
 
     def close(self) -> None:
-        for rollout in filter(None, (self.rollout, self.evaluation)):
-            rollout.env.close()
-        if not self._closed:
+        if self._closed:
+            return
+        self._closed = True
+        try:
             self.inference.runner.run(self.inference.client.close())
             self.inference.runner.close()
+            for rollout in filter(None, (self.rollout, self.evaluation)):
+                rollout.env.close()
+        finally:
             self.tracker.close()
-        self._closed = True
 
     def export(self, directory: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""
