@@ -17,13 +17,14 @@ from torch import Tensor
 
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
-from rl4llm.inference.kv_cache import KVCache, Window
+from rl4llm.inference.kv_cache import KVCache, SharedPrefix, Window
 from rl4llm.inference.paths import Path, choose_decoder, context_limit
-from rl4llm.inference.rows import Request, Row, RowTable
+from rl4llm.inference.rows import PrefixTable, Request, Row, RowTable
 from rl4llm.inference.sampling import Sampler
 from rl4llm.inference.stops import GOES_ON, STOP_TOKEN, StopRules, StopTable
 
 PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+SHARE_FROM = 2048  # cached tokens that reading prompts in place must save to be worth its extra operations
 LOOKAHEAD = 128  # tokens of growth that the cache gets room for at once
 FLUSH_STEPS = 64  # a NaN is seen at most this many steps late
 
@@ -41,20 +42,32 @@ class Counters:
     evictions: int = 0
 
 
-class Admission(NamedTuple):
-    """A row that starts to decode: what is cached of it already, and the row it copies the rest from, if any."""
+class Fill(NamedTuple):
+    """Tokens to be computed into a row of a cache, from position `start` on."""
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+    row: Row | None = None
+
+
+@dataclass(slots=True)
+class Newcomer:
+    """A row that starts to decode, and how many of its tokens a cache holds already."""
 
     row: Row
     start: int
-    source: Row | None = None
 
     @property
-    def reused(self) -> int:
-        return self.row.cached if self.source else self.start
+    def fill(self) -> Fill:
+        """What is still to be computed."""
+        return Fill(self.row.slot, self.start, self.row.request.token_ids[self.start : -1], self.row)
 
     @property
-    def missing(self) -> int:
-        return self.row.cached - self.reused
+    def order(self) -> tuple[bool, int, int, int]:
+        """Rows that begin empty first, by length; then groups side by side; then sessions where they are."""
+        row = self.row
+        return self.start > 0, row.slot, row.prefix.slot if row.prefix else -1, row.cached
 
 
 @dataclass(slots=True)
@@ -86,10 +99,12 @@ class Batch:
 class Engine:
     """Serves requests on a model whose weights it shares. Not thread-safe: one event loop drives it."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_rows: int, context_length: int | None, path: Path):
+    def __init__(
+        self, model: Any, tokenizer: Any, max_rows: int, context_length: int | None, path: Path, share_from: int = SHARE_FROM
+    ):
         if max_rows < 1:
             raise EngineError(f"max_rows={max_rows} is not accepted: at least 1.")
-        self._model, self._max_rows, self._path = model, max_rows, path
+        self._model, self._max_rows, self._path, self._share_from = model, max_rows, path, share_from
         self.context_length, self.context_reason = context_limit(model, context_length)
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self._device = next(model.parameters()).device
@@ -119,7 +134,8 @@ class Engine:
             "rows_parked": len(self._rows.parked),
             "rows_max": self._max_rows,
             "waiting": len(self.waiting),
-            "cache_bytes": self._cache.num_bytes,
+            "prompts_shared": len(self._prefixes),
+            "cache_bytes": self._cache.num_bytes + self._prefix_cache.num_bytes,
             **asdict(self._counters),
         }
 
@@ -199,13 +215,16 @@ class Engine:
         tokens_T = torch.tensor(list(token_ids), device=self._device)
         cache = KVCache(self._decoder.num_layers, self._cache.dtype, self._device)
         cache.reserve(1, len(token_ids))
-        cache.window = Window(0, [0], len(token_ids) - 1, cache)
+        cache.window = Window(cache, 0, [0], len(token_ids) - 1)
         logprobs_TV = self._decoder.logits(tokens_T[None, :-1], cache)[0].float().log_softmax(-1)
         return logprobs_TV.gather(-1, tokens_T[1:, None])[:, 0].tolist()
 
     def _choose_path(self) -> None:
         self._decoder, self._reason = choose_decoder(self._model, self._path, self.context_length)
-        self._cache = KVCache(self._decoder.num_layers, next(self._model.parameters()).dtype, self._device)
+        shape = self._decoder.num_layers, next(self._model.parameters()).dtype, self._device
+        self._prefix_cache = KVCache(*shape)
+        self._cache = KVCache(*shape, prefixes=self._prefix_cache)
+        self._prefixes = PrefixTable(self._prefix_cache)
         self._rows = RowTable(self._cache, self._max_rows)
 
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
@@ -218,85 +237,107 @@ class Engine:
     def _forget(self) -> None:
         self._batch = None
         self._rows.clear()
+        self._prefixes.clear()
 
     def _admit(self) -> None:
         taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]
         if not taken:
             return
         self._end_batch()
-        sources = {row.request.prompt_ids: row for row in self._rows.active}
-        admissions = [self._admission(request, sources) for request in taken]
-        followers = [item for item in admissions if item.source]
-        returning = sorted((item for item in admissions if item.start), key=lambda item: item.row.slot)
-        fresh = sorted((item for item in admissions if not item.reused), key=lambda item: item.missing)
-        self._counters.evictions += self._rows.admit([item.row for item in (*fresh, *returning, *followers)])
-        self._counters.reused_tokens += sum(item.reused for item in admissions)
-        for group in (fresh, returning):
-            for chunk in self._chunks(group):
-                self._prefill(chunk)
-        self._follow(followers)
+        self._prefixes.sweep((*self._rows.active, *self._rows.parked))
+        newcomers = [self._newcomer(request) for request in taken]
+        self._share([item for item in newcomers if not item.start])
+        newcomers.sort(key=lambda item: item.order)
+        self._counters.evictions += self._rows.admit([item.row for item in newcomers])
+        self._counters.reused_tokens += sum(item.start for item in newcomers)
+        self._copy_prefixes([item.row for item in newcomers if item.row.prefix and item.start and not item.row.base])
+        self._fill(self._cache, [item.fill for item in newcomers if not item.start])
+        self._fill(self._cache, [item.fill for item in newcomers if item.start])
 
-    def _admission(self, request: Request, sources: dict[tuple[int, ...], Row]) -> Admission:
-        """Where a request's cache comes from: its session's last turn, a row with the same prompt, or nowhere."""
+    def _newcomer(self, request: Request) -> Newcomer:
+        """The row of the request's session, where it helps, or a new one."""
         request.version = self.version if request.version is None else min(request.version, self.version)
         row = self._rows.take(request.session)
         start = row.reusable(request.token_ids[:-1]) if row else 0
         if not start:
-            row = Row(None)
+            row = Row(request)
         row.request = request
-        source = None if request.logprobs else sources.setdefault(request.prompt_ids, row)
-        return Admission(row, start, None if start or source is row or not row.cached else source)
+        return Newcomer(row, start)
 
-    def _follow(self, followers: Sequence[Admission]) -> None:
-        self._cache.copy(
-            [item.source.slot for item in followers],
-            [item.row.slot for item in followers],
-            max((item.row.cached for item in followers), default=0),
-        )
+    def _share(self, newcomers: Sequence[Newcomer]) -> None:
+        """Compute each prompt that several requests begin with once."""
+        groups: dict[tuple[int, ...], list[Newcomer]] = {}
+        for item in newcomers:
+            groups.setdefault(item.row.request.prompt_ids[:-1], []).append(item)
+        new = [ids for ids, group in groups.items() if ids and len(group) > 1 and not self._prefixes.find(ids)]
+        saved = sum(len(ids) * (len(groups[ids]) - 1) for ids in new)
+        in_place = self._decoder.reads_prefixes and saved >= self._share_from
+        added = [self._prefixes.add(ids, in_place) for ids in new]
+        self._fill(self._prefix_cache, [Fill(prefix.slot, 0, prefix.token_ids) for prefix in added])
+        for ids, group in groups.items():
+            prefix = self._prefixes.find(ids)
+            for item in group if prefix else ():
+                item.row.prefix, item.start = prefix, len(ids)
 
-    def _chunks(self, group: Sequence[Admission]) -> Iterator[list[Admission]]:
-        """Runs of neighbouring rows that fit one prefill pass, padded to their longest."""
-        chunk: list[Admission] = []
-        for item in group:
-            longer = [*chunk, item]
-            count = max(member.missing for member in longer)
-            end = count + max(member.start for member in longer)
-            if chunk and (count * len(longer) > PREFILL_TOKENS or end >= self.context_length):
+    def _copy_prefixes(self, rows: Sequence[Row]) -> None:
+        """Give rows that cannot read their prefix in place a copy of it; those back from an earlier turn have theirs."""
+        rows = [row for row in rows if not row.cached_ids]
+        longest = max((len(row.prefix.token_ids) for row in rows), default=0)
+        self._cache.reserve(0, longest)
+        self._cache.copy(self._prefix_cache, [(row.prefix.slot, row.slot) for row in rows], longest)
+
+    def _fill(self, cache: KVCache, fills: Sequence[Fill]) -> None:
+        for chunk in self._chunks([fill for fill in fills if fill.token_ids]):
+            starts, rows = [fill.start for fill in chunk], [fill.row for fill in chunk if fill.row]
+            bases = [row.base for row in rows] if any(row.base for row in rows) else None
+            count = max(len(fill.token_ids) for fill in chunk)
+            padded = [[*fill.token_ids, *[0] * (count - len(fill.token_ids))] for fill in chunk]
+            cache.reserve(0, max(starts) + count)
+            cache.window = Window(cache, chunk[0].slot, starts, count, bases, self._prefix_of(rows))
+            self._decoder.prefill(torch.tensor(padded, device=self._device), cache)
+            self._counters.prefill_tokens += sum(len(fill.token_ids) for fill in chunk)
+
+    def _chunks(self, fills: Sequence[Fill]) -> Iterator[list[Fill]]:
+        """Runs of neighbouring rows that fit one pass, each padded to its longest."""
+        chunk: list[Fill] = []
+        for fill in fills:
+            longer = [*chunk, fill]
+            count = max(len(item.token_ids) for item in longer)
+            end = count + max(item.start for item in longer)
+            apart = chunk and fill.slot != chunk[-1].slot + 1
+            if chunk and (apart or count * len(longer) > PREFILL_TOKENS or end >= self.context_length):
                 yield chunk
-                longer = [item]
+                longer = [fill]
             chunk = longer
         if chunk:
             yield chunk
 
-    def _prefill(self, chunk: Sequence[Admission]) -> None:
-        count = max(item.missing for item in chunk)
-        if count == 0:
-            return
-        starts = [item.start for item in chunk]
-        rows = [item.row.request.token_ids[item.start : -1] for item in chunk]
-        tokens_BS = torch.tensor([row + [0] * (count - len(row)) for row in rows], device=self._device)
-        self._cache.reserve(0, max(starts) + count)
-        self._cache.window = Window(chunk[0].row.slot, starts, count, self._cache)
-        self._decoder.prefill(tokens_BS, self._cache)
-        self._counters.prefill_tokens += sum(item.missing for item in chunk)
+    def _prefix_of(self, rows: Sequence[Row]) -> SharedPrefix | None:
+        bases = [row.base for row in rows]
+        if not any(bases):
+            return None
+        return SharedPrefix([row.prefix.slot if row.base else None for row in rows], bases, self._device)
 
     def _current_batch(self) -> Batch:
         """The running batch, made anew when its rows changed or outgrew the cache."""
         if self._batch is not None and self._batch.window.span > self._cache.capacity:
             self._end_batch()
         if self._batch is None:
-            requests = self.running
-            starts = [len(request.token_ids) - 1 for request in requests]
-            ends = [start + min(request.tokens_left, LOOKAHEAD) for start, request in zip(starts, requests, strict=True)]
-            self._cache.reserve(len(requests), max(ends))
-            self._batch = Batch(
-                Window(0, starts, 1, self._cache),
-                Sampler([item.params for item in requests], [len(item.logprobs) for item in requests], self._device),
-                self._stops.table([request.rule for request in requests]),
-                torch.tensor([request.token_ids[-1] for request in requests], device=self._device),
-                min(request.tokens_left for request in requests),
-            )
+            self._batch = self._new_batch()
         return self._batch
+
+    def _new_batch(self) -> Batch:
+        rows, requests = self._rows.active, self.running
+        starts, bases = [row.cached for row in rows], [row.base for row in rows]
+        own_ends = [row.cached - row.base + min(row.request.tokens_left, LOOKAHEAD) for row in rows]
+        self._cache.reserve(len(rows), max(own_ends))
+        return Batch(
+            Window(self._cache, 0, starts, 1, bases if any(bases) else None, self._prefix_of(rows)),
+            Sampler([item.params for item in requests], [len(item.logprobs) for item in requests], self._device),
+            self._stops.table([request.rule for request in requests]),
+            torch.tensor([request.token_ids[-1] for request in requests], device=self._device),
+            min(request.tokens_left for request in requests),
+        )
 
     def _end_batch(self) -> None:
         self._flush()

@@ -10,67 +10,15 @@ from torch import Tensor
 LENGTH_STEP = 64  # capacity grows in multiples of this many tokens
 
 
-class Window:
-    """The S new positions that one forward pass computes in each of B neighbouring rows.
-
-    `positions_BS` are token positions, `span` is how many cached positions any row may look at, and `mask` is additive,
-    (B, 1, S, span), or None when nothing has to be hidden: a causal pass over rows that start empty (`fresh`), or one
-    token per row with all rows equally long.
-    """
-
-    def __init__(self, first: int, starts: Sequence[int], count: int, cache: KVCache):
-        self.first, self.rows, self.count = first, len(starts), count
-        self.capacity = cache.capacity
-        self.fresh = max(starts) == 0 and count > 1
-        self.span = max(starts) + count
-        starts_B = torch.tensor(starts, device=cache.device)
-        self.positions_BS = starts_B[:, None] + torch.arange(count, device=cache.device)
-        self._index: dict[int, Tensor] = {}
-        self._mask: Tensor | None = None
-        if not self.fresh and (count > 1 or min(starts) < max(starts)):
-            self._mask = self._hidden(cache.dtype, self.capacity if count == 1 else self.span)
-
-    @property
-    def mask(self) -> Tensor | None:
-        return None if self._mask is None else self._mask[..., : self.span]
-
-    def causal_mask(self, dtype: torch.dtype) -> Tensor:
-        """The mask spelled out, (B, 1, S, span), for a forward that cannot do without one."""
-        return self._hidden(dtype, self.span) if self._mask is None else self.mask
-
-    def index(self, heads: int) -> Tensor:
-        """Where the new vectors go in a slab seen as (rows * heads * capacity, D)."""
-        if heads not in self._index:
-            device = self.positions_BS.device
-            lane = (torch.arange(self.rows, device=device) + self.first)[:, None] * heads + torch.arange(
-                heads, device=device
-            )
-            self._index[heads] = (lane[:, :, None] * self.capacity + self.positions_BS[:, None, :]).flatten()
-        return self._index[heads]
-
-    def advance(self) -> None:
-        """Move every row one position on, in place."""
-        self.positions_BS += 1
-        self.span += 1
-        for index in self._index.values():
-            index += 1
-        if self._mask is not None and self.span <= self.capacity:
-            self._mask.view(self.rows, -1).scatter_(1, self.positions_BS, 0.0)
-
-    def _hidden(self, dtype: torch.dtype, width: int) -> Tensor:
-        keys = torch.arange(width, device=self.positions_BS.device)
-        hidden = keys > self.positions_BS[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=dtype, device=keys.device).masked_fill_(hidden, torch.finfo(dtype).min)
-
-
 class KVCache:
     """Keys and values of all layers: slabs of shape (rows, heads, capacity, D), made and grown when they are needed.
 
-    Unused places hold zeros or old finite values, never garbage: a masked weight of 0 times NaN would be NaN.
+    Unused places hold zeros or old finite values, never garbage: a masked weight of 0 times NaN would be NaN. `prefixes`
+    is the cache whose rows are prompts that several rows of this one begin with.
     """
 
-    def __init__(self, num_layers: int, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
+    def __init__(self, num_layers: int, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None):
+        self.dtype, self.device, self.prefixes = dtype, device, prefixes
         self.rows = self.capacity = 0
         self.window: Window | None = None
         self._keys: list[Tensor | None] = [None] * num_layers
@@ -98,15 +46,20 @@ class KVCache:
         """Store the window's new keys and values, (B, heads, S, D), and return all that its rows may look at."""
         return self._update(self._keys, layer, keys), self._update(self._values, layer, values)
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of rows to other rows; a permutation of rows works too."""
-        if not sources:
+    def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first rows and positions."""
+        return self._keys[layer][:rows, :, :length], self._values[layer][:rows, :, :length]
+
+    def copy(self, source: KVCache, pairs: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy the first `length` positions from rows of a cache to rows of this one; a permutation works too."""
+        if not pairs:
             return
-        source_rows = torch.tensor(sources, device=self.device)
-        target_rows = torch.tensor(targets, device=self.device)
-        for slab in self._slabs():
-            used = slab[:, :, :length]
-            used.index_copy_(0, target_rows, used.index_select(0, source_rows))
+        source_rows, target_rows = torch.tensor(pairs, device=self.device).unbind(1)
+        for slabs, theirs in ((self._keys, source._keys), (self._values, source._values)):
+            for layer, slab in enumerate(theirs):
+                if slab is not None:
+                    used = slab[:, :, :length].index_select(0, source_rows)
+                    self._slab(slabs, layer, used)[:, :, :length].index_copy_(0, target_rows, used)
 
     def drop(self) -> None:
         """Give the memory back."""
@@ -117,9 +70,7 @@ class KVCache:
 
     def _update(self, slabs: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
         window = self.window
-        slab = slabs[layer]
-        if slab is None:
-            slab = slabs[layer] = new.new_zeros(self.rows, new.shape[1], self.capacity, new.shape[3])
+        slab = self._slab(slabs, layer, new)
         rows = slice(window.first, window.first + window.rows)
         if window.fresh:
             slab[rows, :, : window.count] = new
@@ -127,5 +78,125 @@ class KVCache:
         slab.view(-1, slab.shape[3]).index_copy_(0, window.index(slab.shape[1]), new.reshape(-1, slab.shape[3]))
         return slab[rows, :, : window.span]
 
+    def _slab(self, slabs: list[Tensor | None], layer: int, like: Tensor) -> Tensor:
+        if slabs[layer] is None:
+            slabs[layer] = like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
+        return slabs[layer]
+
     def _slabs(self) -> list[Tensor]:
         return [slab for slab in (*self._keys, *self._values) if slab is not None]
+
+
+class SharedPrefix:
+    """How the rows of a window read prompts that are cached once for all who begin with them.
+
+    A prefix cache row p serves N rows at most; their queries stand together, so that its keys are read once. Rows
+    without a prefix are carried along and masked out.
+    """
+
+    def __init__(self, slots: Sequence[int | None], lengths: Sequence[int], device: torch.device):
+        self.length = max(lengths)
+        self.lengths_B = torch.tensor(lengths, device=device)
+        self.slots_B = torch.tensor([slot or 0 for slot in slots], device=device)
+        self.even = min(lengths) == self.length
+        self.prompts = max(slot for slot in slots if slot is not None) + 1
+        members: list[list[int]] = [[] for _ in range(self.prompts)]
+        for row, slot in enumerate(slots):
+            if slot is not None:
+                members[slot].append(row)
+        self._most = max(map(len, members))
+        padded = [row for rows in members for row in rows + [0] * (self._most - len(rows))]
+        places = [0 if slot is None else slot * self._most + members[slot].index(row) for row, slot in enumerate(slots)]
+        regular = padded == list(range(len(slots)))
+        self._members = None if regular else torch.tensor(padded, device=device)
+        self._places = None if regular else torch.tensor(places, device=device)
+        absent = [slot is None for slot in slots]
+        self._absent = torch.tensor(absent, device=device)[:, None, None, None] if any(absent) else None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """From rows (B, heads, G, X) to prompts (P, heads, N * G, X)."""
+        if self._members is not None:
+            x = x.index_select(0, self._members)
+        _, heads, queries, width = x.shape
+        x = x.view(self.prompts, self._most, heads, queries, width).transpose(1, 2)
+        return x.reshape(self.prompts, heads, self._most * queries, width)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Back from prompts (P, heads, N * G, X) to rows (B, heads, G, X); 0 for rows without a prefix."""
+        _, heads, queries, width = x.shape
+        x = x.view(self.prompts, heads, self._most, queries // self._most, width).transpose(1, 2)
+        x = x.reshape(self.prompts * self._most, heads, queries // self._most, width)
+        if self._places is not None:
+            x = x.index_select(0, self._places)
+        return x if self._absent is None else x.masked_fill(self._absent, 0.0)
+
+
+class Window:
+    """The S new positions that one forward pass computes in each of B neighbouring rows of a cache.
+
+    `positions_BS` are token positions, and `last` is the length of the longest row afterwards. A row whose first
+    `bases[b]` tokens lie in a shared prefix keeps only the later ones; `span` is how many of those any row may look at.
+    `mask` is additive, (B, 1, S, prefix length + span), or None when nothing has to be hidden: a causal pass over rows
+    that start empty (`fresh`), or one token per row with all rows equally long.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        first: int,
+        starts: Sequence[int],
+        count: int,
+        bases: Sequence[int] | None = None,
+        prefix: SharedPrefix | None = None,
+    ):
+        self.first, self.rows, self.count, self.prefix = first, len(starts), count, prefix
+        self.capacity, self._device = cache.capacity, cache.device
+        own = starts if bases is None else [start - base for start, base in zip(starts, bases, strict=True)]
+        self.fresh = max(starts) == 0 and count > 1
+        self.span, self.last = max(own) + count, max(starts) + count
+        steps = torch.arange(count, device=cache.device)
+        self.positions_BS = torch.tensor(starts, device=cache.device)[:, None] + steps
+        self._own_BS = self.positions_BS if own is starts else torch.tensor(own, device=cache.device)[:, None] + steps
+        self._index: dict[int, Tensor] = {}
+        self._mask: Tensor | None = None
+        even = min(own) == max(own) and (prefix is None or prefix.even)
+        if not self.fresh and (count > 1 or not even):
+            self._mask = self._hidden(cache.dtype, self.capacity if count == 1 else self.span)
+
+    @property
+    def mask(self) -> Tensor | None:
+        return None if self._mask is None else self._mask[..., : self._lead + self.span]
+
+    def causal_mask(self, dtype: torch.dtype) -> Tensor:
+        """The mask spelled out, (B, 1, S, span), for a forward that cannot do without one."""
+        return self._hidden(dtype, self.span) if self._mask is None else self.mask
+
+    def index(self, heads: int) -> Tensor:
+        """Where the new vectors go in a slab seen as (rows * heads * capacity, D)."""
+        if heads not in self._index:
+            rows = torch.arange(self.rows, device=self._device) + self.first
+            lanes = rows[:, None] * heads + torch.arange(heads, device=self._device)
+            self._index[heads] = (lanes[:, :, None] * self.capacity + self._own_BS[:, None, :]).flatten()
+        return self._index[heads]
+
+    def advance(self) -> None:
+        """Move every row one position on, in place."""
+        self.positions_BS += 1
+        if self._own_BS is not self.positions_BS:
+            self._own_BS += 1
+        self.span, self.last = self.span + 1, self.last + 1
+        for index in self._index.values():
+            index += 1
+        if self._mask is not None and self.span <= self.capacity:
+            self._mask.view(self.rows, -1).scatter_(1, self._own_BS + self._lead, 0.0)
+
+    @property
+    def _lead(self) -> int:
+        return self.prefix.length if self.prefix else 0
+
+    def _hidden(self, dtype: torch.dtype, width: int) -> Tensor:
+        hidden = torch.arange(width, device=self._device) > self._own_BS[:, None, :, None]
+        if self.prefix is not None:
+            beyond = torch.arange(self._lead, device=self._device) >= self.prefix.lengths_B[:, None, None, None]
+            hidden = torch.cat([beyond.expand(-1, -1, self.count, -1), hidden], dim=-1)
+        return torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, torch.finfo(dtype).min)

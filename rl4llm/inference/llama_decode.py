@@ -19,6 +19,7 @@ from rl4llm.inference.kv_cache import KVCache, Window
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 CHANGING_ROPE = ("dynamic", "longrope")
+ROPE_AHEAD = 256
 
 
 class UnsupportedModelError(EngineError):
@@ -68,6 +69,7 @@ class LlamaDecoder:
     """
 
     name = "fast"
+    reads_prefixes = True
 
     def __init__(self, model: Any):
         _check(model)
@@ -115,36 +117,52 @@ class LlamaDecoder:
             normed = layer.attention_norm(x)
             key = self._heads_of(normed, layer.key, layer.key_norm)
             value = self._heads_of(normed, layer.value, None)
-            cached = cache.update(number, _rotate(key, cos, sin).transpose(1, 2), value.transpose(1, 2))
+            keys, values = cache.update(number, _rotate(key, cos, sin).transpose(1, 2), value.transpose(1, 2))
             if fill_only and number == self.num_layers - 1:
                 break
             query = _rotate(self._heads_of(normed, layer.query, layer.query_norm), cos, sin)
-            x = x + layer.output(attend(query, *cached, cache.window))
+            x = x + layer.output(attend(query, keys, values, self._prefix(cache, number), cache.window))
             normed = layer.mlp_norm(x)
             x = x + layer.down(F.silu(layer.gate(normed)).mul_(layer.up(normed)))
         return x
+
+    @staticmethod
+    def _prefix(cache: KVCache, layer: int) -> tuple[Tensor, Tensor] | None:
+        prefix = cache.window.prefix
+        return None if prefix is None else cache.prefixes.read(layer, prefix.prompts, prefix.length)
 
     def _heads_of(self, x: Tensor, projection: Projection, norm: Norm | None) -> Tensor:
         heads = projection(x).view(*x.shape[:2], -1, self.head_dim)
         return heads if norm is None else norm(heads)
 
-    def _attend_one(self, query: Tensor, keys: Tensor, values: Tensor, window: Window) -> Tensor:
+    def _attend_one(
+        self, query: Tensor, keys: Tensor, values: Tensor, shared: tuple[Tensor, Tensor] | None, window: Window
+    ) -> Tensor:
         """One query position per row: the query heads that share a key head stand together as its queries.
 
-        Two batched products are several times faster than the fused kernels at this shape on a CPU.
+        Two batched products are several times faster than the fused kernels at this shape on a CPU; and a prefix's keys
+        and values are read once for all rows that share it.
         """
-        rows = query.shape[0]
-        query = query.view(rows, self.kv_heads, -1, self.head_dim) * self.scaling
-        if query.device.type == "cpu" and query.dtype != torch.float32:  # oneDNN would copy a sliced, transposed cache
-            scores = torch.matmul(keys, query.transpose(-1, -2)).transpose(-1, -2)
-        else:
-            scores = torch.matmul(query, keys.transpose(-1, -2))
+        query = query.view(window.rows, self.kv_heads, -1, self.head_dim) * self.scaling
+        scores = _scores(query, keys)
+        if shared is not None:
+            scores = torch.cat([window.prefix.spread(_scores(window.prefix.gather(query), shared[0])), scores], dim=-1)
         if window.mask is not None:
             scores = scores + window.mask
         weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-        return torch.matmul(weights, values).view(rows, 1, -1)
+        mixed = torch.matmul(weights[..., -window.span :], values)
+        if shared is not None:
+            on_prefix = window.prefix.gather(weights[..., : window.prefix.length])
+            mixed = mixed + window.prefix.spread(torch.matmul(on_prefix, shared[1]))
+        return mixed.view(window.rows, 1, -1)
 
-    def _attend_many(self, query: Tensor, keys: Tensor, values: Tensor, window: Window) -> Tensor:
+    def _attend_many(
+        self, query: Tensor, keys: Tensor, values: Tensor, shared: tuple[Tensor, Tensor] | None, window: Window
+    ) -> Tensor:
+        if shared is not None:
+            slots_B = window.prefix.slots_B
+            keys = torch.cat([shared[0].index_select(0, slots_B), keys], dim=2)
+            values = torch.cat([shared[1].index_select(0, slots_B), values], dim=2)
         groups = self.heads // self.kv_heads
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -158,12 +176,19 @@ class LlamaDecoder:
 
     def _rope(self, window: Window) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the window's positions, (B, S, 1, head_dim), from the model's own module."""
-        if self._tables is None or len(self._tables[0]) < window.capacity:
-            positions = torch.arange(window.capacity, device=self._embedding.device)
+        if self._tables is None or len(self._tables[0]) < window.last:
+            positions = torch.arange(window.last + ROPE_AHEAD, device=self._embedding.device)
             cos, sin = self._rotary(self._embedding[:1], positions[None])
             sin = torch.cat([-sin[0, :, : self.head_dim // 2], sin[0, :, self.head_dim // 2 :]], dim=-1)
             self._tables = cos[0], sin
         return tuple(F.embedding(window.positions_BS, table).unsqueeze(2) for table in self._tables)
+
+
+def _scores(query: Tensor, keys: Tensor) -> Tensor:
+    """query (B, heads, G, D) times keys (B, heads, T, D): (B, heads, G, T)."""
+    if query.device.type == "cpu" and query.dtype != torch.float32:  # oneDNN would copy a transposed slice of the cache
+        return torch.matmul(keys, query.transpose(-1, -2)).transpose(-1, -2)
+    return torch.matmul(query, keys.transpose(-1, -2))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
-from rl4llm.inference.engine import Engine
+from rl4llm.inference.engine import SHARE_FROM, Engine
 from rl4llm.inference.paths import Path
 from rl4llm.inference.rows import Request
 
@@ -33,6 +33,8 @@ class LocalClient(BaseClient):
         deterministic: decode only while every session that `expect` announced has a request here, so that batches, and
             with them the last bits of log-probs, do not depend on how long tools take.
         stall_timeout_s: how long requests may wait for `resume`, or for such a session, before they fail.
+        share_from: on the fast path the prompts of groups are read in place, instead of copied for each request, when
+            that saves at least this many cached tokens.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class LocalClient(BaseClient):
         path: Path = "auto",
         deterministic: bool = False,
         stall_timeout_s: float = 600.0,
+        share_from: int = SHARE_FROM,
     ):
-        self._engine = Engine(model, tokenizer, max_rows, context_length, path)
+        self._engine = Engine(model, tokenizer, max_rows, context_length, path, share_from)
         self.context_length = self._engine.context_length
         self.vocab_size = self._engine.vocab_size
         self._deterministic = deterministic

@@ -49,6 +49,7 @@ class ModelDecoder:
     """Computes logits with the model's own forward; every mask and position is spelled out."""
 
     name = "model"
+    reads_prefixes = False
 
     def __init__(self, model: Any):
         self._model = model

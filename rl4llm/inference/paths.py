@@ -21,9 +21,13 @@ WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attenti
 
 
 class Decoder(Protocol):
-    """What the engine asks of a path: fill a cache, decode one token per row, and logits at every position."""
+    """What the engine asks of a path: fill a cache, decode one token per row, and logits at every position.
+
+    `reads_prefixes` says whether it can attend to a `SharedPrefix` in place; else each row holds a copy.
+    """
 
     name: str
+    reads_prefixes: bool
     num_layers: int
 
     def serves(self, model: Any) -> bool: ...
@@ -104,14 +108,14 @@ def _replay(decoder: Decoder, cache: KVCache, tokens_BT: Tensor, lengths: list[i
     cache.reserve(2, tokens_BT.shape[1])
     starts = [max(1, length // 2) - 1 for length in lengths]
     if max(starts) > 1:
-        cache.window = Window(0, [0, 0], max(starts), cache)
+        cache.window = Window(cache, 0, [0, 0], max(starts))
         decoder.prefill(tokens_BT[:, : max(starts)], cache)
     else:
         starts = [0, 0]
     for row in range(2):
         count = lengths[row] - 1 - starts[row]
         if count > 1:
-            cache.window = Window(row, [starts[row]], count, cache)
+            cache.window = Window(cache, row, [starts[row]], count)
             decoder.prefill(tokens_BT[row : row + 1, starts[row] : starts[row] + count], cache)
             starts[row] += count
     return _steps(decoder, cache, tokens_BT, starts, lengths)
@@ -120,7 +124,7 @@ def _replay(decoder: Decoder, cache: KVCache, tokens_BT: Tensor, lengths: list[i
 def _steps(decoder: Decoder, cache: KVCache, tokens_BT: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
     logits = [torch.empty(0)] * 2
     for _ in range(max(length - start for start, length in zip(starts, lengths, strict=True))):
-        cache.window = Window(0, starts, 1, cache)
+        cache.window = Window(cache, 0, starts, 1)
         step_BV = decoder.step(torch.stack([tokens_BT[row, starts[row]] for row in range(2)]), cache)
         for row in range(2):
             if starts[row] == lengths[row] - 1:

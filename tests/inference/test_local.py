@@ -16,6 +16,7 @@ PROMPTS = [[5, 9, 40, 33, 7], [8, 100], [61], [12, 12, 13, 200, 4, 4, 90, 31, 77
 BOTH_PATHS = [("qwen2", "fast"), ("qwen3", "fast"), ("llama", "fast"), ("llama3", "fast"), ("mistral", "fast")] + [
     (name, "model") for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "llama_dynamic")
 ]
+WAYS = [("fast", 1), ("fast", 10**9), ("model", 1)]  # prompts read in place, prompts copied, the model's own forward
 
 
 @pytest.fixture
@@ -44,9 +45,10 @@ def generate(client, prompts, params, sessions=None):
 
 
 @pytest.mark.parametrize(("name", "path"), BOTH_PATHS)
-def test_greedy_and_seeded_tokens_equal_a_plain_forward_loop(build, tokenizer, reference, name, path):
+@pytest.mark.parametrize("share_from", [1, 10**9])
+def test_greedy_and_seeded_tokens_equal_a_plain_forward_loop(build, tokenizer, reference, name, path, share_from):
     model = build(name)
-    client = LocalClient(model, tokenizer, path=path)
+    client = LocalClient(model, tokenizer, path=path, share_from=share_from)
     params = [GREEDY, SAMPLED.replace(seed=3), SAMPLED.replace(seed=4, top_p=0.8, temperature=0.7), SAMPLED.replace(top_k=5)]
     cases = [(prompt, item) for prompt in PROMPTS for item in params]
     found = generate(client, *zip(*cases, strict=True))
@@ -84,36 +86,38 @@ def test_a_samples_stream_depends_on_its_identity_not_on_neighbours_or_order(mak
     assert [completion.token_ids for completion in mixed[:0:-1]] == tokens
 
 
-@pytest.mark.parametrize("path", ["fast", "model"])
-def test_a_groups_prompt_is_prefilled_once(make, path):
-    client = make(path=path)
+@pytest.mark.parametrize(("path", "share_from"), WAYS)
+def test_a_groups_prompt_is_prefilled_once(make, path, share_from):
+    client = make(path=path, share_from=share_from)
     params = [SAMPLED.replace(seed=seed) for seed in range(8)]
     generate(client, [PROMPTS[0]] * 8 + [PROMPTS[3]] * 8, params * 2)
     prompt_tokens = len(PROMPTS[0]) - 1 + len(PROMPTS[3]) - 1  # the last one is fed by the first decode step
     assert health(client)["prefill_tokens"] == prompt_tokens
-    assert health(client)["reused_tokens"] == 7 * prompt_tokens
+    assert health(client)["reused_tokens"] == 8 * prompt_tokens
 
 
-def test_a_late_member_of_a_group_takes_the_prompt_from_the_rows_that_have_it(make):
-    client = make(max_rows=4)
+@pytest.mark.parametrize(("path", "share_from"), WAYS)
+def test_a_late_member_of_a_group_takes_the_prompt_from_the_rows_that_have_it(make, path, share_from):
+    client = make(max_rows=4, path=path, share_from=share_from)
     generate(client, [PROMPTS[0]] * 7, [SAMPLED.replace(seed=seed, max_tokens=3 + seed) for seed in range(7)])
     assert health(client)["prefill_tokens"] == len(PROMPTS[0]) - 1
 
 
-@pytest.mark.parametrize("path", ["fast", "model"])
-def test_a_session_gives_the_same_results_as_no_cache_and_computes_only_what_is_new(make, path):
-    def play(client, keep):
-        ids = list(PROMPTS[0])
+@pytest.mark.parametrize(("path", "share_from"), WAYS)
+def test_a_session_gives_the_same_results_as_no_cache_and_computes_only_what_is_new(make, path, share_from):
+    def play(keep):
+        client, conversations = make(path=path, share_from=share_from), [list(PROMPTS[0]) for _ in range(3)]
         for turn in range(3):
-            params = SAMPLED.replace(seed=turn)
-            completion = generate(client, [ids], [params], ["s" if keep else ""])[0]
-            ids += [*completion.token_ids, 17, 18, 19]
-        return ids, health(client)["prefill_tokens"]
+            params = [SAMPLED.replace(seed=10 * turn + number) for number in range(3)]
+            completions = generate(client, conversations, params, ["a", "b", "c"] if keep else None)
+            for ids, completion in zip(conversations, completions, strict=True):
+                ids += [*completion.token_ids, 17, 18, 19]
+        return conversations, health(client)["prefill_tokens"]
 
-    with_cache, without = play(make(path=path), True), play(make(path=path), False)
+    with_cache, without = play(keep=True), play(keep=False)
     assert with_cache[0] == without[0]
-    assert with_cache[1] == len(PROMPTS[0]) - 1 + 2 * 3  # each later turn: the last sampled token and two of three new ones
-    assert without[1] == (5 - 1) + (16 - 1) + (27 - 1)
+    assert with_cache[1] == 4 + 3 * (3 + 3)  # prompt once; then a sampled token and two new ones a turn
+    assert without[1] == 4 + 3 * (15 + 26)
 
 
 def test_a_prompt_that_diverges_from_its_session_reuses_only_what_is_equal(make):
@@ -146,13 +150,13 @@ def test_parked_sessions_make_way_for_requests_the_oldest_first(make):
     assert len(ids) == 13
 
 
-@pytest.mark.parametrize("path", ["fast", "model"])
-def test_any_traffic_through_few_rows_gives_what_a_fresh_engine_gives(make, path):
+@pytest.mark.parametrize(("path", "share_from"), WAYS)
+def test_any_traffic_through_few_rows_gives_what_a_fresh_engine_gives(make, path, share_from):
     chance = random.Random(0)
-    client = make(path=path, max_rows=4)
+    client = make(path=path, max_rows=6, share_from=share_from)
 
     async def conversation(number):
-        name, ids, turns = f"s{number}", list(chance.choice(PROMPTS)), []
+        name, ids, turns = f"s{number}", list(PROMPTS[number % 3]), []
         for turn in range(3):
             params = SAMPLED.replace(seed=10 * number + turn, max_tokens=chance.randint(1, 9))
             completion = await client.generate(ids, params, session=name)
@@ -164,7 +168,7 @@ def test_any_traffic_through_few_rows_gives_what_a_fresh_engine_gives(make, path
         return turns
 
     async def run():
-        return await asyncio.gather(*(conversation(number) for number in range(12)))
+        return await asyncio.gather(*(conversation(number) for number in range(24)))
 
     fresh = make(path=path)
     for turns in asyncio.run(run()):
