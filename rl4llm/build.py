@@ -19,6 +19,7 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_trainer import BaseTrainer, Schedule
 from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.registry import Registry
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.data.arithmetic import arithmetic_rows
@@ -39,6 +40,9 @@ from rl4llm.trainers.sft import SFTTrainer
 
 GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
 """Tasks that `data.path` may name instead of a file."""
+
+ENGINES: Registry[type[LocalClient]] = Registry("inference.name")
+ENGINES.register("local")(LocalClient)
 
 MAY_CHANGE = ("max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "rollout.max_failed_share")
 """Keys that a resumed run may change without becoming another run."""
@@ -62,6 +66,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     given = given or Given()
     _set_up_torch(config)
     algorithm = build_algorithm(config)
+    _check_names(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     dataset = _rows(config, given.dataset, demonstrations=algorithm.needs().demonstrations)
     parts = _supervised if algorithm.needs().demonstrations else _reinforced
@@ -81,6 +86,12 @@ def build_algorithm(config: Config) -> BaseAlgorithm:
     algorithm = with_options("algorithm", ALGORITHMS[options.pop("name")], options)
     algorithm.check(config.rollout.group_size)
     return algorithm
+
+
+def _check_names(config: Config) -> None:
+    """What can be wrong without opening a single file is said first."""
+    for registry, name in ((ENVIRONMENTS, config.env["name"]), (ENGINES, config.inference["name"])):
+        registry[name]
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
@@ -174,11 +185,8 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     reference_model = copy.deepcopy(given.model)  # before the policy's weights move
     backend = _backend(config, given.model)
     options = dict(config.inference)
-    if options.pop("name") != "local":
-        raise ConfigError(unknown("inference.name", config.inference["name"], ["local"]))
-    client = with_options(
-        "inference", LocalClient, options, backend.model, tokenizer, deterministic=config.deterministic
-    )
+    engine = ENGINES[options.pop("name")]
+    client = with_options("inference", engine, options, backend.model, tokenizer, deterministic=config.deterministic)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
     plan = _plan(config, dataset, renderer, env.max_steps, client.context_length)

@@ -189,6 +189,9 @@ def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
 
 
 def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
+    for name, value in layer.items():
+        if name in config and OmegaConf.is_dict(config[name]) and not OmegaConf.is_dict(value):
+            raise ConfigError(f"{name}={value!r} is not accepted: a mapping of keys")
     _check_keys(flatten(OmegaConf.to_container(layer)), config)
     try:
         merged = OmegaConf.merge(config, layer)

@@ -1,0 +1,95 @@
+"""The commands, run as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def rl4llm(*arguments, code=0):
+    """Run a command in the repository; its output, after checking the exit code."""
+    command = [sys.executable, "-m", "rl4llm", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(model_dir, tmp_path_factory):
+    """A finished run of the quickstart's configuration, made small."""
+    directory = tmp_path_factory.mktemp("run")
+    small = [
+        f"model.path={model_dir}",
+        f"output.dir={directory}",
+        "max_steps=2",
+        "rollout.prompts=2",
+        "rollout.group_size=2",
+        "rollout.max_tokens=8",
+        "data.limit=8",
+        "eval.limit=4",
+    ]
+    return directory, small, rl4llm("train", "configs/quickstart.yaml", *small)
+
+
+def test_a_run_leaves_its_logs_its_picture_and_its_episodes(run):
+    directory, _, output = run
+    assert "held-out success at step 2" in output
+    assert "trajectories per rollout" in output
+    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    names = set().union(*steps)
+    assert {"reward/mean", "reward/math", "accuracy", "completion_length/p90", "turns", "time/rollout"} <= names
+    assert {"config.yaml", "learning_curve.png", "episodes", "tensorboard", "checkpoints"} <= {
+        path.name for path in directory.iterdir()
+    }
+    episode = json.loads((directory / "episodes" / "step-000001.jsonl").read_text().splitlines()[0])
+    assert {"messages", "spans", "rewards", "reward", "stop_reason"} <= episode.keys()
+
+
+def test_the_same_command_goes_on_where_it_stopped(run):
+    directory, small, _ = run
+    output = rl4llm("train", "configs/quickstart.yaml", *small, "max_steps=3")
+    assert "after step 2" in output
+    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 3
+    assert sorted(set(steps)) == [0, 1, 2, 3]
+
+
+def test_eval_measures_the_last_checkpoint_of_a_run(run):
+    _, small, _ = run
+    numbers = json.loads(rl4llm("eval", "--json", "configs/quickstart.yaml", *small).strip().splitlines()[-1])
+    assert numbers["step"] >= 2
+    assert numbers["trajectories"] == 4
+
+
+def test_info_lists_versions_algorithms_environments_and_rewards():
+    output = rl4llm("info")
+    for name in ("torch", "grpo", "dapo", "tool", "math"):
+        assert name in output
+    assert "grpo" not in rl4llm("info", "rewards")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "configs/quickstrat.yaml"], 2, "Did you mean"),
+        (["train", "configs/quickstart.yaml", "rollout.grop_size=4"], 2, "Did you mean 'rollout.group_size'"),
+        (["train", "configs/quickstart.yaml", "algorithm.name=gpro"], 2, "Did you mean 'grpo'"),
+        (["train", "configs/quickstart.yaml", "env.name=tol"], 2, "Did you mean 'tool'"),
+        (["train", "configs/quickstart.yaml", "model.path=/nowhere"], 1, "/nowhere"),
+        (["train", "configs/gsm8k_grpo.yaml", "model.path={model}", "data.path=/nowhere"], 1, "/nowhere"),
+        (["train", "configs/quickstart.yaml", "model.path={model}", "rewards=[mth]"], 2, "Did you mean 'math'"),
+        (["explode"], 2, "invalid choice"),
+    ],
+)
+def test_a_mistake_gets_one_clear_message_and_no_traceback(model_dir, tmp_path, arguments, code, message):
+    filled = [argument.format(model=model_dir) for argument in arguments]
+    if filled[0] == "train":
+        filled.append(f"output.dir={tmp_path / 'run'}")
+    output = " ".join(rl4llm(*filled, code=code).split())
+    assert message in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,78 @@
+"""Configuration: every key and type is checked, and errors say what would be right."""
+
+from pathlib import Path
+
+import pytest
+
+from rl4llm.config import flatten, load_config, to_yaml
+from rl4llm.core.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+NEEDED = ["model.path=m", "data.path=d"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_configuration_file_is_valid(path):
+    assert load_config(path, NEEDED).max_steps > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainng.lr=1", "Unknown configuration key 'trainng.lr'. Did you mean 'training.lr'?"),
+        ("training.lrr=1", "Did you mean 'training.lr'?"),
+        ("training.lr=fast", "training.lr: Value 'fast'"),
+        ("rollout.prompts=2.5", "rollout.prompts: Value '2.5'"),
+        ("rollout.prompts=0", "rollout.prompts=0 is not accepted: 1 or above"),
+        ("training.schedule=cosin", "training.schedule='cosin' is not accepted. Accepted: constant, linear, cosine"),
+        ("training=5", "training=5 is not accepted: a mapping of keys"),
+        ("env=tool", "env='tool' is not accepted: a mapping of keys"),
+        ("max_steps", "'max_steps' is not an override"),
+    ],
+)
+def test_a_wrong_override_is_refused_with_what_would_be_right(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[*NEEDED, override])
+    assert message in str(caught.value)
+
+
+def test_what_must_be_set_is_named():
+    with pytest.raises(ConfigError, match=r"data.path is not set.*data.path=\.\.\."):
+        load_config(overrides=["model.path=m"])
+
+
+def test_a_missing_file_is_answered_with_the_closest_one():
+    with pytest.raises(ConfigError, match=r"Did you mean .*gsm8k_grpo.yaml"):
+        load_config(CONFIGS / "gsm8k_gpro.yaml")
+
+
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="must hold a mapping"):
+        load_config(tmp_path / "list.yaml")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "broken.yaml")
+
+
+def test_overrides_win_over_the_file_and_mappings_nest():
+    config = load_config(CONFIGS / "quickstart.yaml", {"training": {"lr": 1.0}, "rollout.prompts": 3})
+    assert (config.training.lr, config.rollout.prompts) == (1.0, 3)
+    assert config.rollout.group_size == load_config(CONFIGS / "quickstart.yaml").rollout.group_size
+
+
+def test_another_name_does_not_inherit_the_options_of_the_first(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("env: {name: tool, tools: [calculator]}\n")
+    assert load_config(path, [*NEEDED, "env.name=chat"]).env == {"name": "chat"}
+    assert load_config(path, [*NEEDED, "env.max_steps=2"]).env == {"name": "tool", "tools": ["calculator"], "max_steps": 2}
+
+
+def test_what_is_written_beside_a_run_reads_back_the_same(tmp_path):
+    config = load_config(CONFIGS / "quickstart.yaml")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_a_user_sees_well_under_a_hundred_keys():
+    assert len(flatten(load_config(overrides=NEEDED))) < 80
