@@ -100,11 +100,8 @@ def _problem(choose: random.Random) -> Problem:
     if choose.random() < 0.5:
         return Problem(a, op, b)
     op2 = choose.choice("+-*")
-    first = _apply(a, op, b)
-    c = choose.randint(2, 9) if op2 == "*" else choose.randint(2, 99)
-    if op2 == "-":
-        c = min(c, first)
-    return Problem(a, op, b, op2, c)
+    c = choose.randint(2, 9)
+    return Problem(a, op, b, op2, min(c, _apply(a, op, b)) if op2 == "-" else c)
 
 
 def _apply(left: int, op: str, right: int) -> int:
