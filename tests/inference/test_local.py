@@ -74,6 +74,18 @@ def test_scores_equal_the_models_forward(build, tokenizer, path):
     assert asyncio.run(LocalClient(model, tokenizer, path=path).score(ids)) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(("path", "share_from"), WAYS)
+def test_a_half_precision_model_gives_the_log_probs_of_its_own_forward(build, tokenizer, path, share_from):
+    model = build("qwen3").to(torch.bfloat16)
+    client = LocalClient(model, tokenizer, path=path, share_from=share_from)
+    for completion in generate(client, [PROMPTS[3]] * 4, [SAMPLED.replace(seed=seed) for seed in range(4)]):
+        ids = [*PROMPTS[3], *completion.token_ids]
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([ids])).logits[0, len(PROMPTS[3]) - 1 : -1].float().log_softmax(-1)
+        expected = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=0.2)
+
+
 def test_a_samples_stream_depends_on_its_identity_not_on_neighbours_or_order(make):
     client = make()
     params = [SAMPLED.replace(seed=seed) for seed in range(6)]
@@ -427,9 +439,10 @@ def conversations(client, delays, count=6, turns=3):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("max_rows", [4, 64])
-def test_deterministic_runs_are_bit_equal_however_long_tools_take(make, max_rows):
-    runs = [conversations(make(deterministic=True, max_rows=max_rows), random.Random(seed)) for seed in (1, 2, 3)]
+@pytest.mark.parametrize(("max_rows", "share_from"), [(4, 10**9), (64, 1)])
+def test_deterministic_runs_are_bit_equal_however_long_tools_take(make, max_rows, share_from):
+    options = {"deterministic": True, "max_rows": max_rows, "share_from": share_from}
+    runs = [conversations(make(**options), random.Random(seed)) for seed in (1, 2, 3)]
     assert runs[0] == runs[1] == runs[2]
 
 
