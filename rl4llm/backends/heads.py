@@ -103,7 +103,7 @@ def selected_logprobs(
     keep_bytes: int = KEEP_BYTES,
     tile_bytes: int = TILE_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else zeros); both fp32.
+    """Log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else meaningless); both fp32.
 
     Logits are computed a tile of rows and vocabulary at a time, in products of `dtype` (default: that of the hidden
     states), and again in the backward pass where they were not kept. The softmax is always computed in fp32.
@@ -182,14 +182,14 @@ class _SelectedLogprobs(torch.autograd.Function):
                 kept.append(logits)
             _summarise(_scores(logits, plan), _columns(targets_N, tile), plan, summaries[:, tile.number, tile.rows])
             del logits
-        normalisers_N, scores_N, means_N = _combined(summaries)
+        normalisers_N, scores_N, entropy_N = _combined(summaries)
         ctx.plan = plan
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, means_N, *kept)
-        return scores_N - normalisers_N, normalisers_N - means_N if plan.entropy else torch.zeros_like(scores_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *kept)
+        return scores_N - normalisers_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
-        hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, means_N, *kept = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *kept = ctx.saved_tensors
         plan, inputs = ctx.plan, (hidden_ND, weight_VD, bias_V)
         grads = [
             torch.zeros_like(x, dtype=torch.float32) if needed else None
@@ -199,7 +199,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             rows = tile.rows
             logits = kept[number] if number < len(kept) else _logits(*inputs, tile, plan)
             grad = _grad_scores(
-                _scores(logits, plan), normalisers_N[rows], means_N[rows], _columns(targets_N, tile),
+                _scores(logits, plan), normalisers_N[rows], entropy_N[rows], _columns(targets_N, tile),
                 (grad_logprobs_N[rows], grad_entropy_N[rows] if plan.entropy else None),
             )  # fmt: skip
             _add_products(grads, _grad_logits(grad, logits, plan), hidden_ND, weight_VD, tile, plan)
@@ -237,12 +237,13 @@ def _scores(logits: Tensor, plan: _Plan) -> Tensor:
 
 
 def _summarise(scores: Tensor, columns_N: Tensor, plan: _Plan, out_3N: Tensor) -> None:
-    """Of one slice: log-sum-exp, the target's score (0 where it lies elsewhere) and the mean score under its softmax."""
+    """Of one tile: log-sum-exp, the target's score (0 where it lies elsewhere) and the entropy of its softmax."""
     largest_N = scores.amax(1)
-    weights = (scores - largest_N[:, None]).exp_()
+    below = scores - largest_N[:, None]
+    weights = below.exp() if plan.entropy else below.exp_()
     sums_N = weights.sum(1)
     if plan.entropy:
-        out_3N[2] = weights.mul_(scores).sum(1) / sums_N
+        out_3N[2] = sums_N.log() - weights.mul_(below).sum(1) / sums_N
     inside_N = (columns_N >= 0) & (columns_N < scores.shape[1])
     picked_N = scores.gather(1, columns_N.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
     out_3N[0] = sums_N.log_().add_(largest_N)
@@ -251,18 +252,19 @@ def _summarise(scores: Tensor, columns_N: Tensor, plan: _Plan, out_3N: Tensor) -
 
 def _combined(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same three of the whole vocabulary, from those of its P slices (3, P, N)."""
-    normalisers_PN, scores_PN, means_PN = summaries
-    return normalisers_PN.logsumexp(0), scores_PN.sum(0), (normalisers_PN.softmax(0) * means_PN).sum(0)
+    normalisers_PN, scores_PN, entropies_PN = summaries
+    shares_PN = normalisers_PN.log_softmax(0)
+    return normalisers_PN.logsumexp(0), scores_PN.sum(0), (shares_PN.exp() * (entropies_PN - shares_PN)).sum(0)
 
 
-def _grad_scores(scores, normalisers_N, means_N, columns_N, grads) -> Tensor:
-    """The gradient of one slice of the scores. log p + H is score - mean, as both lack the normaliser."""
+def _grad_scores(scores, normalisers_N, entropy_N, columns_N, grads) -> Tensor:
+    """The gradient of one tile of the scores."""
     grad_logprobs_N, grad_entropy_N = grads
     grad = (scores - normalisers_N[:, None]).exp_()
     if grad_entropy_N is None:
         grad.mul_(-grad_logprobs_N[:, None])
     else:
-        pull = (scores - means_N[:, None]).mul_(grad_entropy_N[:, None]).add_(grad_logprobs_N[:, None])
+        pull = (scores - (normalisers_N - entropy_N)[:, None]).mul_(grad_entropy_N[:, None]).add_(grad_logprobs_N[:, None])
         grad.mul_(pull).neg_()
     inside_N = (columns_N >= 0) & (columns_N < scores.shape[1])
     columns_N = columns_N.clamp(0, scores.shape[1] - 1)

@@ -1,0 +1,230 @@
+"""Packing: every token of the policy stands somewhere exactly once, with its weight, under the budget."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import TokenSpan, Trajectory
+from rl4llm.data.pack import LAYOUTS, StepTotals, pack, plan_table, totals_of
+
+LAYOUT_NAMES = ["sorted", "packed", "shared"]
+
+
+def trajectory(prompt_id, *spans):
+    """Spans alternate context and policy; ids are given, log-probs derived from them."""
+    found = []
+    for number, ids in enumerate(spans):
+        if number % 2:
+            found.append(TokenSpan(tuple(ids), "policy", tuple(-0.01 * token for token in ids), 0))
+        else:
+            found.append(TokenSpan.context(tuple(ids)))
+    return Trajectory(prompt_id, tuple(found), (), {}, 0.0, "stop")
+
+
+def random_trajectories(groups, samples, seed=0):
+    rng = np.random.default_rng(seed)
+    fresh = iter(range(10, 10**9))  # every token is another one, so tokens can be told apart
+
+    def take(low, high):
+        return [next(fresh) for _ in range(rng.integers(low, high))]
+
+    found = []
+    for group in range(groups):
+        prompt = take(2, 12)
+        for _ in range(samples):
+            spans = [prompt, take(1, 30)]
+            if rng.random() < 0.4:
+                spans += [take(1, 6), take(1, 10)]
+            found.append(trajectory(f"p{group}", *spans))
+    return found
+
+
+def packed(trajectories, credits=None, layout="sorted", budget=100, aggregation="token", totals=None):
+    return pack(
+        trajectories,
+        [1.0] * len(trajectories) if credits is None else credits,
+        max_tokens_per_batch=budget,
+        layout=layout,
+        aggregation=aggregation,
+        totals=totals or totals_of(trajectories),
+        pad_token_id=0,
+    )
+
+
+def read_back(batch):
+    """The trajectories of a batch, each as the list of (token, position, sampled, log-prob, credit, weight)."""
+    columns = (
+        batch.token_ids_BT, batch.position_ids_BT, batch.mask_BT,
+        batch.sampled_logprobs_BT, batch.credits_BT, batch.weights_BT,
+    )  # fmt: skip
+    found = []
+    for row in range(batch.token_ids_BT.shape[0]):
+        segments, chains = batch.segment_ids_BT[row].tolist(), {}
+        parents = set()
+        for column, segment in enumerate(segments):
+            if segment == 0:
+                continue
+            if segment not in chains:
+                before = -1 if batch.previous_BT is None else int(batch.previous_BT[row, column])
+                if before >= 0:
+                    parents.add(segments[before])
+                chains[segment] = list(chains[segments[before]]) if before >= 0 else []
+            chains[segment].append(tuple(x[row, column].item() for x in columns))
+        found += [chain for segment, chain in chains.items() if segment not in parents]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_every_trajectory_stands_in_exactly_one_batch_as_it_was_recorded(layout):
+    trajectories = random_trajectories(groups=6, samples=4)
+    credits = [0.1 * number - 1 for number in range(len(trajectories))]
+    batches = packed(trajectories, credits, layout)
+    seen = {tuple(item[0] for item in chain): chain for batch in batches for chain in read_back(batch)}
+    assert sum(len(read_back(batch)) for batch in batches) == len(seen) == len(trajectories)
+    totals = totals_of(trajectories)
+    for one, credit in zip(trajectories, credits, strict=True):
+        chain = seen[tuple(one.token_ids)]
+        sampled = [span.author == "policy" for span in one.spans for _ in span.token_ids]
+        logprobs = [value for span in one.spans for value in span.logprobs or [0.0] * len(span.token_ids)]
+        assert [item[1] for item in chain] == list(range(one.num_tokens))
+        assert [item[2] for item in chain] == sampled
+        assert [item[3] for item in chain] == pytest.approx(logprobs)
+        assert [item[4] for item in chain] == pytest.approx([credit * flag for flag in sampled])
+        assert [item[5] for item in chain] == pytest.approx([flag / totals.tokens for flag in sampled])
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("budget", [60, 100, 1000])
+def test_no_batch_exceeds_the_budget(layout, budget):
+    batches = packed(random_trajectories(groups=8, samples=5), layout=layout, budget=budget)
+    assert max(batch.token_ids_BT.numel() for batch in batches) <= budget
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_filled_rows_have_no_padding(layout):
+    for batch in packed(random_trajectories(groups=6, samples=4), layout=layout):
+        assert batch.num_tokens == batch.token_ids_BT.numel()
+
+
+def test_padding_counts_nothing():
+    for batch in packed(random_trajectories(groups=6, samples=4)):
+        padding_BT = batch.segment_ids_BT == 0
+        assert not batch.mask_BT[padding_BT].any()
+        assert not batch.weights_BT[padding_BT].any()
+        assert not batch.token_ids_BT[padding_BT].any()
+
+
+def test_a_shared_prompt_stands_in_a_row_once_and_its_trajectories_begin_after_it():
+    prompt = [11, 12, 13]
+    one = [trajectory("a", prompt, [21, 22]), trajectory("a", prompt, [31]), trajectory("b", [11, 12], [41])]
+    (batch,) = packed(one, layout="shared")
+    assert batch.token_ids_BT.tolist() == [[11, 12, 13, 21, 22, 31, 11, 12, 41]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+    assert batch.previous_BT.tolist() == [[-1, 0, 1, 2, 3, 2, -1, 6, 7]]
+    assert batch.segment_ids_BT.tolist() == [[1, 1, 1, 2, 2, 3, 4, 4, 4]]
+
+
+def test_a_group_beyond_the_budget_is_cut_and_each_part_has_the_prompt():
+    prompt = list(range(10, 20))
+    one = [trajectory("a", prompt, range(100 * number, 100 * number + 10)) for number in range(1, 6)]
+    batches = packed(one, layout="shared", budget=30)
+    assert [batch.num_tokens for batch in batches] == [30, 30, 20]
+    assert all(batch.token_ids_BT[0, :10].tolist() == prompt for batch in batches)
+
+
+def test_shared_prompts_save_the_tokens_of_the_copies():
+    one = [trajectory(f"p{g}", range(64), range(64)) for g in range(16) for _ in range(8)]
+    assert sum(batch.num_tokens for batch in packed(one, layout="shared", budget=4096)) == 16 * 64 + 128 * 64
+
+
+def test_a_trajectory_that_begins_with_the_policy_shares_nothing():
+    alone = Trajectory("a", (TokenSpan((5, 6), "policy", (-1.0, -2.0), 0),), (), {}, 0.0, "stop")
+    (batch,) = packed([alone, alone], layout="shared")
+    assert batch.previous_BT is None
+    assert batch.position_ids_BT.tolist() == [[0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "sums"),
+    [("token", [0.25, 0.75]), ("sequence", [0.5, 0.5]), ("constant", [2 / 20, 6 / 20])],
+)
+def test_weights_of_a_trajectory_sum_to_its_share(aggregation, sums):
+    one = [trajectory("a", [1], [2, 3]), trajectory("b", [1], [4, 5, 6], [7], [8, 9, 10])]
+    totals = totals_of(one, constant_length=10)
+    assert (totals.tokens, totals.sequences) == (8, 2)
+    (batch,) = packed(one, aggregation=aggregation, totals=totals)
+    order = batch.mask_BT.sum(1).argsort()
+    assert batch.weights_BT.sum(1)[order].tolist() == pytest.approx(sums)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_weights_of_a_step_sum_to_one_however_it_is_cut(layout, aggregation):
+    one = random_trajectories(groups=6, samples=4)
+    batches = packed(one, layout=layout, budget=80, aggregation=aggregation)
+    assert sum(batch.weights_BT.double().sum().item() for batch in batches) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_totals_of_ranks_add_up_so_that_their_weights_do():
+    one, other = random_trajectories(2, 3), random_trajectories(3, 2, seed=1)
+    totals = totals_of(one) + totals_of(other)
+    assert totals == totals_of(one + other)
+    weights = [batch.weights_BT.double().sum() for part in (one, other) for batch in packed(part, totals=totals)]
+    assert sum(weights).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_trajectories_without_policy_tokens_get_no_place_but_count_in_the_totals():
+    silent = Trajectory("a", (TokenSpan.context([1, 2]),), (), {}, 0.0, "error")
+    spoke = trajectory("a", [1, 2], [3])
+    (batch,) = packed([silent, spoke], aggregation="sequence")
+    assert batch.token_ids_BT.tolist() == [[1, 2, 3]]
+    assert batch.weights_BT.sum().item() == pytest.approx(0.5)
+    assert packed([silent]) == []
+
+
+def test_a_trajectory_beyond_the_budget_is_an_error_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"max_tokens_per_batch=8 .* 9 tokens"):
+        packed([trajectory("a", range(4), range(5))], budget=8)
+
+
+def test_an_unknown_layout_or_aggregation_is_named_with_what_is_known():
+    one = [trajectory("a", [1], [2])]
+    with pytest.raises(ConfigError, match=r"training\.layout='sort' is unknown.*Did you mean 'sorted'"):
+        packed(one, layout="sort")
+    with pytest.raises(ConfigError, match=r"algorithm\.aggregation='tokens' is unknown.*Did you mean 'token'"):
+        packed(one, aggregation="tokens")
+    with pytest.raises(ConfigError, match="constant_length is 0"):
+        packed(one, aggregation="constant", totals=StepTotals(1, 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_the_plan_table_says_what_packing_does_to_the_longest_trajectories(layout):
+    one = [trajectory(f"p{g}", range(20), range(30)) for g in range(6) for _ in range(4)]
+    batches = packed(one, layout=layout, budget=230)
+    rows = plan_table(
+        prompts=6, samples=4, max_prompt_tokens=20, max_new_tokens=30, max_tokens_per_batch=230, layout=layout
+    )
+    plan = {row["what"]: row["value"] for row in rows}
+    assert plan["trajectories per rollout"] == 24
+    assert plan["micro-batches per optimizer step, at most"] == len(batches)
+    assert plan["tokens per micro-batch, at most"] == max(batch.num_tokens for batch in batches)
+    assert plan["tokens computed per optimizer step, at most"] == sum(batch.num_tokens for batch in batches)
+
+
+def test_impossible_batch_sizes_are_refused_before_anything_runs():
+    sizes = {"prompts": 2, "samples": 4, "max_prompt_tokens": 20, "max_new_tokens": 30, "layout": "shared"}
+    with pytest.raises(ConfigError, match="max_tokens_per_batch=49"):
+        plan_table(**sizes, max_tokens_per_batch=49)
+    with pytest.raises(ConfigError, match="updates_per_rollout=3"):
+        plan_table(**sizes, max_tokens_per_batch=500, updates=3)
+
+
+def test_dtypes_are_those_the_model_and_the_losses_want():
+    (batch,) = packed([trajectory("a", [1], [2]), trajectory("a", [1], [3])], layout="shared")
+    for name in ("token_ids_BT", "position_ids_BT", "segment_ids_BT", "previous_BT"):
+        assert getattr(batch, name).dtype == torch.int64, name
+    for name in ("sampled_logprobs_BT", "credits_BT", "weights_BT"):
+        assert getattr(batch, name).dtype == torch.float32, name
+    assert batch.mask_BT.dtype == torch.bool
+    assert set(LAYOUTS) == set(LAYOUT_NAMES)
