@@ -11,7 +11,14 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from rl4llm.core.errors import ModelError, unknown
@@ -64,6 +71,8 @@ def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrained
     _check_directory(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
+        if _cuts_otherwise(tokenizer, Path(path)):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except UNREADABLE as error:
         raise ModelError(_unreadable("tokenizer", path, error)) from error
     if pad_token is not None:
@@ -76,6 +85,19 @@ def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrained
             f"its tokens that no text contains. {_candidates(tokenizer)}"
         )
     return tokenizer
+
+
+def _cuts_otherwise(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:
+    """Whether transformers put another tokenizer in the place of the one in the files.
+
+    It chooses a class by the model's type, and that class may bring its own rules for cutting text into words: a tokenizer
+    trained with other rules beside a Qwen2 model would then give other tokens than those it was saved with.
+    """
+    file = directory / "tokenizer.json"
+    if not file.is_file() or not tokenizer.is_fast:
+        return False
+    stored, loaded = (json.loads(text) for text in (file.read_text(), tokenizer.backend_tokenizer.to_str()))
+    return any(stored.get(part) != loaded.get(part) for part in ("normalizer", "pre_tokenizer"))
 
 
 def without_dropout(model: nn.Module) -> list[str]:

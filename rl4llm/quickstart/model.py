@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -35,10 +35,13 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with ChatML's turns; every digit is a token, so that numbers can be copied."""
+    """Train a byte-level BPE tokenizer with ChatML's turns.
+
+    A number never shares a token with what stands around it, so it is the same tokens wherever it is copied to.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -61,9 +64,9 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTo
 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, *, hidden_size: int = 128, num_layers: int = 4
-) -> Qwen2ForCausalLM:
-    """Random weights in the Qwen2 architecture, about a million of them at the default size."""
-    config = Qwen2Config(
+) -> LlamaForCausalLM:
+    """Random weights in the Llama architecture, about a million of them at the default size."""
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
@@ -78,10 +81,10 @@ def build_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+        return LlamaForCausalLM(config)
 
 
-def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write both as one Hugging Face directory."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
