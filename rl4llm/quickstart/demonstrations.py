@@ -35,7 +35,11 @@ def demonstrations(seed: int, mix: Mix | None = None) -> Iterator[dict[str, obje
     for number, (problem, choose) in enumerate(itertools.islice(stream, mix.clean + mix.sloppy)):
         flaw = _flaw(choose, mix) if number >= mix.clean else None
         question = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem.question(choose)}]
-        yield {"prompt_id": f"demonstration-{number}", "messages": [*question, *_turns(problem, flaw, choose)]}
+        yield {
+            "prompt_id": f"demonstration-{number}",
+            "messages": [*question, *_turns(problem, flaw, choose)],
+            "ground_truth": str(problem.answer),
+        }
 
 
 def _flaw(choose: random.Random, mix: Mix) -> str | None:
