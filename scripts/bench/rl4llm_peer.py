@@ -47,7 +47,7 @@ def build(job: dict[str, Any]) -> RLTrainer:
 
 
 def step(trainer: RLTrainer) -> dict[str, Any]:
-    """One turn of `BaseTrainer.train`, report included; returns seconds by phase and how many tokens were sampled."""
+    """One turn of `BaseTrainer.train`, report included; returns seconds by phase and how many tokens were trained."""
     start, cpu = time.perf_counter(), time.process_time()
     with trainer.clock("step"):
         collected = trainer.collect()
@@ -61,7 +61,7 @@ def step(trainer: RLTrainer) -> dict[str, Any]:
     seconds = {"step": end - start, "generation": generated - start, "update": end - generated}
     return {
         "seconds": seconds | {"cpu": time.process_time() - cpu},
-        "tokens": sum(trajectory.num_policy_tokens for trajectory in collected.trajectories),
+        "tokens": sum(update["update/tokens"] for update in metrics),
     }
 
 
@@ -71,8 +71,9 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     with build(job) as trainer:
         trainer.resume()
-        trainer.publish()
+        sum(weight.sum().item() for _, weight in trainer.backend.weights())  # weights of a mapped file become resident
         memory = Memory()
+        trainer.publish()
         versions = {"rl4llm": rl4llm.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
         channel.send(ready=True, versions=versions)
         while channel.wait():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from models import SHAPES, build_model, build_prompts, build_tokenizer
 HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, LEARNING_RATE = 16, 8, 64, 1e-6
 ROWS = PROMPTS * 64  # prompts in the data set; the sides read them in the same order
+DEADLINE_S = 900  # for one step, or for starting
 SHIM = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
 
@@ -86,10 +88,12 @@ class Peer:
         self._process.stdin.flush()
         answer = self._answer()
         if answer["tokens"] != PROMPTS * SAMPLES * NEW_TOKENS:
-            raise SystemExit(f"{self.name} sampled {answer['tokens']} tokens, not {PROMPTS * SAMPLES * NEW_TOKENS}")
+            raise SystemExit(f"{self.name} trained on {answer['tokens']} tokens, not {PROMPTS * SAMPLES * NEW_TOKENS}")
         return answer
 
     def _answer(self) -> dict[str, Any]:
+        if not select.select([self._process.stdout], [], [], DEADLINE_S)[0]:
+            raise SystemExit(f"{self.name} did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}")
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self.name} ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}")
