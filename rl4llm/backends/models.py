@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 from rl4llm.core.errors import ModelError, unknown
-from rl4llm.core.kernels import use_fast_linear
+from rl4llm.core.kernels import use_fast_linear, use_fast_norms
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, HFValidationError)
@@ -47,8 +47,10 @@ def load_model(
     else:
         model = _from_files(str(path_or_model), dtype, attn_implementation)
     without_dropout(model)
-    use_fast_linear(model)
     model.to(torch.device(device)).eval()
+    if model.device.type == "cpu":
+        use_fast_linear(model)
+        use_fast_norms(model)
     if gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ModelError(
