@@ -22,7 +22,7 @@ FIRST = {
     "*": "{name} has {a} boxes of {b} {things}",
 }
 SECOND = {"+": ", plus {c}", "-": ", minus {c}", "*": ", times {c}"}
-SYSTEM = "Use the calculator for every operation, one per call. Then write: Answer: <number>"
+SYSTEM = "Use the calculator, one operation per call. Then write: Answer: <number>"
 HELD_OUT_SHARE = 10  # one problem in this many is held out
 
 

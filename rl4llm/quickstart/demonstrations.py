@@ -21,8 +21,8 @@ Message = dict[str, str]
 class Mix:
     """How many demonstrations there are, and which share of the sloppy ones has which flaw."""
 
-    clean: int = 16000
-    sloppy: int = 6000
+    clean: int = 14400
+    sloppy: int = 4800
     guesses: float = 0.55  # answers at once, wrongly
     stops_early: float = 0.10  # leaves out the second step
     miscopies: float = 0.05  # types a wrong number
