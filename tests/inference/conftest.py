@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "llama_dynamic": ("Llama", {**GROUPED, "rope_parameters": DYNAMIC_ROPE}),
     "mistral": ("Mistral", {**GROUPED, "sliding_window": None}),
     "gpt_neox": ("GPTNeoX", SMALL),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.2}),
     "gemma2": ("Gemma2", {**GROUPED, "head_dim": 16, "sliding_window": 64}),
 }
 FAST = ("qwen2", "qwen3", "llama", "llama3", "mistral")
@@ -42,7 +43,8 @@ def make_model(name, vocab_size, **changes):
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = getattr(transformers, f"{kind}Config")(**{**options, "vocab_size": vocab_size, **ends, **changes})
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    return getattr(transformers, kind + head)(config).eval()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 9, 40, 33, 7], [8, 100], [61], [12, 12, 13, 200, 4, 4, 90, 31, 77, 2, 6], [5, 9, 40, 33, 8]]
 BOTH_PATHS = [("qwen2", "fast"), ("qwen3", "fast"), ("llama", "fast"), ("llama3", "fast"), ("mistral", "fast")] + [
-    (name, "model") for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "llama_dynamic")
+    (name, "model") for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gpt2", "gemma2", "llama_dynamic")
 ]
 WAYS = [("fast", 1), ("fast", 10**9), ("model", 1)]  # prompts read in place, prompts copied, the model's own forward
 
@@ -132,14 +132,37 @@ def test_a_session_gives_the_same_results_as_no_cache_and_computes_only_what_is_
     assert without[1] == 4 + 3 * (15 + 26)
 
 
-def test_a_prompt_that_diverges_from_its_session_reuses_only_what_is_equal(make):
-    client = make()
+@pytest.mark.parametrize(("path", "share_from", "reused"), [("fast", 1, 0), ("fast", 10**9, 6), ("model", 1, 6)])
+def test_a_prompt_that_diverges_from_its_session_reuses_at_most_what_is_equal(make, path, share_from, reused):
+    client = make(path=path, share_from=share_from)
     prompt = PROMPTS[3]
-    generate(client, [prompt], [SAMPLED], ["s"])
+    generate(client, [prompt, prompt], [SAMPLED] * 2, ["s", "t"])
     other = [*prompt[:6], 250, *prompt[7:]]
     before = health(client)["prefill_tokens"]
     assert generate(client, [other], [GREEDY], ["s"])[0].token_ids == generate(make(), [other], [GREEDY])[0].token_ids
-    assert health(client)["prefill_tokens"] - before == len(other) - 1 - 6
+    assert health(client)["prefill_tokens"] - before == len(other) - 1 - reused
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_a_short_and_a_long_session_can_go_on_in_one_pass(build, tokenizer, reference, name):
+    model = build(name)
+    client = LocalClient(model, tokenizer)
+    short, long = [3, 4, 5], [6, 7] * 42
+    generate(client, [short, long], [GREEDY.replace(max_tokens=1)] * 2, ["short", "long"])
+    later = [[*short, *range(9, 69)], [*long, 70, 71, 72]]
+    found = generate(client, later, [GREEDY.replace(max_tokens=4)] * 2, ["short", "long"])
+    for prompt, completion in zip(later, found, strict=True):
+        assert list(completion.token_ids) == reference(model, prompt, GREEDY.replace(max_tokens=4))[0]
+
+
+@pytest.mark.parametrize(("path", "share_from"), WAYS)
+def test_the_cache_grows_under_long_completions(build, tokenizer, reference, path, share_from):
+    model = build("qwen3", max_position_embeddings=512)
+    client = LocalClient(model, tokenizer, path=path, share_from=share_from)
+    params = GREEDY.replace(max_tokens=280)
+    found = generate(client, [PROMPTS[0], PROMPTS[3], PROMPTS[3]], [params] * 3)
+    assert list(found[0].token_ids) == reference(model, PROMPTS[0], params)[0]
+    assert list(found[2].token_ids) == reference(model, PROMPTS[3], params)[0]
 
 
 def test_release_frees_a_sessions_row(make):

@@ -14,7 +14,7 @@ def test_the_llama_family_takes_the_fast_path(build, name, dtype):
     assert choose_decoder(build(name).to(dtype), "auto", 96).decoder.name == "fast"
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "gemma2", "llama_dynamic"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "gemma2", "llama_dynamic"])
 def test_other_architectures_take_their_own_forward_and_say_why(build, name):
     choice = choose_decoder(build(name), "auto", 64)
     assert choice.decoder.name == "model"
