@@ -168,12 +168,15 @@ class Engine:
             if request.session == session:
                 request.session = ""
 
-    def reset(self) -> list[Request]:
-        """Forget everything; returns the requests that were dropped."""
-        dropped = [*self.running, *self.waiting]
+    def reset(self) -> None:
+        """Forget everything, requests too."""
         self.waiting = []
         self._forget()
-        return dropped
+
+    def rest(self) -> None:
+        """Give the cache's memory back when nobody has anything in it; the trainer may need it."""
+        if not self.busy and not self._rows.parked:
+            self._forget()
 
     @torch.inference_mode()
     def drop_cancelled(self) -> None:

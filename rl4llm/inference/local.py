@@ -94,6 +94,7 @@ class LocalClient(BaseClient):
 
     async def release(self, session: str) -> None:
         self._engine.release(session)
+        self._engine.rest()
         self._expected.discard(session)
         self._wake_pump()
 
@@ -164,6 +165,7 @@ class LocalClient(BaseClient):
                     future.set_result(completion)
             await asyncio.sleep(0)
         self._engine.drop_cancelled()
+        self._engine.rest()
 
     def _stalled(self) -> str:
         """Why no step may be taken now, or nothing."""

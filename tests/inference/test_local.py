@@ -173,6 +173,14 @@ def test_release_frees_a_sessions_row(make):
     assert health(client)["rows_parked"] == 4
 
 
+def test_an_engine_that_nobody_uses_holds_no_memory(make):
+    client = make()
+    generate(client, PROMPTS[:2], [SAMPLED] * 2, ["a", ""])
+    assert health(client)["cache_bytes"] > 0
+    asyncio.run(client.release("a"))
+    assert health(client)["cache_bytes"] == 0
+
+
 def test_parked_sessions_make_way_for_requests_the_oldest_first(make):
     client = make(max_rows=3)
     for name in "abc":
