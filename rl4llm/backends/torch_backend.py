@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl4llm.backends.heads import ValueHead, token_logprobs, token_values
+from rl4llm.backends.heads import ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import Runner
 from rl4llm.core.base_backend import BaseBackend, TokenLosses, TokenMetrics
@@ -159,8 +159,8 @@ class TorchBackend(BaseBackend):
 
 
 def _has_work(batch: TrainBatch) -> bool:
-    """Whether any token's number depends on the model: one of the policy's that is not the first of its row."""
-    return bool(batch.mask_BT[:, 1:].any())
+    """Whether any token's number depends on the model."""
+    return len(asked_tokens(batch)[0]) > 0
 
 
 def _reduced(loss: Tensor, metrics: TokenMetrics, mask_BT: Tensor) -> dict[str, float]:

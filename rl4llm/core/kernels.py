@@ -48,6 +48,7 @@ def _is_ours(x: Tensor, weight_ND: Tensor) -> bool:
     return (
         x.dtype == weight_ND.dtype == torch.float32
         and x.device.type == "cpu"
+        and x.numel() > 0  # oneDNN refuses empty products
         and prefers_onednn()
         and not torch.is_autocast_enabled("cpu")
     )

@@ -1,0 +1,120 @@
+"""Streams: only tokens that matter are computed, each once, and attention sees its own trajectory and nothing else."""
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rl4llm.backends.attention import rows_of, stream_attention, stream_of
+from rl4llm.core.errors import ModelError
+from rl4llm.core.types import TokenSpan, Trajectory
+from rl4llm.data.pack import pack, totals_of
+
+
+def trajectory(prompt_id, *spans):
+    found = [
+        TokenSpan(tuple(ids), "policy", (-1.0,) * len(ids), 0) if number % 2 else TokenSpan.context(tuple(ids))
+        for number, ids in enumerate(spans)
+    ]
+    return Trajectory(prompt_id, tuple(found), (), {}, 0.0, "stop")
+
+
+def batch_of(trajectories, layout="shared"):
+    (batch,) = pack(
+        trajectories,
+        [1.0] * len(trajectories),
+        max_tokens_per_batch=4096,
+        layout=layout,
+        aggregation="token",
+        totals=totals_of(trajectories),
+        pad_token_id=0,
+    )
+    return batch
+
+
+GROUP = [
+    trajectory("a", [1, 2, 3], [11, 12, 13, 14]),
+    trajectory("a", [1, 2, 3], [21], [22, 23], [24]),
+    trajectory("a", [1, 2, 3], [31]),
+    trajectory("b", [4, 5], [41, 42], [43, 44, 45]),  # ends with the environment
+]
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed", "shared"])
+def test_a_stream_leaves_out_padding_and_what_follows_the_last_question(layout):
+    stream = stream_of(batch_of(GROUP, layout))
+    computed = sorted(stream.token_ids_1N[0].tolist())
+    prompts = [1, 2, 3] if layout == "shared" else [1, 2, 3] * 3
+    assert computed == sorted([*prompts, 11, 12, 13, 21, 22, 23, 4, 5, 41])
+
+
+def test_place_finds_each_token_of_the_batch_and_minus_one_those_not_computed():
+    batch = batch_of(GROUP)
+    stream, rows = stream_of(batch), rows_of(batch)
+    for found, ids in ((stream, stream.token_ids_1N.flatten()), (rows, rows.token_ids_RT.flatten())):
+        there = found.place_BT >= 0
+        assert torch.equal(ids[found.place_BT[there]], batch.token_ids_BT[there])
+        assert set(batch.token_ids_BT[~there].tolist()) == {14, 24, 31, 42, 43, 44, 45}
+
+
+def test_rows_repeat_the_prompt_and_number_positions_from_zero():
+    rows = rows_of(batch_of(GROUP), pad_token_id=9)
+    assert sorted(row for row in rows.token_ids_RT.tolist()) == [
+        [1, 2, 3, 11, 12, 13], [1, 2, 3, 21, 22, 23], [4, 5, 41, 9, 9, 9],
+    ]  # fmt: skip
+    assert rows.attention_mask_RT.sum(1).tolist() == (rows.token_ids_RT != 9).sum(1).tolist()
+    assert torch.equal(rows.position_ids_RT, torch.arange(6) * rows.attention_mask_RT)
+
+
+def reference(batch, stream, q, k, v, scaling, window=None):
+    """Attention with the mask spelled out, token by token: each sees itself and those before it, one after another."""
+    total = q.shape[2]
+    place, previous = stream.place_BT[0].tolist(), batch.previous_BT[0].tolist()
+    allowed = torch.zeros(total, total, dtype=torch.bool)
+    for column, query in enumerate(place):
+        seen = column
+        for _ in range(window or total):
+            if query >= 0 and seen >= 0:
+                allowed[query, place[seen]] = True
+                seen = previous[seen]
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_sees_the_shared_prompt_and_its_own_past_only(window, dtype):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    group = [
+        trajectory("a", [1] * 7, [2] * int(torch.randint(2, 12, (1,), generator=generator))) for _ in range(5)
+    ] + [trajectory(f"c{n}", [3] * (3 + n), [4] * 6) for n in range(3)]
+    batch = batch_of(group)
+    stream = stream_of(batch)
+    assert stream.pad_M is not None and any(block.prompt_length for block in stream.blocks)
+    total = stream.token_ids_1N.shape[1]
+    q, k, v = (torch.randn(1, heads, total, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    out, _ = stream_attention(None, q, k, v, None, scaling=0.3, stream=stream, sliding_window=window)
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    expected = reference(batch, stream, *exact, 0.3, window)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=0)
+    weight = torch.randn_like(expected)
+    grads = torch.autograd.grad((out.float() * weight).sum(), (q, k, v))
+    wanted = torch.autograd.grad((expected * weight).sum(), exact)
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.float(), want, atol=tolerance * 4, rtol=0)
+
+
+def test_without_a_stream_it_is_the_usual_attention():
+    q, k, v = (torch.randn(2, 4, 5, 8) for _ in range(3))
+    module = torch.nn.Module()
+    out, _ = stream_attention(module, q, k, v, None, scaling=0.5, is_causal=True)
+    assert torch.equal(out, sdpa_attention_forward(module, q, k, v, None, scaling=0.5, is_causal=True)[0])
+
+
+@pytest.mark.parametrize("option", [{"softcap": 20.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def test_variants_it_does_not_compute_are_refused_by_name(option):
+    stream = stream_of(batch_of(GROUP))
+    q = torch.randn(1, 4, stream.token_ids_1N.shape[1], 8)
+    with pytest.raises(ModelError, match=next(iter(option))):
+        stream_attention(torch.nn.Module(), q, q, q, None, stream=stream, **option)

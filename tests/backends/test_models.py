@@ -1,0 +1,127 @@
+"""Models and tokenizers: no dropout, nothing random in them, and errors that say what to do."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from rl4llm.backends.models import load_model, load_tokenizer, without_dropout
+from rl4llm.core.errors import ModelError
+
+
+@pytest.fixture
+def directory(build, tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def save_tokenizer(directory, **special):
+    words = Tokenizer(WordLevel({"a": 0, "<end>": 1, "<pad>": 2, "<unk>": 3}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", **special).save_pretrained(directory)
+    return directory
+
+
+def test_a_saved_model_comes_back_in_the_asked_dtype_without_training_mode(build, directory):
+    model = load_model(directory, dtype="bfloat16")
+    assert model.dtype == torch.bfloat16 and not model.training
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load_model(str(directory))(ids).logits, build("llama")(ids).logits, atol=2e-6, rtol=1e-5
+        )
+
+
+def test_dropout_is_off_even_where_checkpointing_needs_training_mode(build, tmp_path):
+    build("gpt2").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_pdrop"] == 0.1
+    model = load_model(tmp_path, gradient_checkpointing=True)
+    assert model.training
+    ids = torch.tensor([[5, 6, 7, 8]])
+    first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_dropout_that_was_on_is_named(build):
+    assert any("attn" in name for name in without_dropout(build("gpt2")))
+    assert without_dropout(build("llama")) == []
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/dir", "a/b/c"])
+def test_a_path_that_does_not_exist_says_what_is_accepted(path):
+    with pytest.raises(ModelError, match=r"does not exist\. Accepted: a Hugging Face model directory"):
+        load_model(path)
+
+
+def test_a_file_is_not_a_model(tmp_path):
+    (tmp_path / "model.bin").write_text("x")
+    with pytest.raises(ModelError, match="is a file"):
+        load_model(tmp_path / "model.bin")
+
+
+def test_a_directory_without_config_is_not_a_model(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(tmp_path)
+
+
+def test_a_broken_config_is_named(directory):
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        load_model(directory)
+
+
+def test_truncated_weights_are_an_error(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(directory)
+
+
+def test_weights_that_the_checkpoint_lacks_are_not_filled_with_random_numbers(directory):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"missing keys model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(directory)
+
+
+def test_a_config_of_another_shape_is_an_error(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 56}))
+    with pytest.raises(ModelError):
+        load_model(directory)
+
+
+def test_a_hub_name_that_cannot_be_had_says_the_next_step(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"Check the name and the network, or use a local copy"):
+        load_model("nobody/no-such-model")
+
+
+def test_an_unknown_dtype_is_named_with_what_is_known(directory):
+    with pytest.raises(ModelError, match=r"model\.dtype='float31' is unknown.*Did you mean 'float32'"):
+        load_model(directory, dtype="float31")
+
+
+def test_a_tokenizer_without_pad_token_is_refused_with_the_fix(tmp_path):
+    save_tokenizer(tmp_path, eos_token="<end>")
+    with pytest.raises(ModelError, match=r"has no pad token.*Set model\.pad_token.*'<end>'"):
+        load_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, pad_token="<pad>").pad_token_id == 2
+
+
+def test_a_pad_token_that_is_no_token_is_refused(tmp_path):
+    save_tokenizer(tmp_path, eos_token="<end>")
+    with pytest.raises(ModelError, match=r"model\.pad_token='<nope>' is no token"):
+        load_tokenizer(tmp_path, pad_token="<nope>")
+
+
+def test_a_directory_without_tokenizer_files_is_an_error(directory):
+    shutil.copytree(directory, directory.parent / "bare")
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(directory.parent / "bare")

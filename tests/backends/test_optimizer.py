@@ -1,0 +1,81 @@
+"""The optimizer: its schedule, its clipping, and options that cannot work."""
+
+import pytest
+import torch
+
+from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
+from rl4llm.core.errors import CheckpointError, ConfigError
+
+
+def parameters(*shapes):
+    return {f"p{number}": torch.nn.Parameter(torch.ones(shape)) for number, shape in enumerate(shapes)}
+
+
+def test_the_warm_up_rises_to_lr_and_the_schedule_falls_to_zero():
+    linear = OptimizerOptions(lr=1.0, schedule="linear", warmup_steps=2, total_steps=6)
+    assert [linear.lr_at(step) for step in range(7)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    cosine = OptimizerOptions(lr=1.0, schedule="cosine", total_steps=4)
+    assert [cosine.lr_at(step) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+    assert OptimizerOptions(lr=0.5).lr_at(10**6) == 0.5
+
+
+def test_a_large_gradient_is_clipped_and_its_norm_reported_unclipped():
+    named = parameters((4,), (2, 2))
+    optimizer = Optimizer(named, OptimizerOptions(lr=1.0, max_grad_norm=1.0))
+    for parameter in named.values():
+        parameter.grad = torch.full_like(parameter, 10.0)
+    metrics = optimizer.step()
+    assert metrics == pytest.approx({"grad_norm": 800**0.5, "lr": 1.0})
+    moments, _ = optimizer.state()
+    assert sum(moments[f"{name}.exp_avg"].square().sum() for name in named).sqrt() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_weight_decay_spares_vectors():
+    named = parameters((4,), (2, 2))
+    optimizer = Optimizer(named, OptimizerOptions(lr=0.1, weight_decay=0.5))
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert named["p0"].detach().tolist() == [1.0] * 4
+    assert named["p1"].detach().flatten().tolist() == pytest.approx([0.95] * 4)
+
+
+def test_frozen_parameters_stay_and_have_no_state():
+    named = parameters((2,), (2,))
+    named["p0"].requires_grad_(False)
+    optimizer = Optimizer(named, OptimizerOptions(lr=0.1))
+    named["p1"].grad = torch.ones(2)
+    optimizer.step()
+    assert named["p0"].tolist() == [1.0, 1.0]
+    assert optimizer.state()[1] == {"p1": 1}
+
+
+def test_a_skipped_step_does_not_advance_the_schedule():
+    named = parameters((2,))
+    optimizer = Optimizer(named, OptimizerOptions(lr=1.0, schedule="linear", total_steps=2))
+    named["p0"].grad = torch.tensor([1.0, float("inf")])
+    assert optimizer.step()["skipped"] == 1.0
+    assert optimizer.step_number == 0
+    assert named["p0"].grad is None
+
+
+def test_the_state_of_other_parameters_is_refused():
+    optimizer = Optimizer(parameters((2,)), OptimizerOptions(lr=1.0))
+    with pytest.raises(CheckpointError, match="other"):
+        optimizer.restore({}, {"other": 3}, 3)
+    with pytest.raises(CheckpointError, match="no exp_avg of"):
+        optimizer.restore({"p0.exp_avg": torch.zeros(3)}, {"p0": 3}, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"training\.lr=-1\.0"),
+        ({"lr": 1.0, "betas": (0.9, 1.0)}, r"training\.betas"),
+        ({"lr": 1.0, "schedule": "cosinus", "total_steps": 3}, r"Did you mean 'cosine'"),
+        ({"lr": 1.0, "schedule": "linear"}, "needs total_steps"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimizerOptions(**options)
