@@ -189,7 +189,8 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     client = with_options("inference", engine, options, backend.model, tokenizer, deterministic=config.deterministic)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
-    plan = _plan(config, dataset, renderer, env.max_steps, client.context_length)
+    batching = _batching(config, tokenizer)
+    plan = _plan(config, batching, dataset, renderer, min(client.context_length, env.max_steps * config.rollout.max_tokens))
     runner = asyncio.Runner()
     played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
     coarse = config.model.dtype if config.model.autocast == "none" else config.model.autocast
@@ -203,7 +204,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             plan=plan,
             sampling_params=_sampling(config),
             eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
-            batching=_batching(config, tokenizer),
+            batching=batching,
             tracker=tracker,
             evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
             reference=_backend(config, reference_model) if algorithm.needs().reference else None,
@@ -227,11 +228,10 @@ def _base(
 
 
 def _backend(config: Config, model: Any) -> TorchBackend:
-    device = config.model.device
     model = load_model(
         model if model is not None else config.model.path,
         dtype=config.model.dtype,
-        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+        device=_device(config),
         gradient_checkpointing=config.model.gradient_checkpointing,
     )
     training = config.training
@@ -248,14 +248,21 @@ def _backend(config: Config, model: Any) -> TorchBackend:
     )
 
 
+def _device(config: Config) -> str:
+    if config.model.device != "auto":
+        return config.model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _batching(config: Config, tokenizer: Any) -> Batching:
     training = config.training
     return Batching(
-        training.max_tokens_per_batch,
-        training.layout,
-        tokenizer.pad_token_id,
-        training.updates_per_rollout,
-        training.epochs,
+        layout=training.layout,
+        pad_token_id=tokenizer.pad_token_id,
+        max_tokens_per_batch=training.max_tokens_per_batch,
+        usual_tokens_per_batch=16384 if _device(config) == "cuda" else 2048,
+        updates_per_rollout=training.updates_per_rollout,
+        epochs=training.epochs,
     )
 
 
@@ -346,7 +353,7 @@ def _check_prompts(rows: Any, renderer: Renderer, context_length: int, where: st
             )
 
 
-def _plan(config: Config, rows: Any, renderer: Renderer, max_steps: int, context_length: int) -> list[dict[str, Any]]:
+def _plan(config: Config, batching: Batching, rows: Any, renderer: Renderer, new_tokens: int) -> list[dict[str, Any]]:
     """How prompts x samples become micro-batches; raises ConfigError when they cannot."""
     by_size = sorted(range(len(rows)), key=lambda number: -sum(len(item.content) for item in _messages(rows[number])))
     longest = max(len(renderer.first(_messages(rows[number]))) for number in by_size[:16])
@@ -354,8 +361,8 @@ def _plan(config: Config, rows: Any, renderer: Renderer, max_steps: int, context
         prompts=config.rollout.prompts,
         samples=config.rollout.group_size,
         max_prompt_tokens=longest,
-        max_new_tokens=min(max_steps * config.rollout.max_tokens, context_length - longest),
-        max_tokens_per_batch=config.training.max_tokens_per_batch,
+        max_new_tokens=new_tokens,
+        max_tokens_per_batch=batching.budget([longest + new_tokens]),
         layout=config.training.layout,
         updates=config.training.updates_per_rollout,
     )

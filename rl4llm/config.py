@@ -81,7 +81,7 @@ class TrainingConfig:
     max_grad_norm: float = 1.0
     schedule: str = "constant"  # constant, linear or cosine, after the warm-up
     warmup_steps: int = 0
-    max_tokens_per_batch: int = 16384
+    max_tokens_per_batch: int | None = None  # null: 2048 on a CPU, 16384 on a GPU, or the longest trajectory
     layout: str = "shared"  # sorted, packed or shared, see rl4llm.data.pack
     updates_per_rollout: int = 1
     epochs: int = 1
@@ -233,7 +233,6 @@ AT_LEAST = {
     "rollout.max_tokens": 1,
     "rollout.temperature": 0,
     "training.lr": 0,
-    "training.max_tokens_per_batch": 1,
     "training.updates_per_rollout": 1,
     "training.epochs": 1,
     "eval.every": 0,

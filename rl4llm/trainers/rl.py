@@ -16,7 +16,7 @@ from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_trainer import BaseTrainer
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Trajectory
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.pack import StepTotals, pack, totals_of
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.sync.memory import MemoryPublisher
@@ -28,13 +28,35 @@ NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between re
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How trajectories become micro-batches and optimizer steps."""
+    """How trajectories become micro-batches and optimizer steps.
 
-    max_tokens_per_batch: int
+    Without `max_tokens_per_batch`, micro-batches have the usual size of the device, or that of the longest trajectory.
+    """
+
     layout: str
     pad_token_id: int
+    max_tokens_per_batch: int | None
+    usual_tokens_per_batch: int
     updates_per_rollout: int = 1
     epochs: int = 1
+
+    def budget(self, lengths: Sequence[int]) -> int:
+        """Tokens of a micro-batch, for trajectories of these lengths."""
+        return self.max_tokens_per_batch or max(self.usual_tokens_per_batch, *lengths)
+
+    def pack(
+        self, trajectories: Sequence[Trajectory], credits: Sequence[float], totals: StepTotals, aggregation: str
+    ) -> list[TrainBatch]:
+        """The micro-batches of one optimizer step."""
+        return pack(
+            trajectories,
+            credits,
+            max_tokens_per_batch=self.budget([0, *(trajectory.num_tokens for trajectory in trajectories)]),
+            layout=self.layout,
+            aggregation=aggregation,
+            totals=totals,
+            pad_token_id=self.pad_token_id,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +186,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         if not self.algorithm.needs().every_token:  # what has no credit has no loss; it still counts in the totals
             taught = [i for i, credit in enumerate(credits) if abs(credit) > NO_CREDIT]
             trajectories, credits = [trajectories[i] for i in taught], [credits[i] for i in taught]
-        batches = self._pack(trajectories, credits, totals)
+        batches = self.batching.pack(trajectories, credits, totals, self.algorithm.aggregation)
         for batch in batches:
             batch.old_logprobs_BT = batch.sampled_logprobs_BT
             if self.algorithm.needs().reference:
@@ -180,7 +202,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         penalties = torch.zeros(len(trajectories))
         # A credit stands on each of its trajectory's tokens, so the index as a credit says whose token it is.
-        for batch in self._pack(trajectories, [float(i) for i in range(len(trajectories))], totals_of(trajectories)):
+        owners = [float(i) for i in range(len(trajectories))]
+        for batch in self.batching.pack(trajectories, owners, totals_of(trajectories), "token"):
             kl_BT = kl(batch.sampled_logprobs_BT, self._reference_logprobs(batch).cpu(), estimator)
             penalties.index_add_(0, batch.credits_BT[batch.mask_BT].long(), kl_BT[batch.mask_BT])
         left = iter((coefficient * penalties).tolist())
@@ -189,17 +212,6 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             return replace(group, trajectories=tuple(replace(t, reward=t.reward - next(left)) for t in group.trajectories))
 
         return [penalised(group) for group in groups]
-
-    def _pack(self, trajectories: Sequence[Trajectory], credits: Sequence[float], totals: Any) -> list[TrainBatch]:
-        return pack(
-            trajectories,
-            credits,
-            max_tokens_per_batch=self.batching.max_tokens_per_batch,
-            layout=self.batching.layout,
-            aggregation=self.algorithm.aggregation,
-            totals=totals,
-            pad_token_id=self.batching.pad_token_id,
-        )
 
     def _reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         return self.reference.forward(batch, temperature=self.sampling_params.temperature or 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 from rl4llm.core.base_trainer import BaseTrainer
 from rl4llm.core.types import ChatMessage, TrainBatch, Trajectory
 from rl4llm.data.demonstrations import demonstration
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.pack import totals_of
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.render import Renderer
 from rl4llm.tracking.run import RunTracker
@@ -45,15 +45,8 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
 
     def prepare(self, collected: list[Trajectory]) -> list[list[TrainBatch]]:
         """One optimizer step from them."""
-        batches = pack(
-            collected,
-            [0.0] * len(collected),
-            max_tokens_per_batch=self.batching.max_tokens_per_batch,
-            layout=self.batching.layout,
-            aggregation=self.algorithm.aggregation,
-            totals=totals_of(collected),
-            pad_token_id=self.batching.pad_token_id,
-        )
+        credits = [0.0] * len(collected)
+        batches = self.batching.pack(collected, credits, totals_of(collected), self.algorithm.aggregation)
         return [batches]
 
     def publish(self) -> None:
