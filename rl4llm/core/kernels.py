@@ -41,7 +41,10 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     grad_2d, x_2d = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     if not _is_ours(grad_2d, x_2d):
         return grad_2d.t() @ x_2d
-    return _product(grad_2d.t().contiguous(), x_2d.t())  # oneDNN is slow when both operands are transposed views
+    # oneDNN is slow when both operands are transposed views, so the narrower one is copied.
+    if grad_2d.shape[1] <= x_2d.shape[1]:
+        return _product(grad_2d.t().contiguous(), x_2d.t())
+    return _product(x_2d.t().contiguous(), grad_2d.t()).t()
 
 
 def _is_ours(x: Tensor, weight_ND: Tensor) -> bool:
