@@ -31,7 +31,8 @@ class BaseBackend(ABC):
     def forward_backward(
         self, batch: TrainBatch, token_losses: TokenLosses, *, temperature: float = 1.0, entropy: bool = False
     ) -> dict[str, float]:
-        """Add this batch's gradient; returns "loss" and the weighted sum over the batch of each token metric.
+        """Add this batch's gradient; returns "loss", "tokens" (of the policy), and each token metric by its name: the mean
+        over those tokens, or the maximum where the name ends in "/max".
 
         `entropy` asks for entropy_BT (with gradient), which costs time and is None otherwise.
         """
