@@ -157,6 +157,7 @@ def _load(config: Config, source: Any, split: str, limit: int | None, *, demonst
 def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
     renderer = Renderer(tokenizer, roles=_roles(dataset))
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
+    batching = _batching(config, algorithm, tokenizer)
     backend = _backend(config, given.model)
 
     def make(run: RunDir) -> SFTTrainer:
@@ -166,7 +167,7 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             tokenizer=tokenizer,
             renderer=renderer,
             prompts=prompts,
-            batching=_batching(config, tokenizer),
+            batching=batching,
             tracker=tracker,
             **_base(config, algorithm, backend, run, tracker),
         )
@@ -189,8 +190,9 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     client = with_options("inference", engine, options, backend.model, tokenizer, deterministic=config.deterministic)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
-    batching = _batching(config, tokenizer)
-    plan = _plan(config, batching, dataset, renderer, min(client.context_length, env.max_steps * config.rollout.max_tokens))
+    new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
+    batching = _batching(config, algorithm, tokenizer, longest_completion=new_tokens)
+    plan = _plan(config, batching, dataset, renderer, new_tokens)
     runner = asyncio.Runner()
     played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
     coarse = config.model.dtype if config.model.autocast == "none" else config.model.autocast
@@ -254,15 +256,17 @@ def _device(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _batching(config: Config, tokenizer: Any) -> Batching:
+def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0) -> Batching:
     training = config.training
     return Batching(
         layout=training.layout,
+        aggregation=algorithm.aggregation,
         pad_token_id=tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,
         usual_tokens_per_batch=16384 if _device(config) == "cuda" else 2048,
         updates_per_rollout=training.updates_per_rollout,
         epochs=training.epochs,
+        constant_length=training.constant_length or longest_completion,
     )
 
 

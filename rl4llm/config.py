@@ -83,6 +83,7 @@ class TrainingConfig:
     warmup_steps: int = 0
     max_tokens_per_batch: int | None = None  # null: 2048 on a CPU, 16384 on a GPU, or the longest trajectory
     layout: str = "shared"  # sorted, packed or shared, see rl4llm.data.pack
+    constant_length: int | None = None  # of aggregation "constant"; null: all tokens that a trajectory may sample
     updates_per_rollout: int = 1
     epochs: int = 1
 
@@ -235,6 +236,8 @@ AT_LEAST = {
     "training.lr": 0,
     "training.updates_per_rollout": 1,
     "training.epochs": 1,
+    "training.max_tokens_per_batch": 1,
+    "training.constant_length": 1,
     "eval.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
@@ -248,7 +251,7 @@ def _check(config: Config) -> None:
         if values[key] not in accepted:
             raise ConfigError(f"{key}={values[key]!r} is not accepted. Accepted: {', '.join(accepted)}.")
     for key, least in AT_LEAST.items():
-        if not values[key] >= least:
+        if values[key] is not None and not values[key] >= least:
             raise ConfigError(f"{key}={values[key]} is not accepted: {least} or above.")
     for part in ("env", "inference", "algorithm"):
         if not isinstance(getattr(config, part).get("name"), str):

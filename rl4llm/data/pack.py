@@ -73,10 +73,15 @@ def _constant_divisor(policy_tokens: Ints, totals: StepTotals) -> Floats:
     """The mean over trajectories of their sums over a constant. Liu et al. 2025 (Dr. GRPO), section 3.2."""
     if totals.constant_length < 1:
         raise ConfigError(
-            f"algorithm.aggregation='constant' divides by a fixed number of tokens, but constant_length is "
-            f"{totals.constant_length}. Give it the longest completion that may be sampled."
+            f"algorithm.aggregation='constant' divides by a fixed number of tokens, but training.constant_length is "
+            f"{totals.constant_length}. Set it to the number of tokens of the longest completion, 1 or above."
         )
     return np.full(len(policy_tokens), 1 / (totals.constant_length * totals.sequences))
+
+
+def check_aggregation(name: str, constant_length: int) -> None:
+    """Raise ConfigError for an aggregation that is unknown, or has no length to divide by."""
+    AGGREGATIONS[name](np.ones(1, np.int64), StepTotals(1, 1, constant_length))
 
 
 def pack(

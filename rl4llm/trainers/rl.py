@@ -16,7 +16,7 @@ from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_trainer import BaseTrainer
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Trajectory
-from rl4llm.data.pack import StepTotals, pack, totals_of
+from rl4llm.data.pack import StepTotals, check_aggregation, pack, totals_of
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.sync.memory import MemoryPublisher
@@ -31,21 +31,31 @@ class Batching:
     """How trajectories become micro-batches and optimizer steps.
 
     Without `max_tokens_per_batch`, micro-batches have the usual size of the device, or that of the longest trajectory.
+    `constant_length` is the divisor of the aggregation "constant", in tokens.
     """
 
     layout: str
+    aggregation: str
     pad_token_id: int
     max_tokens_per_batch: int | None
     usual_tokens_per_batch: int
     updates_per_rollout: int = 1
     epochs: int = 1
+    constant_length: int = 0
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.constant_length)
+
+    def totals(self, trajectories: Sequence[Trajectory]) -> StepTotals:
+        """What an optimizer step trains on, counted before anything is left out."""
+        return totals_of(trajectories, constant_length=self.constant_length)
 
     def budget(self, lengths: Sequence[int]) -> int:
         """Tokens of a micro-batch, for trajectories of these lengths."""
         return self.max_tokens_per_batch or max(self.usual_tokens_per_batch, *lengths)
 
     def pack(
-        self, trajectories: Sequence[Trajectory], credits: Sequence[float], totals: StepTotals, aggregation: str
+        self, trajectories: Sequence[Trajectory], credits: Sequence[float], totals: StepTotals
     ) -> list[TrainBatch]:
         """The micro-batches of one optimizer step."""
         return pack(
@@ -53,7 +63,7 @@ class Batching:
             credits,
             max_tokens_per_batch=self.budget([0, *(trajectory.num_tokens for trajectory in trajectories)]),
             layout=self.layout,
-            aggregation=aggregation,
+            aggregation=self.aggregation,
             totals=totals,
             pad_token_id=self.pad_token_id,
         )
@@ -182,11 +192,11 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
         credits = torch.cat([self.algorithm.credits(group) for group in groups]).tolist()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        totals = totals_of(trajectories)
+        totals = self.batching.totals(trajectories)
         if not self.algorithm.needs().every_token:  # what has no credit has no loss; it still counts in the totals
             taught = [i for i, credit in enumerate(credits) if abs(credit) > NO_CREDIT]
             trajectories, credits = [trajectories[i] for i in taught], [credits[i] for i in taught]
-        batches = self.batching.pack(trajectories, credits, totals, self.algorithm.aggregation)
+        batches = self.batching.pack(trajectories, credits, totals)
         for batch in batches:
             batch.old_logprobs_BT = batch.sampled_logprobs_BT
             if self.algorithm.needs().reference:
@@ -203,7 +213,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         penalties = torch.zeros(len(trajectories))
         # A credit stands on each of its trajectory's tokens, so the index as a credit says whose token it is.
         owners = [float(i) for i in range(len(trajectories))]
-        for batch in self.batching.pack(trajectories, owners, totals_of(trajectories), "token"):
+        for batch in self.batching.pack(trajectories, owners, self.batching.totals(trajectories)):
             kl_BT = kl(batch.sampled_logprobs_BT, self._reference_logprobs(batch).cpu(), estimator)
             penalties.index_add_(0, batch.credits_BT[batch.mask_BT].long(), kl_BT[batch.mask_BT])
         left = iter((coefficient * penalties).tolist())

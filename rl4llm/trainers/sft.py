@@ -9,7 +9,6 @@ from typing import Any
 from rl4llm.core.base_trainer import BaseTrainer
 from rl4llm.core.types import ChatMessage, TrainBatch, Trajectory
 from rl4llm.data.demonstrations import demonstration
-from rl4llm.data.pack import totals_of
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.render import Renderer
 from rl4llm.tracking.run import RunTracker
@@ -46,8 +45,7 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
     def prepare(self, collected: list[Trajectory]) -> list[list[TrainBatch]]:
         """One optimizer step from them."""
         credits = [0.0] * len(collected)
-        batches = self.batching.pack(collected, credits, totals_of(collected), self.algorithm.aggregation)
-        return [batches]
+        return [self.batching.pack(collected, credits, self.batching.totals(collected))]
 
     def publish(self) -> None:
         """No engine samples from these weights."""

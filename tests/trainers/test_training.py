@@ -166,6 +166,20 @@ def test_packing_and_micro_batches_do_not_change_the_gradient(model_dir, tmp_pat
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
 
 
+def test_a_constant_length_divides_by_all_tokens_that_a_trajectory_may_sample_unless_it_is_given(model_dir, tmp_path):
+    lengths = {"a": None, "b": 10, "c": 40}  # two turns of five tokens
+
+    def constant(name):
+        options = {"algorithm.aggregation": "constant", "training.constant_length": lengths[name]}
+        return gradient(trainer(model_dir, tmp_path / name, **options))
+
+    default, same, quarter = constant("a"), constant("b"), constant("c")
+    assert any(tensor.abs().max() > 1e-4 for tensor in default.values())
+    for name, tensor in default.items():
+        torch.testing.assert_close(same[name], tensor, atol=0, rtol=0)
+        torch.testing.assert_close(4 * quarter[name], tensor, atol=1e-7, rtol=1e-4)
+
+
 def test_weights_that_did_not_reach_the_engine_stop_the_run(model_dir, tmp_path):
     run = trainer(model_dir, tmp_path, max_steps=1)
     loop = run.trainer
@@ -292,6 +306,8 @@ def test_bad_input_is_refused_before_anything_is_written(model_dir, tmp_path):
         ({"env.max_stepz": 3}, ConfigError, "Did you mean 'max_steps'"),
         ({"inference.name": "slgang"}, ConfigError, "inference.name"),
         ({"training.max_tokens_per_batch": 8}, ConfigError, "max_tokens_per_batch=8"),
+        ({"algorithm.aggregation": "tokens"}, ConfigError, "Did you mean 'token'"),
+        ({"training.constant_length": 0}, ConfigError, "constant_length=0 is not accepted"),
     ]
     for number, (overrides, error, text) in enumerate(cases):
         directory = tmp_path / str(number)
