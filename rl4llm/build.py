@@ -15,6 +15,7 @@ from rl4llm.algorithms import ALGORITHMS
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
+from rl4llm.core.allocator import keep_freed_memory
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_trainer import BaseTrainer, Schedule
@@ -125,6 +126,8 @@ def _accepted(make: Callable[..., Any]) -> set[str]:
 
 
 def _set_up_torch(config: Config) -> None:
+    if _device(config) == "cpu":
+        keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
@@ -263,7 +266,7 @@ def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_
         aggregation=algorithm.aggregation,
         pad_token_id=tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,
-        usual_tokens_per_batch=16384 if _device(config) == "cuda" else 2048,
+        usual_tokens_per_batch=16384 if _device(config) == "cuda" else 4096,
         updates_per_rollout=training.updates_per_rollout,
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,

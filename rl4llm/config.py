@@ -81,7 +81,7 @@ class TrainingConfig:
     max_grad_norm: float = 1.0
     schedule: str = "constant"  # constant, linear or cosine, after the warm-up
     warmup_steps: int = 0
-    max_tokens_per_batch: int | None = None  # null: 2048 on a CPU, 16384 on a GPU, or the longest trajectory
+    max_tokens_per_batch: int | None = None  # null: 4096 on a CPU, 16384 on a GPU, or the longest trajectory
     layout: str = "shared"  # sorted, packed or shared, see rl4llm.data.pack
     constant_length: int | None = None  # of aggregation "constant"; null: all tokens that a trajectory may sample
     updates_per_rollout: int = 1
