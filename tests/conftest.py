@@ -1,6 +1,8 @@
-"""A small model and tokenizer, built once; every test that touches the model takes a copy of its own."""
+"""What tests share: a small model and tokenizer, built once, of which each test takes a copy; a full disk."""
 
 import copy
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -40,3 +42,19 @@ def model_dir(_model, tokenizer, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _same_start():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def files_of_at_most():
+    """A full disk: inside `with files_of_at_most(size)` the kernel refuses to let any file grow beyond `size` bytes."""
+
+    @contextmanager
+    def limited(size):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited

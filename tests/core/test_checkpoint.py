@@ -1,11 +1,9 @@
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -67,16 +65,6 @@ def save_and_die_at(root, step, change, keep):
     status = in_a_child(work)
     assert status in (0, -signal.SIGKILL)
     return status != 0
-
-
-@contextmanager
-def files_of_at_most(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def flip_a_bit(file):
@@ -235,7 +223,7 @@ def test_a_save_after_falling_back_removes_the_future_that_was_abandoned(tmp_pat
 
 
 @pytest.mark.parametrize("size", [3000, 200])
-def test_a_full_disk_keeps_the_old_checkpoint_and_says_the_numbers(tmp_path, size):
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_the_numbers(tmp_path, size, files_of_at_most):
     save(tmp_path, 1)
     told = r"step 2 .*Needed: 4,\d{3} bytes; free: [\d,]+ .*step-000001"
     with files_of_at_most(size), pytest.raises(CheckpointError, match=told):
@@ -244,7 +232,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_the_numbers(tmp_path, siz
     check_whole(latest_checkpoint(tmp_path))
 
 
-def test_a_full_disk_while_sealing_is_the_same(tmp_path):
+def test_a_full_disk_while_sealing_is_the_same(tmp_path, files_of_at_most):
     def write(directory):
         (directory / "weights").write_bytes(b"x" * 100)
 

@@ -1,10 +1,8 @@
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 
@@ -30,17 +28,6 @@ def owner(path, kind="alone"):
     )
     assert process.stdout.readline() == "open\n"
     return process
-
-
-@contextmanager
-def files_of_at_most(size):
-    """A quota: the kernel refuses to let any file grow beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_run_keeps_its_identity_when_it_is_opened_again(tmp_path):
@@ -143,7 +130,7 @@ def test_a_damaged_identity_is_refused_by_name(tmp_path):
             RunDir.open(tmp_path, FINGERPRINT)
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_other_and_says_the_numbers(tmp_path):
+def test_a_full_disk_leaves_the_old_file_and_no_other_and_says_the_numbers(tmp_path, files_of_at_most):
     with RunDir.open(tmp_path, FINGERPRINT) as run:
         run.write_text("config.yaml", "seed: 1\n")
         before = sorted(item.name for item in tmp_path.iterdir())

@@ -1,23 +1,11 @@
 import json
 import math
 import os
-import resource
-from contextlib import contextmanager
 
 import pytest
 
 from rl4llm.core.errors import DataError
 from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
-
-
-@contextmanager
-def files_of_at_most(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def write(path, steps, resume_step=-1):
@@ -71,7 +59,7 @@ def test_a_reader_leaves_out_a_torn_last_line_and_names_any_other_broken_one(tmp
     assert read_jsonl(tmp_path / "absent.jsonl") == []
 
 
-def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path):
+def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path, files_of_at_most):
     path = tmp_path / "m.jsonl"
     tracker = JsonlTracker(path)
     tracker.log(1, {"loss": 1.0})

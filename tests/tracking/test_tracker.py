@@ -1,5 +1,3 @@
-import resource
-from contextlib import contextmanager
 
 import pytest
 
@@ -8,17 +6,7 @@ from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
 from rl4llm.tracking.tracker import Tolerant, Trackers
 
 
-@contextmanager
-def files_of_at_most(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_tracker_on_a_full_disk_is_told_once_and_holds_up_neither_the_others_nor_training(tmp_path):
+def test_a_tracker_on_a_full_disk_is_told_once_and_holds_up_neither_the_others_nor_training(tmp_path, files_of_at_most):
     warnings = []
     tolerant = Tolerant(warnings.append)
     full = JsonlTracker(tmp_path / "full.jsonl")
