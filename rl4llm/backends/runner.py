@@ -15,7 +15,7 @@ from rl4llm.backends.heads import OutputLayer
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TrainBatch
 
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Accepted difference of two forms, relative to the largest number compared."""
 
 
