@@ -39,6 +39,7 @@ setup(
         "tensorboard>=2.17,<3",
         "matplotlib>=3.8,<4",
         "math-verify[antlr4_13_2]>=0.8,<1",
+        "aiohttp>=3.10,<4",
         "xxhash>=3.4,<5",
         "psutil>=5.9,<8",
         "jinja2>=3.1,<4",

@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
 from rl4llm.core.allocator import keep_freed_memory
 from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer, Schedule
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import Registry
@@ -31,9 +34,13 @@ from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.local import LocalClient
+from rl4llm.inference.server import ServerClient
+from rl4llm.inference.sglang import SGLangClient
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.score import check_examples
+from rl4llm.sync.filesystem import FilesystemPublisher
 from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.store import WeightStore
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.rl import Batching, Inference, RLTrainer
@@ -42,10 +49,27 @@ from rl4llm.trainers.sft import SFTTrainer
 GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
 """Tasks that `data.path` may name instead of a file."""
 
-ENGINES: Registry[type[LocalClient]] = Registry("inference.name")
+ENGINES: Registry[type[BaseClient]] = Registry("inference.name")
 ENGINES.register("local")(LocalClient)
+ENGINES.register("sglang")(SGLangClient)
 
-MAY_CHANGE = ("max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "rollout.max_failed_share")
+PUBLISHERS: Registry[Callable[[BaseClient, WeightStore, Any], BasePublisher]] = Registry("sync.name")
+
+
+@PUBLISHERS.register("memory")
+def _in_memory(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
+    return MemoryPublisher(client)
+
+
+@PUBLISHERS.register("filesystem")
+def _by_file_system(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
+    return FilesystemPublisher(client, store, tokenizer.save_pretrained)
+
+
+MAY_CHANGE = (
+    "max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.", "mismatch.",
+    "rollout.max_failed_share",
+)  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
 
 
@@ -188,9 +212,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     check_examples(rewards)
     reference_model = copy.deepcopy(given.model)  # before the policy's weights move
     backend = _backend(config, given.model)
-    options = dict(config.inference)
-    engine = ENGINES[options.pop("name")]
-    client = with_options("inference", engine, options, backend.model, tokenizer, deterministic=config.deterministic)
+    client = _client(config, backend.model, tokenizer)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
     new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
@@ -198,12 +220,17 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     plan = _plan(config, batching, dataset, renderer, new_tokens)
     runner = asyncio.Runner()
     played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
-    coarse = config.model.dtype if config.model.autocast == "none" else config.model.autocast
 
     def make(run: RunDir) -> RLTrainer:
         tracker = _tracker(config, run)
         return RLTrainer(
-            inference=Inference(client, runner, MemoryPublisher(client), Canary(client.vocab_size, dtype=coarse)),
+            inference=Inference(
+                client=client,
+                runner=runner,
+                publisher=_publisher(config, client, run, tokenizer),
+                canary=_canary(config, client),
+                stop_above=config.mismatch.stop_above,
+            ),
             rollout=Rollout(env, client, renderer, runner, **played),
             prompts=prompts,
             plan=plan,
@@ -217,6 +244,36 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         )
 
     return make
+
+
+def _client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
+    options = dict(config.inference)
+    engine = ENGINES[options.pop("name")]
+    if not issubclass(engine, ServerClient):
+        return with_options("inference", engine, options, model, tokenizer, deterministic=config.deterministic)
+    urls = options.pop("url", engine.usual_url())
+    text = model.config.get_text_config()
+    options.setdefault("context_length", text.max_position_embeddings)
+    clients = [
+        with_options("inference", engine, options, url, tokenizer, vocab_size=model.get_input_embeddings().num_embeddings)
+        for url in ([urls] if isinstance(urls, str) else urls)
+    ]
+    return clients[0]
+
+
+def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any) -> BasePublisher:
+    """The way that weights take, and the one they take when it fails."""
+    sync = config.sync
+    name = client.usual_publisher if sync.name == "auto" else sync.name
+    store = WeightStore(Path(sync.dir) if sync.dir else run.weights_dir, keep=sync.keep)
+    return PUBLISHERS[name](client, store, tokenizer)
+
+
+def _canary(config: Config, client: BaseClient) -> Canary | None:
+    if not config.sync.verify:
+        return None
+    coarse = config.model.dtype if config.model.autocast == "none" else config.model.autocast
+    return Canary(client.vocab_size, dtype=coarse, tolerance=config.sync.tolerance or 0.0)
 
 
 def _base(
@@ -266,7 +323,7 @@ def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_
         aggregation=algorithm.aggregation,
         pad_token_id=tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,
-        usual_tokens_per_batch=16384 if _device(config) == "cuda" else 4096,
+        usual_tokens_per_batch=16384 if _device(config) == "cuda" else 2048,
         updates_per_rollout=training.updates_per_rollout,
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,

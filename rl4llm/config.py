@@ -72,6 +72,25 @@ class RolloutConfig:
 
 
 @dataclass
+class SyncConfig:
+    """How new weights reach the engines, and how they prove it."""
+
+    name: str = "auto"  # memory for the embedded engine, filesystem for servers; see rl4llm.build.PUBLISHERS
+    fallback: str | None = None  # the way that is taken, and reported, when the first one fails
+    dir: str | None = None  # of the weight store, an absolute path on all servers; null: weights/ in output.dir
+    keep: int = 2  # versions
+    verify: bool = True  # ask every engine for the log-probs of fixed tokens after every publish
+    tolerance: float | None = None  # nats; null: by dtype, see rl4llm.sync.verify
+
+
+@dataclass
+class MismatchConfig:
+    """How far log-probs of engine and trainer may be apart."""
+
+    stop_above: float | None = None  # mean |difference| in nats of a step; null only measures
+
+
+@dataclass
 class TrainingConfig:
     """How batches become optimizer steps."""
 
@@ -81,7 +100,7 @@ class TrainingConfig:
     max_grad_norm: float = 1.0
     schedule: str = "constant"  # constant, linear or cosine, after the warm-up
     warmup_steps: int = 0
-    max_tokens_per_batch: int | None = None  # null: 4096 on a CPU, 16384 on a GPU, or the longest trajectory
+    max_tokens_per_batch: int | None = None  # null: 2048 on a CPU, 16384 on a GPU, or the longest trajectory
     layout: str = "shared"  # sorted, packed or shared, see rl4llm.data.pack
     constant_length: int | None = None  # of aggregation "constant"; null: all tokens that a trajectory may sample
     updates_per_rollout: int = 1
@@ -119,6 +138,8 @@ class Config:
     rewards: list[Any] = field(default_factory=lambda: ["math"])  # names, or mappings with name, weight and options
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     inference: dict[str, Any] = field(default_factory=lambda: {"name": "local"})
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     algorithm: dict[str, Any] = field(default_factory=lambda: {"name": "grpo"})
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -238,6 +259,7 @@ AT_LEAST = {
     "training.epochs": 1,
     "training.max_tokens_per_batch": 1,
     "training.constant_length": 1,
+    "sync.keep": 1,
     "eval.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,

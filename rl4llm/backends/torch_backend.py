@@ -20,7 +20,7 @@ from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import Runner
 from rl4llm.core.base_backend import BaseBackend, TokenLosses, TokenMetrics
 from rl4llm.core.errors import CheckpointError, ConfigError, unknown
-from rl4llm.core.types import TrainBatch
+from rl4llm.core.types import TensorSpec, TrainBatch
 
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "backend.json"
 FORMAT = 1
@@ -78,6 +78,14 @@ class TorchBackend(BaseBackend):
         for name, buffer in self.model.named_buffers():
             if name in kept:
                 yield name, buffer.detach()
+
+    def weight_specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, tensor) for name, tensor in self.weights()]
+
+    def write_config(self, directory: Path) -> None:
+        self.model.config.save_pretrained(directory)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(directory)
 
     def save(self, directory: Path) -> None:
         moments, steps = self._optimizer.state()

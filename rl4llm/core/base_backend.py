@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl4llm.core.types import TrainBatch
+from rl4llm.core.types import TensorSpec, TrainBatch
 
 TokenMetrics = dict[str, Tensor]
 TokenLosses = Callable[[TrainBatch, Tensor, Tensor | None], tuple[Tensor, TokenMetrics]]
@@ -46,7 +46,15 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of each weight under its Hugging Face name, one at a time."""
+        """Name and tensor of each weight under its Hugging Face name, one at a time, in the order of `weight_specs`."""
+
+    @abstractmethod
+    def weight_specs(self) -> list[TensorSpec]:
+        """What `weights` will yield, without having any of it."""
+
+    @abstractmethod
+    def write_config(self, directory: Path) -> None:
+        """Write what a Hugging Face model directory holds beside its weights."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:

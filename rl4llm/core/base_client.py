@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 
@@ -19,6 +19,11 @@ class BaseClient(ABC):
 
     context_length: int
     vocab_size: int
+    usual_publisher: ClassVar[str] = "filesystem"  # sync.name where the user leaves it open
+
+    def __str__(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
 
     @abstractmethod
     async def generate(
@@ -40,6 +45,10 @@ class BaseClient(ABC):
     @abstractmethod
     async def version(self) -> int:
         """The version of the weights that the engine holds; -1 before the first load."""
+
+    def engines(self) -> Sequence[BaseClient]:
+        """Every engine behind this client, for the canary to question each; a single one is its own."""
+        return (self,)
 
     async def release(self, session: str) -> None:
         """The conversation is over; its cache may go."""

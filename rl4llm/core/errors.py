@@ -8,7 +8,12 @@
     ├── EnvError           an environment broke its contract
     ├── RewardError        a reward function broke its contract
     ├── EngineError        an inference engine failed or was asked something impossible
-    │   └── StaleWeightsError   an engine does not hold the weights that it should
+    │   ├── StaleWeightsError   an engine does not hold the weights that it should
+    │   ├── MismatchError       an engine's log-probs are too far from the trainer's
+    │   ├── UnreachableError    a server gave no answer that can be used; it may pass
+    │   ├── RefusedError        a server understood a request and refused it
+    │   └── EnginesDownError    no server is left; the run stops and can be resumed
+    ├── WeightsError       a version of the weights is damaged, incomplete or not finite
     ├── CheckpointError    a checkpoint is damaged or belongs to another run
     └── RunDirError        the output directory cannot be used
 
@@ -55,6 +60,30 @@ class EngineError(RL4LLMError):
 
 class StaleWeightsError(EngineError):
     """An engine does not hold the trainer's weights."""
+
+
+class MismatchError(EngineError):
+    """An engine's log-probs are further from the trainer's than the user accepts."""
+
+
+class UnreachableError(EngineError):
+    """A server gave no answer that can be used; the same request may succeed later or elsewhere."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RefusedError(EngineError):
+    """A server understood a request and refused it; asking again would not help."""
+
+
+class EnginesDownError(EngineError):
+    """No server could be reached for so long that the run stops; the same command goes on with it later."""
+
+
+class WeightsError(RL4LLMError):
+    """A version of the weights is damaged, incomplete, or not finite; no engine is given it."""
 
 
 class CheckpointError(RL4LLMError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ FORMAT = 1
 CHUNK = 1 << 20
 
 
-def seal(directory: Path, **facts: Any) -> None:
-    """Write `manifest.json` with the size and xxh3_64 of every file below `directory`, and force all of it to disk."""
-    files = {file.relative_to(directory).as_posix(): _describe(file) for file in sorted(_files(directory))}
+def seal(directory: Path, *, known_hashes: Mapping[str, str] | None = None, **facts: Any) -> None:
+    """Write `manifest.json` with the size and xxh3_64 of every file below `directory`, and force all of it to disk.
+
+    `known_hashes` are those of files that were hashed while they were written, and need not be read again.
+    """
+    known = known_hashes or {}
+    names = {file.relative_to(directory).as_posix(): file for file in sorted(_files(directory))}
+    files = {name: {"size": file.stat().st_size, "xxh3_64": known.get(name) or _hash(file)} for name, file in names.items()}
     (directory / NAME).write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1))
     for path in (directory, *directory.rglob("*")):
         if path.is_dir():
@@ -44,6 +50,14 @@ def damage(directory: Path, **facts: Any) -> str | None:
         return f"it cannot be read ({error.strerror})"
 
 
+def same(one: Path, other: Path) -> bool:
+    """Whether two sealed directories hold the same, by their manifests."""
+    try:
+        return json.loads((one / NAME).read_text()) == json.loads((other / NAME).read_text())
+    except (OSError, ValueError):
+        return False
+
+
 def _compare(directory: Path, name: str, entry: dict[str, Any]) -> str | None:
     file = directory / name
     if not file.is_file():
@@ -56,10 +70,6 @@ def _compare(directory: Path, name: str, entry: dict[str, Any]) -> str | None:
 
 def _files(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and path != directory / NAME]
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    return {"size": file.stat().st_size, "xxh3_64": _hash(file)}
 
 
 def _hash(file: Path) -> str:

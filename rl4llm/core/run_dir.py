@@ -1,6 +1,7 @@
 """The output directory of a run: its layout, its one owner, and writing into it so that nothing is ever half there.
 
-    config.yaml  run.json  metrics.jsonl  eval.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/  .lock
+    config.yaml  run.json  metrics.jsonl  eval.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/  weights/
+    .lock
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class RunDir:
         self.episodes_dir = self.path / "episodes"
         self.tensorboard_dir = self.path / "tensorboard"
         self.checkpoints_dir = self.path / "checkpoints"
+        self.weights_dir = self.path / "weights"
         self.run_id = ""
         self.created = ""
         self.resumed = False

@@ -7,8 +7,9 @@ Every ``x_BT[b, t]`` describes the token ``token_ids_BT[b, t]``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -95,7 +96,8 @@ class Completion:
     `token_ids` holds every sampled token, the stop token included. `logprobs[i]` is the natural log-probability of
     `token_ids[i]` under the temperature-scaled softmax, before top-p and top-k (at temperature 0: of the plain softmax).
     `text` is the decoded tokens without special tokens, cut before a stop string. `version` is that of the weights that
-    sampled it. `finish_reason` is "stop" (a stop token or string), "length" or "abort".
+    sampled the first token; when they were replaced on the way, `versions` holds (start, version) of each run of tokens
+    that the same weights sampled. `finish_reason` is "stop" (a stop token or string), "length" or "abort".
     """
 
     text: str
@@ -103,6 +105,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     version: int
+    versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -130,9 +133,20 @@ class TokenSpan:
         return cls(tuple(token_ids), "context")
 
     @classmethod
-    def policy(cls, completion: Completion) -> TokenSpan:
-        """Tokens that the policy sampled."""
-        return cls(completion.token_ids, "policy", completion.logprobs, completion.version)
+    def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
+        """Tokens that the policy sampled: one span for each version of the weights."""
+        runs = completion.versions or ((0, completion.version),)
+        ends = (*(start for start, _ in runs[1:]), len(completion.token_ids))
+        return tuple(
+            cls(completion.token_ids[start:end], "policy", completion.logprobs[start:end], version)
+            for (start, version), end in zip(runs, ends, strict=True)
+        )
+
+
+def count_turns(spans: Sequence[TokenSpan]) -> int:
+    """How often the policy spoke: a turn that several versions of the weights wrote is still one."""
+    authors = ["context", *(span.author for span in spans)]
+    return sum(before != "policy" and author == "policy" for before, author in pairwise(authors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,3 +262,23 @@ class WeightRef:
     kind: Literal["memory", "full", "lora"] = "memory"
     path: str | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What is known of a weight without having it: its Hugging Face name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        return cls(name, tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"

@@ -10,7 +10,7 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import EnvError
 from rl4llm.core.seeds import derive_seed
-from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns
 from rl4llm.data.render import Renderer
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class PolicyLLM:
         if len(prompt_ids) >= self._client.context_length:
             sample.finish("context")
             return Completion("", (), (), "abort", await self._client.version())
-        turn = sum(span.author == "policy" for span in sample.spans)
+        turn = count_turns(sample.spans)
         draw = len(self._sampled[sample.session])  # several draws at one point are different draws
         seed = derive_seed(*self._identity, params.seed, sample.prompt_id, sample.index, turn, draw)
         completion = await self._client.generate(
@@ -141,7 +141,7 @@ class PolicyLLM:
             content = sample.messages[turn].content
             completion = self._find(sample, content)
             written = TokenSpan.context(self._renderer.encode(content))
-            sample.spans.append(written if completion is None else TokenSpan.policy(completion))
+            sample.spans.extend((written,) if completion is None else TokenSpan.policy(completion))
             self._recorded[sample.session] = turn + 1
             self._sampled[sample.session] = []
 

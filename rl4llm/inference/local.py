@@ -37,6 +37,8 @@ class LocalClient(BaseClient):
             that saves at least this many cached tokens.
     """
 
+    usual_publisher = "memory"
+
     def __init__(
         self,
         model: Any,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.types import WeightRef
 
 
-class MemoryPublisher:
+class MemoryPublisher(BasePublisher):
     """Tells an engine in this process that the weights it shares with the trainer are a new version."""
 
     def __init__(self, client: BaseClient):

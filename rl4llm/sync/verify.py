@@ -6,6 +6,8 @@ computes: the log-probs of fixed tokens, compared with the trainer's own.
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 from torch import Tensor
 
@@ -29,19 +31,24 @@ class Canary:
         self._tolerance = tolerance or TOLERANCES[dtype]
 
     async def verify(self, backend: BaseBackend, client: BaseClient, weight_ref: WeightRef) -> float:
-        """The largest difference in nats; raises StaleWeightsError when it or the version is not what was published."""
-        version = await client.version()
+        """The largest difference in nats over all engines of `client`; raises StaleWeightsError when one of them is beyond
+        the tolerance, or reports another version than was published."""
+        expected_BT = backend.forward(_batch(self._token_ids_BT))[:, 1:].cpu()
+        found = await asyncio.gather(*(self._ask(engine, expected_BT, weight_ref) for engine in client.engines()))
+        return max(found)
+
+    async def _ask(self, engine: BaseClient, expected_BT: Tensor, weight_ref: WeightRef) -> float:
+        version = await engine.version()
         if version != weight_ref.version:
             raise StaleWeightsError(
-                f"{type(client).__name__} reports version {version} after version {weight_ref.version} was published. "
+                f"{engine} reports version {version} after version {weight_ref.version} was published. "
                 "Training stops, since what it samples now would come from other weights."
             )
-        expected_BT = backend.forward(_batch(self._token_ids_BT))[:, 1:].cpu()
-        scored = [await client.score(row) for row in self._token_ids_BT.tolist()]
+        scored = [await engine.score(row) for row in self._token_ids_BT.tolist()]
         difference = (torch.tensor(scored) - expected_BT).abs().max().item()
         if not difference <= self._tolerance:  # NaN is beyond any tolerance
             raise StaleWeightsError(
-                f"{type(client).__name__} does not hold version {version}: its log-probs of the canary's tokens differ from "
+                f"{engine} does not hold version {version}: its log-probs of the canary's tokens differ from "
                 f"the trainer's by {difference:.3g}, more than {self._tolerance:g}. Training stops; check how the weights "
                 "reach the engine, and its dtype."
             )

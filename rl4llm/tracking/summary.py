@@ -6,10 +6,9 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
-from rl4llm.core.types import Group, Trajectory
+from rl4llm.core.types import Group, Trajectory, count_turns
 
 TRUNCATED = ("length", "context")
 RESERVED = ("mean", "std")
@@ -39,7 +38,7 @@ def summarize(groups: Sequence[Group], failed: Sequence[Any] = ()) -> dict[str, 
         **_rewards(trajectories),
         **_lengths(trajectories),
         **_stops(trajectories),
-        "turns": statistics.fmean(_turns(trajectory) for trajectory in trajectories),
+        "turns": statistics.fmean(count_turns(trajectory.spans) for trajectory in trajectories),
         "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group.trajectories),
         **counts,
     }
@@ -73,11 +72,6 @@ def _stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     shares = {f"stop/{reason}": count / len(trajectories) for reason, count in sorted(reasons.items())}
     return {"truncated": sum(reasons[reason] for reason in TRUNCATED) / len(trajectories), **shares}
 
-
-def _turns(trajectory: Trajectory) -> int:
-    """Runs of policy spans: a turn that several versions of the weights wrote is still one."""
-    authors = ["context", *(span.author for span in trajectory.spans)]
-    return sum(before != "policy" and author == "policy" for before, author in pairwise(authors))
 
 
 def _zero_spread(group: Group) -> bool:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from rl4llm.algorithms.functional import kl
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Trajectory
 from rl4llm.data.pack import StepTotals, check_aggregation, pack, totals_of
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
-from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.mismatch import check_mismatch, summarize_mismatch, token_mismatch
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
 
+T = TypeVar("T")
 NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between rewards
 
 
@@ -71,12 +74,16 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """The inference side: the engine, its event loop, and how weights reach it and prove it."""
+    """The inference side: the engine, its event loop, and how weights reach it and prove it.
+
+    `stop_above` is the mean difference between its log-probs and the trainer's, in nats, beyond which training stops.
+    """
 
     client: BaseClient
     runner: asyncio.Runner
-    publisher: MemoryPublisher
-    canary: Canary
+    publisher: BasePublisher
+    canary: Canary | None
+    stop_above: float | None = None
 
 
 class RLTrainer(BaseTrainer[RolloutResult]):
@@ -108,6 +115,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.tracker = tracker
         self.evaluation = evaluation
         self.reference = reference
+        self._moved = False  # the weights, since the engines got them
         self._closed = False
 
     def collect(self) -> RolloutResult:
@@ -125,17 +133,28 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             updates = [self._batches(share) for share in shares]
             return updates * self.batching.epochs
 
+    def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One optimizer step; the first of a rollout also measures how far trainer and engine are apart."""
+        metrics = summarize_mismatch(super().update(batches))
+        check_mismatch(metrics, self.inference.stop_above)
+        self._moved = self._moved or bool(batches)
+        return metrics
+
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         return self.backend.forward_backward(
             batch,
-            self.algorithm.token_losses,
+            self.algorithm.token_losses if self._moved else self._measured_losses,
             temperature=self.sampling_params.temperature or 1.0,
             entropy=self.algorithm.needs().entropy,
         )
 
     def publish(self) -> None:
         with self.clock("publish"):
-            self.inference.runner.run(self._publish())
+            weight_ref = self._run(self.inference.publisher.publish(self.backend, self.step))
+        if self.inference.canary is not None:
+            with self.clock("verify"):
+                self._run(self.inference.canary.verify(self.backend, self.inference.client, weight_ref))
+        self._moved = False
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
@@ -160,7 +179,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             return
         self._closed = True
         try:
-            self.inference.runner.run(self.inference.client.close())
+            self._run(self.inference.publisher.close())
+            self._run(self.inference.client.close())
             self.inference.runner.close()
             for rollout in filter(None, (self.rollout, self.evaluation)):
                 rollout.env.close()
@@ -185,9 +205,14 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def warn(self, text: str) -> None:
         self.tracker.warn(text)
 
-    async def _publish(self) -> None:
-        weight_ref = await self.inference.publisher.publish(self.backend, self.step)
-        await self.inference.canary.verify(self.backend, self.inference.client, weight_ref)
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.inference.runner.run(coroutine)
+
+    def _measured_losses(
+        self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
+    ) -> tuple[Tensor, TokenMetrics]:
+        losses_BT, metrics = self.algorithm.token_losses(batch, logprobs_BT, entropy_BT)
+        return losses_BT, {**metrics, **token_mismatch(batch, logprobs_BT)}
 
     def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
         credits = torch.cat([self.algorithm.credits(group) for group in groups]).tolist()
@@ -223,7 +248,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
         return [penalised(group) for group in groups]
 
-    def _reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def _reference_logprobs(self, batch: TrainBatch) -> Tensor:
         return self.reference.forward(batch, temperature=self.sampling_params.temperature or 1.0)
 
 

@@ -92,7 +92,7 @@ def play(renderer, messages, answers, replies):
     messages = list(messages)
     spans = [TokenSpan.context(renderer.first(messages))]
     for (text, token_ids), new in zip(answers, replies, strict=True):
-        spans.append(TokenSpan.policy(complete(token_ids, text)))
+        spans.extend(TokenSpan.policy(complete(token_ids, text)))
         messages.append(ChatMessage("assistant", renderer.content(text)))
         spans.append(TokenSpan.context(renderer.following(new, ended=renderer.ends_turn(token_ids), messages=messages)))
         messages += new

@@ -12,7 +12,7 @@ MESSAGES = (ChatMessage("user", "6 x 7?"), ChatMessage("assistant", "42", tool_c
 
 def trajectory(prompt_id="p", sample=0, **extras):
     completion = Completion("42", (5, 6), (-0.1, -1 / 3), "stop", version=11)
-    spans = (TokenSpan.context([1, 2]), TokenSpan.policy(completion))
+    spans = (TokenSpan.context([1, 2]), *TokenSpan.policy(completion))
     extras = {"sample": sample, "ground_truth": "42", **extras}
     return Trajectory(prompt_id, spans, MESSAGES, {"accuracy": 1.0, "length": 0.5}, 1.5, "done", extras)
 

@@ -1,7 +1,5 @@
 import json
 import os
-import resource
-from contextlib import contextmanager
 
 import pytest
 
@@ -11,18 +9,8 @@ from rl4llm.tracking.jsonl import read_jsonl
 from rl4llm.tracking.run import RunTracker
 
 
-@contextmanager
-def files_of_at_most(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def group(reward):
-    spans = (TokenSpan.context([1, 2]), TokenSpan.policy(Completion("a", (5, 6), (-0.1, -0.2), "stop", 1)))
+    spans = (TokenSpan.context([1, 2]), *TokenSpan.policy(Completion("a", (5, 6), (-0.1, -0.2), "stop", 1)))
     return Group("p", (Trajectory("p", spans, (ChatMessage("user", "?"),), {"accuracy": reward}, reward, "done"),))
 
 
@@ -72,7 +60,7 @@ def test_optimizer_steps_become_one_row_with_sums_maxima_and_means(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer also says it
-def test_training_goes_on_while_nothing_can_be_written_and_each_log_says_so_once(tmp_path, capsys):
+def test_training_goes_on_while_nothing_can_be_written_and_each_log_says_so_once(tmp_path, capsys, files_of_at_most):
     tracker = open_run(tmp_path)
     with files_of_at_most(0):
         tracker.begin(-1)

@@ -1,0 +1,19 @@
+"""The contract of publishers: from the trainer's weights to engines that hold them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.types import WeightRef
+
+
+class BasePublisher(ABC):
+    """One way for weights to reach the engines. What an engine answers is not believed; the canary asks it afterwards."""
+
+    @abstractmethod
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        """Have every engine take over the backend's weights as `version`; raises EngineError or WeightsError."""
+
+    async def close(self) -> None:
+        """Release what publishing needed."""

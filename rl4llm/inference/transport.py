@@ -1,0 +1,143 @@
+"""HTTP to one server: a pool of connections, a deadline for every request, and what may pass is tried again.
+
+    Unreachable     no answer that can be used: refused, reset, silent, half a body, 5xx, nonsense; may pass
+    Refused         the server understood and said no (4xx); asking again would not help
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from rl4llm.core.errors import RefusedError, UnreachableError
+
+T = TypeVar("T")
+
+MAY_PASS = frozenset((408, 425, 429, *range(500, 600)))
+"""Status codes after which the same request may succeed."""
+
+SHOWN = 300  # characters of a server's answer in messages
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often to try, and how long to wait before the next attempt: exponential, with full jitter.
+
+    `attempts` counts the first one too. A server's own Retry-After is honoured up to `longest_wait_s`.
+    """
+
+    attempts: int = 4
+    first_wait_s: float = 0.2
+    longest_wait_s: float = 10.0
+
+    async def run(self, attempt: Callable[[int], Awaitable[T]]) -> T:
+        """The result of ``attempt(0)``, ``attempt(1)``, ...: the first that does not raise UnreachableError."""
+        for number in range(self.attempts - 1):
+            try:
+                return await attempt(number)
+            except UnreachableError as error:
+                await asyncio.sleep(self.wait_s(number, error.retry_after_s))
+        return await attempt(self.attempts - 1)
+
+    def wait_s(self, number: int, asked_s: float = 0.0) -> float:
+        """Seconds between attempt `number` and the next."""
+        backoff_s = random.uniform(0.5, 1.0) * self.first_wait_s * 2**number
+        return min(max(backoff_s, asked_s), self.longest_wait_s)
+
+
+class Transport:
+    """JSON requests to one server; each call is one attempt, ended by its deadline at the latest.
+
+        transport = Transport("http://127.0.0.1:30000")
+        info = await transport.get("/model_info")
+
+    Connections are kept and shared by all requests of an event loop. `api_key` goes out as a bearer token and is in no
+    message.
+    """
+
+    def __init__(self, base_url: str, *, deadline_s: float = 300.0, connections: int = 1024, api_key: str | None = None):
+        self.base_url = base_url.rstrip("/")
+        self._deadline_s = deadline_s
+        self._connections = connections
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def get(self, path: str, *, deadline_s: float | None = None) -> Any:
+        """The JSON that GET answers; None for an empty body."""
+        return await self._request("GET", path, None, deadline_s)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, deadline_s: float | None = None) -> Any:
+        """The JSON that POST answers; None for an empty body."""
+        return await self._request("POST", path, body, deadline_s)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        session, self._session = self._session, None
+        if session is not None and self._loop is asyncio.get_running_loop():
+            await session.close()
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
+        deadline_s = deadline_s or self._deadline_s
+        where = f"{method} {self.base_url}{path}"
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._pool().request(method, self.base_url + path, data=_encoded(body)) as response,
+            ):
+                content = await response.read()
+        except TimeoutError:
+            raise UnreachableError(f"{where} did not answer within {deadline_s:g} s.") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise UnreachableError(f"{where} failed: {type(error).__name__}: {error}") from error
+        if response.status >= 400:
+            raise _refusal(where, response.status, response.headers, content)
+        return _decoded(where, content)
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """The connections of the running event loop; those of a loop that is gone cannot be used, nor closed."""
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            if self._session is not None:
+                self._session.connector.close()
+            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=30.0)
+            timeout = aiohttp.ClientTimeout(total=None)  # deadlines are those of asyncio.timeout
+            headers = {"Content-Type": "application/json", **self._headers}
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+            self._loop = loop
+        return self._session
+
+
+def _encoded(body: Mapping[str, Any] | None) -> bytes | None:
+    return None if body is None else json.dumps(body, separators=(",", ":")).encode()
+
+
+def _decoded(where: str, content: bytes) -> Any:
+    if not content.strip():
+        return None
+    try:
+        return json.loads(content)
+    except ValueError:
+        raise UnreachableError(f"{where} answered something that is not JSON: {_shown(content)}") from None
+
+
+def _refusal(where: str, status: int, headers: Mapping[str, str], content: bytes) -> RefusedError | UnreachableError:
+    text = f"{where} answered {status}: {_shown(content)}"
+    if status not in MAY_PASS:
+        return RefusedError(text)
+    try:
+        retry_after_s = float(headers.get("Retry-After", 0))
+    except ValueError:  # a date, which nobody sends here
+        retry_after_s = 0.0
+    return UnreachableError(text, retry_after_s=retry_after_s)
+
+
+def _shown(content: bytes) -> str:
+    text = content.decode(errors="replace").strip()
+    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."

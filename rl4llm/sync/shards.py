@@ -1,0 +1,92 @@
+"""Safetensors files written one tensor at a time, hashed and checked on the way, so that no second pass reads them again.
+
+The library writes a file from tensors that are all in memory at once. The format is an 8-byte length, a JSON header with
+each tensor's dtype, shape and place, and the tensors' bytes in that order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rl4llm.core.errors import WeightsError
+from rl4llm.core.types import TensorSpec
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+ALIGNMENT = 8  # of the first tensor, so that readers can map them
+
+
+def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+    """Runs of tensors of at most `shard_bytes` together; a larger tensor stands alone."""
+    shards: list[list[TensorSpec]] = [[]]
+    room = shard_bytes
+    for spec in specs:
+        if shards[-1] and spec.num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(spec)
+        room -= spec.num_bytes
+    return shards
+
+
+def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
+    """Write the next tensors of `tensors`, which must be those of `specs`; returns the file's xxh3_64.
+
+    Raises WeightsError for one that is missing, another, of another shape or dtype, or not finite.
+    """
+    digest = xxhash.xxh3_64()
+    with open(path, "xb", buffering=0) as file:
+        parts = (_bytes(_checked(spec, next(tensors, None))) for spec in specs)
+        for data in itertools.chain([memoryview(_header(specs))], parts):
+            digest.update(data)
+            _write_all(file, data)
+    return digest.hexdigest()
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        entries[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _checked(spec: TensorSpec, given: tuple[str, Tensor] | None) -> Tensor:
+    if given is None:
+        raise WeightsError(f"The weights lack {spec}; they end before it.")
+    name, tensor = given
+    found = TensorSpec.of(name, tensor)
+    if found != spec:
+        raise WeightsError(f"The weights hold {found} where the model's list of tensors has {spec}.")
+    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.is_floating_point() and tensor.numel():
+        low, high = torch.aminmax(tensor)  # NaN wins over every number, so two numbers tell of all
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise WeightsError(
+                f"{name} holds {int((~torch.isfinite(tensor)).sum()):,} values that are not finite. The weights are not "
+                "published; the last version stays. Next: resume from a checkpoint before it, with a lower training.lr."
+            )
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _write_all(file: BinaryIO, data: memoryview) -> None:
+    """The kernel takes at most 2 GiB at a time."""
+    while len(data):
+        data = data[file.write(data) :]

@@ -1,0 +1,176 @@
+"""The weight store: versions of the weights in a directory that trainer and servers share, each written once, never changed.
+
+    weights/
+      LATEST                     "v000012": the newest version that is whole
+      v000012/                   an ordinary Hugging Face directory, so that a server can also start from it
+        model-00001-of-00002.safetensors ... model.safetensors.index.json config.json tokenizer.json ...
+        manifest.json            names, shapes and dtypes of the tensors; size and xxh3 of every file
+      v000013.tmp-1f2e3d4c/      a write that never finished
+
+A version gets its name when it is complete and on disk. A server that has a file mapped would die if it were changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from rl4llm.core import manifest
+from rl4llm.core.errors import WeightsError
+from rl4llm.core.run_dir import is_full, space, sync_directory, write_atomically
+from rl4llm.core.types import TensorSpec, WeightRef
+from rl4llm.sync.shards import plan_shards, write_shard
+
+FINAL = re.compile(r"v(\d{6,})")
+UNFINISHED = re.compile(r"v\d{6,}\.tmp-[0-9a-f]+")
+SHARD_BYTES = 4 << 30
+
+
+class WeightStore:
+    """Versions under `root`; the newest `keep` stay, and those that a server is loading."""
+
+    def __init__(self, root: Path, *, keep: int = 2, shard_bytes: int = SHARD_BYTES):
+        self.root = root.absolute()
+        self._keep = keep
+        self._shard_bytes = shard_bytes
+        self._leases: Counter[int] = Counter()
+        self._guard = threading.Lock()
+        self._writing: Path | None = None
+
+    def write(
+        self,
+        version: int,
+        specs: Sequence[TensorSpec],
+        tensors: Iterator[tuple[str, Tensor]],
+        write_config: Callable[[Path], None] = lambda directory: None,
+    ) -> WeightRef:
+        """Write a version, one tensor at a time; the same weights again give the same version, and change nothing.
+
+        `specs` is the model's own list of tensors, which `tensors` must follow. `write_config` adds what else a Hugging
+        Face directory needs. Raises WeightsError for a tensor that is missing, extra, of another shape or dtype, or not
+        finite, and for a full disk; what was there before is then as it was.
+        """
+        directory = self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}"
+        self._writing = directory
+        try:
+            directory.mkdir(parents=True)
+            hashes = self._write_shards(directory, specs, tensors)
+            write_config(directory)
+            listed = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in specs}
+            manifest.seal(directory, known_hashes=hashes, version=version, tensors=listed)
+            final = self._commit(directory, version)
+        except BaseException as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, OSError) or is_full(error):
+                needed = sum(spec.num_bytes for spec in specs)
+                raise WeightsError(
+                    f"Version {version} of the weights could not be written to {self.root}: {error}. "
+                    f"{space(self.root if self.root.exists() else self.root.parent, needed)} "
+                    "The versions before are intact. Next: free some space, or keep fewer (sync.keep)."
+                ) from error
+            raise
+        finally:
+            self._writing = None
+        self.prune()
+        return self.ref(version, final)
+
+    def latest(self) -> WeightRef | None:
+        """The newest version that is whole by its manifest; None when there is none."""
+        try:
+            name = (self.root / "LATEST").read_text().strip()
+        except OSError:
+            return None
+        found = FINAL.fullmatch(name)
+        return self.ref(int(found[1]), self.root / name) if found and (self.root / name).is_dir() else None
+
+    def ref(self, version: int, path: Path) -> WeightRef:
+        """How clients are told of a version."""
+        files = json.loads((path / manifest.NAME).read_text())["files"]
+        return WeightRef(version, "full", str(path), {name: entry["xxh3_64"] for name, entry in files.items()})
+
+    def verify(self, weight_ref: WeightRef) -> None:
+        """Read every byte back; raises WeightsError when the version is not what was written."""
+        problem = manifest.damage(Path(weight_ref.path), version=weight_ref.version)
+        if problem:
+            raise WeightsError(
+                f"Version {weight_ref.version} of the weights in {weight_ref.path} is damaged: {problem}. No server was "
+                "asked to load it. Next: check the file system; the version is written again at the next step."
+            )
+
+    @contextmanager
+    def lease(self, version: int) -> Iterator[None]:
+        """Keep a version while a server loads it."""
+        with self._guard:
+            self._leases[version] += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._leases[version] -= 1
+            self.prune()
+
+    def prune(self) -> None:
+        """Delete what is neither among the newest nor leased, and what interrupted writes left behind."""
+        if not self.root.is_dir():
+            return
+        with self._guard:
+            finals = sorted(self._finals(), key=_version)
+            latest = self.latest()
+            kept = {_version(path) for path in finals[-self._keep :]} | {v for v, n in self._leases.items() if n > 0}
+            if latest is not None:
+                kept.add(latest.version)
+            for path in finals:
+                if _version(path) not in kept:
+                    path.rename(path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
+            for path in list(self.root.iterdir()):
+                if UNFINISHED.fullmatch(path.name) and path != self._writing:
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name.startswith("LATEST.tmp-"):
+                    path.unlink()
+
+    def _commit(self, directory: Path, version: int) -> Path:
+        final = self.root / f"v{version:06d}"
+        if final.exists():
+            if manifest.same(final, directory) and manifest.damage(final, version=version) is None:
+                shutil.rmtree(directory)
+            else:  # abandoned by a resume from an older step, or damaged: nobody may load it any more
+                final.rename(self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}")
+                directory.rename(final)
+        else:
+            directory.rename(final)
+        sync_directory(self.root)
+        write_atomically(self.root / "LATEST", final.name + "\n")
+        return final
+
+    def _write_shards(
+        self, directory: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+    ) -> dict[str, str]:
+        """Write the tensors as safetensors shards; returns the hash of each."""
+        shards = plan_shards(specs, self._shard_bytes)
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        hashes = {name: write_shard(directory / name, shard, tensors) for name, shard in zip(names, shards, strict=True)}
+        extra = next(tensors, None)
+        if extra is not None:
+            raise WeightsError(f"The weights hold {extra[0]}, which the model's list of tensors does not have.")
+        index = {
+            "metadata": {"total_size": sum(spec.num_bytes for spec in specs)},
+            "weight_map": {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        return hashes
+
+    def _finals(self) -> list[Path]:
+        return [path for path in self.root.iterdir() if FINAL.fullmatch(path.name) and path.is_dir()]
+
+
+def _version(path: Path) -> int:
+    return int(path.name.removeprefix("v"))

@@ -1,0 +1,222 @@
+"""The weight store: a version is whole or it is not there, and what a server may be reading never changes."""
+
+import itertools
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl4llm.backends.models import load_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import WeightsError
+from rl4llm.core.types import TensorSpec
+from rl4llm.sync.store import WeightStore
+
+
+def tensors(scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 5), "b": (7,), "scalar": (), "half": (4, 4), "empty": (0, 3), "z": (2, 300)}
+    found = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    found["half"] = found["half"].bfloat16()
+    return found
+
+
+def specs(named):
+    return [TensorSpec.of(name, tensor) for name, tensor in named.items()]
+
+
+def write(store, version, named=None, expected=None):
+    named = named if named is not None else tensors(1.0 + version)
+    return store.write(version, expected or specs(named), iter(named.items()))
+
+
+def read(path):
+    files = sorted(path.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 100, 10**9])
+def test_safetensors_reads_back_what_was_streamed_however_it_was_cut(tmp_path, shard_bytes):
+    store = WeightStore(tmp_path / "w", shard_bytes=shard_bytes)
+    weight_ref = write(store, 3)
+    assert weight_ref == store.latest()
+    assert weight_ref.version == 3
+    assert os.path.isabs(weight_ref.path)
+    assert_equal(read(store.root / "v000003"), tensors(4.0))
+    store.verify(weight_ref)
+
+
+def test_transformers_and_so_every_server_starts_from_a_version(tmp_path, model, tokenizer):
+    backend = TorchBackend(load_model(model), lr=1e-3)
+    store = WeightStore(tmp_path, shard_bytes=50_000)
+
+    def write_config(directory):
+        backend.write_config(directory)
+        tokenizer.save_pretrained(directory)
+
+    weight_ref = store.write(0, backend.weight_specs(), backend.weights(), write_config)
+    again = AutoModelForCausalLM.from_pretrained(weight_ref.path)
+    assert_equal(dict(again.named_parameters()), dict(backend.model.named_parameters()))
+
+
+def test_the_newest_versions_stay_and_a_leased_one_is_never_deleted(tmp_path):
+    store = WeightStore(tmp_path, keep=2)
+    write(store, 1)
+    with store.lease(1):
+        for version in (2, 3, 4):
+            write(store, version)
+        assert names(tmp_path) == ["LATEST", "v000001", "v000003", "v000004"]
+    assert names(tmp_path) == ["LATEST", "v000003", "v000004"]
+    assert store.latest().version == 4
+
+
+def test_the_same_version_with_the_same_weights_changes_nothing(tmp_path):
+    store = WeightStore(tmp_path)
+    first = write(store, 5)
+    inodes = {file.name: file.stat().st_ino for file in (tmp_path / "v000005").iterdir()}
+    assert write(store, 5) == first
+    assert {file.name: file.stat().st_ino for file in (tmp_path / "v000005").iterdir()} == inodes
+
+
+def test_the_same_version_with_other_weights_replaces_it_without_touching_the_old_files(tmp_path):
+    store = WeightStore(tmp_path)
+    first = write(store, 5)
+    with open(tmp_path / "v000005" / "model-00001-of-00001.safetensors", "rb") as reader:
+        second = write(store, 5, tensors(-2.0))
+        before = reader.read()
+    assert second.checksums != first.checksums
+    assert_equal(read(tmp_path / "v000005"), tensors(-2.0))
+    (tmp_path / "old.safetensors").write_bytes(before)
+    assert_equal(load_file(tmp_path / "old.safetensors"), tensors(6.0))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["a", "half", "scalar"])
+def test_weights_that_are_not_finite_are_not_published_and_the_last_version_stays(tmp_path, bad, name):
+    store = WeightStore(tmp_path)
+    write(store, 1)
+    named = tensors()
+    named[name].view(-1)[-1] = bad
+    with pytest.raises(WeightsError, match=f"{name} holds 1 values that are not finite"):
+        write(store, 2, named)
+    assert names(tmp_path) == ["LATEST", "v000001"]
+    assert store.latest().version == 1
+
+
+def changed(name, tensor):
+    named = tensors()
+    named[name] = tensor
+    return named
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({name: tensor for name, tensor in tensors().items() if name != "z"}, r"lack z \[2, 300\] float32"),
+        ({name: tensor for name, tensor in tensors().items() if name != "a"}, r"hold b .* where .* has a"),
+        ({**tensors(), "more": torch.zeros(1)}, "hold more"),
+        (changed("a", torch.zeros(5, 3)), r"hold a \[5, 3\] float32 where .* a \[3, 5\] float32"),
+        (changed("a", torch.zeros(3, 5, dtype=torch.float64)), "hold a .* float64 where"),
+    ],
+)
+def test_weights_other_than_the_models_own_list_are_refused(tmp_path, named, message):
+    store = WeightStore(tmp_path)
+    with pytest.raises(WeightsError, match=message):
+        write(store, 1, named, specs(tensors()))
+    assert names(tmp_path) == []
+
+
+def damaged(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "truncated":
+        del content[-40:]
+    else:
+        content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["truncated", "bit flipped"])
+def test_a_damaged_version_is_found_before_any_server_is_asked_and_written_anew(tmp_path, how):
+    store = WeightStore(tmp_path)
+    weight_ref = write(store, 1)
+    damaged(tmp_path / "v000001" / "model-00001-of-00001.safetensors", how)
+    with pytest.raises(WeightsError, match=r"Version 1 of the weights .* is damaged"):
+        store.verify(weight_ref)
+    store.verify(write(store, 1))
+
+
+def test_a_full_disk_leaves_the_last_version_and_says_the_numbers(tmp_path, files_of_at_most):
+    store = WeightStore(tmp_path)
+    write(store, 1)
+    with files_of_at_most(1000), pytest.raises(WeightsError, match=r"Needed: [\d,]+ bytes; free: [\d,]+ bytes"):
+        write(store, 2)
+    assert names(tmp_path) == ["LATEST", "v000001"]
+    store.verify(store.latest())
+
+
+WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def killed_at(store, version, number):
+    """Write in a child that dies at its `number`-th change of the file system; whether it died."""
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def count(event, _):
+            nonlocal left
+            if event in WATCHED:
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        write(store, version)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_publish_killed_at_any_of_its_steps_leaves_a_whole_version_and_the_next_one_cleans_up(tmp_path):
+    for number in itertools.count():
+        root = tmp_path / str(number)
+        store = WeightStore(root, keep=1)
+        write(store, 1)
+        died = killed_at(store, 2, number)
+        latest = store.latest()
+        store.verify(latest)
+        assert latest.version in (1, 2)
+        write(store, 3)
+        assert names(root) == ["LATEST", "v000003"]
+        if not died:
+            break
+    assert number > 8
+
+
+def test_a_latest_that_names_nothing_is_no_version(tmp_path):
+    store = WeightStore(tmp_path)
+    assert store.latest() is None
+    (tmp_path / "LATEST").write_text("v000009\n")
+    assert store.latest() is None
+
+
+def test_the_manifest_lists_every_tensor(tmp_path):
+    write(WeightStore(tmp_path), 1)
+    manifest = json.loads((tmp_path / "v000001" / "manifest.json").read_text())
+    assert manifest["version"] == 1
+    assert manifest["tensors"]["half"] == [[4, 4], "torch.bfloat16"]
