@@ -5,5 +5,7 @@
 #
 # Ctrl-C stops cleanly; the same command goes on.
 set -euo pipefail
+arguments=("$@")
+set --  # a sourced script would take them for names of extras
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec rl4llm quickstart "$@"
+exec rl4llm quickstart ${arguments[@]+"${arguments[@]}"}

@@ -124,3 +124,18 @@ def test_the_tokenizer_loads_as_it_was_saved(tokenizer, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())  # transformers cuts text otherwise beside a Qwen2 model
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     assert load_tokenizer(tmp_path)(text).input_ids == tokenizer(text).input_ids
+
+
+def test_the_script_hands_its_options_to_the_command_and_to_nothing_else(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    command = tmp_path / "bin" / "rl4llm"
+    command.write_text('#!/bin/sh\necho "got: $*"\n')
+    command.chmod(0o755)
+    checksum = subprocess.run(["cksum"], stdin=open(ROOT / "setup.py"), capture_output=True, text=True, check=True).stdout
+    (tmp_path / "rl4llm-installed").write_text(f" {checksum}")  # so that there is nothing to install
+    for options in ([], ["--seed", "7", "--dir", "a b"]):
+        script = ["scripts/quickstart.sh", *options]
+        environment = {**os.environ, "RL4LLM_VENV": str(tmp_path), "RL4LLM_PYTHON": sys.executable}
+        done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.stdout == " ".join(["got: quickstart", *options]) + "\n", done.stderr
