@@ -20,6 +20,7 @@ from rl4llm.quickstart.demonstrations import Mix, demonstrations
 from rl4llm.rewards import MathReward
 
 ROOT = Path(__file__).parents[1]
+SETUP = (ROOT / "setup.py").read_text()
 
 
 def question(row):
@@ -132,7 +133,7 @@ def test_the_script_hands_its_options_to_the_command_and_to_nothing_else(tmp_pat
     command = tmp_path / "bin" / "rl4llm"
     command.write_text('#!/bin/sh\necho "got: $*"\n')
     command.chmod(0o755)
-    checksum = subprocess.run(["cksum"], stdin=open(ROOT / "setup.py"), capture_output=True, text=True, check=True).stdout
+    checksum = subprocess.run(["cksum"], input=SETUP, capture_output=True, text=True, check=True).stdout
     (tmp_path / "rl4llm-installed").write_text(f" {checksum}")  # so that there is nothing to install
     for options in ([], ["--seed", "7", "--dir", "a b"]):
         script = ["scripts/quickstart.sh", *options]
