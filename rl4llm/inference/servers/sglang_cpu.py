@@ -1,0 +1,105 @@
+"""SGLang's server on a machine without a GPU: for tests and small models.
+
+Run by the Python of the server's environment, which knows nothing of rl4llm: ``python sglang_cpu.py <SGLang's flags>``.
+SGLang's wheel expects CUDA's companions of torch. Three of them are missing beside a torch for CPUs, and each is given
+the least that lets SGLang start; none of them computes anything that a text model uses.
+
+The server's processes are spawned, and each imports this file again: what it does at the top happens in all of them.
+"""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from pathlib import Path
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import torch
+
+TORCHVISION_OPS = ("nms", "qnms")
+FACTORIES = frozenset(("arange", "empty", "full", "ones", "tensor", "zeros"))
+
+
+class MissingKernels(types.ModuleType):
+    """`sgl_kernel` where there is none: SGLang imports names from it at start and calls none of them on a CPU."""
+
+    __path__: list[str] = []  # noqa: RUF012 - what makes it a package, so that its modules can be imported from
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_args, **_kwargs):
+            raise NotImplementedError(f"sgl_kernel.{name} needs a GPU; this server runs on a CPU.")
+
+        return missing
+
+
+class PageableTorch:
+    """`torch` for a module that asks for page-locked memory, which only a GPU's driver can give."""
+
+    def __getattr__(self, name):
+        value = getattr(torch, name)
+        if name not in FACTORIES:
+            return value
+        return lambda *args, pin_memory=False, **kwargs: value(*args, **kwargs)
+
+
+def stand_in_for_sgl_kernel():
+    """Let ``import sgl_kernel`` succeed without its wheel."""
+    if importlib.util.find_spec("sgl_kernel") is None:
+        module = MissingKernels("sgl_kernel")
+        module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
+        sys.modules["sgl_kernel"] = module
+
+
+def declare_torchvision_ops():
+    """Declare the operators that a torchvision built for CUDA fails to bring, as its import describes them further."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        for library in Path(spec.origin).parent.glob("_C*.so"):
+            ctypes.CDLL(str(library))
+    except OSError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in TORCHVISION_OPS:
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    return None
+
+
+def use_pageable_memory_for_lora():
+    """SGLang's adapters ask for page-locked memory without asking whether there is any.
+
+    Only in their own modules: elsewhere transformers fills its position tables through the same factories, and leaves
+    them zero when those are not torch's own.
+    """
+    import sglang.srt.lora.backend.torch_backend as backend
+    import sglang.srt.lora.layers as layers
+
+    backend.torch = layers.torch = PageableTorch()
+    torch.Tensor.pin_memory = lambda self, *_args, **_kwargs: self
+
+
+def serve(flags):
+    """Run the server until it is stopped, and leave none of its processes behind."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(flags))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+stand_in_for_sgl_kernel()
+DECLARED = declare_torchvision_ops()  # its operators live as long as it does
+if any(flag.startswith(("--enable-lora", "--lora-paths")) for flag in sys.argv):
+    use_pageable_memory_for_lora()
+if __name__ == "__main__":
+    serve(sys.argv[1:])
