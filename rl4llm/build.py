@@ -38,9 +38,11 @@ from rl4llm.inference.server import ServerClient
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.score import check_examples
+from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.sync.store import WeightStore
+from rl4llm.sync.tensor import TensorPublisher
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.rl import Batching, Inference, RLTrainer
@@ -64,6 +66,16 @@ def _in_memory(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePu
 @PUBLISHERS.register("filesystem")
 def _by_file_system(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
     return FilesystemPublisher(client, store, tokenizer.save_pretrained)
+
+
+@PUBLISHERS.register("tensor")
+def _in_requests(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
+    return TensorPublisher(client, "tensor")
+
+
+@PUBLISHERS.register("distributed")
+def _by_broadcast(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
+    return TensorPublisher(client, "distributed")
 
 
 MAY_CHANGE = (
@@ -227,7 +239,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             inference=Inference(
                 client=client,
                 runner=runner,
-                publisher=_publisher(config, client, run, tokenizer),
+                publisher=_publisher(config, client, run, tokenizer, tracker),
                 canary=_canary(config, client),
                 stop_above=config.mismatch.stop_above,
             ),
@@ -261,12 +273,14 @@ def _client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
     return clients[0]
 
 
-def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any) -> BasePublisher:
+def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any, tracker: RunTracker) -> BasePublisher:
     """The way that weights take, and the one they take when it fails."""
     sync = config.sync
-    name = client.usual_publisher if sync.name == "auto" else sync.name
     store = WeightStore(Path(sync.dir) if sync.dir else run.weights_dir, keep=sync.keep)
-    return PUBLISHERS[name](client, store, tokenizer)
+    first = PUBLISHERS[client.usual_publisher if sync.name == "auto" else sync.name](client, store, tokenizer)
+    if sync.fallback is None:
+        return first
+    return FallbackPublisher(first, PUBLISHERS[sync.fallback](client, store, tokenizer), tracker.warn)
 
 
 def _canary(config: Config, client: BaseClient) -> Canary | None:

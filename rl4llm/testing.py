@@ -119,6 +119,7 @@ async def _check_all(client: BaseClient, prompts: list[list[int]], tolerance: fl
     await _check_errors(client)
     if seeded:
         await _check_seeds(client, prompts)
+    await client.disconnect()
 
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

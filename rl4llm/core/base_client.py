@@ -72,6 +72,9 @@ class BaseClient(ABC):
         """What the engine says about itself; raises EngineError when it cannot serve."""
         return {"version": await self.version()}
 
+    async def disconnect(self) -> None:
+        """Close what belongs to the running event loop; the next request opens it again."""
+
     async def close(self) -> None:
         """Release everything."""
 
@@ -82,6 +85,9 @@ class BaseClient(ABC):
 
         async def all_of_them() -> list[Completion]:
             pairs = zip(prompts, sampling_params, strict=True)
-            return await asyncio.gather(*(self.generate(prompt, params) for prompt, params in pairs))
+            try:
+                return await asyncio.gather(*(self.generate(prompt, params) for prompt, params in pairs))
+            finally:
+                await self.disconnect()
 
         return asyncio.run(all_of_them())

@@ -7,7 +7,7 @@ Every ``x_BT[b, t]`` describes the token ``token_ids_BT[b, t]``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -256,12 +256,17 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class WeightRef:
-    """Where one version of the weights is to be had. `kind` is "memory" (shared in process), "full" or "lora"."""
+    """Where one version of the weights is to be had.
+
+    `kind` is "memory" (shared in process), "full" (a Hugging Face directory at `path`), "lora" (an adapter's directory),
+    "tensor" or "distributed" (`tensors` yields them, for a request or a process group). `checksums` are those of the files.
+    """
 
     version: int
-    kind: Literal["memory", "full", "lora"] = "memory"
+    kind: Literal["memory", "full", "lora", "tensor", "distributed"] = "memory"
     path: str | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,53 @@ from rl4llm.core.errors import ConfigError, EngineError, UnreachableError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 from rl4llm.inference.transport import Retry, Transport
 
+ROUNDING = 1e-3  # how far above 0 rounding may lift a log-prob
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A server's answer before it is believed; `versions` are (start, version) of runs of tokens, in order."""
+    """A server's answer before it is believed; `versions` are (start, version) of runs of tokens, in order.
+
+    `answers` is the id of the request that the server says it answers, where it says so.
+    """
 
     token_ids: Any
     logprobs: Any
     finish_reason: FinishReason
     versions: tuple[tuple[int, int], ...]
+    answers: str | None = None
+
+
+class DamagedReplyError(UnreachableError):
+    """A reply that no undamaged weights could give."""
+
+
+class DoubleReplyError(UnreachableError):
+    """A reply to another request, which has its own already."""
+
+
+class RequestNames:
+    """Ids for requests: step, prompt and sample (the session), turn, and what makes each unique.
+
+    Two trainers, or one that was restarted, never send the same id.
+    """
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_hex(3)
+        self._requests = 0
+        self.turns: dict[str, int] = {}
+
+    def next(self, session: str, what: str = "request") -> str:
+        """The name of a session's next request, without its attempt."""
+        self._requests += 1
+        turn = self.turns.get(session, 0)
+        if session:
+            self.turns[session] = turn + 1
+        return f"{session or what}/t{turn}/{self._nonce}-{self._requests}"
+
+    def release(self, session: str) -> None:
+        """The session is over."""
+        self.turns.pop(session, None)
 
 
 class ServerClient(BaseClient):
@@ -65,9 +103,7 @@ class ServerClient(BaseClient):
         self.http = Transport(base_url, deadline_s=deadline_s, api_key=api_key)
         self.admin_deadline_s = admin_deadline_s
         self._tokenizer = tokenizer
-        self._nonce = secrets.token_hex(3)  # two trainers, or one that was restarted, never send the same request id
-        self._requests = 0
-        self._turns: dict[str, int] = {}
+        self.names = RequestNames()
         self._loading = asyncio.Lock()
 
     @classmethod
@@ -82,15 +118,19 @@ class ServerClient(BaseClient):
         self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
     ) -> Completion:
         self.check_prompt(prompt_ids)
-        name = self.request_name(session)
+        name = self.names.next(session)
         return await self.retry.run(lambda attempt: self.attempt(prompt_ids, sampling_params, f"{name}/a{attempt}"))
 
     async def attempt(self, prompt_ids: Sequence[int], sampling_params: SamplingParams, request_id: str) -> Completion:
         """One attempt at a completion, under an id that was never used before."""
         room = self.context_length - len(prompt_ids)
         params = sampling_params.replace(max_tokens=min(sampling_params.max_tokens, room))
-        sampled = await self.sample(list(prompt_ids), self.with_end_token(params), request_id)
+        try:
+            sampled = await self.sample(list(prompt_ids), self.with_end_token(params), request_id)
+        except RefusedError as error:
+            raise RefusedError(f"Request {request_id} was refused. {error}") from error
         self._check_sampled(sampled, request_id)
+        sampled = _cut(sampled, params.stop_token_ids)
         token_ids = tuple(sampled.token_ids)
         return Completion(
             text=self._text(token_ids, params.stop),
@@ -109,34 +149,46 @@ class ServerClient(BaseClient):
     async def load_weights(self, weight_ref: WeightRef) -> None:
         """Have the server take over weights; what it answers is not the verdict, `version` is."""
 
+    async def flush(self) -> None:
+        """Forget the prefix cache."""
+
+    async def checksum(self) -> str | None:
+        """A digest of the weights on the server; None from a server that cannot tell."""
+        return None
+
     async def load(self, weight_ref: WeightRef) -> None:
         """Stop what runs, load, go on whatever happened, and read back what the server then holds."""
         async with self._loading:
+            before = await self.version()
+            problem = await self._replace_weights(weight_ref)
+            version = await self.version()
+        if version != weight_ref.version or (problem and before == version):
+            raise EngineError(
+                f"{self.base_url} was told to load version {weight_ref.version} from {weight_ref.path}, and holds version "
+                f"{version} instead. {problem or 'It reported success.'} Look for the reason in the server's log."
+            ) from problem
+
+    async def _replace_weights(self, weight_ref: WeightRef) -> EngineError | None:
+        """What went wrong, if anything did; a server that reports a failure may hold the new weights all the same."""
+        try:
             await self.pause()
             try:
                 await self.load_weights(weight_ref)
-            finally:
-                await self.resume()
-            version = await self.version()
-        if version != weight_ref.version:
-            raise EngineError(
-                f"{self.base_url} was told to load version {weight_ref.version} from {weight_ref.path}, and holds version "
-                f"{version} instead. Look for the reason in the server's log."
-            )
+            except RefusedError as error:
+                await self.flush()  # what is cached may be of the old weights
+                return error
+            return None
+        finally:
+            await self.retry.run(lambda _: self.resume())
 
     async def release(self, session: str) -> None:
-        self._turns.pop(session, None)
+        self.names.release(session)
 
-    async def close(self) -> None:
+    async def disconnect(self) -> None:
         await self.http.close()
 
-    def request_name(self, session: str) -> str:
-        """The name of a session's next request: step, prompt and sample, turn, and what makes it unique."""
-        self._requests += 1
-        turn = self._turns.get(session, 0)
-        if session:
-            self._turns[session] = turn + 1
-        return f"{session or 'request'}/t{turn}/{self._nonce}-{self._requests}"
+    async def close(self) -> None:
+        await self.disconnect()
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Refuse what a server would refuse, or die of."""
@@ -158,14 +210,30 @@ class ServerClient(BaseClient):
         return params.replace(stop_token_ids=(*params.stop_token_ids, end))
 
     def _check_sampled(self, sampled: Sampled, request_id: str) -> None:
+        where = f"{self.base_url} answered request {request_id}"
+        if sampled.answers not in (None, request_id):
+            raise DoubleReplyError(f"{where} with the answer to {sampled.answers}.")
         problem = _problem(sampled, self.vocab_size)
         if problem:
-            raise UnreachableError(f"{self.base_url} answered request {request_id} with {problem}.")
+            raise UnreachableError(f"{where} with {problem}.")
+        if len(sampled.token_ids) != len(sampled.logprobs):
+            raise DamagedReplyError(f"{where} with {len(sampled.token_ids)} tokens but {len(sampled.logprobs)} log-probs.")
+        if not all(_is_logprob(logprob) for logprob in sampled.logprobs):
+            raise DamagedReplyError(f"{where} with log-probs that are none, which is what damaged weights look like.")
 
     def _text(self, token_ids: Sequence[int], stops: Sequence[str]) -> str:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
         return text[: min(places)] if places else text
+
+
+def _cut(sampled: Sampled, stop_token_ids: Sequence[int]) -> Sampled:
+    """What was sampled up to the first stop token; servers sample on past them when told to ignore the model's end token."""
+    end = next((place for place, token in enumerate(sampled.token_ids, 1) if token in stop_token_ids), None)
+    if end is None or end == len(sampled.token_ids):
+        return sampled
+    versions = tuple((start, version) for start, version in sampled.versions if start < end)
+    return Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "stop", versions)
 
 
 def _problem(sampled: Sampled, vocab_size: int) -> str | None:
@@ -175,10 +243,13 @@ def _problem(sampled: Sampled, vocab_size: int) -> str | None:
         return "no token ids or no log-probs"
     if not token_ids and sampled.finish_reason != "abort":
         return "no tokens"
-    if len(token_ids) != len(logprobs):
-        return f"{len(token_ids)} tokens but {len(logprobs)} log-probs"
     if not all(type(token) is int and 0 <= token < vocab_size for token in token_ids):
         return f"token ids outside the vocabulary of {vocab_size}"
-    if not all(isinstance(logprob, int | float) and math.isfinite(logprob) for logprob in logprobs):
-        return "log-probs that are no numbers, which is what damaged weights look like"
+    starts = [start for start, _ in sampled.versions]
+    if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] > max(0, len(token_ids) - 1):
+        return f"versions of the weights that begin at tokens {starts} of {len(token_ids)}"
     return None
+
+
+def _is_logprob(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value <= ROUNDING

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import base64
+import pickle
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+from torch import Tensor
 
 from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import FinishReason, SamplingParams, WeightRef
+from rl4llm.inference.broadcast import Broadcast
 from rl4llm.inference.server import Sampled, ServerClient
 
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 NEVER_LOADED = -1
+BUCKET_BYTES = 256 << 20
 
 
 class SGLangClient(ServerClient):
@@ -21,11 +30,17 @@ class SGLangClient(ServerClient):
 
     Its log-probs are those of the temperature-scaled softmax before top-p and top-k, which is the convention of
     `Completion`, so they are taken as they come. Seeds are sent along, but SGLang reproduces tokens only when it was
-    started with ``--enable-deterministic-inference``.
+    started with ``--enable-deterministic-inference``. `trainer_host` is where the server finds the trainer when weights are
+    broadcast; the other arguments are those of `ServerClient`.
     """
 
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
+
+    def __init__(self, base_url: str, tokenizer: Any, *, trainer_host: str = "127.0.0.1", **options: Any):
+        super().__init__(base_url, tokenizer, **options)
+        self.trainer_host = trainer_host
+        self._group: Broadcast | None = None
 
     async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
         body = {
@@ -39,7 +54,7 @@ class SGLangClient(ServerClient):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.check_prompt(token_ids)
-        name = self.request_name("score")
+        name = self.names.next("", "score")
         return await self.retry.run(lambda attempt: self._score(list(token_ids), f"{name}/a{attempt}"))
 
     async def version(self) -> int:
@@ -49,15 +64,83 @@ class SGLangClient(ServerClient):
     async def checksum(self) -> str:
         """A digest of the weights on the server: the same weights give the same digest on every server."""
         answer = await self._admin("/weights_checker", {"action": "checksum"})
-        return str(answer)
+        return str(_field(answer, "per_engine_checksum", "/weights_checker"))
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
-        if weight_ref.kind != "full" or weight_ref.path is None:
-            raise EngineError(f"SGLangClient.load: WeightRef.kind={weight_ref.kind!r} is not accepted: full, with a path.")
-        await self._admin(
-            "/update_weights_from_disk",
-            {"model_path": weight_ref.path, "weight_version": str(weight_ref.version), "flush_cache": True},
-        )
+        ways = {"full": self._from_disk, "tensor": self._inline, "distributed": self._broadcast}
+        if weight_ref.kind not in ways:
+            raise EngineError(f"{self} cannot load WeightRef.kind={weight_ref.kind!r}. Accepted: {', '.join(ways)}.")
+        await ways[weight_ref.kind](weight_ref)
+
+    async def _from_disk(self, weight_ref: WeightRef) -> None:
+        body = {"model_path": weight_ref.path, "weight_version": str(weight_ref.version), "flush_cache": True}
+        await self._admin("/update_weights_from_disk", body)
+
+    async def _inline(self, weight_ref: WeightRef) -> None:
+        """The tensors in requests, once for each of the server's tensor-parallel ranks."""
+        ranks = await self._ranks()
+        async with self._update():
+            for names, tensors, version in _buckets(weight_ref):
+                payload = await asyncio.to_thread(_pickled, names, tensors)
+                body = {"serialized_named_tensors": [payload] * ranks, "weight_version": version, "flush_cache": True}
+                await self._admin("/update_weights_from_tensor", body)
+
+    async def _broadcast(self, weight_ref: WeightRef) -> None:
+        """The tensors through a process group; a group that failed is left, so that the next update makes a new one."""
+        try:
+            await self._join()
+            async with self._update():
+                for names, tensors, version in _buckets(weight_ref):
+                    body = {
+                        "names": names,
+                        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                        "shapes": [list(tensor.shape) for tensor in tensors],
+                        "group_name": self._group.name,
+                        "weight_version": version,
+                        "flush_cache": True,
+                    }
+                    send = asyncio.to_thread(self._group.send, [tensor.detach().contiguous() for tensor in tensors])
+                    await asyncio.gather(self._admin("/update_weights_from_distributed", body), send)
+        except (EngineError, RuntimeError) as error:
+            self._leave()
+            raise EngineError(f"{self} could not be sent weights through a process group: {error}") from error
+
+    async def _join(self) -> None:
+        if self._group is not None:
+            return
+        ranks = await self._ranks()
+        backend = "gloo" if (await self._info()).get("device") == "cpu" else "nccl"
+        group = Broadcast(self.trainer_host, 1 + ranks, f"rl4llm-{self.names.next('')}", backend)
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await asyncio.gather(self._admin("/init_weights_update_group", body), asyncio.to_thread(group.connect))
+        self._group = group
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @asynccontextmanager
+    async def _update(self) -> AsyncIterator[None]:
+        """SGLang takes tensors only between these two requests."""
+        await self._admin("/begin_weight_update", {})
+        try:
+            yield
+        finally:
+            await self._admin("/end_weight_update", {})
+
+    async def _ranks(self) -> int:
+        return int((await self._info()).get("tp_size") or 1)
+
+    async def _info(self) -> Mapping[str, Any]:
+        return await self.http.get("/server_info", deadline_s=30)
 
     async def pause(self, mode: str = "retract") -> None:
         """Stop generating. "retract" keeps requests and computes their cache again afterwards, "abort" ends them."""
@@ -85,6 +168,10 @@ class SGLangClient(ServerClient):
         await self.http.get("/health", deadline_s=30)
         return await self.http.get("/server_info", deadline_s=30)
 
+    async def close(self) -> None:
+        self._leave()
+        await super().close()
+
     async def _score(self, token_ids: list[int], request_id: str) -> list[float]:
         body = {
             "rid": request_id,
@@ -95,7 +182,7 @@ class SGLangClient(ServerClient):
         }
         answer = await self.http.post("/generate", body)
         rows = _field(_field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
-        scores = [row[0] for row in rows[1:]]
+        scores = (_column(rows, 0) or [])[1:]
         if len(scores) != len(token_ids) - 1:
             raise UnreachableError(f"{self.base_url} scored {len(scores)} of {len(token_ids) - 1} tokens.")
         return [float("nan") if score is None else float(score) for score in scores]
@@ -125,30 +212,61 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 def _sampled(answer: Any, request_id: str) -> Sampled:
     info = _field(answer, "meta_info", request_id)
-    rows = info.get("output_token_logprobs")
     token_ids = _field(answer, "output_ids", request_id)
-    kind = (info.get("finish_reason") or {}).get("type")
-    if kind not in FINISHED:
-        raise UnreachableError(f"Request {request_id} ended with {info.get('finish_reason')!r}.")
+    rows = _field(info, "output_token_logprobs", request_id)
+    kind = _field(_field(info, "finish_reason", request_id), "type", request_id)
+    if kind not in list(FINISHED):  # whatever type it has
+        raise UnreachableError(f"Request {request_id} ended with {info['finish_reason']!r}.")
+    rows = rows if _column(rows, 1) == token_ids else []  # log-probs of other tokens
+    return Sampled(token_ids, _column(rows, 0), FINISHED[kind], _versions(info, request_id), info.get("id"))
+
+
+def _column(rows: Any, place: int) -> list[Any] | None:
+    """One value of each row; None when these are no rows."""
     try:
-        logprobs = [row[0] for row in rows] if rows is not None else None
+        return [row[place] for row in rows]
     except (TypeError, IndexError, KeyError):
-        logprobs = None
-    return Sampled(token_ids, logprobs, FINISHED[kind], _versions(info))
+        return None
 
 
-def _versions(info: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+def _versions(info: Mapping[str, Any], request_id: str) -> tuple[tuple[int, int], ...]:
     """(start, version) of each run of tokens that the same weights sampled."""
     spans = info.get("weight_versions") or [{"start": 0, "version": info.get("weight_version")}]
-    return tuple((int(span["start"]), _version(span["version"])) for span in spans)
+    try:
+        return tuple((int(span["start"]), _version(span["version"])) for span in spans)
+    except (TypeError, KeyError, ValueError):
+        raise UnreachableError(f"The answer to request {request_id} has weight_versions={spans!r}.") from None
 
 
 def _version(text: Any) -> int:
     """A server that never got weights from a trainer calls them "default"."""
-    return int(text) if str(text).lstrip("-").isdigit() else NEVER_LOADED
+    return int(text) if str(text).lstrip("-").isdecimal() else NEVER_LOADED
 
 
 def _field(answer: Any, name: str, what: str) -> Any:
     if not isinstance(answer, Mapping) or name not in answer:
         raise UnreachableError(f"An SGLang server's answer to {what} has no {name!r}.")
     return answer[name]
+
+
+def _buckets(weight_ref: WeightRef) -> Iterator[tuple[list[str], list[Tensor], str | None]]:
+    """Names and tensors of at most BUCKET_BYTES together; the last bucket carries the version, which is then whole."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    size = 0
+    for name, tensor in weight_ref.tensors():
+        if tensors and size + tensor.nbytes > BUCKET_BYTES:
+            yield names, tensors, None
+            names, tensors, size = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        size += tensor.nbytes
+    yield names, tensors, str(weight_ref.version)
+
+
+def _pickled(names: Sequence[str], tensors: Sequence[Tensor]) -> str:
+    """Tensors as SGLang unpickles them: from a CPU by value, from a GPU as handles that the server's GPU opens."""
+    pairs = [(name, tensor.detach()) for name, tensor in zip(names, tensors, strict=True)]
+    shared = all(tensor.is_cuda for tensor in tensors)
+    content = bytes(ForkingPickler.dumps(pairs)) if shared else pickle.dumps(pairs)
+    return base64.b64encode(content).decode()

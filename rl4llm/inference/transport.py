@@ -1,6 +1,7 @@
 """HTTP to one server: a pool of connections, a deadline for every request, and what may pass is tried again.
 
-    Unreachable     no answer that can be used: refused, reset, silent, half a body, 5xx, nonsense; may pass
+    Unreachable     no answer that can be used: reset, silent, half a body, 5xx, nonsense; may pass
+    NotConnected    of that kind, and certain that the server never saw the request
     Refused         the server understood and said no (4xx); asking again would not help
 """
 
@@ -23,6 +24,11 @@ MAY_PASS = frozenset((408, 425, 429, *range(500, 600)))
 """Status codes after which the same request may succeed."""
 
 SHOWN = 300  # characters of a server's answer in messages
+KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and with it every server here, closes an idle connection
+
+
+class NotConnectedError(UnreachableError):
+    """Nobody listens at the server's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,8 @@ class Transport:
                 content = await response.read()
         except TimeoutError:
             raise UnreachableError(f"{where} did not answer within {deadline_s:g} s.") from None
+        except aiohttp.ClientConnectorError as error:
+            raise NotConnectedError(f"{where} found nobody: {error}.") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UnreachableError(f"{where} failed: {type(error).__name__}: {error}") from error
         if response.status >= 400:
@@ -106,7 +114,8 @@ class Transport:
         if self._session is None or self._loop is not loop:
             if self._session is not None:
                 self._session.connector.close()
-            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=30.0)
+                self._session.detach()
+            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None)  # deadlines are those of asyncio.timeout
             headers = {"Content-Type": "application/json", **self._headers}
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
@@ -123,7 +132,7 @@ def _decoded(where: str, content: bytes) -> Any:
         return None
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UnreachableError(f"{where} answered something that is not JSON: {_shown(content)}") from None
 
 

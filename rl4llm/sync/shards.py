@@ -46,11 +46,36 @@ def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple
     """
     digest = xxhash.xxh3_64()
     with open(path, "xb", buffering=0) as file:
-        parts = (_bytes(_checked(spec, next(tensors, None))) for spec in specs)
+        parts = (_bytes(tensor.to("cpu")) for _, tensor in checked(specs, tensors))
         for data in itertools.chain([memoryview(_header(specs))], parts):
             digest.update(data)
             _write_all(file, data)
     return digest.hexdigest()
+
+
+def checked(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The next tensors of `tensors`, one for each spec; raises WeightsError as `write_shard` does."""
+    for spec in specs:
+        given = next(tensors, None)
+        if given is None:
+            raise WeightsError(f"The weights lack {spec}; they end before it.")
+        name, tensor = given
+        found = TensorSpec.of(name, tensor)
+        if found != spec:
+            raise WeightsError(f"The weights hold {found} where the model's list of tensors has {spec}.")
+        _check_finite(name, tensor)
+        yield name, tensor
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    low, high = torch.aminmax(tensor.detach())  # NaN wins over every number, so two numbers tell of all
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise WeightsError(
+            f"{name} holds {int((~torch.isfinite(tensor)).sum()):,} values that are not finite. The weights are not "
+            "published; the last version stays. Next: resume from a checkpoint before it, with a lower training.lr."
+        )
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:
@@ -64,26 +89,8 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _checked(spec: TensorSpec, given: tuple[str, Tensor] | None) -> Tensor:
-    if given is None:
-        raise WeightsError(f"The weights lack {spec}; they end before it.")
-    name, tensor = given
-    found = TensorSpec.of(name, tensor)
-    if found != spec:
-        raise WeightsError(f"The weights hold {found} where the model's list of tensors has {spec}.")
-    tensor = tensor.detach().to("cpu").contiguous()
-    if tensor.is_floating_point() and tensor.numel():
-        low, high = torch.aminmax(tensor)  # NaN wins over every number, so two numbers tell of all
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise WeightsError(
-                f"{name} holds {int((~torch.isfinite(tensor)).sum()):,} values that are not finite. The weights are not "
-                "published; the last version stays. Next: resume from a checkpoint before it, with a lower training.lr."
-            )
-    return tensor
-
-
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:

@@ -1,0 +1,70 @@
+"""A process group of the trainer and one server, to broadcast weights through: NCCL between GPUs, gloo on CPUs.
+
+The group exists beside the default one, which belongs to the trainer's ranks (or to the server's). torch offers no public
+call for that; this is the sequence of calls that servers use for their side, so both ends must meet in the same way.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+TRAINER = 0
+
+
+class Broadcast:
+    """The trainer's end of a group with the `world_size - 1` ranks of one server.
+
+    `connect` blocks until the server joins, so the server must be asked to join at the same time.
+    """
+
+    def __init__(self, host: str, world_size: int, name: str, backend: str, timeout_s: float = 120.0):
+        self.host, self.port = host, free_port(host)
+        self.world_size, self.name, self.backend = world_size, name, backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+
+    def connect(self) -> None:
+        """Meet the server's ranks."""
+        address = f"tcp://{self.host}:{self.port}"
+        store, rank, size = next(rendezvous(address, TRAINER, self.world_size, timeout=self._timeout))
+        store.set_timeout(self._timeout)
+        group, _ = _new_process_group_helper(
+            size,
+            rank,
+            [],
+            Backend(self.backend),
+            PrefixStore(self.name, store),
+            group_name=self.name,
+            timeout=self._timeout,
+        )
+        _world.pg_group_ranks[group] = {i: i for i in range(size)}
+        self._group = group
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast tensors in order, and wait until they are through."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = TRAINER, 0
+        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+            work.wait()
+        if self.backend == "nccl":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def free_port(host: str) -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

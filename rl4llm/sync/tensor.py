@@ -1,0 +1,30 @@
+"""Publishing without files: engines are handed the tensors themselves, in requests or through a process group."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.types import WeightRef
+from rl4llm.sync.shards import checked
+
+
+class TensorPublisher(BasePublisher):
+    """Hands over weights one bucket of tensors at a time.
+
+    `kind` "tensor" puts them into requests: inline from a CPU, as CUDA IPC handles when server and trainer share a GPU.
+    "distributed" broadcasts them in a process group with each server.
+    """
+
+    def __init__(self, client: BaseClient, kind: Literal["tensor", "distributed"]):
+        self._client = client
+        self._kind = kind
+
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        """Have all engines take over the tensors; one that is not finite stops before any engine was asked for it."""
+        specs = backend.weight_specs()
+        weight_ref = WeightRef(version, self._kind, tensors=lambda: checked(specs, backend.weights()))
+        await self._client.load(weight_ref)
+        return weight_ref
