@@ -1,0 +1,59 @@
+"""What a vLLM server's workers learn from rl4llm: to load weights from a directory, and to say which version they hold.
+
+This file runs in the server's environment, where rl4llm is not installed, and imports nothing of it:
+
+    VLLM_SERVER_DEV_MODE=1 PYTHONPATH=rl4llm/inference/servers vllm serve MODEL \\
+        --worker-extension-cls vllm_worker_extension.WeightsExtension
+
+vLLM mixes the class into its own worker, so all names here begin with "rl4llm". The version lives in the worker, not in
+the server before it: a server that was restarted says -1, and so does one whose last load failed half-way.
+"""
+
+import secrets
+from typing import Any
+
+NEVER_LOADED = -1
+
+
+class WeightsExtension:
+    """Methods of every worker, called through ``POST /collective_rpc``; arguments arrive as strings."""
+
+    rl4llm_version = NEVER_LOADED
+    rl4llm_state_id = ""
+
+    def rl4llm_state(self) -> dict[str, Any]:
+        """The version of the weights, an id that changes with every change of theirs, and how log-probs are computed."""
+        if not self.rl4llm_state_id:
+            self._rl4llm_hold(NEVER_LOADED)
+        return {
+            "version": self.rl4llm_version,
+            "id": self.rl4llm_state_id,
+            "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
+        }
+
+    def rl4llm_load(self, path: str, version: str) -> dict[str, Any]:
+        """Replace the weights by those of a Hugging Face directory."""
+        self._rl4llm_hold(NEVER_LOADED)  # also what stays when loading fails: half of them may be new
+        self.reload_weights(weights_path=path)
+        if self.device.type == "cpu":
+            self._rl4llm_pack_again()
+        self._rl4llm_hold(int(version))
+        return self.rl4llm_state()
+
+    def rl4llm_forget(self) -> dict[str, Any]:
+        """The weights are about to be thrown away: hold no version."""
+        self._rl4llm_hold(NEVER_LOADED)
+        return self.rl4llm_state()
+
+    def _rl4llm_hold(self, version: int) -> None:
+        self.rl4llm_version = version
+        self.rl4llm_state_id = secrets.token_hex(8)
+
+    def _rl4llm_pack_again(self) -> None:
+        """On a CPU, layers compute with a packed copy of their weight, which a reload leaves as it was."""
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for module in self.model_runner.get_model().modules():
+            weight = getattr(module, "weight", None)
+            if "cpu_linear" in vars(module) and weight is not None and weight.ndim == 2 and weight.numel():
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
