@@ -101,7 +101,7 @@ class SGLangClient(ServerClient):
                     }
                     send = asyncio.to_thread(self._group.send, [tensor.detach().contiguous() for tensor in tensors])
                     await asyncio.gather(self._admin("/update_weights_from_distributed", body), send)
-        except (EngineError, RuntimeError) as error:
+        except (EngineError, RuntimeError, OSError) as error:
             self._leave()
             raise EngineError(f"{self} could not be sent weights through a process group: {error}") from error
 

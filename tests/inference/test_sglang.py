@@ -1,0 +1,220 @@
+"""The real SGLang: it samples what a plain forward would, takes weights every way, and learns."""
+
+import asyncio
+import copy
+import json
+
+import pytest
+import torch
+
+from rl4llm.api import GRPOTrainer
+from rl4llm.backends.models import load_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
+from rl4llm.core.types import SamplingParams
+from rl4llm.inference.sglang import SGLangClient
+from rl4llm.sync.fallback import FallbackPublisher
+from rl4llm.sync.filesystem import FilesystemPublisher
+from rl4llm.sync.store import WeightStore
+from rl4llm.sync.tensor import TensorPublisher
+from rl4llm.sync.verify import Canary
+from rl4llm.testing import check_client
+
+pytestmark = pytest.mark.sglang
+PROMPT = [5, 9, 40, 33, 7]
+WAYS = ["filesystem", "tensor", "distributed"]
+
+
+@pytest.fixture
+def client(sglang_url, tokenizer):
+    client = SGLangClient(sglang_url, tokenizer, vocab_size=len(tokenizer), context_length=512)
+    yield client
+    client._leave()
+
+
+@pytest.fixture
+def backend(model):
+    return TorchBackend(load_model(model), lr=1e-3)
+
+
+def publisher(name, client, root):
+    return FilesystemPublisher(client, WeightStore(root)) if name == "filesystem" else TensorPublisher(client, name)
+
+
+def canary(client):
+    return Canary(client.vocab_size, dtype="float32", tolerance=1e-4)
+
+
+def change(model, seed, scale=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def run(client, work):
+    """Run a coroutine function; connections belong to the event loop."""
+
+    async def whole():
+        try:
+            return await work()
+        finally:
+            await client.disconnect()
+
+    return asyncio.run(whole())
+
+
+def logprobs(model, prompt_ids, token_ids):
+    ids = torch.tensor([[*prompt_ids, *token_ids]])
+    with torch.no_grad():
+        logp_TV = model(ids).logits[0].log_softmax(-1)
+    return [logp_TV[place - 1, ids[0, place]].item() for place in range(len(prompt_ids), ids.shape[1])]
+
+
+def test_it_keeps_the_contract_of_clients(client, backend, tmp_path):
+    run(client, lambda: publisher("filesystem", client, tmp_path).publish(backend, 1))
+    check_client(client, [PROMPT, [8, 100, 3]], tolerance=1e-5, seeded=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_publishing_brings_the_trainers_weights_and_the_canary_proves_it(client, backend, tmp_path, way):
+    async def work():
+        for version in (1, 2):
+            change(backend.model, version)
+            weight_ref = await publisher(way, client, tmp_path).publish(backend, version)
+            assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+            completion = await client.generate(PROMPT, SamplingParams(max_tokens=32, ignore_eos=True))
+            assert completion.version == version
+            assert completion.logprobs == pytest.approx(
+                logprobs(backend.model, PROMPT, completion.token_ids), abs=1e-5
+            )
+
+    run(client, work)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_moved_on_without_being_published_are_noticed(client, backend, tmp_path, way):
+    async def work():
+        weight_ref = await publisher(way, client, tmp_path).publish(backend, 3)
+        change(backend.model, 9)
+        with pytest.raises(StaleWeightsError, match=r"SGLangClient at http.* does not hold version 3"):
+            await canary(client).verify(backend, client, weight_ref)
+
+    run(client, work)
+
+
+def test_a_turn_that_an_update_interrupts_has_spans_that_each_match_their_own_weights(client, backend, tmp_path):
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        await way.publish(backend, 4)
+        before = copy.deepcopy(backend.model)
+        tasks = [asyncio.create_task(client.generate([*PROMPT, n], params)) for n in range(8)]
+        await asyncio.sleep(0.3)
+        change(backend.model, 5)
+        await way.publish(backend, 5)
+        return before, await asyncio.gather(*tasks)
+
+    before, completions = run(client, work)
+    split = [completion for completion in completions if completion.versions]
+    assert split, "no request was under way while the weights changed"
+    for completion in split:
+        (first, old), (second, new) = completion.versions
+        assert (first, old, new) == (0, 4, 5)
+        assert 0 < second < 400
+        prompt = [*PROMPT, completions.index(completion)]
+        by_old, by_new = (logprobs(model, prompt, completion.token_ids) for model in (before, backend.model))
+        assert completion.logprobs[:second] == pytest.approx(by_old[:second], abs=1e-4)
+        assert completion.logprobs[second:] == pytest.approx(by_new[second:], abs=1e-4)
+        assert by_old[second:] != pytest.approx(by_new[second:], abs=1e-2)
+
+
+def test_a_wrong_path_is_an_error_and_the_server_goes_on_with_what_it_had(client, backend, tmp_path):
+    async def work():
+        weight_ref = await publisher("filesystem", client, tmp_path).publish(backend, 6)
+        wrong = type(weight_ref)(7, "full", str(tmp_path / "nowhere"))
+        with pytest.raises(EngineError):
+            await client.load(wrong)
+        assert await client.version() == 6
+        await client.generate(PROMPT, SamplingParams(max_tokens=2))  # it was not left paused
+        await canary(client).verify(backend, client, weight_ref)
+
+    run(client, work)
+
+
+def test_when_one_way_fails_the_fallback_is_taken_and_reported(client, backend, tmp_path):
+    warnings = []
+
+    async def work():
+        broken = SGLangClient(
+            client.base_url, client._tokenizer, vocab_size=client.vocab_size, context_length=512, trainer_host="256.0.0.1"
+        )
+        first = TensorPublisher(broken, "distributed")
+        both = FallbackPublisher(first, publisher("filesystem", client, tmp_path), warnings.append)
+        weight_ref = await both.publish(backend, 8)
+        await canary(client).verify(backend, client, weight_ref)
+        await both.close()
+        await broken.close()
+
+    run(client, work)
+    assert len(warnings) == 1
+    assert "Version 8 went the fallback way" in warnings[0]
+
+
+def test_what_a_server_would_die_of_never_reaches_it(client):
+    async def work():
+        for prompt in ([], [client.vocab_size], [-1], [5] * 512):
+            with pytest.raises(EngineError, match="generate:"):
+                await client.generate(prompt, SamplingParams(max_tokens=2))
+        await client.generate(PROMPT, SamplingParams(max_tokens=2))
+
+    run(client, work)
+
+
+def test_a_request_id_that_is_used_twice_is_refused_and_ours_never_are(client):
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def work():
+        twice = [client.sample(PROMPT, params, "twice") for _ in range(2)]
+        found = await asyncio.gather(*twice, return_exceptions=True)
+        assert any(isinstance(item, RefusedError) and "uplicate" in str(item) for item in found), found
+        same = [client.generate(PROMPT, params, session="1/p/0") for _ in range(4)]
+        assert len(await asyncio.gather(*same)) == 4
+
+    run(client, work)
+
+
+class Vowels(BaseRewardFunction):
+    """The share of vowels in what was said last."""
+
+    def __init__(self, name="vowels", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        said = messages[-1].content.lower()
+        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_grpo_learns_through_the_server(sglang_url, model_dir, tmp_path, way):
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
+    GRPOTrainer(
+        str(model_dir),
+        rows,
+        [Vowels()],
+        output={"dir": str(tmp_path)},
+        inference={"name": "sglang", "url": sglang_url},
+        sync={"name": way},
+        rollout={"prompts": 4, "group_size": 16, "max_tokens": 8},
+        training={"lr": 6e-3},
+        mismatch={"stop_above": 1e-4},
+        max_steps=25,
+    ).train()
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rewards = [step["reward/mean"] for step in steps]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.6
+    assert all(step["mismatch/max"] < 1e-4 and step["mismatch/ess"] > 0.999 for step in steps)
+    assert all("time/verify" in step for step in steps)
