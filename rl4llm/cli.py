@@ -59,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--seed", type=int, default=42)
     quickstart.add_argument("--configs", default="configs", help="where quickstart*.yaml lie (default: %(default)s)")
     quickstart.set_defaults(run=_quickstart)
+
+    # No prefix starts an option here, so all that follows goes to the launcher, which knows its own options.
+    serve = commands.add_parser("serve", help="start an inference server", add_help=False, prefix_chars="\0")
+    serve.add_argument("flags", nargs="*")
+    serve.set_defaults(run=_serve)
     return parser
 
 
@@ -113,6 +118,12 @@ def _quickstart(arguments: argparse.Namespace) -> int:
         Console().print(f"Stopped and saved. Resume with:\n  {command}", soft_wrap=True)
         return STOPPED
     return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from rl4llm.inference.launch import serve
+
+    return serve(arguments.flags)
 
 
 def console_script() -> None:

@@ -1,0 +1,191 @@
+"""The command line of an inference server: pure, but for looking at programs and ports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.inference.ports import free_port, is_loopback
+
+SERVERS = Path(__file__).parent / "servers"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How one kind of server is started; flags with the value None stand alone.
+
+    Args:
+        module: what ``python -m`` runs, with its first arguments.
+        usual_port: the server's own default.
+        keys: flags that bring a key without which administration is refused.
+        extended: whether it imports files from `rl4llm/inference/servers`.
+        flags: added unless given.
+        environment: added to this process's, unless set there.
+        cpu_script: run instead of `module` on a CPU, when the module does not start there.
+        cpu_flags, cpu_environment: added on a CPU, unless given.
+    """
+
+    module: tuple[str, ...]
+    usual_port: int
+    keys: tuple[str, ...] = ()
+    extended: bool = False
+    flags: Mapping[str, str | None] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cpu_script: str | None = None
+    cpu_flags: Mapping[str, str | None] = field(default_factory=dict)
+    cpu_environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
+
+
+ENGINES: Mapping[str, Engine] = {
+    "sglang": Engine(
+        module=("sglang.launch_server",),
+        usual_port=30000,
+        keys=("--api-key", "--admin-api-key"),
+        cpu_script="sglang_cpu.py",
+        cpu_flags={
+            "--device": "cpu",
+            "--dtype": "float32",
+            "--disable-overlap-schedule": None,
+            "--mem-fraction-static": "0.1",
+            "--max-total-tokens": "16384",
+            "--max-running-requests": "64",
+        },
+    ),
+    "vllm": Engine(
+        module=("vllm.entrypoints.cli.main", "serve"),
+        usual_port=8000,
+        extended=True,
+        flags={
+            "--worker-extension-cls": "vllm_worker_extension.WeightsExtension",
+            "--logprobs-mode": "processed_logprobs",  # of what the policy sampled from, at any temperature
+        },
+        environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
+        cpu_flags={"--dtype": "float32", "--enforce-eager": None, "--max-num-seqs": "64"},
+        cpu_environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """What starts a server: the words of its command line, what it adds to the environment, and where it will listen."""
+
+    engine: str
+    words: tuple[str, ...] = field(repr=False)  # there may be keys among them
+    environment: Mapping[str, str]
+    host: str
+    port: int
+
+
+def server_command(
+    engine: str, flags: Sequence[str] = (), *, python: str | None = None, cpu: bool = False
+) -> ServerCommand:
+    """The command line of a server; raises ConfigError for what must not be started.
+
+    >>> server_command("sglang", ["--model-path", "m"], python="python3").words[1:]
+    ('-m', 'sglang.launch_server', '--model-path', 'm', '--host', '127.0.0.1', '--port', '30000')
+
+    Args:
+        engine: "sglang" or "vllm".
+        flags: the server's own; port 0 is replaced by a free one.
+        python: the interpreter of the server's environment; None takes RL4LLM_SGLANG_PYTHON or RL4LLM_VLLM_PYTHON, or else
+            this process's own.
+        cpu: for tests and small models on a machine without a GPU.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(unknown("engine", engine, ENGINES))
+    kind = ENGINES[engine]
+    program = _program(engine, python)
+    host, port, flags = _address(kind, list(flags))
+    _refuse_open_door(engine, kind, host, flags)
+    flags += _missing(kind.flags | (_cpu_flags(kind, flags) if cpu else {}), flags)
+    start = [str(SERVERS / kind.cpu_script)] if cpu and kind.cpu_script else ["-m", *kind.module]
+    added = dict(kind.environment | kind.cpu_environment if cpu else kind.environment)
+    environment = {name: value for name, value in added.items() if name not in os.environ}
+    environment["PATH"] = os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])
+    if kind.extended:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SERVERS), os.environ.get("PYTHONPATH")]))
+    where = ["--host", host, "--port", str(port)]  # last, so that they hold whatever came before
+    return ServerCommand(engine, (program, *start, *flags, *where), environment, host, port)
+
+
+def _program(engine: str, python: str | None) -> str:
+    variable = f"RL4LLM_{engine.upper()}_PYTHON"
+    given = python or os.environ.get(variable) or sys.executable
+    program = shutil.which(given)
+    if program is None:
+        raise ConfigError(
+            f"{given!r} is no program, but should be the Python of {engine}'s environment, such as VENV/bin/python. Next: "
+            f"make one, without a GPU with scripts/install_{engine}_cpu.sh VENV, and name it with --python or {variable}."
+        )
+    return os.path.abspath(program)  # as it is: a link into another environment would lose the environment
+
+
+def _address(kind: Engine, flags: list[str]) -> tuple[str, int, list[str]]:
+    """Host, port, and the flags without them."""
+    host, flags = _taken_out("--host", flags)
+    port, flags = _taken_out("--port", flags)
+    host = host or "127.0.0.1"
+    if port is not None and not (port.isdecimal() and int(port) < 65536):
+        raise ConfigError(f"--port {port} is not accepted: a number from 1 to 65535, or 0 for a free one.")
+    number = kind.usual_port if port is None else int(port)
+    return host, number or free_port(host), flags
+
+
+def _taken_out(name: str, flags: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The last value of a flag, and the other flags."""
+    value, others, words = None, [], iter(flags)
+    for word in words:
+        if word == name:
+            value = next(words, "")
+        elif word.startswith(f"{name}="):
+            value = word.removeprefix(f"{name}=")
+        else:
+            others.append(word)
+    return value, others
+
+
+def _given(name: str, flags: Sequence[str]) -> bool:
+    return any(word == name or word.startswith(f"{name}=") for word in flags)
+
+
+def _missing(wanted: Mapping[str, str | None], flags: Sequence[str]) -> list[str]:
+    """Words for the wanted flags that are not given."""
+    return [
+        word
+        for name, value in wanted.items()
+        if not _given(name, flags)
+        for word in ((name,) if value is None else (name, value))
+    ]
+
+
+def _cpu_flags(kind: Engine, flags: Sequence[str]) -> Mapping[str, str | None]:
+    adapters = kind.cpu_script and (_given("--enable-lora", flags) or _given("--lora-paths", flags))
+    return {**kind.cpu_flags, "--lora-backend": "torch_native"} if adapters else kind.cpu_flags
+
+
+def _refuse_open_door(engine: str, kind: Engine, host: str, flags: Sequence[str]) -> None:
+    """Who reaches a server's port can replace its weights, so a port that others reach needs a key."""
+    if is_loopback(host):
+        return
+    if not kind.keys:
+        raise ConfigError(
+            f"--host {host} is not accepted for {engine}: whoever reaches the port could replace the weights, and {engine} "
+            "asks for its key on /v1 only. Next: keep 127.0.0.1, and reach it through `ssh -L` or a proxy that checks a key."
+        )
+    if not any(_taken_out(name, flags)[0] for name in kind.keys):
+        raise ConfigError(
+            f"--host {host} without a key is not accepted: whoever reaches the port could replace the weights. Next: add "
+            f"{kind.keys[0]} KEY, or keep 127.0.0.1."
+        )
+    workers, _ = _taken_out("--tokenizer-worker-num", flags)
+    if workers not in (None, "1"):
+        raise ConfigError(
+            f"--host {host} with --tokenizer-worker-num {workers} is not accepted: {engine} then checks no key. Next: leave "
+            "it at 1, or keep 127.0.0.1."
+        )

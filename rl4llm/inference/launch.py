@@ -1,0 +1,310 @@
+"""Starts an inference server, waits until it is healthy, and leaves none of its processes behind.
+
+    with launch("sglang", ["--model-path", "path/to/model"], python="/opt/sglang/bin/python") as server:
+        client = SGLangClient(server.url, tokenizer, vocab_size=..., context_length=...)
+
+The server may live in another virtual environment: `python` is that environment's. All flags are its own and go through
+as they are, except ``--host`` and ``--port``, which are checked before anything boots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from rl4llm.core.errors import EngineError
+from rl4llm.inference.command import ENGINES, server_command
+from rl4llm.inference.ports import check_free, describe, holder, url_of
+
+LAST_LINES = 40  # of a dead server's log, in the error
+LONGEST_LINE = 400  # SGLang prints all its options in one line of 20,000 characters
+TAIL_BYTES = 65536
+LOOK_S = 0.5
+HEALTH_DEADLINE_S = 4.0
+
+Report = Callable[[float, str], None]
+"""Told seconds since the start and the last line of the log, while a server boots."""
+
+
+def launch(
+    engine: str,
+    flags: Sequence[str] = (),
+    *,
+    python: str | None = None,
+    cpu: bool = False,
+    log: Path | str | None = None,
+    ready_within_s: float = 1800.0,
+    report: Report | None = None,
+) -> Server:
+    """A server of a known kind, not started yet; see `server_command` and `Server`."""
+    command = server_command(engine, flags, python=python, cpu=cpu)
+    return Server(
+        command.words,
+        host=command.host,
+        port=command.port,
+        log=log,
+        environment=command.environment,
+        name=engine,
+        ready_within_s=ready_within_s,
+        report=report,
+    )
+
+
+class Server:
+    """A server process with everything that it starts, from ``with`` to the end of the block, or of this process.
+
+    However the block or this process ends, kill -9 included, nothing of the server is left: `rl4llm.inference.supervise`
+    stands between the two.
+
+    Args:
+        command: the words of the command line.
+        port, host: where it listens; taken ports are refused before the start.
+        log: a file for all that it prints, appended to; None makes a temporary one, which stays.
+        environment: variables beside this process's own.
+        name: what messages call it.
+        ready_within_s: how long it may take until ``GET /health`` answers 200.
+        grace_s: how long it may take to end before it is killed.
+        report: told how the boot goes, about twice a second.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        log: Path | str | None = None,
+        environment: Mapping[str, str] | None = None,
+        name: str = "server",
+        ready_within_s: float = 1800.0,
+        grace_s: float = 10.0,
+        report: Report | None = None,
+    ):
+        self.url = url_of(host, port)
+        self.name = name
+        self.log = Path(log) if log is not None else _temporary_log(name, port)
+        self.exit_code: int | None = None
+        self._command = list(command)
+        self._host, self._port = host, port
+        self._environment = {**os.environ, **(environment or {})}
+        self._ready_within_s, self._grace_s = ready_within_s, grace_s
+        self._report = report or (lambda seconds, line: None)
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._family: set[psutil.Process] = set()
+        self._log_start = 0
+
+    def __enter__(self) -> Server:
+        check_free(self._host, self._port)
+        try:
+            self._start()
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit code when the server ended within `seconds`, else None; it is told to end by `stop` only."""
+        if self._supervisor is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.exit_code = self._supervisor.wait(seconds)
+        return self.exit_code
+
+    def check(self) -> None:
+        """Raise EngineError, with the end of the log, when the server is dead."""
+        if self.wait(0) is not None:
+            raise EngineError(f"{self.name} at {self.url} died, exit code {self.exit_code}.\n{self.last_words()}")
+
+    def stop(self) -> None:
+        """End the server and all its processes, and wait until they are gone; a second call does nothing."""
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        self._take_note()
+        supervisor.terminate()
+        try:
+            self.exit_code = supervisor.wait(self._grace_s + 40)
+        finally:
+            for process in self._family:  # nobody, unless the supervisor itself was killed
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._supervisor = None
+
+    def last_words(self, count: int = LAST_LINES) -> str:
+        """The last lines of the log, under its path."""
+        lines = self._lines()[-count:]
+        return "\n".join([f"The last {len(lines)} lines of {self.log}:", *lines]) if lines else f"{self.log} is empty."
+
+    def _start(self) -> None:
+        supervisor = [sys.executable, "-m", "rl4llm.inference.supervise", str(os.getpid()), str(self._grace_s)]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as log:
+            self._log_start = log.tell()
+            self._supervisor = subprocess.Popen(
+                supervisor + self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C in a terminal is for the launcher alone
+            )
+
+    def _wait_until_healthy(self) -> None:
+        started = time.monotonic()
+        while not self._healthy():
+            seconds = time.monotonic() - started
+            if self.wait(LOOK_S) is not None:
+                raise EngineError(
+                    f"{self.name} died after {seconds:.0f} s, before it was ready, with exit code {self.exit_code}.\n"
+                    f"{self.last_words()}"
+                )
+            if seconds > self._ready_within_s:
+                raise EngineError(
+                    f"{self.name} was not ready within {self._ready_within_s:g} s: {self.url}/health did not answer 200. "
+                    f"Next: find the reason in its log, or give it longer with --ready-within.\n{self.last_words()}"
+                )
+            self._report(seconds, self._last_line())
+        self._take_note()
+        self._check_that_it_is_ours()
+
+    def _healthy(self) -> bool:
+        """Whether the server answers; environment variables for proxies are not for a server beside us."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self.url}/health", timeout=HEALTH_DEADLINE_S) as answer:
+                return answer.status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _check_that_it_is_ours(self) -> None:
+        """While a server boots, another may take its port, answer in its place, and have it die later."""
+        pid = holder(self._port)
+        if pid is not None and pid not in {process.pid for process in self._family}:
+            raise EngineError(
+                f"{describe(pid)} took port {self._port} while {self.name} was booting. Next: give another --port."
+            )
+
+    def _take_note(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._family.update(psutil.Process(self._supervisor.pid).children(recursive=True))
+
+    def _lines(self) -> list[str]:
+        if not self.log.exists():
+            return []
+        with open(self.log, "rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line[:LONGEST_LINE] for line in text.splitlines() if line.strip()]
+
+    def _last_line(self) -> str:
+        lines = [line for line in self._lines() if "/health" not in line]  # our own asking
+        return lines[-1] if lines else ""
+
+
+def _temporary_log(name: str, port: int) -> Path:
+    handle, path = tempfile.mkstemp(prefix=f"rl4llm-{name}-{port}-", suffix=".log")
+    os.close(handle)
+    return Path(path)
+
+
+def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
+    """Run a server until it ends or this process is told to: the command line's `rl4llm serve`; returns the exit code.
+
+    130 is the code after Ctrl-C. SIGTERM raises SystemExit from here, after the server and its processes are gone.
+    """
+    own, flags = _parser(engine).parse_known_args(arguments)
+    if own.cpu:
+        _say("On a CPU: for tests and small models only.")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+    progress = Progress(own.engine)
+    server = launch(
+        own.engine,
+        flags,
+        python=own.python,
+        cpu=own.cpu,
+        log=own.log,
+        ready_within_s=own.ready_within,
+        report=progress,
+    )
+    _say(f"{server.name} starts; its log is {server.log}")
+    try:
+        with server:
+            progress.clear()
+            _say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
+            server.wait()
+            server.check()
+    except KeyboardInterrupt:
+        _say(f"{server.name} is stopped.")
+        return 128 + signal.SIGINT
+    return 0
+
+
+class Progress:
+    """How a boot goes, on one line of a terminal, or as a line every `every_s` seconds elsewhere."""
+
+    def __init__(self, name: str, every_s: float = 10.0):
+        self._name = name
+        self._every_s = every_s
+        self._next_s = every_s
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, seconds: float, line: str) -> None:
+        text = f"{self._name} boots: {seconds:.0f} s  {line}"[: shutil.get_terminal_size((160, 24)).columns - 1]
+        if self._terminal:
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+        elif seconds >= self._next_s:
+            self._next_s += self._every_s
+            _say(text)
+
+    def clear(self) -> None:
+        """Leave the line empty for what comes next."""
+        if self._terminal:
+            sys.stderr.write("\r\033[K")
+
+
+def _parser(engine: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rl4llm serve" if engine is None else f"python -m rl4llm.inference.launch_{engine}",
+        description="Start an inference server, wait until it is healthy, and leave nothing of it behind.",
+        epilog="All other flags are the server's own, for example --model-path M --port 30000 for SGLang, or the model's "
+        "path first for vLLM. --port 0 takes a free one.",
+        allow_abbrev=False,  # --py might be the server's
+    )
+    parser.add_argument("--engine", choices=sorted(ENGINES), default=engine or "sglang", help="default: %(default)s")
+    parser.add_argument("--python", metavar="PATH", help="the Python of the server's environment")
+    parser.add_argument("--cpu", action="store_true", help="without a GPU: for tests and small models")
+    parser.add_argument("--log", metavar="PATH", help="where the server's output goes (default: a temporary file)")
+    parser.add_argument("--ready-within", metavar="S", type=float, default=1800.0, help="seconds; default: %(default)g")
+    return parser
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _exit(number: int, _frame: object) -> None:
+    """Unwinds every `with` block on the way out."""
+    sys.exit(128 + number)
