@@ -53,7 +53,7 @@ class Retry:
 
     def wait_s(self, number: int, asked_s: float = 0.0) -> float:
         """Seconds between attempt `number` and the next."""
-        backoff_s = random.uniform(0.5, 1.0) * self.first_wait_s * 2**number
+        backoff_s = random.uniform(0.5, 1.0) * self.first_wait_s * 2 ** min(number, 30)
         return min(max(backoff_s, asked_s), self.longest_wait_s)
 
 
@@ -92,10 +92,11 @@ class Transport:
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
         deadline_s = deadline_s or self._deadline_s
         where = f"{method} {self.base_url}{path}"
+        session = await self._pool()
         try:
             async with (
                 asyncio.timeout(deadline_s),
-                self._pool().request(method, self.base_url + path, data=_encoded(body)) as response,
+                session.request(method, self.base_url + path, data=_encoded(body)) as response,
             ):
                 content = await response.read()
         except TimeoutError:
@@ -108,13 +109,13 @@ class Transport:
             raise _refusal(where, response.status, response.headers, content)
         return _decoded(where, content)
 
-    def _pool(self) -> aiohttp.ClientSession:
-        """The connections of the running event loop; those of a loop that is gone cannot be used, nor closed."""
+    async def _pool(self) -> aiohttp.ClientSession:
+        """The connections of the running event loop; those of a loop that is gone are forgotten."""
         loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
-            if self._session is not None:
-                self._session.connector.close()
-                self._session.detach()
+        if self._loop is not loop and self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+        if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None)  # deadlines are those of asyncio.timeout
             headers = {"Content-Type": "application/json", **self._headers}

@@ -1,0 +1,361 @@
+"""An inference server that breaks on request: SGLang's endpoints over real HTTP, a tiny real model behind them.
+
+    server = FaultServer(model, tokenizer)
+    await server.start()
+    server.next("/generate", status(503), reset())     # the next two requests
+    server.at("/generate", {17: kill()})                # the request with this number
+"""
+
+import asyncio
+import copy
+import hashlib
+import json
+import random
+import socket
+import struct
+from collections import Counter
+from pathlib import Path
+
+from aiohttp import web
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from rl4llm.core.errors import EngineError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.inference.local import LocalClient
+
+
+def status(code, *, retry_after=None, text="scripted"):
+    """An answer with a status code, before anything was done."""
+
+    async def fault(server, request, answer):
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        return web.Response(status=code, text=text, headers=headers)
+
+    return fault
+
+
+def text(body, *, code=200):
+    """An answer that is whatever `body` says."""
+    return status(code, text=body)
+
+
+def hang():
+    """No answer, for as long as the client waits or the server lives."""
+
+    async def fault(server, request, answer):
+        await asyncio.Event().wait()
+
+    return fault
+
+
+def reset():
+    """A TCP reset instead of an answer."""
+
+    async def fault(server, request, answer):
+        sock = request.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        request.transport.abort()
+        await asyncio.Event().wait()
+
+    return fault
+
+
+def raw(make):
+    """Whatever bytes `make` makes of the body of the right answer; then the connection ends if they say so."""
+
+    async def fault(server, request, answer):
+        content, close = make(json.dumps(await answer()).encode())
+        request.transport.write(content)
+        if close:
+            request.transport.close()
+        await asyncio.Event().wait()
+
+    return fault
+
+
+def _head(length):
+    return f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def half_body():
+    """The first half of the answer, then the connection ends."""
+    return raw(lambda body: (_head(len(body)) + body[: len(body) // 2], True))
+
+
+def too_long_a_length():
+    """A Content-Length that promises more than comes."""
+    return raw(lambda body: (_head(len(body) + 100) + body, True))
+
+
+def too_short_a_length():
+    """A Content-Length that ends the body early; the rest of it follows on the open connection."""
+    return raw(lambda body: (_head(len(body) - 20) + body, False))
+
+
+def edited(change):
+    """The right answer after `change` worked on it."""
+
+    async def fault(server, request, answer):
+        found = await answer()
+        return web.json_response(change(found) or found)
+
+    return fault
+
+
+def twice():
+    """The right answer, and a moment later the same one again on the same connection."""
+
+    async def fault(server, request, answer):
+        found = await answer()
+        body = json.dumps(found).encode()
+        again = request.transport
+        asyncio.get_running_loop().call_later(0.02, again.write, _head(len(body)) + body)
+        return web.json_response(found)
+
+    return fault
+
+
+def kill(*, after=False):
+    """The server dies like from a kill -9, before or after it did what was asked."""
+
+    async def fault(server, request, answer):
+        if after:
+            await answer()
+        server.kill()
+        await asyncio.Event().wait()
+
+    return fault
+
+
+def lie():
+    """A report of success, and nothing done."""
+
+    async def fault(server, request, answer):
+        return web.json_response({"success": True, "message": "scripted"})
+
+    return fault
+
+
+def done_but_denied():
+    """What was asked is done, and reported as a failure."""
+
+    async def fault(server, request, answer):
+        await answer()
+        return web.json_response({"success": False, "message": "scripted"}, status=400)
+
+    return fault
+
+
+def free_port():
+    """A port below the ephemeral range, so that nobody's connection takes it while the server is down."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+class FaultServer:
+    """One server. `rids` holds the id of every request for tokens, `calls` counts requests by path.
+
+    A kill loses the weights: after `start` it has those it was built with, and the version "default", as a server that
+    somebody restarted.
+    """
+
+    def __init__(self, model, tokenizer):
+        self._base, self._tokenizer = model, tokenizer
+        self.port = free_port()
+        self.calls = Counter()
+        self.rids = []
+        self.bodies = []
+        self.stays_paused = self.partitioned = self.paused = False
+        self._faults = {}
+        self._runner = None
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def running(self):
+        return self._runner is not None
+
+    async def start(self):
+        """Boot with the base weights."""
+        self.model = copy.deepcopy(self._base)
+        self.engine = LocalClient(self.model, self._tokenizer, path="fast", stall_timeout_s=60)
+        self.weight_version, self.paused = "default", False
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+
+    def kill(self):
+        """Drop every connection, with what was under way in it, and listen no more."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        for site in list(runner.sites):
+            site._server.close()
+        for connection in list(runner.server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        self._cleanup = asyncio.ensure_future(runner.cleanup())
+
+    async def stop(self):
+        """Stop, and wait until nothing is left of it."""
+        self.kill()
+        if hasattr(self, "_cleanup"):
+            await asyncio.gather(self._cleanup, self.engine.close())
+
+    def next(self, path, *faults):
+        """Script the next requests of a path, one fault each; None is none."""
+        begin = max([self.calls[path], *(1 + number for where, number in self._faults if where == path)])
+        self.at(path, {begin + i: fault for i, fault in enumerate(faults)})
+
+    def at(self, path, faults):
+        """Script requests of a path by their number since the server was made."""
+        self._faults.update({(path, number): fault for number, fault in faults.items() if fault})
+
+    def heal(self):
+        """The network is back; what was sent into the partition is lost."""
+        self.partitioned = False
+
+    def connections(self):
+        """The open ones."""
+        return [item for item in self._runner.server.connections if item.transport is not None]
+
+    async def busy(self):
+        """Requests that the engine still works on."""
+        found = await self.engine.health()
+        return found["rows_active"] + found["waiting"]
+
+    async def _serve(self, request):
+        path = request.path
+        number, self.calls[path] = self.calls[path], self.calls[path] + 1
+        if self.partitioned:
+            await asyncio.Event().wait()
+        body = json.loads(await request.read() or b"{}")
+        fault = self._faults.pop((path, number), None)
+        endpoint = getattr(self, "_" + path.strip("/"), None)
+        if endpoint is None:
+            return web.Response(status=404, text=f"no {path}")
+        try:
+            if fault is not None:
+                return await fault(self, request, lambda: endpoint(body))
+            return web.json_response(await endpoint(body))
+        except _Refusal as refusal:
+            return web.json_response({"success": False, "message": str(refusal)}, status=400)
+
+    async def _generate(self, body):
+        rid, ids = body["rid"], body["input_ids"]
+        self.bodies.append(body)
+        if rid in self.rids:
+            raise _Refusal(f"Duplicate request ID: {rid}")
+        self.rids.append(rid)
+        if not all(0 <= token < self.engine.vocab_size for token in ids):
+            self.kill()
+            await asyncio.Event().wait()
+        meta = {"id": rid, "weight_version": self.weight_version, "prompt_tokens": len(ids)}
+        if "logprob_start_len" in body:
+            return {"output_ids": [0], "meta_info": {**meta, **await self._scored(ids)}}
+        completion = await self._sampled(ids, body["sampling_params"])
+        rows = [[logprob, token, None] for logprob, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        version = self.weight_version
+        return {
+            "text": completion.text,
+            "output_ids": list(completion.token_ids),
+            "meta_info": {
+                **meta,
+                "weight_version": version,
+                "weight_versions": [{"version": version, "start": 0, "end": len(rows)}],
+                "finish_reason": {"type": completion.finish_reason},
+                "output_token_logprobs": rows,
+            },
+        }
+
+    async def _scored(self, ids):
+        scores = await self.engine.score(ids)
+        rows = [[logprob, token, None] for logprob, token in zip([None, *scores], ids, strict=True)]
+        return {"input_token_logprobs": rows, "finish_reason": {"type": "length"}}
+
+    async def _sampled(self, ids, params):
+        try:
+            return await self.engine.generate(
+                ids,
+                SamplingParams(
+                    max_tokens=params["max_new_tokens"],
+                    temperature=params["temperature"],
+                    top_p=params["top_p"],
+                    top_k=max(0, params["top_k"]),
+                    stop=tuple(params.get("stop", ())),
+                    stop_token_ids=tuple(params["stop_token_ids"]),
+                    seed=params["sampling_seed"],
+                    ignore_eos=params["ignore_eos"],
+                ),
+            )
+        except EngineError as error:
+            raise _Refusal(str(error)) from error
+
+    async def _update_weights_from_disk(self, body):
+        if await self.busy() and not self.paused:
+            raise _Refusal("requests are running")
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        if not files:
+            raise _Refusal(f"{body['model_path']} holds no weights")
+        try:
+            tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            self.model.load_state_dict(tensors, strict=False)
+        except (SafetensorError, RuntimeError):
+            self.kill()
+            await asyncio.Event().wait()
+        self.weight_version = str(body["weight_version"])
+        await self.engine.load(WeightRef(int(self.weight_version)))
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    async def _weights_checker(self, body):
+        digest = hashlib.blake2b(digest_size=8)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        return {"success": True, "message": "", "per_engine_checksum": digest.hexdigest()}
+
+    async def _model_info(self, body):
+        return {"weight_version": self.weight_version, "model_path": "base"}
+
+    async def _server_info(self, body):
+        return {"version": "0.5.23", "tp_size": 1, "device": "cpu"}
+
+    async def _health(self, body):
+        """It generates a token, which a paused server does not."""
+        while self.paused:
+            await asyncio.sleep(0.01)
+        return {}
+
+    async def _pause_generation(self, body):
+        self.paused = True
+        await self.engine.pause()
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    async def _continue_generation(self, body):
+        if not self.stays_paused:
+            self.paused = False
+            await self.engine.resume()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    async def _flush_cache(self, body):
+        return None
+
+    async def _release_memory_occupation(self, body):
+        return None
+
+    async def _resume_memory_occupation(self, body):
+        return None
+
+    async def _abort_request(self, body):
+        return None
+
+
+class _Refusal(Exception):
+    """A 400 with a reason."""

@@ -1,0 +1,205 @@
+"""HTTP to one server: what may pass is told apart from what will not, and no half answer is ever taken for a whole one."""
+
+import asyncio
+import gc
+import warnings
+
+import pytest
+from fault_server import (
+    FaultServer,
+    free_port,
+    half_body,
+    hang,
+    kill,
+    reset,
+    status,
+    text,
+    too_long_a_length,
+    too_short_a_length,
+)
+
+from rl4llm.core.errors import RefusedError, UnreachableError
+from rl4llm.inference.transport import NotConnectedError, Retry, Transport
+
+FAST = Retry(attempts=4, first_wait_s=0.001, longest_wait_s=0.01)
+
+
+@pytest.fixture
+def play(model, tokenizer):
+    """Runs `scene(server, transport)` in an event loop."""
+
+    def run(scene, **options):
+        async def main():
+            server = FaultServer(model, tokenizer)
+            await server.start()
+            transport = Transport(server.url, **options)
+            try:
+                return await scene(server, transport)
+            finally:
+                await transport.close()
+                await server.stop()
+
+        return asyncio.run(main())
+
+    return run
+
+
+@pytest.mark.parametrize("code", [408, 425, 429, 500, 502, 503, 504, 599])
+def test_what_may_pass_is_tried_again(play, code):
+    async def scene(server, transport):
+        server.next("/model_info", status(code), status(code))
+        answer = await FAST.run(lambda attempt: transport.get("/model_info"))
+        assert answer["weight_version"] == "default"
+        assert server.calls["/model_info"] == 3
+
+    play(scene)
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 409, 413, 422])
+def test_what_will_not_pass_is_not_tried_again_and_the_error_says_what_the_server_said(play, code):
+    async def scene(server, transport):
+        server.next("/model_info", status(code, text="input_ids: too long"))
+        with pytest.raises(RefusedError, match=rf"/model_info answered {code}: input_ids: too long"):
+            await FAST.run(lambda attempt: transport.get("/model_info"))
+        assert server.calls["/model_info"] == 1
+
+    play(scene)
+
+
+def test_attempts_are_bounded_and_the_last_failure_is_told(play):
+    async def scene(server, transport):
+        server.next("/model_info", *[status(500)] * 3, status(502, text="the last"))
+        with pytest.raises(UnreachableError, match="502: the last"):
+            await FAST.run(lambda attempt: transport.get("/model_info"))
+        assert server.calls["/model_info"] == 4
+
+    play(scene)
+
+
+def test_every_attempt_is_told_its_number(play):
+    async def scene(server, transport):
+        numbers = []
+
+        async def ask(number):
+            numbers.append(number)
+            return await transport.get("/model_info")
+
+        server.next("/model_info", status(500), status(500))
+        await FAST.run(ask)
+        assert numbers == [0, 1, 2]
+
+    play(scene)
+
+
+BROKEN = {
+    "reset": reset(),
+    "half_body": half_body(),
+    "too_long": too_long_a_length(),
+    "too_short": too_short_a_length(),
+    "html": text("<html>Bad gateway</html>"),
+    "nested": text("[" * 200_000),
+    "no_utf8": text("\ud800".encode("utf-8", "surrogatepass").decode("latin-1")),
+    "killed": kill(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BROKEN))
+def test_a_broken_answer_is_never_parsed_and_does_not_reach_the_next_request(play, name):
+    async def scene(server, transport):
+        whole = await transport.get("/server_info")
+        server.next("/model_info", BROKEN[name])
+        with pytest.raises(UnreachableError):
+            await transport.post("/model_info", {})
+        if not server.running:
+            await server.start()
+        assert await transport.get("/server_info") == whole
+
+    play(scene)
+
+
+def test_silence_ends_at_the_deadline_and_the_message_names_it(play):
+    async def scene(server, transport):
+        server.next("/model_info", hang())
+        with pytest.raises(UnreachableError, match=r"GET http://127.0.0.1:\d+/model_info did not answer within 0.2 s"):
+            await transport.get("/model_info", deadline_s=0.2)
+
+    play(scene)
+
+
+def test_an_address_where_nobody_listens_is_told_apart():
+    async def main():
+        transport = Transport(f"http://127.0.0.1:{free_port()}")
+        with pytest.raises(NotConnectedError, match="found nobody"):
+            await transport.get("/model_info")
+        await transport.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("sent", "kept"), [("7", 7.0), ("0.5", 0.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), (None, 0.0)])
+def test_retry_after_is_read(play, sent, kept):
+    async def scene(server, transport):
+        server.next("/model_info", status(503, retry_after=sent))
+        with pytest.raises(UnreachableError) as failure:
+            await transport.get("/model_info")
+        assert failure.value.retry_after_s == kept
+
+    play(scene)
+
+
+def test_waits_grow_with_jitter_and_honour_what_the_server_asked_up_to_a_limit():
+    retry = Retry(attempts=9, first_wait_s=1.0, longest_wait_s=10.0)
+    waits = [[retry.wait_s(number) for _ in range(50)] for number in range(4)]
+    for number, found in enumerate(waits):
+        assert all(0.5 * 2**number <= wait <= 2**number for wait in found)
+        assert len(set(found)) > 1
+    assert retry.wait_s(0, asked_s=7.0) == 7.0
+    assert retry.wait_s(0, asked_s=3600.0) == retry.wait_s(2000) == 10.0
+
+
+def test_a_cancelled_request_leaves_nothing_running_at_either_end(play):
+    async def scene(server, transport):
+        server.next("/model_info", hang())
+        request = asyncio.create_task(transport.get("/model_info"))
+        while not server.calls["/model_info"]:
+            await asyncio.sleep(0.01)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert await transport.get("/model_info")
+        assert len(server.connections()) == 1
+
+    play(scene)
+
+
+def test_a_key_is_sent_and_in_no_message(play):
+    async def scene(server, transport):
+        async def echo(server, request, answer):
+            assert request.headers["Authorization"] == "Bearer sesame"
+            return await status(403)(server, request, answer)
+
+        server.next("/model_info", echo)
+        with pytest.raises(RefusedError) as refusal:
+            await transport.get("/model_info")
+        assert "sesame" not in str(refusal.value)
+
+    play(scene, api_key="sesame")
+
+
+def test_one_transport_serves_one_event_loop_after_the_other(model, tokenizer):
+    transport = Transport(f"http://127.0.0.1:{free_port()}")
+
+    async def main(close):
+        server = FaultServer(model, tokenizer)
+        server.port = int(transport.base_url.rpartition(":")[2])
+        await server.start()
+        assert await transport.get("/model_info")
+        if close:
+            await transport.close()
+        await server.stop()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for close in (False, False, True):
+            asyncio.run(main(close))
+        gc.collect()
