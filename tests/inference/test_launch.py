@@ -1,0 +1,407 @@
+"""Inference servers are started with checked command lines, watched while they boot, and leave nothing behind.
+
+Most servers here are a small stand-in that forks children as real ones do, one of which hides as a daemon; one is SGLang.
+"""
+
+import ast
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+
+from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.inference.command import ENGINES, SERVERS, server_command
+from rl4llm.inference.launch import Progress, Server
+from rl4llm.inference.ports import free_port
+
+STAND_IN = r"""#!{python}
+import http.server, os, signal, sys, time
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+def note():
+    with open(option("--pids"), "a") as pids:
+        pids.write(f"{{os.getpid()}}\n")
+
+def stay(seconds=600):
+    note()
+    time.sleep(seconds)
+    os._exit(0)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+mode = option("--mode")
+if mode == "dies":
+    for number in range(100):
+        print("line", number, flush=True)
+    print("died at", time.time(), flush=True)
+    sys.exit(3)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:  # a worker
+    stay()
+if os.fork() == 0:  # a daemon: its parent dies, and it leaves the group and the session
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.setsid()
+        stay()
+    os._exit(0)
+os.wait()
+note()
+if mode == "silent":
+    print("loading weights", flush=True)
+    time.sleep(600)
+http.server.HTTPServer(("127.0.0.1", int(option("--port"))), Handler).serve_forever()
+"""
+FAMILY = 3  # processes of a stand-in
+PATIENCE_S = 30.0
+LAUNCHER = (sys.executable, "-m", "rl4llm.inference.launch_sgl_server")
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A program that takes the place of a server environment's Python."""
+    path = tmp_path / "python"
+    path.write_text(STAND_IN.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def launch(stand_in, tmp_path):
+    """Starts launchers, as a shell does; those that a test leaves are stopped after it."""
+    started = []
+
+    def start(*flags, mode="serves", command=LAUNCHER):
+        own = ["--python", stand_in, "--log", tmp_path / "log", "--pids", tmp_path / "pids", "--mode", mode, "--port", "0"]
+        process = subprocess.Popen(
+            [*command, *map(str, own), *flags], stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait()
+        process.stderr.close()
+
+
+def until(condition, what):
+    """The first true value of `condition()`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def pids(tmp_path):
+    """The processes of the stand-in, once all have said who they are; the server itself comes last to listen."""
+    path = tmp_path / "pids"
+
+    def complete():
+        lines = path.read_text().split() if path.exists() else []
+        return len(lines) == FAMILY and [int(line) for line in lines]
+
+    return until(complete, "a complete family")
+
+
+def family_of(launcher):
+    return psutil.Process(launcher.pid).children(recursive=True)
+
+
+def runs(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def server_in(family):
+    """The server itself: the child of the supervisor that the launcher started."""
+    return family[0].children()[0]
+
+
+def until_ready(launcher):
+    for line in launcher.stderr:
+        if "is ready at" in line:
+            return line.split()[4].rstrip(".")
+    raise AssertionError("the launcher ended before its server was ready")
+
+
+def until_all_are_gone(family):
+    until(lambda: not any(map(runs, family)), f"the end of {family}")
+
+
+def end(way, launcher, family):
+    if way == "crash":
+        server_in(family).kill()
+    elif way == "ctrl-c":  # a terminal sends it to the whole group
+        os.killpg(launcher.pid, signal.SIGINT)
+    else:
+        launcher.send_signal(signal.SIGTERM if way == "sigterm" else signal.SIGKILL)
+    return launcher.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("way, code", [("ctrl-c", 130), ("sigterm", 143), ("kill -9", -9), ("crash", 1)])
+@pytest.mark.parametrize("moment", ["ready", "ready again", "ready once more", "booting", "still booting"])
+def test_no_process_is_left_on_any_exit(launch, tmp_path, way, code, moment):
+    launcher = launch(mode="serves" if moment.startswith("ready") else "silent")
+    noted = pids(tmp_path)
+    if moment.startswith("ready"):
+        until_ready(launcher)
+    family = family_of(launcher)
+    assert set(noted) < {process.pid for process in family}
+    assert end(way, launcher, family) == code
+    until_all_are_gone(family)
+
+
+def test_the_command_of_the_package_serves_too(launch, tmp_path):
+    launcher = launch(command=(sys.executable, "-m", "rl4llm", "serve"))
+    url = until_ready(launcher)
+    assert urllib.request.urlopen(f"{url}/health").status == 200
+    assert int(url.rsplit(":", 1)[1]) < 32768
+    family = family_of(launcher)
+    assert end("ctrl-c", launcher, family) == 130
+    assert "sglang is stopped." in launcher.stderr.read()
+    until_all_are_gone(family)
+
+
+def test_a_server_that_dies_at_boot_shows_the_end_of_its_log_within_five_seconds(launch):
+    launcher = launch(mode="dies")
+    assert launcher.wait(PATIENCE_S) == 1
+    ended = time.time()
+    output = launcher.stderr.read()
+    assert "exit code 3" in output
+    assert re.findall(r"^line (\d+)$", output, re.MULTILINE) == [str(number) for number in range(61, 100)]
+    assert ended - float(re.search(r"died at ([\d.]+)", output)[1]) < 5
+
+
+def test_a_server_that_dies_later_is_reported_with_its_exit_code_and_log(launch):
+    launcher = launch()
+    until_ready(launcher)
+    server_in(family_of(launcher)).send_signal(signal.SIGABRT)
+    assert launcher.wait(PATIENCE_S) == 1
+    assert re.search(rf"died, exit code {128 + signal.SIGABRT}\.\nThe last \d+ lines of .*log:", launcher.stderr.read())
+
+
+def test_a_server_that_never_answers_is_stopped_at_the_deadline(launch, tmp_path):
+    launcher = launch("--ready-within", "1", mode="silent")
+    pids(tmp_path)
+    family = family_of(launcher)
+    assert launcher.wait(PATIENCE_S) == 1
+    assert "was not ready within 1 s" in launcher.stderr.read()
+    assert not any(map(runs, family))
+
+
+def test_a_taken_port_is_refused_before_the_boot_and_its_holder_is_named(launch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        launcher = launch("--port", str(port))
+        assert launcher.wait(PATIENCE_S) == 1
+    output = launcher.stderr.read()
+    assert f"Port {port} on 127.0.0.1 is taken by process {os.getpid()}" in output
+    assert "--port" in output
+    assert not (tmp_path / "pids").exists()
+
+
+def stand_in_server(stand_in, tmp_path, mode, **options):
+    port = free_port("127.0.0.1")
+    words = [stand_in, "--mode", mode, "--port", port, "--pids", tmp_path / "pids"]
+    return Server([str(word) for word in words], port=port, log=tmp_path / "log", **options), port
+
+
+class _Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_another_server_that_took_the_port_meanwhile_is_not_mistaken_for_ours(stand_in, tmp_path):
+    server, port = stand_in_server(stand_in, tmp_path, "silent")
+    with ThreadingHTTPServer(("127.0.0.1", port), _Healthy, bind_and_activate=False) as other:
+
+        def take():
+            pids(tmp_path)
+            other.server_bind()
+            other.server_activate()
+            other.serve_forever()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        with pytest.raises(EngineError, match=rf"process {os.getpid()} .* took port {port}"):
+            server.__enter__()
+        other.shutdown()
+        thread.join()
+    assert not any(map(psutil.pid_exists, pids(tmp_path)))
+
+
+def test_a_server_that_does_not_want_to_end_is_killed_after_its_grace(stand_in, tmp_path):
+    server, _ = stand_in_server(stand_in, tmp_path, "stubborn", grace_s=0.3)
+    with server:
+        server.check()
+        family = pids(tmp_path)
+    assert server.exit_code == 128 + signal.SIGKILL
+    assert not any(map(psutil.pid_exists, family))
+    server.stop()
+
+
+def test_a_killed_supervisor_takes_the_server_with_it(stand_in, tmp_path):
+    server, _ = stand_in_server(stand_in, tmp_path, "serves")
+    with server:
+        family = [psutil.Process(pid) for pid in pids(tmp_path)]
+        supervisor = next(process.parent() for process in family if process.pid == family[-1].pid)
+        while "rl4llm.inference.supervise" not in supervisor.cmdline():
+            supervisor = supervisor.parent()
+        supervisor.kill()
+        assert server.wait(PATIENCE_S) is not None
+    until_all_are_gone(family)
+
+
+def test_an_exception_inside_the_block_stops_the_server_and_passes_on(stand_in, tmp_path):
+    server, _ = stand_in_server(stand_in, tmp_path, "serves")
+    with pytest.raises(ZeroDivisionError), server:
+        family = pids(tmp_path)
+        _ = 1 / 0
+    assert not any(map(psutil.pid_exists, family))
+
+
+def test_the_boot_is_reported_with_its_seconds_and_the_last_line_of_the_log(stand_in, tmp_path):
+    seen = []
+    server, _ = stand_in_server(stand_in, tmp_path, "silent", ready_within_s=1, report=lambda *it: seen.append(it))
+    server.log.write_text("of an earlier server\n")
+    with pytest.raises(EngineError, match=r"The last 1 lines of .*log:\nloading weights$"):
+        server.__enter__()
+    assert seen[-1][1] == "loading weights"
+    assert seen[-1][0] > seen[0][0] >= 0
+    assert "of an earlier server" not in {line for _, line in seen}
+
+
+def test_progress_is_a_line_every_ten_seconds_where_there_is_no_terminal(capsys):
+    progress = Progress("sglang")
+    for seconds in (0.5, 9.9, 10.1, 10.6, 20.2):
+        progress(seconds, "Load weight begin.")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["sglang boots: 10 s  Load weight begin.", "sglang boots: 20 s  Load weight begin."]
+
+
+def words(*flags, engine="sglang", **options):
+    """The command line after the interpreter."""
+    return server_command(engine, flags, python=sys.executable, **options).words[1:]
+
+
+def test_every_flag_of_the_server_goes_through_as_it_is(launch, tmp_path):
+    given = ["--tp", "2", "--cpu-offload-gb=4", "--py-spy", "--log-level", "info", "--model-path", "m", "-x", '{"a": 1}']
+    launcher = launch(*given)
+    until_ready(launcher)
+    server = server_in(family_of(launcher)).cmdline()
+    start = server.index("sglang.launch_server")
+    assert [word for word in server[start + 1 : -4] if word in given] == given
+    assert server[-4:-1] == ["--host", "127.0.0.1", "--port"]
+
+
+def test_the_checked_address_is_the_one_that_holds():
+    command = server_command("sglang", ["--port", "21000", "--host=127.0.0.1", "--port=21001", "-v"], python=sys.executable)
+    assert command.words[-5:] == ("-v", "--host", "127.0.0.1", "--port", "21001")
+    assert (command.host, command.port) == ("127.0.0.1", 21001)
+    assert words("--model-path", "m")[-1] == "30000"
+    assert words("m", engine="vllm")[-4:] == ("--host", "127.0.0.1", "--port", "8000")
+    assert 0 < server_command("sglang", ["--port", "0"], python=sys.executable).port < 32768
+    with pytest.raises(ConfigError, match="--port many is not accepted"):
+        words("--port", "many")
+
+
+def test_a_cpu_server_gets_what_it_needs_unless_told_otherwise():
+    line = words("--model-path", "m", "--dtype", "bfloat16", cpu=True)
+    assert line[0].endswith("sglang_cpu.py")
+    assert line.count("--dtype") == 1
+    assert line[line.index("--device") + 1] == "cpu"
+    assert "--lora-backend" not in line
+    adapted = words("--enable-lora", cpu=True)
+    assert adapted[adapted.index("--lora-backend") + 1] == "torch_native"
+    assert "--device" not in words("--model-path", "m")
+    assert words("m", engine="vllm", cpu=True)[:3] == ("-m", "vllm.entrypoints.cli.main", "serve")
+
+
+def test_a_cpu_server_is_said_to_be_for_tests_and_small_models(launch):
+    launcher = launch("--cpu", mode="dies")
+    launcher.wait(PATIENCE_S)
+    assert "On a CPU: for tests and small models only." in launcher.stderr.read()
+
+
+def test_the_servers_python_is_named_by_an_option_or_by_the_environment(monkeypatch, stand_in):
+    monkeypatch.setenv("RL4LLM_SGLANG_PYTHON", str(stand_in))
+    command = server_command("sglang")
+    assert command.words[0] == str(stand_in)
+    assert command.environment["PATH"].startswith(f"{stand_in.parent}:")
+    assert server_command("sglang", python=sys.executable).words[0] == sys.executable
+    with pytest.raises(ConfigError, match=r"'/no/python' is no program.*install_vllm_cpu.sh.*RL4LLM_VLLM_PYTHON"):
+        server_command("vllm", python="/no/python")
+    with pytest.raises(ConfigError, match="Did you mean 'sglang'"):
+        server_command("sglan")
+
+
+def test_vllm_finds_the_worker_extension_that_it_is_told_of():
+    command = server_command("vllm", ["m"], python=sys.executable)
+    module, name = ENGINES["vllm"].flags["--worker-extension-cls"].split(".")
+    tree = ast.parse((SERVERS / f"{module}.py").read_text())
+    assert name in [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert str(SERVERS) in command.environment["PYTHONPATH"].split(os.pathsep)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "gpu-node-3"])
+def test_a_server_that_others_reach_needs_a_key(host):
+    with pytest.raises(ConfigError, match="without a key is not accepted"):
+        words("--host", "127.0.0.1", f"--host={host}")
+    with pytest.raises(ConfigError, match="checks no key"):
+        words("--host", host, "--api-key", "k", "--tokenizer-worker-num", "2")
+    with pytest.raises(ConfigError, match="on /v1 only"):
+        words("m", "--host", host, "--api-key", "k", engine="vllm")
+    assert words("--host", host, "--api-key", "k")[-4:] == ("--host", host, "--port", "30000")
+    assert "secret" not in repr(server_command("sglang", ["--host", host, "--admin-api-key=secret"], python=sys.executable))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_a_server_that_only_this_machine_reaches_needs_no_key(host):
+    assert words("--host", host)[-3] == host
+
+
+@pytest.mark.sglang
+def test_sglang_boots_on_a_cpu_answers_and_leaves_nothing(model_dir, tmp_path):
+    python = os.environ.get("RL4LLM_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("RL4LLM_SGLANG_PYTHON does not name the Python of an environment with SGLang")
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "v_proj"]
+    command = [*LAUNCHER, "--cpu", "--model-path", str(model_dir), "--port", "0", "--log", str(tmp_path / "log"), *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            url = until_ready(launcher)
+            body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+            request = urllib.request.Request(
+                f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            assert len(json.load(urllib.request.urlopen(request))["output_ids"]) == 4
+            family = family_of(launcher)
+            assert len(family) >= 4
+        finally:
+            launcher.terminate()
+        assert launcher.wait(PATIENCE_S) == 143
+    assert not any(map(runs, family))
