@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.inference.local import LocalClient
+from rl4llm.quickstart.model import build_model
 
 
 def status(code, *, retry_after=None, text="scripted"):
@@ -49,10 +50,12 @@ def hang():
     return fault
 
 
-def reset():
-    """A TCP reset instead of an answer."""
+def reset(*, after=False):
+    """A TCP reset instead of an answer, before or after what was asked was done."""
 
     async def fault(server, request, answer):
+        if after:
+            await answer()
         sock = request.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         request.transport.abort()
@@ -98,7 +101,8 @@ def edited(change):
 
     async def fault(server, request, answer):
         found = await answer()
-        return web.json_response(change(found) or found)
+        changed = change(found)
+        return web.json_response(changed if isinstance(changed, dict) else found)
 
     return fault
 
@@ -145,6 +149,18 @@ def done_but_denied():
         return web.json_response({"success": False, "message": "scripted"}, status=400)
 
     return fault
+
+
+def small_model(tokenizer, seed=0):
+    """Weights that differ by seed."""
+    return build_model(tokenizer, seed=seed, hidden_size=32, num_layers=1).eval()
+
+
+def write_weights(root, tokenizer, versions):
+    """Directories with different weights by version, as a trainer publishes them."""
+    for version in versions:
+        small_model(tokenizer, seed=version).save_pretrained(root / f"v{version}")
+    return {version: WeightRef(version, "full", str(root / f"v{version}")) for version in versions}
 
 
 def free_port():

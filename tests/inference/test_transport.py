@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import warnings
 
 import pytest
 from fault_server import (
@@ -186,6 +185,7 @@ def test_a_key_is_sent_and_in_no_message(play):
     play(scene, api_key="sesame")
 
 
+@pytest.mark.filterwarnings("error")
 def test_one_transport_serves_one_event_loop_after_the_other(model, tokenizer):
     transport = Transport(f"http://127.0.0.1:{free_port()}")
 
@@ -198,8 +198,6 @@ def test_one_transport_serves_one_event_loop_after_the_other(model, tokenizer):
             await transport.close()
         await server.stop()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for close in (False, False, True):
-            asyncio.run(main(close))
-        gc.collect()
+    for close in (False, False, True):
+        asyncio.run(main(close))
+    gc.collect()
