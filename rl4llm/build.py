@@ -38,6 +38,7 @@ from rl4llm.inference.server import ServerClient
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.score import check_examples
+from rl4llm.sync.cohost import CohostedClient, CohostPublisher
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
 from rl4llm.sync.memory import MemoryPublisher
@@ -263,6 +264,7 @@ def _client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
     engine = ENGINES[options.pop("name")]
     if not issubclass(engine, ServerClient):
         return with_options("inference", engine, options, model, tokenizer, deterministic=config.deterministic)
+    cohost = options.pop("cohost", False)
     urls = options.pop("url", engine.usual_url())
     text = model.config.get_text_config()
     options.setdefault("context_length", text.max_position_embeddings)
@@ -270,13 +272,16 @@ def _client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
         with_options("inference", engine, options, url, tokenizer, vocab_size=model.get_input_embeddings().num_embeddings)
         for url in ([urls] if isinstance(urls, str) else urls)
     ]
-    return clients[0]
+    client = clients[0]
+    return CohostedClient(client) if cohost else client
 
 
 def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any, tracker: RunTracker) -> BasePublisher:
     """The way that weights take, and the one they take when it fails."""
     sync = config.sync
     store = WeightStore(Path(sync.dir) if sync.dir else run.weights_dir, keep=sync.keep)
+    if isinstance(client, CohostedClient):
+        return CohostPublisher(client, FilesystemPublisher(client, store, tokenizer.save_pretrained))
     first = PUBLISHERS[client.usual_publisher if sync.name == "auto" else sync.name](client, store, tokenizer)
     if sync.fallback is None:
         return first

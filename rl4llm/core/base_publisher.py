@@ -15,5 +15,8 @@ class BasePublisher(ABC):
     async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
         """Have every engine take over the backend's weights as `version`; raises EngineError or WeightsError."""
 
+    async def lend_device(self, backend: BaseBackend) -> None:
+        """The trainer is about to compute; engines that share its device make room. May be called again at any time."""
+
     async def close(self) -> None:
         """Release what publishing needed."""

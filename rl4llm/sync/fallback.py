@@ -25,6 +25,9 @@ class FallbackPublisher(BasePublisher):
             self._warn(f"Version {version} went the fallback way (sync.fallback), since the first one failed: {error}")
             return await self._second.publish(backend, version)
 
+    async def lend_device(self, backend: BaseBackend) -> None:
+        await self._first.lend_device(backend)
+
     async def close(self) -> None:
         await self._first.close()
         await self._second.close()

@@ -27,9 +27,13 @@ class FilesystemPublisher(BasePublisher):
     async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
         """Have all servers hold `version`; raises WeightsError when it cannot be written whole, and EngineError."""
         weight_ref = await asyncio.to_thread(self.write, backend, version)
-        with self._store.lease(version):
-            await self._client.load(weight_ref)
+        await self.hand_over(weight_ref)
         return weight_ref
+
+    async def hand_over(self, weight_ref: WeightRef) -> None:
+        """Have all servers load a version of the store, which is kept as long as that takes."""
+        with self._store.lease(weight_ref.version):
+            await self._client.load(weight_ref)
 
     def write(self, backend: BaseBackend, version: int) -> WeightRef:
         """Put a version into the store, and read it back."""

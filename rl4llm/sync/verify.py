@@ -30,10 +30,17 @@ class Canary:
         self._token_ids_BT = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
         self._tolerance = tolerance or TOLERANCES[dtype]
 
+    def expected(self, backend: BaseBackend) -> Tensor:
+        """The trainer's own log-probs (sequences, length - 1); to be asked for while it is on its device."""
+        return backend.forward(_batch(self._token_ids_BT))[:, 1:].cpu()
+
     async def verify(self, backend: BaseBackend, client: BaseClient, weight_ref: WeightRef) -> float:
+        """`compare` with what the backend says now."""
+        return await self.compare(self.expected(backend), client, weight_ref)
+
+    async def compare(self, expected_BT: Tensor, client: BaseClient, weight_ref: WeightRef) -> float:
         """The largest difference in nats over all engines of `client`; raises StaleWeightsError when one of them is beyond
         the tolerance, or reports another version than was published."""
-        expected_BT = backend.forward(_batch(self._token_ids_BT))[:, 1:].cpu()
         found = await asyncio.gather(*(self._ask(engine, expected_BT, weight_ref) for engine in client.engines()))
         return max(found)
 

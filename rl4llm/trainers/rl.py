@@ -127,6 +127,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def prepare(self, collected: RolloutResult) -> list[list[TrainBatch]]:
         """Credits, packed batches, reference pass, advantages: for each optimizer step of this rollout."""
         with self.clock("prepare"):
+            self._run(self.inference.publisher.lend_device(self.backend))
             groups = [group for group in collected.groups if self.algorithm.keep(group)]
             groups = self._with_kl_in_reward(groups)
             shares = [share for share in _split(groups, self.batching.updates_per_rollout) if share]
@@ -149,11 +150,16 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         )
 
     def publish(self) -> None:
+        publisher, canary, client = self.inference.publisher, self.inference.canary, self.inference.client
         with self.clock("publish"):
-            weight_ref = self._run(self.inference.publisher.publish(self.backend, self.step))
-        if self.inference.canary is not None:
+            self._run(publisher.lend_device(self.backend))
+        with self.clock("verify"):  # what the trainer says, while it is on its device
+            expected_BT = canary.expected(self.backend) if canary else None
+        with self.clock("publish"):
+            weight_ref = self._run(publisher.publish(self.backend, self.step))
+        if canary:
             with self.clock("verify"):
-                self._run(self.inference.canary.verify(self.backend, self.inference.client, weight_ref))
+                self._run(canary.compare(expected_BT, client, weight_ref))
         self._moved = False
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:

@@ -1,0 +1,112 @@
+"""One device for engine and trainer: the order in which they give it to each other, and what is refused out of order."""
+
+import asyncio
+
+import pytest
+
+from rl4llm.backends.models import load_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import EngineError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.sync.cohost import CohostedClient, CohostPublisher, State
+from rl4llm.sync.filesystem import FilesystemPublisher
+from rl4llm.sync.store import WeightStore
+from rl4llm.testing import ScriptedClient
+
+
+@pytest.fixture
+def parts(model, tokenizer, tmp_path):
+    """(log of calls, the engine on a shared device, its publisher, the trainer's backend)"""
+    calls = []
+
+    class Engine(ScriptedClient):
+        async def sleep(self, tags=("weights", "kv_cache")):
+            calls.append(("engine sleeps", *tags))
+
+        async def wake(self, tags=("weights", "kv_cache")):
+            calls.append(("engine wakes", *tags))
+
+        async def load(self, weight_ref):
+            assert (tmp_path / f"v{weight_ref.version:06d}" / "manifest.json").exists()
+            calls.append(("engine loads", weight_ref.version))
+            await super().load(weight_ref)
+
+    class Backend(TorchBackend):
+        def onload(self):
+            calls.append(("trainer takes the device",))
+
+        def offload(self):
+            calls.append(("trainer leaves the device",))
+
+    client = CohostedClient(Engine(tokenizer, {"": ["yes"]}))
+    publisher = CohostPublisher(client, FilesystemPublisher(client, WeightStore(tmp_path)))
+    return calls, client, publisher, Backend(load_model(model), lr=1e-3)
+
+
+HANDOVER = [
+    ("engine sleeps", "weights", "kv_cache"),
+    ("trainer takes the device",),
+    ("trainer leaves the device",),
+    ("engine wakes", "weights"),
+]
+
+
+def test_every_step_gives_the_device_from_hand_to_hand_in_one_order(parts):
+    calls, client, publisher, backend = parts
+
+    async def steps():
+        await publisher.publish(backend, 0)
+        await client.generate([5], SamplingParams())
+        await publisher.lend_device(backend)  # the update begins
+        await publisher.lend_device(backend)
+        await publisher.publish(backend, 1)
+        await client.generate([5], SamplingParams())
+
+    asyncio.run(steps())
+    expected = [[*HANDOVER, ("engine loads", version), ("engine wakes", "kv_cache")] for version in (0, 1)]
+    assert calls == expected[0] + expected[1]
+
+
+def test_nothing_is_generated_between_waking_and_loading(parts):
+    _, client, _, _ = parts
+    params = SamplingParams()
+
+    async def refused(match):
+        for question in (client.generate([5], params), client.score([5, 6])):
+            with pytest.raises(EngineError, match=match):
+                await question
+
+    async def walk():
+        await client.generate([5], params)
+        await client.sleep()
+        await refused("is asleep, so it cannot")
+        with pytest.raises(EngineError, match="cannot load"):
+            await client.load(WeightRef(1, "full", "/nowhere"))
+        with pytest.raises(EngineError, match="cannot wake kv_cache"):
+            await client.wake(("kv_cache",))
+        await client.wake(("weights",))
+        await refused("is awake, without weights, so it cannot")
+        with pytest.raises(EngineError, match="cannot wake kv_cache"):
+            await client.wake(("kv_cache",))
+        with pytest.raises(EngineError, match="cannot sleep"):
+            await client.sleep()
+
+    asyncio.run(walk())
+    assert client.state is State.EMPTY
+
+
+def test_a_load_that_fails_leaves_an_engine_that_does_not_answer(parts):
+    _, client, publisher, backend = parts
+
+    async def fail(weight_ref):
+        raise EngineError("the server died")
+
+    client._client.load = fail
+
+    async def walk():
+        with pytest.raises(EngineError, match="died"):
+            await publisher.publish(backend, 3)
+        with pytest.raises(EngineError, match="without weights"):
+            await client.generate([5], SamplingParams())
+
+    asyncio.run(walk())
