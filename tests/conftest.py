@@ -1,12 +1,14 @@
 """What tests share: a small model and tokenizer, built once, of which each test takes a copy; a full disk."""
 
 import copy
+import os
 import resource
 from contextlib import contextmanager
 
 import pytest
 import torch
 
+from rl4llm.inference.launch import launch
 from rl4llm.quickstart.model import build_model, build_tokenizer
 
 TEXTS = [
@@ -37,6 +39,22 @@ def model_dir(_model, tokenizer, tmp_path_factory):
     _model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def _python_of(engine):
+    """The Python of a real server's environment; without one, the test is skipped with the reason."""
+    variable = f"RL4LLM_{engine.upper()}_PYTHON"
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} does not name the Python of an environment with {engine}; scripts/test.sh makes one")
+    return os.environ[variable]
+
+
+@pytest.fixture(scope="session")
+def sglang_url(model_dir):
+    """A real SGLang server with the small model, one for all tests of a run."""
+    flags = ["--model-path", str(model_dir), "--port", "0"]
+    with launch("sglang", flags, python=_python_of("sglang"), cpu=True, ready_within_s=300) as server:
+        yield server.url
 
 
 @pytest.fixture(autouse=True)

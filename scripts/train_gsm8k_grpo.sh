@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# GRPO on GSM8K through an inference server: first the server, then the trainer; both are stopped at the end.
+#
+#   scripts/train_gsm8k_grpo.sh [key.sub=value ...]                    # keys of the configuration
+#   MODEL=models/small scripts/train_gsm8k_grpo.sh data.path=DIRECTORY_WITH_train.jsonl_AND_test.jsonl max_steps=3
+#
+#   MODEL         a Hugging Face directory or name (default: Qwen/Qwen2.5-0.5B-Instruct)
+#   ENGINE, PORT  sglang or vllm (default: sglang), and where it listens (default: 30000)
+#   SERVER_FLAGS  further flags of the server, such as "--tp 2"
+set -euo pipefail
+here="$PWD"
+keys=("$@")
+set --
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+. "$root/scripts/server.sh"
+cd "$here"
+model="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" engine="${ENGINE:-sglang}" port="${PORT:-30000}"
+
+start_server "$engine" "$port" "$model" ${SERVER_FLAGS:-}
+rl4llm train "$root/configs/gsm8k_grpo.yaml" model.path="$model" \
+  inference.name="$engine" inference.url="http://127.0.0.1:$port" ${keys[@]+"${keys[@]}"}
