@@ -31,6 +31,7 @@ class Held:
     version: int
     ids: tuple[str, ...]
     logprobs_mode: str
+    adapters_leak: bool
 
 
 class FreshReads(Generic[T]):
@@ -67,7 +68,8 @@ class VLLMClient(ServerClient):
     Versions: completions carry none, so the workers are asked before and after each; one that spans a change of the weights
     counts as a failed attempt. `load` therefore lets requests under way end first, and new ones wait.
 
-    LoRA: each version is an adapter with a name of its own, which later requests name; nothing has to pause.
+    LoRA: each version is an adapter with a name of its own, which later requests name; nothing has to pause. While a server
+    on a CPU holds adapters, requests for the model itself are refused, since vLLM applies an adapter to them as well.
 
     Args:
         model: the name that the server serves the model under; left out, the server is asked.
@@ -106,6 +108,7 @@ class VLLMClient(ServerClient):
         before = await self._reads.get()
         check_convention(before.logprobs_mode, params)
         adapter = self._adapter
+        self._check_base(before, adapter)
         body = {
             "model": adapter or await self._served_model(),
             "prompt": prompt_ids,
@@ -120,7 +123,9 @@ class VLLMClient(ServerClient):
         if sampled.finish_reason == "abort" and request_id not in self._aborted:
             raise UnreachableError(f"{self.base_url} gave up request {request_id} before it was done.")
         self._aborted.discard(request_id)
-        if (await self._reads.get()).ids != before.ids:
+        after = await self._reads.get()
+        self._check_base(after, adapter)
+        if after.ids != before.ids:
             raise UnreachableError(f"{self.base_url} changed its weights during request {request_id}.")
         return sampled
 
@@ -154,10 +159,10 @@ class VLLMClient(ServerClient):
     async def pause(self, mode: str = "wait") -> None:
         """Stop generating; new requests wait. Those under way: "wait" lets them end, "abort" ends them, so that they are
         sampled again, "keep" freezes them. The prefix cache is forgotten, except by "keep"."""
-        await self._admin(f"/pause?mode={mode}")
+        await self._again_if_needed(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
-        await self._admin("/resume")
+        await self._again_if_needed("/resume")
 
     async def abort(self, request_id: str = "") -> None:
         """End one request, or without an id all of this client; they return what they have, as "abort"."""
@@ -168,7 +173,7 @@ class VLLMClient(ServerClient):
 
     async def flush(self) -> None:
         """Forget the prefix cache; raises EngineError while requests use it."""
-        answer = await self._admin("/reset_prefix_cache")
+        answer = await self._again_if_needed("/reset_prefix_cache")
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise EngineError(f"{self.base_url} could not reset its prefix cache: requests are using it. Pause first.")
 
@@ -222,7 +227,9 @@ class VLLMClient(ServerClient):
                 await self._unload_unused()
 
     async def _score(self, token_ids: list[int]) -> list[float]:
-        check_convention((await self._reads.get()).logprobs_mode, SamplingParams())
+        held = await self._reads.get()
+        check_convention(held.logprobs_mode, SamplingParams())
+        self._check_base(held, self._adapter)
         body = {
             "model": self._adapter or await self._served_model(),
             "prompt": token_ids,
@@ -237,6 +244,13 @@ class VLLMClient(ServerClient):
         pairs = zip(rows[1:], token_ids[1:], strict=True)
         scores = [_field(_field(row, str(token), "score"), "logprob", "score") for row, token in pairs]
         return [float("nan") if score is None else _number(score) for score in scores]
+
+    def _check_base(self, held: Held, adapter: str | None) -> None:
+        if adapter is None and held.adapters_leak:
+            raise EngineError(
+                f"{self.base_url} holds LoRA adapters, and on a CPU vLLM applies them to requests for the model itself too. "
+                "Name an adapter, load full weights, or ask another server."
+            )
 
     async def _served_model(self) -> str:
         """The name to ask for, after a check that the server's context is as long as ours."""
@@ -263,11 +277,11 @@ class VLLMClient(ServerClient):
         name = adapter_name(self._adapter_prefix, weight_ref)
         before = await self._adapters()
         if name not in before:
-            await self._admin("/v1/load_lora_adapter", {"lora_name": name, "lora_path": weight_ref.path})
+            problem = await self._change_adapters("load", {"lora_name": name, "lora_path": weight_ref.path})
             if name not in await self._adapters():
                 raise EngineError(
                     f"{self.base_url} was told to load version {weight_ref.version} from {weight_ref.path}, and does not "
-                    "list it. Look for the reason in the server's log."
+                    f"list it afterwards. {problem or ''} Look for the reason in the server's log."
                 )
         self._adapter = name
         self._adapters_to_unload.discard(name)
@@ -281,14 +295,21 @@ class VLLMClient(ServerClient):
         return {item["id"] for item in models if item.get("parent") and ours.fullmatch(str(item.get("id")))}
 
     async def _unload_unused(self) -> None:
-        """Unload what is superseded and not in use; what cannot be unloaded now is tried again after the next request."""
-        for name in [name for name in self._adapters_to_unload if not self._adapters_used[name]]:
-            self._adapters_to_unload.discard(name)
-            try:
-                with suppress(RefusedError):  # gone already
-                    await self._admin("/v1/unload_lora_adapter", {"lora_name": name})
-            except UnreachableError:
-                self._adapters_to_unload.add(name)
+        """Unload what is superseded and not in use; what the server then still lists is tried again later."""
+        unused = {name for name in self._adapters_to_unload if not self._adapters_used[name]}
+        for name in unused:
+            await self._change_adapters("unload", {"lora_name": name})
+        if unused:
+            with suppress(EngineError):
+                self._adapters_to_unload -= unused - await self._adapters()
+
+    async def _change_adapters(self, verb: str, body: Mapping[str, Any]) -> EngineError | None:
+        """What went wrong, if anything did. vLLM answers with a plain sentence, so what it lists afterwards decides."""
+        try:
+            await self._admin(f"/v1/{verb}_lora_adapter", body)
+        except EngineError as error:
+            return error
+        return None
 
     async def _read_held(self) -> Held:
         return await self._ask_workers("rl4llm_state", deadline_s=30)
@@ -305,6 +326,10 @@ class VLLMClient(ServerClient):
             if "has no attribute" in str(error) and method in str(error):
                 raise EngineError(f"{error} {START}: --worker-extension-cls.") from error
             raise
+
+    async def _again_if_needed(self, path: str) -> Any:
+        """An operator's request that does no harm when it is repeated."""
+        return await self.retry.run(lambda _: self._admin(path))
 
     async def _admin(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """An operator's request, one attempt: half-done work must not be repeated without looking."""
@@ -326,7 +351,7 @@ def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
     elif logprobs_mode == "raw_logprobs":
         if temperature not in (0.0, 1.0):
             raise ConfigError(
-                f"temperature={temperature:g}: a vLLM server with --logprobs-mode raw_logprobs, its default, gives log-probs "
+                f"temperature={temperature:g}: a vLLM server with --logprobs-mode raw_logprobs, its default, gives those "
                 "at temperature 1. Start it with --logprobs-mode processed_logprobs and set top_p=1 and top_k=0."
             )
     else:
@@ -396,7 +421,8 @@ def _held(answer: Any) -> Held:
     versions = {int(_field(worker, "version", "/collective_rpc")) for worker in workers}
     ids = tuple(str(_field(worker, "id", "/collective_rpc")) for worker in workers)
     mode = str(_field(workers[0], "logprobs_mode", "/collective_rpc"))
-    return Held(versions.pop() if len(versions) == 1 else NEVER_LOADED, ids, mode)
+    leak = any(worker.get("adapters_leak") for worker in workers)
+    return Held(versions.pop() if len(versions) == 1 else NEVER_LOADED, ids, mode, leak)
 
 
 def _models(answer: Any) -> list[Mapping[str, Any]]:

@@ -10,7 +10,10 @@ the server before it: a server that was restarted says -1, and so does one whose
 """
 
 import secrets
+from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 NEVER_LOADED = -1
 
@@ -20,6 +23,7 @@ class WeightsExtension:
 
     rl4llm_version = NEVER_LOADED
     rl4llm_state_id = ""
+    rl4llm_shapes: dict[str, tuple[int, ...]] | None = None
 
     def rl4llm_state(self) -> dict[str, Any]:
         """The version of the weights, an id that changes with every change of theirs, and how log-probs are computed."""
@@ -29,14 +33,22 @@ class WeightsExtension:
             "version": self.rl4llm_version,
             "id": self.rl4llm_state_id,
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
+            "adapters_leak": self._rl4llm_adapters_leak(),
         }
 
     def rl4llm_load(self, path: str, version: str) -> dict[str, Any]:
-        """Replace the weights by those of a Hugging Face directory."""
+        """Replace the weights by those of a Hugging Face directory.
+
+        What it holds is checked first, since vLLM does not survive a load that fails half-way.
+        """
+        shapes = shapes_of(Path(path))
+        if self.rl4llm_shapes not in (None, shapes):
+            raise ValueError(f"{path} is refused, the weights stay: {difference(self.rl4llm_shapes, shapes)}")
         self._rl4llm_hold(NEVER_LOADED)  # also what stays when loading fails: half of them may be new
         self.reload_weights(weights_path=path)
         if self.device.type == "cpu":
             self._rl4llm_pack_again()
+        self.rl4llm_shapes = shapes
         self._rl4llm_hold(int(version))
         return self.rl4llm_state()
 
@@ -49,6 +61,10 @@ class WeightsExtension:
         self.rl4llm_version = version
         self.rl4llm_state_id = secrets.token_hex(8)
 
+    def _rl4llm_adapters_leak(self) -> bool:
+        """Whether requests without an adapter may be given one: vLLM's arithmetic for CPUs does that in batches."""
+        return self.device.type == "cpu" and bool(self.vllm_config.lora_config) and bool(self.list_loras())
+
     def _rl4llm_pack_again(self) -> None:
         """On a CPU, layers compute with a packed copy of their weight, which a reload leaves as it was."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -57,3 +73,23 @@ class WeightsExtension:
             weight = getattr(module, "weight", None)
             if "cpu_linear" in vars(module) and weight is not None and weight.ndim == 2 and weight.numel():
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a directory's tensors; raises for a file that is missing or cut short."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{directory} holds no safetensors files, seen from the server.")
+    shapes = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def difference(known: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]) -> str:
+    """The first tensor in which two lists differ, in words."""
+    for name in sorted(known.keys() | given.keys()):
+        if known.get(name) != given.get(name):
+            return f"{name} has shape {given.get(name)}, and had {known.get(name)} in the version before"
+    return ""
