@@ -157,6 +157,7 @@ class Server:
     def _start(self) -> None:
         supervisor = [sys.executable, "-m", "rl4llm.inference.supervise", str(os.getpid()), str(self._grace_s)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.exit_code = None
         with open(self.log, "ab") as log:
             self._log_start = log.tell()
             self._supervisor = subprocess.Popen(
@@ -182,6 +183,7 @@ class Server:
                     f"{self.name} was not ready within {self._ready_within_s:g} s: {self.url}/health did not answer 200. "
                     f"Next: find the reason in its log, or give it longer with --ready-within.\n{self.last_words()}"
                 )
+            self._take_note()
             self._report(seconds, self._last_line())
         self._take_note()
         self._check_that_it_is_ours()

@@ -52,6 +52,7 @@ if mode == "dies":
     sys.exit(3)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note()
 if os.fork() == 0:  # a worker
     stay()
 if os.fork() == 0:  # a daemon: its parent dies, and it leaves the group and the session
@@ -61,7 +62,6 @@ if os.fork() == 0:  # a daemon: its parent dies, and it leaves the group and the
         stay()
     os._exit(0)
 os.wait()
-note()
 if mode == "silent":
     print("loading weights", flush=True)
     time.sleep(600)
@@ -111,7 +111,7 @@ def until(condition, what):
 
 
 def pids(tmp_path):
-    """The processes of the stand-in, once all have said who they are; the server itself comes last to listen."""
+    """The processes of the stand-in, once all have said who they are: the server first."""
     path = tmp_path / "pids"
 
     def complete():
@@ -268,12 +268,22 @@ def test_a_killed_supervisor_takes_the_server_with_it(stand_in, tmp_path):
     server, _ = stand_in_server(stand_in, tmp_path, "serves")
     with server:
         family = [psutil.Process(pid) for pid in pids(tmp_path)]
-        supervisor = next(process.parent() for process in family if process.pid == family[-1].pid)
-        while "rl4llm.inference.supervise" not in supervisor.cmdline():
-            supervisor = supervisor.parent()
-        supervisor.kill()
+        family[0].parent().kill()
         assert server.wait(PATIENCE_S) is not None
     until_all_are_gone(family)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_the_server_ends_when_launcher_and_supervisor_are_both_killed(launch, tmp_path):
+    launcher = launch()
+    until_ready(launcher)
+    server, *children = [psutil.Process(pid) for pid in pids(tmp_path)]
+    server.parent().suspend()
+    launcher.kill()
+    server.parent().kill()
+    until_all_are_gone([server])
+    for child in children:  # nobody is left to end them; SGLang's end with their parent
+        child.kill()
 
 
 def test_an_exception_inside_the_block_stops_the_server_and_passes_on(stand_in, tmp_path):
