@@ -33,6 +33,7 @@ from rl4llm.inference.ports import check_free, describe, holder, url_of
 LAST_LINES = 40  # of a dead server's log, in the error
 LONGEST_LINE = 400  # SGLang prints all its options in one line of 20,000 characters
 TAIL_BYTES = 65536
+SUPERVISE = Path(__file__).with_name("supervise.py")  # a path, which holds in whatever directory this process is
 LOOK_S = 0.5
 HEALTH_DEADLINE_S = 4.0
 
@@ -155,7 +156,7 @@ class Server:
         return "\n".join([f"The last {len(lines)} lines of {self.log}:", *lines]) if lines else f"{self.log} is empty."
 
     def _start(self) -> None:
-        supervisor = [sys.executable, "-m", "rl4llm.inference.supervise", str(os.getpid()), str(self._grace_s)]
+        supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(self._grace_s)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.exit_code = None
         with open(self.log, "ab") as log:

@@ -1,6 +1,6 @@
 """Stands between a launcher and its server, so that no process of the server outlives either of them.
 
-    python -m rl4llm.inference.supervise LAUNCHER_PID GRACE_S COMMAND ...
+    python supervise.py LAUNCHER_PID GRACE_S COMMAND ...
 
 It starts the command in a process group of its own and waits for the first of three: the server ends, the launcher asks
 it to stop (SIGTERM), the launcher is gone, killed with -9 perhaps. Then the server is asked to end, killed after
