@@ -252,8 +252,8 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
     )
     _say(f"{server.name} starts; its log is {server.log}")
     try:
-        with server:
-            progress.clear()
+        with contextlib.closing(progress), server:
+            progress.close()
             _say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
             server.wait()
             server.check()
@@ -281,7 +281,7 @@ class Progress:
             self._next_s += self._every_s
             _say(text)
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Leave the line empty for what comes next."""
         if self._terminal:
             sys.stderr.write("\r\033[K")

@@ -86,11 +86,9 @@ def launch(stand_in, tmp_path):
     """Starts launchers, as a shell does; those that a test leaves are stopped after it."""
     started = []
 
-    def start(*flags, mode="serves", command=LAUNCHER):
+    def start(*flags, mode="serves", command=LAUNCHER, stderr=subprocess.PIPE):
         own = ["--python", stand_in, "--log", tmp_path / "log", "--pids", tmp_path / "pids", "--mode", mode, "--port", "0"]
-        process = subprocess.Popen(
-            [*command, *map(str, own), *flags], stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        process = subprocess.Popen([*command, *map(str, own), *flags], stderr=stderr, text=True, start_new_session=True)
         started.append(process)
         return process
 
@@ -98,7 +96,8 @@ def launch(stand_in, tmp_path):
     for process in started:
         process.terminate()
         process.wait()
-        process.stderr.close()
+        if process.stderr:
+            process.stderr.close()
 
 
 def until(condition, what):
@@ -311,6 +310,23 @@ def test_progress_is_a_line_every_ten_seconds_where_there_is_no_terminal(capsys)
         progress(seconds, "Load weight begin.")
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["sglang boots: 10 s  Load weight begin.", "sglang boots: 20 s  Load weight begin."]
+
+
+def test_progress_stays_on_one_line_of_a_terminal_and_leaves_it_empty(launch, tmp_path):
+    ours, theirs = os.openpty()
+    launcher = launch(mode="silent", stderr=theirs)
+    os.close(theirs)
+    pids(tmp_path)
+    shown = b""
+    while b" s  loading weights" not in shown:
+        shown += os.read(ours, 4096)
+    assert end("ctrl-c", launcher, family_of(launcher)) == 130
+    shown += os.read(ours, 4096)
+    os.close(ours)
+    first, *rest = shown.decode().split("\r\n")
+    assert first.startswith("sglang starts")
+    assert rest[0].startswith("\r\033[Ksglang boots: ")
+    assert rest[0].endswith("\r\033[Ksglang is stopped.")
 
 
 def words(*flags, engine="sglang", **options):
