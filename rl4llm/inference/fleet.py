@@ -272,6 +272,9 @@ class FleetClient(BaseClient):
     async def version(self) -> int:
         return min(await self._ask_all(lambda client: client.version()))
 
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+
     def engines(self) -> Sequence[BaseClient]:
         """The servers in the pool; those that are out prove their weights before they come back."""
         return tuple(member.client for member in self._pool())

@@ -10,18 +10,20 @@ import asyncio
 import copy
 import hashlib
 import json
+import math
 import random
 import socket
 import struct
 from collections import Counter
 from pathlib import Path
 
-from aiohttp import web
+import torch
+from aiohttp import ClientError, ClientSession, web
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rl4llm.core.errors import EngineError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.inference.local import LocalClient
 from rl4llm.quickstart.model import build_model
 
@@ -141,6 +143,27 @@ def lie():
     return fault
 
 
+def slow(seconds):
+    """The right answer, late."""
+
+    async def fault(server, request, answer):
+        await asyncio.sleep(seconds)
+        return web.json_response(await answer())
+
+    return fault
+
+
+def done_but_damaged():
+    """What was asked is done, and a weight is another one afterwards."""
+
+    async def fault(server, request, answer):
+        found = await answer()
+        server.damage(0.5)
+        return web.json_response(found)
+
+    return fault
+
+
 def done_but_denied():
     """What was asked is done, and reported as a failure."""
 
@@ -239,6 +262,12 @@ class FaultServer:
         """The network is back; what was sent into the partition is lost."""
         self.partitioned = False
 
+    def damage(self, value):
+        """Change a weight behind everybody's back."""
+        with torch.no_grad():
+            next(self.model.parameters())[:] = value
+        self.engine._engine.take_weights(self.engine._engine.version)
+
     def connections(self):
         """The open ones."""
         return [item for item in self._runner.server.connections if item.transport is not None]
@@ -279,7 +308,7 @@ class FaultServer:
             return {"output_ids": [0], "meta_info": {**meta, **await self._scored(ids)}}
         completion = await self._sampled(ids, body["sampling_params"])
         rows = [[logprob, token, None] for logprob, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-        version = self.weight_version
+        version = "default" if completion.version < 0 else str(completion.version)  # the oldest that had a part in it
         return {
             "text": completion.text,
             "output_ids": list(completion.token_ids),
@@ -313,7 +342,10 @@ class FaultServer:
                 ),
             )
         except EngineError as error:
-            raise _Refusal(str(error)) from error
+            if "not finite" not in str(error):
+                raise _Refusal(str(error)) from error
+            count = params["max_new_tokens"]  # the embedded engine says so; SGLang goes on
+            return Completion("", (0,) * count, (math.nan,) * count, "length", self.engine._engine.version)
 
     async def _update_weights_from_disk(self, body):
         if await self.busy() and not self.paused:
@@ -371,6 +403,44 @@ class FaultServer:
 
     async def _abort_request(self, body):
         return None
+
+
+class Router:
+    """A router in front of servers: requests go to them in turn, 503 when the one whose turn it is cannot be reached."""
+
+    def __init__(self, servers):
+        self.port = free_port()
+        self.calls = Counter()
+        self._servers, self._runner = servers, None
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self):
+        self._session = ClientSession()
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+
+    async def stop(self):
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+            await self._session.close()
+
+    async def _pass_on(self, request):
+        number, self.calls[request.path] = self.calls[request.path], self.calls[request.path] + 1
+        if request.path == "/health":
+            return web.Response()
+        server = self._servers[number % len(self._servers)]
+        try:
+            async with self._session.post(server.url + request.path, data=await request.read()) as answer:
+                return web.Response(body=await answer.read(), status=answer.status)
+        except ClientError:
+            return web.Response(status=503)
 
 
 class _Refusal(Exception):

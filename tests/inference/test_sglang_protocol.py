@@ -375,22 +375,3 @@ def test_a_cancelled_request_frees_its_row_and_its_name(play):
         assert (await client.generate(PROMPT, PARAMS)).finish_reason == "length"
 
     play(scene)
-
-
-def test_the_synchronous_form_leaves_no_connection_open(base, tokenizer):
-    """Each call has an event loop of its own."""
-    server = FaultServer(base, tokenizer)
-
-    class Booting(SGLangClient):
-        async def generate(self, *args, **kwargs):
-            if not server.running:
-                await server.start()
-            return await super().generate(*args, **kwargs)
-
-        async def disconnect(self):
-            await super().disconnect()
-            await server.stop()
-
-    client = Booting(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)
-    one, two = (client.generate_batch([PROMPT] * 3, [PARAMS.replace(seed=seed) for seed in range(3)]) for _ in range(2))
-    assert one == two
