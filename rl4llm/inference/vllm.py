@@ -20,6 +20,7 @@ T = TypeVar("T")
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 NEVER_LOADED = -1
 FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
+SETTLE_S = 1.0  # for requests that ended before an update to find out that they did
 LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature and only its log says so
 START = "Start the server with scripts/launch_vllm.sh, or with what it passes"
 
@@ -100,34 +101,20 @@ class VLLMClient(ServerClient):
         self._adapter: str | None = None
         self._adapters_used: Counter[str] = Counter()
         self._adapters_to_unload: set[str] = set()
+        self._samples: set[asyncio.Future[None]] = set()
+        self._draining: set[asyncio.Future[None]] = set()
         self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._reads = FreshReads(self._read_held)
 
     async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
-        before = await self._reads.get()
-        check_convention(before.logprobs_mode, params)
-        adapter = self._adapter
-        self._check_base(before, adapter)
-        body = {
-            "model": adapter or await self._served_model(),
-            "prompt": prompt_ids,
-            "request_id": request_id,
-            "logprobs": 0,
-            "return_token_ids": True,
-            **_sampling(params),
-        }
-        answer = await self._post_completion(body, request_id, adapter)
-        version = before.version if adapter is None else _adapter_version(adapter)
-        sampled = _sampled(answer, request_id, version)
-        if sampled.finish_reason == "abort" and request_id not in self._aborted:
-            raise UnreachableError(f"{self.base_url} gave up request {request_id} before it was done.")
-        self._aborted.discard(request_id)
-        after = await self._reads.get()
-        self._check_base(after, adapter)
-        if after.ids != before.ids:
-            raise UnreachableError(f"{self.base_url} changed its weights during request {request_id}.")
-        return sampled
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._samples.add(done)
+        try:
+            return await self._sample(prompt_ids, params, request_id)
+        finally:
+            self._samples.discard(done)
+            done.set_result(None)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.check_prompt(token_ids)
@@ -149,6 +136,8 @@ class VLLMClient(ServerClient):
             await self._load_adapter(weight_ref)
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
+        if self._draining:  # they ended; a version that changes before they asked for it would have them sampled again
+            await asyncio.wait(self._draining, timeout=SETTLE_S)
         await self._ask_workers("rl4llm_load", str(weight_ref.path), str(weight_ref.version))
         await self.flush()
         if self._adapter is not None:
@@ -159,6 +148,7 @@ class VLLMClient(ServerClient):
     async def pause(self, mode: str = "wait") -> None:
         """Stop generating; new requests wait. Those under way: "wait" lets them end, "abort" ends them, so that they are
         sampled again, "keep" freezes them. The prefix cache is forgotten, except by "keep"."""
+        self._draining = set(self._samples) if mode == "wait" else set()
         await self._again_if_needed(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
@@ -209,6 +199,31 @@ class VLLMClient(ServerClient):
             "logprobs_mode": held.logprobs_mode,
             "sleeping": await self.is_sleeping(),
         }
+
+    async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+        before = await self._reads.get()
+        check_convention(before.logprobs_mode, params)
+        adapter = self._adapter
+        self._check_base(before, adapter)
+        body = {
+            "model": adapter or await self._served_model(),
+            "prompt": prompt_ids,
+            "request_id": request_id,
+            "logprobs": 0,
+            "return_token_ids": True,
+            **_sampling(params),
+        }
+        answer = await self._post_completion(body, request_id, adapter)
+        version = before.version if adapter is None else _adapter_version(adapter)
+        sampled = _sampled(answer, request_id, version)
+        if sampled.finish_reason == "abort" and request_id not in self._aborted:
+            raise UnreachableError(f"{self.base_url} gave up request {request_id} before it was done.")
+        self._aborted.discard(request_id)
+        after = await self._reads.get()
+        self._check_base(after, adapter)
+        if after.ids != before.ids:
+            raise UnreachableError(f"{self.base_url} changed its weights during request {request_id}.")
+        return sampled
 
     async def _post_completion(self, body: Mapping[str, Any], request_id: str, adapter: str | None) -> Any:
         self._running.add(request_id)
