@@ -33,9 +33,11 @@ from rl4llm.data.prompts import PromptStream
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.rollout import Rollout
+from rl4llm.inference.fleet import FleetClient
 from rl4llm.inference.local import LocalClient
 from rl4llm.inference.server import ServerClient
 from rl4llm.inference.sglang import SGLangClient
+from rl4llm.inference.vllm import VLLMClient
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.score import check_examples
 from rl4llm.sync.cohost import CohostedClient, CohostPublisher
@@ -55,6 +57,7 @@ GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arith
 ENGINES: Registry[type[BaseClient]] = Registry("inference.name")
 ENGINES.register("local")(LocalClient)
 ENGINES.register("sglang")(SGLangClient)
+ENGINES.register("vllm")(VLLMClient)
 
 PUBLISHERS: Registry[Callable[[BaseClient, WeightStore, Any], BasePublisher]] = Registry("sync.name")
 
@@ -236,6 +239,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
 
     def make(run: RunDir) -> RLTrainer:
         tracker = _tracker(config, run)
+        client.report_to(tracker.warn)
         return RLTrainer(
             inference=Inference(
                 client=client,
@@ -265,15 +269,17 @@ def _client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
     if not issubclass(engine, ServerClient):
         return with_options("inference", engine, options, model, tokenizer, deterministic=config.deterministic)
     cohost = options.pop("cohost", False)
-    urls = options.pop("url", engine.usual_url())
+    urls, router = options.pop("url", engine.usual_url()), options.pop("router", None)
     text = model.config.get_text_config()
     options.setdefault("context_length", text.max_position_embeddings)
-    clients = [
-        with_options("inference", engine, options, url, tokenizer, vocab_size=model.get_input_embeddings().num_embeddings)
-        for url in ([urls] if isinstance(urls, str) else urls)
-    ]
-    client = clients[0]
-    return CohostedClient(client) if cohost else client
+    vocab_size = model.get_input_embeddings().num_embeddings
+
+    def make(url: str) -> ServerClient:
+        return with_options("inference", engine, options, url, tokenizer, vocab_size=vocab_size)
+
+    clients = [make(url) for url in ([urls] if isinstance(urls, str) else urls)]
+    fleet = FleetClient(clients, router=make(router) if router else None)
+    return CohostedClient(fleet) if cohost else fleet
 
 
 def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any, tracker: RunTracker) -> BasePublisher:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl4llm import __version__
-from rl4llm.core.errors import ConfigError, RL4LLMError
+from rl4llm.core.errors import ConfigError, EnginesDownError, RL4LLMError
 
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop before it was done; the same command goes on with it
 
@@ -23,6 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
+    except EnginesDownError as error:
+        Console(stderr=True, markup=False, highlight=False).print(
+            f"{error}\nThe same command goes on from the last checkpoint."
+        )
+        return STOPPED
     except RL4LLMError as error:
         if arguments.debug:
             raise

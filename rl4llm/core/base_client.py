@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
@@ -45,6 +45,13 @@ class BaseClient(ABC):
     @abstractmethod
     async def version(self) -> int:
         """The version of the weights that the engine holds; -1 before the first load."""
+
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        """Where to send lines that the user should see, such as that a server is gone."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the logs, counted since the start."""
+        return {}
 
     def engines(self) -> Sequence[BaseClient]:
         """Every engine behind this client, for the canary to question each; a single one is its own."""

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, StaleWeightsError, UnreachableError
-from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.inference.member import Homes, Member, MovedError, Patience, StaleReplyError, Trip
 from rl4llm.inference.server import DamagedReplyError, DoubleReplyError, RequestNames, ServerClient
 from rl4llm.inference.transport import NotConnectedError, Retry
 
@@ -27,149 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ask = Callable[[ServerClient], Awaitable[T]]
-
-OVER_SHARE = 1.25  # conversations that a server may have, relative to its share
-GROUP_SLACK = 8  # and beyond that, so that a group is not split for the sake of a few rows
 TOO_SLOW = "it did not tell its health in time"
-REST = Retry(first_wait_s=1.0, longest_wait_s=10.0)
-
-
-class StaleReplyError(UnreachableError):
-    """A reply sampled from other weights than its server was proven to hold."""
-
-
-class MovedError(UnreachableError):
-    """A request was taken from a server that left the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """What the fleet puts up with, and for how long.
-
-    `failures_in_a_row` take a server out. Its health is asked for every `check_every_s`, and must be told within
-    `check_deadline_s`. A server that is out is tried again after a rest, which grows. While no server is left, a line is
-    warned every `warn_every_s`, and after `all_down_limit_s` the fleet gives up.
-    """
-
-    failures_in_a_row: int = 3
-    check_every_s: float = 5.0
-    check_deadline_s: float = 30.0
-    rest: Retry = REST
-    warn_every_s: float = 10.0
-    all_down_limit_s: float = 1800.0
-
-
-class Member:
-    """One server's standing in the fleet. `version` is the one that it was last proven to hold."""
-
-    def __init__(self, client: ServerClient):
-        self.client = client
-        self.in_pool = True
-        self.suspect = False  # its weights are to be compared again
-        self.reason = ""
-        self.version: int | None = None
-        self.checksum: str | None = None
-        self.failures = 0  # in a row
-        self.strikes = 0  # how often it left the pool or was tried in vain since its last good reply
-        self.replies = 0
-        self.ready_at = 0.0  # it asked not to be asked before
-        self.sessions = 0
-        self._under_way: set[asyncio.Task[Any]] = set()
-        self.bind()
-
-    def __str__(self) -> str:
-        return self.client.base_url
-
-    def bind(self) -> None:
-        """Belong to another event loop."""
-        self.lock = asyncio.Lock()  # of what changes its weights or its standing
-        self._poked = asyncio.Event()
-        self._under_way.clear()
-
-    async def run(self, request: Coroutine[Any, Any, T]) -> T:
-        """A request's result; raises MovedError when the server leaves the pool meanwhile."""
-        task = asyncio.create_task(request)
-        self._under_way.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-            raise MovedError(f"{self} left the pool: {self.reason}") from None
-        finally:
-            self._under_way.discard(task)
-
-    def give_up_requests(self) -> None:
-        """Have whoever waits for this server ask another one."""
-        for task in self._under_way:
-            task.cancel()
-
-    def worked(self) -> None:
-        """A good reply came."""
-        self.failures = self.strikes = 0
-        self.replies += 1
-
-    def poke(self) -> None:
-        """Have its caretaker look now."""
-        self._poked.set()
-
-    async def wait(self, seconds: float) -> None:
-        """Until it is poked, or for so long."""
-        self._poked.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._poked.wait()
-        except TimeoutError:
-            return
-
-
-class Homes:
-    """Which server has the cache of which conversation.
-
-    The conversations of one prompt go to the same server, unless it has far more than its share: rendezvous hashing
-    (Thaler, Ravishankar 1998) with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018).
-    """
-
-    def __init__(self) -> None:
-        self.moved = 0
-        self.of: dict[str, Member] = {}
-
-    def place(self, session: str, options: Sequence[Member]) -> Member:
-        """The server of a session's next request: where it was before, if that is one of the options."""
-        home = self.of.get(session)
-        if home in options:
-            return home
-        if home is not None:
-            self.moved += 1
-            home.sessions -= 1
-        self.of[session] = chosen = self._choose(session, options)
-        chosen.sessions += 1
-        return chosen
-
-    def release(self, session: str) -> None:
-        """The conversation is over."""
-        home = self.of.pop(session, None)
-        if home is not None:
-            home.sessions -= 1
-
-    @staticmethod
-    def _choose(session: str, options: Sequence[Member]) -> Member:
-        prompt = session.rpartition("/")[0] or session
-        ranked = sorted(options, key=lambda member: derive_seed(prompt, str(member)), reverse=True)
-        total = 1 + sum(member.sessions for member in options)
-        bound = math.ceil(OVER_SHARE * total / len(options)) + GROUP_SLACK
-        return next((member for member in ranked if member.sessions < bound), ranked[0])
-
-
-@dataclass(slots=True)
-class Trip:
-    """One request's way from server to server."""
-
-    session: str
-    tried: list[Member] = field(default_factory=list)
-    attempts: int = 0
-    failures: int = 0
-    rounds: int = 0
 
 
 class FleetClient(BaseClient):
@@ -213,7 +69,8 @@ class FleetClient(BaseClient):
         self._counts: Counter[str] = Counter()
         self._target: WeightRef | None = None
         self._checksum: str | None = None
-        self._resting = False  # paused or asleep on purpose
+        self._paused = False
+        self._asleep: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._caretakers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -290,25 +147,26 @@ class FleetClient(BaseClient):
             await member.client.release(session)
 
     async def pause(self) -> None:
-        self._resting = True
+        self._paused = True
         await self._ask_all(lambda client: client.pause())
 
     async def resume(self) -> None:
-        self._resting = False
+        self._paused = False
         await self._ask_all(lambda client: client.resume())
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        self._resting = True
+        self._asleep |= set(tags)
         await self._ask_all(lambda client: client.sleep(tags))
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        self._resting = False
         await self._ask_all(lambda client: client.wake(tags))
+        self._asleep -= set(tags)
 
     async def health(self) -> dict[str, Any]:
         """Which servers are in the pool, and why the others are not, after asking each that is in."""
         self._start()
-        await asyncio.gather(*(self._check(member) for member in self._pool()))
+        if not self._resting:
+            await asyncio.gather(*(self._check(member) for member in self._pool()))
         out = {str(member): member.reason for member in self._servers if not member.in_pool}
         if not self._pool():
             raise EngineError(f"No server can serve: {out}.")
@@ -331,6 +189,11 @@ class FleetClient(BaseClient):
     async def close(self) -> None:
         await self.disconnect()
         await asyncio.gather(*(member.client.close() for member in self._everyone()))
+
+    @property
+    def _resting(self) -> bool:
+        """Whether the servers are paused or asleep on purpose, and not to be asked for their health."""
+        return self._paused or bool(self._asleep)
 
     def _everyone(self) -> list[Member]:
         return [*self._servers, *([self._router] if self._router else [])]
@@ -399,6 +262,8 @@ class FleetClient(BaseClient):
         if error.retry_after_s > 0:  # busy, by its own account
             member.ready_at = time.monotonic() + min(error.retry_after_s, self._retry.longest_wait_s)
             return
+        if isinstance(error, MovedError):
+            return
         member.failures += 1
         damaged = isinstance(error, DamagedReplyError | StaleReplyError)
         if damaged and member is self._router:  # which of the servers it was is for their caretakers to find out
@@ -406,7 +271,7 @@ class FleetClient(BaseClient):
                 server.suspect = True
                 server.poke()
         elif damaged or isinstance(error, NotConnectedError) or member.failures >= self._patience.failures_in_a_row:
-            self._leave(member, str(error))
+            self._leave(member, str(error), move=damaged)
 
     def _held(self, member: Member) -> int | None:
         """The oldest version that a reply to a request sent now may come from."""
@@ -439,7 +304,8 @@ class FleetClient(BaseClient):
 
     async def _ask_one(self, member: Member, ask: Ask[T]) -> tuple[bool, T | None]:
         try:
-            return True, await ask(member.client)
+            async with member.lock:  # not in the midst of a health check
+                return True, await ask(member.client)
         except UnreachableError as error:
             self._leave(member, str(error), move=True)
             return False, None
@@ -479,9 +345,8 @@ class FleetClient(BaseClient):
 
     def _leave(self, member: Member, reason: str, *, move: bool = False) -> None:
         """A server gets no more requests; with `move`, those that it has go elsewhere."""
-        member.reason = reason
         if member.in_pool:
-            member.in_pool = False
+            member.in_pool, member.reason = False, reason
             member.strikes += 1
             self._counts["left"] += 1
             self._warn(f"Server {member} leaves the pool of {len(self._servers)}: {reason}")
@@ -539,7 +404,7 @@ class FleetClient(BaseClient):
                 if member.in_pool:
                     await member.wait(self._patience.check_every_s)
             else:
-                await asyncio.sleep(self._patience.rest.wait_s(min(member.strikes, 10)))
+                await asyncio.sleep(self._patience.rest.wait_s(max(0, member.strikes - 1)))
                 await self._bring_back(member)
 
     async def _check(self, member: Member) -> None:

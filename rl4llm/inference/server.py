@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import ConfigError, EngineError, UnreachableError
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 from rl4llm.inference.transport import Retry, Transport
 
@@ -174,7 +174,7 @@ class ServerClient(BaseClient):
             await self.pause()
             try:
                 await self.load_weights(weight_ref)
-            except RefusedError as error:
+            except EngineError as error:
                 await self.flush()  # what is cached may be of the old weights
                 return error
             return None

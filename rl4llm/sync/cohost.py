@@ -8,7 +8,7 @@ Between waking and loading the engine holds whatever was in that memory. It answ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -99,6 +99,12 @@ class CohostedClient(BaseClient):
 
     async def close(self) -> None:
         await self._client.close()
+
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        self._client.report_to(warn)
+
+    def metrics(self) -> dict[str, float]:
+        return self._client.metrics()
 
     def engines(self) -> Sequence[BaseClient]:
         return self._client.engines()

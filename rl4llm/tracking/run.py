@@ -81,12 +81,14 @@ class RunTracker:
         *,
         tokens: int,
         credits: Sequence[Sequence[float]] | None = None,
+        counts: Mapping[str, float] | None = None,
     ) -> None:
-        """Log one finished step; `tokens` is how many it trained on or sampled, for tokens/s."""
+        """Log one finished step; `tokens` is how many it trained on or sampled, for tokens/s; engines count `counts`."""
         times = self.clock.lap()
         metrics = {
             **(summarize(groups, failed) if groups or failed else {}),
             **_merged(updates),
+            **(counts or {}),
             **times,
             "tokens/s": tokens / max(times.get("time/step", 0.0), 1e-9),
             **self._resources.metrics(),

@@ -165,7 +165,10 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
         credits = [self.algorithm.credits(group).tolist() for group in collected.groups]
-        self.tracker.step(self.step, collected.groups, collected.failed, metrics, tokens=tokens, credits=credits)
+        counts = self.inference.client.metrics()
+        self.tracker.step(
+            self.step, collected.groups, collected.failed, metrics, tokens=tokens, credits=credits, counts=counts
+        )
 
     def evaluate(self) -> None:
         """Measure on the held-out prompts."""
