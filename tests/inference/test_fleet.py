@@ -28,7 +28,8 @@ from fault_server import (
 from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, RefusedError, StaleWeightsError, UnreachableError
 from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import SamplingParams, TensorSpec
-from rl4llm.inference.fleet import FleetClient, Patience
+from rl4llm.inference.fleet import FleetClient
+from rl4llm.inference.member import Patience
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.inference.transport import Retry
 from rl4llm.sync.store import WeightStore
@@ -428,6 +429,19 @@ def test_a_stale_server_behind_a_router_cannot_slip_in_a_sample(play, undisturbe
     play(story, router=True, check_every_s=1000.0)
 
 
+def test_damaged_weights_behind_a_router_are_found_and_loaded_again(play, undisturbed):
+    async def story(scene):
+        sick, _ = scene.servers
+        sick.damage(float("nan"))
+        assert_same(await rollout(scene.fleet, prompts=2), undisturbed)
+        await scene.until(lambda: sick.calls["/update_weights_from_disk"] == 2)
+        await scene.is_back(sick)
+        assert scene.fleet.metrics()["fleet/left"] == 1
+
+    retry = Retry(attempts=30, first_wait_s=0.01, longest_wait_s=0.05)
+    play(story, router=True, direct=False, check_every_s=1000.0, retry=retry)
+
+
 def test_a_server_that_restarted_with_other_weights_between_two_requests_gives_no_sample(play, undisturbed):
     async def story(scene):
         for server in scene.servers:
@@ -682,7 +696,7 @@ def test_a_lost_server_moves_only_its_own_groups(play):
     play(story, 3)
 
 
-def test_what_is_for_all_servers_reaches_all(play):
+def test_what_is_for_all_servers_reaches_all(play, weights):
     async def story(scene):
         await scene.fleet.pause()
         assert all(server.paused for server in scene.servers)
@@ -690,10 +704,15 @@ def test_what_is_for_all_servers_reaches_all(play):
         assert len(scene.pool()) == 3
         await scene.fleet.resume()
         assert not any(server.paused for server in scene.servers)
-        await scene.fleet.sleep(("kv_cache",))
+        await scene.fleet.sleep()
+        asked = [server.calls["/health"] for server in scene.servers]
+        await scene.fleet.wake(("weights",))
+        await scene.fleet.load(weights[2])
+        await asyncio.sleep(0.2)
+        assert [server.calls["/health"] for server in scene.servers] == asked  # it would generate a token
         await scene.fleet.wake(("kv_cache",))
         for path in ("/release_memory_occupation", "/resume_memory_occupation"):
-            assert [server.calls[path] for server in scene.servers] == [1, 1, 1]
+            assert len({server.calls[path] for server in scene.servers}) == 1
         assert (await scene.fleet.health())["out"] == {}
         scores = [await engine.score(PROMPT) for engine in scene.fleet.engines()]
         assert len(scores) == 3
