@@ -364,7 +364,7 @@ def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
                 f"gives log-probs after these filters, and training needs those before. {other} top_p=1 and top_k=0."
             )
     elif logprobs_mode == "raw_logprobs":
-        if temperature > 5:
+        if temperature not in (0.0, 1.0):
             raise ConfigError(
                 f"temperature={temperature:g}: a vLLM server with --logprobs-mode raw_logprobs, its default, gives those "
                 "at temperature 1. Start it with --logprobs-mode processed_logprobs and set top_p=1 and top_k=0."
