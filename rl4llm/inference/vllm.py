@@ -57,7 +57,7 @@ class FreshReads(Generic[T]):
 
 
 class VLLMClient(ServerClient):
-    """One vLLM server (0.10 or newer) with ``VLLM_SERVER_DEV_MODE=1`` and the worker extension of rl4llm.
+    """One vLLM server (tested with 0.32) with ``VLLM_SERVER_DEV_MODE=1`` and the worker extension of rl4llm.
 
         client = VLLMClient("http://127.0.0.1:8000", tokenizer, vocab_size=151936, context_length=4096)
         completion = await client.generate(prompt_ids, SamplingParams(max_tokens=64))
