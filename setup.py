@@ -11,8 +11,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").r
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.16,<1"],
     "wandb": ["wandb>=0.31,<1"],
-    "sglang": ["sglang>=0.4.6", "torch-memory-saver>=0.0.8"],
-    "vllm": ["vllm>=0.8"],
+    "sglang": ["sglang>=0.5.2", "torch-memory-saver>=0.0.8"],
+    "vllm": ["vllm>=0.32"],
     "grpc": ["grpcio>=1.66,<2", "protobuf>=5"],
     "dev": ["pytest>=8,<10", "ruff>=0.8"],
 }

@@ -34,6 +34,7 @@ class SGLangClient(ServerClient):
     broadcast; the other arguments are those of `ServerClient`.
     """
 
+    publishers = ("filesystem", "tensor", "distributed")
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
 

@@ -2,15 +2,12 @@
 
 import asyncio
 import copy
-import json
 
 import pytest
 import torch
 
-from rl4llm.api import GRPOTrainer
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.sglang import SGLangClient
@@ -186,35 +183,6 @@ def test_a_request_id_that_is_used_twice_is_refused_and_ours_never_are(client):
     run(client, work)
 
 
-class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
-
-    def __init__(self, name="vowels", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_grpo_learns_through_the_server(sglang_url, model_dir, tmp_path, way):
-    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
-    GRPOTrainer(
-        str(model_dir),
-        rows,
-        [Vowels()],
-        output={"dir": str(tmp_path)},
-        inference={"name": "sglang", "url": sglang_url},
-        sync={"name": way},
-        rollout={"prompts": 4, "group_size": 16, "max_tokens": 8},
-        training={"lr": 6e-3},
-        mismatch={"stop_above": 1e-4},
-        max_steps=25,
-    ).train()
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    rewards = [step["reward/mean"] for step in steps]
-    assert rewards[0] < 0.2
-    assert sum(rewards[-3:]) / 3 > 0.6
-    assert all(step["mismatch/max"] < 1e-4 and step["mismatch/ess"] > 0.999 for step in steps)
-    assert all("time/verify" in step for step in steps)
+def test_grpo_learns_through_the_server(sglang_url, model_dir, learns, tmp_path, way):
+    learns(model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, way)
