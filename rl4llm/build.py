@@ -28,6 +28,7 @@ from rl4llm.core.registry import Registry
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.data.arithmetic import arithmetic_rows
+from rl4llm.data.demonstrations import check_demonstrations
 from rl4llm.data.load import load_rows
 from rl4llm.data.pack import plan_table
 from rl4llm.data.prompts import PromptStream
@@ -83,6 +84,9 @@ def _in_requests(client: BaseClient, store: WeightStore, tokenizer: Any) -> Base
 def _by_broadcast(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
     return TensorPublisher(client, "distributed")
 
+
+LOOKED_AT = 256
+"""Of so many of the longest demonstrations it is checked before a run that they can be learned from."""
 
 MAY_CHANGE = (
     "max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.", "mismatch.",
@@ -231,6 +235,8 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
     batching = _batching(config, algorithm, tokenizer)
     backend = _backend(config, given.model)
+    context_length = backend.model.config.get_text_config().max_position_embeddings
+    check_demonstrations(renderer, _longest(dataset, LOOKED_AT), context_length)
 
     def make(run: RunDir) -> SFTTrainer:
         tracker = _tracker(config, run)
@@ -491,8 +497,7 @@ def _plan(
     config: Config, batching: Batching, rows: Any, renderer: Renderer, new_tokens: int, context_length: int
 ) -> list[dict[str, Any]]:
     """How prompts x samples become micro-batches; raises ConfigError when they cannot."""
-    by_size = sorted(range(len(rows)), key=lambda number: -sum(len(item.content) for item in _messages(rows[number])))
-    longest = max(len(renderer.first(_messages(rows[number]))) for number in by_size[:16])
+    longest = max(len(renderer.first(_messages(row))) for row in _longest(rows, 16))
     new_tokens = min(new_tokens, context_length - longest)
     return plan_table(
         prompts=config.rollout.prompts,
@@ -507,3 +512,9 @@ def _plan(
 
 def _messages(row: Mapping[str, Any]) -> list[ChatMessage]:
     return [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row["messages"]]
+
+
+def _longest(rows: Any, count: int) -> list[Mapping[str, Any]]:
+    """The rows with the most text."""
+    by_size = sorted(range(len(rows)), key=lambda number: -sum(len(item.content) for item in _messages(rows[number])))
+    return [rows[number] for number in by_size[:count]]

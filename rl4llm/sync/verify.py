@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import StaleWeightsError
+from rl4llm.core.errors import StaleWeightsError, UnreachableError
 from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import TrainBatch, WeightRef
 
@@ -45,8 +45,13 @@ class Canary:
     async def compare(self, expected_BT: Tensor, client: BaseClient, weight_ref: WeightRef) -> float:
         """The largest difference in nats over all engines of `client`; raises StaleWeightsError when one of them is beyond
         the tolerance, or reports another version than was published."""
-        found = await asyncio.gather(*(self._ask(engine, expected_BT, weight_ref) for engine in client.engines()))
-        return max(found)
+        questions = [self._ask(engine, expected_BT, weight_ref) for engine in client.engines()]
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        lost = [answer for answer in answers if isinstance(answer, UnreachableError)]
+        for answer in answers:
+            if isinstance(answer, BaseException) and (answer not in lost or len(lost) == len(answers)):
+                raise answer  # one that cannot be reached is the fleet's affair, while others serve
+        return max(answer for answer in answers if not isinstance(answer, BaseException))
 
     async def _ask(self, engine: BaseClient, expected_BT: Tensor, weight_ref: WeightRef) -> float:
         version = await engine.version()
