@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -99,6 +101,22 @@ class Renderer:
         """What the policy said, as the content of its message: a thought that the generation prompt opened included."""
         return self._opened + completion_text
 
+    def completion_text(self, messages: Sequence[ChatMessage]) -> str:
+        """What a policy must sample to say the last of `messages`, the inverse of `content`; the end of turn is left out.
+
+        Tool calls are written as the template writes them. Raises DataError where no completion could have said it.
+        """
+        *history, message = messages
+        if message.tool_calls:
+            return self._calling_text(history, message)
+        if not message.content.startswith(self._opened):
+            raise DataError(
+                f"The generation prompt opens {self._opened!r}, but message {len(history)}, the assistant's, begins with "
+                f"{message.content[:30]!r}. Next step: give the message its thought, {self._opened!r} included, or switch "
+                "thinking off in the template's arguments, where it can be."
+            )
+        return message.content.removeprefix(self._opened)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands: nothing is added in front or behind."""
         return self._template.encode(text)
@@ -113,6 +131,23 @@ class Renderer:
             return None
         count = len(self.first(messages))
         return count if count > limit else None
+
+    def _calling_text(self, history: Sequence[ChatMessage], message: ChatMessage) -> str:
+        prompt, whole = self._text(history), self._template.text([*history, message], prompt=False).rstrip()
+        end = self._template.tokenizer.convert_ids_to_tokens(self.stop_token_ids[0])
+        said = whole.removeprefix(prompt).removesuffix(end)
+        if not whole.startswith(prompt):
+            reason = f"it renders the turn in another way than behind the generation prompt, which ends in {prompt[-40:]!r}"
+        elif not whole.endswith(end):
+            reason = f"the turn does not end in {end!r} but in {whole[-40:]!r}"
+        else:
+            reason = _lost(message, self.content(said))
+        if reason:
+            raise DataError(
+                f"The chat template of {self._template.name} cannot be used for the tool calls of message {len(history)}: "
+                f"{reason}. Next step: write the calls into the message's content, as the policy is to say them."
+            )
+        return said
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
         if not messages or messages[-1].role == "assistant":
@@ -175,6 +210,25 @@ class Renderer:
             "rendering of a conversation grows only at its end. Next step: give the tokenizer another chat template "
             "(tokenizer.chat_template = ...), or choose an environment without such messages."
         )
+
+
+def _lost(message: ChatMessage, said: str) -> str | None:
+    """What of a message with tool calls is not in its rendering as it should be; None when everything is."""
+    if _without_space(message.content) not in _without_space(said):
+        return f"it leaves out or alters {message.content[:40]!r}"
+    functions = [call.get("function") or call for call in message.tool_calls or ()]
+    for name, count in Counter(str(function.get("name")) for function in functions).items():
+        if said.count(name) < count:
+            return f"it leaves out a call of {name!r}"
+    for function in functions:
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in said:
+            return f"it quotes the arguments {arguments[:40]!r}, which are a text here; make them an object"
+    return None
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
 
 
 def _shape(messages: Sequence[ChatMessage]) -> Shape:

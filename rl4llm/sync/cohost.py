@@ -135,3 +135,7 @@ class CohostPublisher(BasePublisher):
         await self._files.hand_over(weight_ref)
         await self._client.wake((CACHE,))
         return weight_ref
+
+    async def close(self) -> None:
+        """Let the directory of the files go."""
+        await self._files.close()

@@ -35,6 +35,10 @@ class FilesystemPublisher(BasePublisher):
         with self._store.lease(weight_ref.version):
             await self._client.load(weight_ref)
 
+    async def close(self) -> None:
+        """Let the store's directory go."""
+        self._store.close()
+
     def write(self, backend: BaseBackend, version: int) -> WeightRef:
         """Put a version into the store, and read it back."""
         weight_ref = self._store.write(version, backend.weight_specs(), backend.weights(), self._write_config(backend))

@@ -6,6 +6,7 @@
         model-00001-of-00002.safetensors ... model.safetensors.index.json config.json tokenizer.json ...
         manifest.json            names, shapes and dtypes of the tensors; size and xxh3 of every file
       v000013.tmp-1f2e3d4c/      a write that never finished
+      .lock                      who writes here
 
 A version gets its name when it is complete and on disk. A server that has a file mapped would die if it were changed.
 """
@@ -13,6 +14,7 @@ A version gets its name when it is complete and on disk. A server that has a fil
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import shutil
@@ -25,7 +27,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rl4llm.core import manifest
-from rl4llm.core.errors import WeightsError
+from rl4llm.core.errors import RunDirError, WeightsError
+from rl4llm.core.lock import DirectoryLock
 from rl4llm.core.run_dir import is_full, space, sync_directory, write_atomically
 from rl4llm.core.types import TensorSpec, WeightRef
 from rl4llm.sync.shards import plan_shards, write_shard
@@ -36,7 +39,10 @@ SHARD_BYTES = 4 << 30
 
 
 class WeightStore:
-    """Versions under `root`; the newest `keep` stay, and those that a server is loading."""
+    """Versions under `root`; the newest `keep` stay, and those that a server is loading.
+
+    A store that writes or lends owns its directory until `close`: two of them would delete each other's versions.
+    """
 
     def __init__(self, root: Path, *, keep: int = 2, shard_bytes: int = SHARD_BYTES):
         self.root = root.absolute()
@@ -45,6 +51,7 @@ class WeightStore:
         self._leases: Counter[int] = Counter()
         self._guard = threading.Lock()
         self._writing: Path | None = None
+        self._lock: DirectoryLock | None = None
 
     def write(
         self,
@@ -57,8 +64,9 @@ class WeightStore:
 
         `specs` is the model's own list of tensors, which `tensors` must follow. `write_config` adds what else a Hugging
         Face directory needs. Raises WeightsError for a tensor that is missing, extra, of another shape or dtype, or not
-        finite, and for a full disk; what was there before is then as it was.
+        finite, for a full disk, and when another store writes to this directory; what was there before is then as it was.
         """
+        self._own()
         directory = self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}"
         self._writing = directory
         try:
@@ -71,11 +79,9 @@ class WeightStore:
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, OSError) or is_full(error):
-                needed = sum(spec.num_bytes for spec in specs)
                 raise WeightsError(
-                    f"Version {version} of the weights could not be written to {self.root}: {error}. "
-                    f"{space(self.root if self.root.exists() else self.root.parent, needed)} "
-                    "The versions before are intact. Next: free some space, or keep fewer (sync.keep)."
+                    f"Version {version} of the weights could not be written to {self.root}: {error}. Versions before are "
+                    f"intact. {self._advice(error, sum(spec.num_bytes for spec in specs))}"
                 ) from error
             raise
         finally:
@@ -108,7 +114,8 @@ class WeightStore:
 
     @contextmanager
     def lease(self, version: int) -> Iterator[None]:
-        """Keep a version while a server loads it."""
+        """Keep a version while a server loads it; raises WeightsError when another store writes to this directory."""
+        self._own()
         with self._guard:
             self._leases[version] += 1
         try:
@@ -119,10 +126,13 @@ class WeightStore:
             self.prune()
 
     def prune(self) -> None:
-        """Delete what is neither among the newest nor leased, and what interrupted writes left behind."""
-        if not self.root.is_dir():
-            return
+        """Delete what is neither among the newest nor leased, and what interrupted writes left behind.
+
+        A store that does not own the directory, or no longer, deletes nothing.
+        """
         with self._guard:
+            if self._lock is None or not self.root.is_dir():
+                return
             finals = sorted(self._finals(), key=_version)
             latest = self.latest()
             kept = {_version(path) for path in finals[-self._keep :]} | {v for v, n in self._leases.items() if n > 0}
@@ -136,6 +146,34 @@ class WeightStore:
                     shutil.rmtree(path, ignore_errors=True)
                 elif path.name.startswith("LATEST.tmp-"):
                     path.unlink()
+
+    def close(self) -> None:
+        """Let the directory go; a second call does nothing."""
+        with self._guard:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def _own(self) -> None:
+        with self._guard:
+            if self._lock is not None:
+                return
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._lock = DirectoryLock(self.root)
+            except RunDirError as error:
+                reason, _, _ = str(error).partition(" Next: ")
+                raise WeightsError(
+                    f"Weights cannot be written: {reason} Next: stop that one first, or give this run another sync.dir."
+                ) from error
+            except OSError as error:
+                raise WeightsError(f"Weights cannot be written to {self.root}: {error}. {self._advice(error, 0)}") from error
+
+    def _advice(self, error: BaseException, needed: int) -> str:
+        if not is_full(error):
+            return "Next: see that this is a directory that may be written to, or give another one (sync.dir)."
+        existing = next(path for path in (self.root, *self.root.parents) if os.path.exists(path))
+        return f"{space(existing, needed)} Next: free some space, or keep fewer (sync.keep)."
 
     def _commit(self, directory: Path, version: int) -> Path:
         final = self.root / f"v{version:06d}"

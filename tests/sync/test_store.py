@@ -1,9 +1,11 @@
 """The weight store: a version is whole or it is not there, and what a server may be reading never changes."""
 
+import asyncio
 import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -15,6 +17,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import WeightsError
 from rl4llm.core.types import TensorSpec
+from rl4llm.sync.filesystem import FilesystemPublisher
 from rl4llm.sync.store import WeightStore
 
 
@@ -48,7 +51,7 @@ def assert_equal(one, other):
 
 
 def names(root):
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 100, 10**9])
@@ -170,6 +173,71 @@ def test_a_full_disk_leaves_the_last_version_and_says_the_numbers(tmp_path, file
     store.verify(store.latest())
 
 
+@pytest.mark.parametrize("root", ["file", "file/a", "file/a/b"])
+def test_a_directory_that_cannot_be_is_said_without_advice_on_space(tmp_path, root):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightsError, match=r"Weights cannot be written to .*file.*give another one \(sync\.dir\)") as error:
+        write(WeightStore(tmp_path / root), 1)
+    assert "free" not in str(error.value)
+
+
+def test_a_write_that_fails_for_another_reason_than_space_gives_no_advice_on_space(tmp_path):
+    def write_config(directory):
+        (directory / "missing" / "config.json").write_text("{}")
+
+    named = tensors()
+    with pytest.raises(WeightsError, match=r"could not be written .* Versions before are intact") as error:
+        WeightStore(tmp_path).write(1, specs(named), iter(named.items()), write_config)
+    assert "free" not in str(error.value)
+    assert names(tmp_path) == []
+
+
+def test_a_second_store_neither_deletes_what_another_writes_nor_what_it_has_leased(tmp_path):
+    first, second = WeightStore(tmp_path, keep=1), WeightStore(tmp_path, keep=1)
+    named = tensors()
+
+    def interrupted():
+        for number, item in enumerate(named.items()):
+            if number == 3:
+                with pytest.raises(WeightsError, match=r"is in use by this process itself.*another sync\.dir"):
+                    write(second, 1)
+            yield item
+
+    first.verify(first.write(1, specs(named), interrupted()))
+    with first.lease(1):
+        write(first, 2)
+        for number in (2, 3):
+            with pytest.raises(WeightsError, match="is in use"):
+                write(second, number)
+        with pytest.raises(WeightsError, match="is in use"), second.lease(1):
+            pass
+        second.prune()
+        assert names(tmp_path) == ["LATEST", "v000001", "v000002"]
+    assert second.latest().version == 2
+
+
+def test_a_second_process_is_refused_and_named_until_the_first_is_gone(tmp_path):
+    script = "import sys; from pathlib import Path; from rl4llm.sync.store import WeightStore\n"
+    script += "with WeightStore(Path(sys.argv[1])).lease(1): print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        first.stdout.readline()
+        store = WeightStore(tmp_path)
+        with pytest.raises(WeightsError, match=rf"in use by another trainer, process {first.pid} on .*sync\.dir"):
+            write(store, 2)
+        first.kill()
+    write(store, 2)
+    assert names(tmp_path) == ["LATEST", "v000002"]
+
+
+def test_a_closed_store_leaves_its_directory_to_the_next(tmp_path):
+    first, second = WeightStore(tmp_path), WeightStore(tmp_path)
+    write(first, 1)
+    asyncio.run(FilesystemPublisher(None, first).close())
+    first.close()
+    assert write(second, 2) == first.latest()
+
+
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
@@ -202,6 +270,7 @@ def test_a_publish_killed_at_any_of_its_steps_leaves_a_whole_version_and_the_nex
         store.verify(latest)
         assert latest.version in (1, 2)
         write(store, 3)
+        store.close()
         assert names(root) == ["LATEST", "v000003"]
         if not died:
             break
