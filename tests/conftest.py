@@ -49,9 +49,9 @@ def _python_of(engine):
     return os.environ[variable]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sglang_url(model_dir):
-    """A real SGLang server with the small model, one for all tests of a run."""
+    """A real SGLang server with the small model, for the tests of one file: it keeps a core busy also when it idles."""
     flags = ["--model-path", str(model_dir), "--port", "0"]
     with launch("sglang", flags, python=_python_of("sglang"), cpu=True, ready_within_s=300) as server:
         yield server.url
