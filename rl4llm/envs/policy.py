@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.errors import EnvError
+from rl4llm.core.errors import EnvError, UnreachableError
 from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns
 from rl4llm.data.render import Renderer
 
 T = TypeVar("T")
+NO_VERSION = -1
 
 
 class PolicyLLM:
@@ -107,9 +108,13 @@ class PolicyLLM:
         turn = count_turns(sample.spans)
         draw = len(self._sampled[sample.session])  # several draws at one point are different draws
         seed = derive_seed(*self._identity, params.seed, sample.prompt_id, sample.index, turn, draw)
-        completion = await self._client.generate(
-            prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session
-        )
+        try:
+            completion = await self._client.generate(
+                prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session
+            )
+        except UnreachableError as error:  # after all attempts; this sample's affair, while other requests get through
+            sample.fail(f"no server answered: {error}")
+            return Completion("", (), (), "abort", NO_VERSION)
         if completion.finish_reason == "abort":  # what there is of it may end anywhere, and is no turn of the policy
             given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"
             sample.fail(f"the engine aborted a reply of the policy {given_up}")

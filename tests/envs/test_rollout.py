@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
-from rl4llm.core.errors import EnvError
+from rl4llm.core.errors import EnvError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
@@ -536,3 +536,22 @@ def test_a_reward_that_needs_the_main_thread_says_so_and_can_have_it(play_script
     unlimited = SetsSignals()
     unlimited.score_timeout_s = None
     assert not play_scripted(ThreeTurns, client, rewards=[unlimited]).failed
+
+
+def test_a_sample_that_no_server_answers_is_asked_again_and_then_left_out_while_the_others_go_on(tokenizer, play_scripted):
+    class Unreachable(ScriptedClient):
+        """Never answers the second sample of the first prompt, nor the first request for the third."""
+
+        async def generate(self, prompt_ids, sampling_params, *, session=""):
+            asked = sum(call.session == session for call in self.calls)
+            completion = await super().generate(prompt_ids, sampling_params, session=session)
+            if session == "0/p0/1" or (session == "0/p0/2" and asked == 0):
+                raise UnreachableError("POST http://gpu-1:30000/generate did not answer within 600 s.")
+            return completion
+
+    client = Unreachable(tokenizer, {"": ["yes"]})
+    result = play_scripted(BaseMDPEnv, client, max_steps=1)
+    assert [sample.failure for sample in result.failed] == [
+        "no server answered: POST http://gpu-1:30000/generate did not answer within 600 s."
+    ]
+    assert [len(group.trajectories) for group in result.groups] == [2, 3]
