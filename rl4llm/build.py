@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rl4llm.algorithms import ALGORITHMS
+from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
@@ -43,6 +44,7 @@ from rl4llm.rewards.score import check_examples
 from rl4llm.sync.cohost import CohostedClient, CohostPublisher
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
+from rl4llm.sync.lora import LoraPublisher
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.sync.store import WeightStore
 from rl4llm.sync.tensor import TensorPublisher
@@ -80,6 +82,11 @@ def _in_requests(client: BaseClient, store: WeightStore, tokenizer: Any) -> Base
 @PUBLISHERS.register("distributed")
 def _by_broadcast(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
     return TensorPublisher(client, "distributed")
+
+
+@PUBLISHERS.register("lora")
+def _by_adapter(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
+    return LoraPublisher(client, store)
 
 
 MAY_CHANGE = (
@@ -133,6 +140,24 @@ def _check_names(config: Config) -> None:
     """What can be wrong without opening a single file is said first."""
     for registry, name in ((ENVIRONMENTS, config.env["name"]), (ENGINES, config.inference["name"])):
         registry[name]
+    if "lora" in (config.sync.name, config.sync.fallback):
+        _check_adapter_alone(config)
+
+
+def _check_adapter_alone(config: Config) -> None:
+    """Servers can be given the adapter alone only where nothing else ever changes their own weights."""
+    impossible = {
+        "model.lora.rank=0: the whole model trains. Set it, e.g. to 16": not config.model.lora.rank,
+        "inference.name=local, which shares the trainer's weights. Leave sync.name out": (
+            not issubclass(ENGINES[config.inference["name"]], ServerClient)
+        ),
+        "inference.cohost: a sleeping server forgets adapters. Leave sync.name out": config.inference.get("cohost"),
+        "inference.router, which is not told of adapters. Leave it out": config.inference.get("router"),
+        "sync.fallback: merged weights under an adapter would count twice. Leave it out": config.sync.fallback,
+    }
+    for reason, holds in impossible.items():
+        if holds:
+            raise ConfigError(f"sync.name=lora does not go with {reason}.")
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
@@ -256,7 +281,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             batching=batching,
             tracker=tracker,
             evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
-            reference=_backend(config, reference_model) if algorithm.needs().reference else None,
+            reference=_backend(config, reference_model, trained=False) if algorithm.needs().reference else None,
             **_base(config, algorithm, backend, run, tracker),
         )
 
@@ -314,16 +339,20 @@ def _base(
     }
 
 
-def _backend(config: Config, model: Any) -> TorchBackend:
+def _backend(config: Config, model: Any, *, trained: bool = True) -> TorchBackend:
     model = load_model(
         model if model is not None else config.model.path,
         dtype=config.model.dtype,
         device=_device(config),
         gradient_checkpointing=config.model.gradient_checkpointing,
     )
-    training = config.training
+    training, lora = config.training, config.model.lora
+    adapter = None
+    if lora.rank and trained:
+        adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
     return TorchBackend(
         model,
+        adapter=adapter,
         lr=training.lr,
         weight_decay=training.weight_decay,
         betas=tuple(training.betas),
