@@ -57,7 +57,7 @@ class FreshReads(Generic[T]):
 
 
 class VLLMClient(ServerClient):
-    """One vLLM server (0.10 or newer) with ``VLLM_SERVER_DEV_MODE=1`` and the worker extension of rl4llm.
+    """One vLLM server (tested with 0.32) with ``VLLM_SERVER_DEV_MODE=1`` and the worker extension of rl4llm.
 
         client = VLLMClient("http://127.0.0.1:8000", tokenizer, vocab_size=151936, context_length=4096)
         completion = await client.generate(prompt_ids, SamplingParams(max_tokens=64))
@@ -364,7 +364,7 @@ def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
                 f"gives log-probs after these filters, and training needs those before. {other} top_p=1 and top_k=0."
             )
     elif logprobs_mode == "raw_logprobs":
-        if temperature > 5:
+        if temperature not in (0.0, 1.0):
             raise ConfigError(
                 f"temperature={temperature:g}: a vLLM server with --logprobs-mode raw_logprobs, its default, gives those "
                 "at temperature 1. Start it with --logprobs-mode processed_logprobs and set top_p=1 and top_k=0."
