@@ -98,6 +98,7 @@ def add_adapter(
     """
     peft = _import_peft()
     _check(model, rank)
+    accepted = _accepted(model)
     options = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
@@ -110,12 +111,12 @@ def add_adapter(
         try:
             peft.inject_adapter_in_model(options, model, adapter_name=NAME)
         except ValueError as error:
-            raise ConfigError(f"model.lora.targets={list(targets)}: {error} {_accepted(model)}") from error
+            raise ConfigError(f"model.lora.targets={list(targets)}: {error} {accepted}") from error
     adapter = LoraAdapter(model, options)
-    _check_inner(model, targets)
+    _check_inner(model, targets, accepted)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(adapter._is_own(name))
-        if parameter.requires_grad:  # small steps vanish in bf16
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:  # small steps vanish in 16 bits
             parameter.data = parameter.data.float()
     return adapter
 
@@ -127,24 +128,24 @@ def _check(model: PreTrainedModel, rank: int) -> None:
         raise ConfigError("The model has an adapter already. Give one without; a run adds its own.")
 
 
-def _check_inner(model: PreTrainedModel, targets: Sequence[str]) -> None:
+def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) -> None:
     """Embeddings and output layer are often one tensor, which an adapter on either would make two."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(module, _import_peft().tuners.lora.LoraLayer):
             raise ConfigError(
-                f"model.lora.targets={list(targets)} names the embedding or the output layer, which stay as they are. "
-                f"{_accepted(model)}"
+                f"model.lora.targets={list(targets)} names the embedding or the output layer, which stay frozen. {accepted}"
             )
 
 
 def _accepted(model: PreTrainedModel) -> str:
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in outer}
-    names = sorted({_plain(name).rpartition(".")[2] for name in linear if not name.endswith(f".{NAME}")})
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in outer]
+    names = sorted({name.rpartition(".")[2] for name in linear})
     return f"Accepted: {', '.join(names)}; an empty list stands for all of them."
 
 
 def _plain(name: str) -> str:
+    """A frozen parameter's name before PEFT wrapped its layer."""
     return name.replace(".base_layer", "")
 
 

@@ -123,7 +123,7 @@ class SGLangClient(ServerClient):
         if not (await self._info()).get("enable_lora"):
             raise ConfigError(
                 f"sync.name=lora needs a server with --enable-lora, and {self.base_url} was started without. Start it with "
-                "--enable-lora --max-lora-rank R --lora-target-modules ..., R at least model.lora.rank, or leave sync.name out."
+                "--enable-lora --max-lora-rank R --lora-target-modules ..., R >= model.lora.rank, or leave sync.name out."
             )
 
     async def _unload_unused(self) -> None:
