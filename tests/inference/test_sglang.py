@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from rl4llm.api import GRPOTrainer
+from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
-from rl4llm.core.types import SamplingParams
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.inference.adapters import adapter_name
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
+from rl4llm.sync.lora import LoraPublisher
 from rl4llm.sync.store import WeightStore
 from rl4llm.sync.tensor import TensorPublisher
 from rl4llm.sync.verify import Canary
@@ -51,6 +54,13 @@ def change(model, seed, scale=0.05):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def change_adapter(backend, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, tensor in backend.adapter.weights():
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
 
 
 def run(client, work):
@@ -197,24 +207,75 @@ class Vowels(BaseRewardFunction):
         return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_grpo_learns_through_the_server(sglang_url, model_dir, tmp_path, way):
+def learn(model_dir, directory, url, way, lr, **keys):
+    """The metrics of a run that is checked to have learned."""
     rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
     GRPOTrainer(
         str(model_dir),
         rows,
         [Vowels()],
-        output={"dir": str(tmp_path)},
-        inference={"name": "sglang", "url": sglang_url},
+        output={"dir": str(directory)},
+        inference={"name": "sglang", "url": url},
         sync={"name": way},
         rollout={"prompts": 4, "group_size": 16, "max_tokens": 8},
-        training={"lr": 6e-3},
+        training={"lr": lr},
         mismatch={"stop_above": 1e-4},
         max_steps=25,
+        **keys,
     ).train()
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rewards = [step["reward/mean"] for step in steps]
-    assert rewards[0] < 0.2
+    assert rewards[0] < 0.3
     assert sum(rewards[-3:]) / 3 > 0.6
     assert all(step["mismatch/max"] < 1e-4 and step["mismatch/ess"] > 0.999 for step in steps)
+    return steps
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_grpo_learns_through_the_server(sglang_url, model_dir, tmp_path, way):
+    steps = learn(model_dir, tmp_path, sglang_url, way, 6e-3)
+    assert all("time/verify" in step for step in steps)
+
+
+def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend, model, tmp_path):
+    async def work():
+        await publisher("filesystem", client, tmp_path / "base").publish(backend, 50)
+        with_adapter = load_model(copy.deepcopy(model))
+        adapted = TorchBackend(with_adapter, lr=1e-3, adapter=add_adapter(with_adapter, rank=8))
+        way = LoraPublisher(client, WeightStore(tmp_path / "adapters"))
+        before, tasks = {}, {}
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        for version in (0, 1, 2):
+            change_adapter(adapted, version)
+            weight_ref = await way.publish(adapted, version)
+            assert await canary(client).verify(adapted, client, weight_ref) < 1e-4
+            before[version] = copy.deepcopy(adapted.model)
+            tasks[version] = asyncio.create_task(client.generate(PROMPT, params))
+            await asyncio.sleep(0.2)
+        for version, task in tasks.items():
+            completion = await task
+            assert completion.version == version
+            assert completion.logprobs == pytest.approx(
+                logprobs(before[version], PROMPT, completion.token_ids), abs=1e-4
+            )
+        assert await client._listed() == {adapter_name("rl4llm", weight_ref)}
+        assert await client.version() == 2
+        await client.load(WeightRef(51, "full", str(tmp_path / "base" / "v000050")))
+        assert await client.version() == 51
+        assert await client._listed() == set()
+        await canary(client).verify(backend, client, WeightRef(51, "full"))
+
+    run(client, work)
+
+
+def test_grpo_learns_an_adapter_through_the_server(client, backend, tokenizer, tmp_path):
+    with torch.no_grad():
+        backend.model.model.norm.weight *= 6  # the output layer is frozen, so what comes before it must be able to move it
+    backend.export(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run(client, lambda: publisher("filesystem", client, tmp_path / "base").publish(backend, 0))
+    steps = learn(tmp_path / "model", tmp_path / "run", client.base_url, "lora", 1e-2, **{"model.lora.rank": 8})
+    versions = sorted(path.name for path in (tmp_path / "run" / "weights").glob("v*"))
+    assert versions == ["v000024", "v000025"]
+    assert (tmp_path / "run" / "weights" / "v000025" / "adapter_model.safetensors").exists()
     assert all("time/verify" in step for step in steps)

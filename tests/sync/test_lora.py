@@ -358,13 +358,18 @@ def learn(model_dir, directory, **keys):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_grpo_learns_an_adapter_in_the_embedded_engine_and_resumes(model_dir, tmp_path):
-    keys = {"model.lora": {"rank": 8}, "training": {"lr": 2e-2}, "checkpoint.every": 6, "deterministic": True}
-    steps = learn(model_dir, tmp_path / "once", max_steps=12, **keys)
+def test_grpo_learns_an_adapter_in_the_embedded_engine_and_resumes(model, tokenizer, tmp_path):
+    with torch.no_grad():
+        model.model.norm.weight *= 6  # the output layer is frozen, so what comes before it must be able to move it
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    keys = {"model.lora": {"rank": 8}, "training": {"lr": 1e-2}, "checkpoint.every": 6, "deterministic": True}
+    steps = learn(tmp_path / "model", tmp_path / "once", max_steps=12, **keys)
     rewards = [step["reward/mean"] for step in steps]
-    assert sum(rewards[-3:]) > 3 * rewards[0] + 0.3
-    learn(model_dir, tmp_path / "twice", max_steps=6, **keys)
-    again = learn(model_dir, tmp_path / "twice", max_steps=12, **keys)
+    assert rewards[0] < 0.3
+    assert sum(rewards[-3:]) / 3 > 0.6
+    learn(tmp_path / "model", tmp_path / "twice", max_steps=6, **keys)
+    again = learn(tmp_path / "model", tmp_path / "twice", max_steps=12, **keys)
     assert [step["reward/mean"] for step in again] == rewards
     saved = "checkpoints/step-000012/model/weights.safetensors"
     ours, theirs = (load_file(tmp_path / name / saved) for name in ("once", "twice"))
