@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def add_adapter(
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    generators = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
+    with generators, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT's settings for other architectures than it expected, which it corrects
         torch.manual_seed(derive_seed(seed, "lora"))
         try:
             peft.inject_adapter_in_model(options, model, adapter_name=NAME)
