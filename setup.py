@@ -12,8 +12,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.16,<1"],
     "wandb": ["wandb>=0.31,<1"],
     "lora": ["peft>=0.15,<1"],
-    "sglang": ["sglang>=0.4.6", "torch-memory-saver>=0.0.8"],
-    "vllm": ["vllm>=0.8"],
+    "sglang": ["sglang>=0.5.2", "torch-memory-saver>=0.0.8"],
+    "vllm": ["vllm>=0.32"],
     "grpc": ["grpcio>=1.66,<2", "protobuf>=5"],
     "dev": ["pytest>=8,<10", "ruff>=0.8", "peft>=0.15,<1"],
 }

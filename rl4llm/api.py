@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 from rl4llm.build import Given, build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
+from rl4llm.core.errors import ConfigError
 
 
 class PolicyTrainer:
@@ -59,11 +60,17 @@ class PolicyTrainer:
             reward_transform_fn=reward_transform_fn,
             env_class=env,
         )
+        if eval_dataset is None and config is None and not any(key.partition(".")[0] == "eval" for key in keys):
+            keys["eval.every"] = 0
+        self._trained = False
         self.config = load_config(config, keys)
         self.trainer = build_trainer(self.config, given)
 
     def train(self) -> Self:
         """Train, or go on with the run in `output.dir`, until `max_steps`."""
+        if self._trained:
+            raise ConfigError("This trainer is done and closed. Build another one; with the same output.dir it goes on.")
+        self._trained = True
         with self.trainer as trainer:
             trainer.train()
         return self

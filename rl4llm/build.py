@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.backends.lora import add_adapter
@@ -28,9 +29,11 @@ from rl4llm.core.registry import Registry
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.data.arithmetic import arithmetic_rows
+from rl4llm.data.demonstrations import check_demonstrations
 from rl4llm.data.load import load_rows
 from rl4llm.data.pack import plan_table
 from rl4llm.data.prompts import PromptStream
+from rl4llm.data.read import has_splits
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.rollout import Rollout
@@ -89,6 +92,9 @@ def _by_adapter(client: BaseClient, store: WeightStore, tokenizer: Any) -> BaseP
     return LoraPublisher(client, store)
 
 
+LOOKED_AT = 256
+"""Of so many of the longest demonstrations it is checked before a run that they can be learned from."""
+
 MAY_CHANGE = (
     "max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.", "mismatch.",
     "rollout.max_failed_share",
@@ -119,7 +125,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     dataset = _rows(config, given.dataset, demonstrations=algorithm.needs().demonstrations)
     parts = _supervised if algorithm.needs().demonstrations else _reinforced
     make = parts(config, given, algorithm, tokenizer, dataset)
-    run = RunDir.open(config.output.dir, fingerprint(config), allow_changes=force)
+    run = RunDir.open(config.output.dir, fingerprint(config) | _given_identity(given, dataset), allow_changes=force)
     try:
         run.write_text("config.yaml", to_yaml(config))
         return make(run)
@@ -138,8 +144,19 @@ def build_algorithm(config: Config) -> BaseAlgorithm:
 
 def _check_names(config: Config) -> None:
     """What can be wrong without opening a single file is said first."""
-    for registry, name in ((ENVIRONMENTS, config.env["name"]), (ENGINES, config.inference["name"])):
-        registry[name]
+    ENVIRONMENTS[config.env["name"]]
+    engine = ENGINES[config.inference["name"]]
+    for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
+        if name in ("auto", None):
+            continue
+        PUBLISHERS[name]
+        if name not in engine.publishers:
+            raise ConfigError(
+                f"{key}={name!r} is not accepted with inference.name={config.inference['name']!r}. "
+                f"Accepted: {', '.join(engine.publishers)}."
+            )
+    if config.inference.get("cohost") and (config.sync.name not in ("auto", "filesystem") or config.sync.fallback):
+        raise ConfigError("inference.cohost=true publishes through files: leave sync.name and sync.fallback out.")
     if "lora" in (config.sync.name, config.sync.fallback):
         _check_adapter_alone(config)
 
@@ -148,10 +165,6 @@ def _check_adapter_alone(config: Config) -> None:
     """Servers can be given the adapter alone only where nothing else ever changes their own weights."""
     impossible = {
         "model.lora.rank=0: the whole model trains. Set it, e.g. to 16": not config.model.lora.rank,
-        "inference.name=local, which shares the trainer's weights. Leave sync.name out": (
-            not issubclass(ENGINES[config.inference["name"]], ServerClient)
-        ),
-        "inference.cohost: a sleeping server forgets adapters. Leave sync.name out": config.inference.get("cohost"),
         "inference.router, which is not told of adapters. Leave it out": config.inference.get("router"),
         "sync.fallback: merged weights under an adapter would count twice. Leave it out": config.sync.fallback,
     }
@@ -163,6 +176,22 @@ def _check_adapter_alone(config: Config) -> None:
 def fingerprint(config: Config) -> dict[str, Any]:
     """What makes this run this run: every key that a resumed run must not change."""
     return {key: value for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+
+
+def _given_identity(given: Given, dataset: Any) -> dict[str, Any]:
+    """What makes a run from Python objects this run; its configuration names only their types."""
+    identity: dict[str, Any] = {}
+    if given.dataset is not None:
+        text = "\n".join(str(row.get("prompt_id", row)) for row in dataset)
+        identity["given.dataset"] = f"{len(dataset)} rows, {xxhash.xxh3_64_hexdigest(text.encode())}"
+    if given.model is not None:
+        identity["given.model"] = f"{type(given.model).__name__}, {given.model.num_parameters():,} parameters"
+    if given.reward_functions is not None:
+        names = [getattr(item, "__qualname__", None) or type(item).__qualname__ for item in given.reward_functions]
+        identity["given.reward_functions"] = names
+    if given.env_class is not None:
+        identity["given.env"] = given.env_class.__qualname__
+    return identity
 
 
 def with_options(where: str, make: Callable[..., Any], options: Mapping[str, Any], *args: Any, **fixed: Any) -> Any:
@@ -227,6 +256,8 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
     batching = _batching(config, algorithm, tokenizer)
     backend = _backend(config, given.model)
+    context_length = backend.model.config.get_text_config().max_position_embeddings
+    check_demonstrations(renderer, _longest(dataset, LOOKED_AT), context_length)
 
     def make(run: RunDir) -> SFTTrainer:
         tracker = _tracker(config, run)
@@ -258,7 +289,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         _check_prompts(rows, renderer, client.context_length, where)
     new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
     batching = _batching(config, algorithm, tokenizer, longest_completion=new_tokens)
-    plan = _plan(config, batching, dataset, renderer, new_tokens)
+    plan = _plan(config, batching, dataset, renderer, new_tokens, client.context_length)
     runner = asyncio.Runner()
     played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
 
@@ -313,7 +344,7 @@ def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any, 
     store = WeightStore(Path(sync.dir) if sync.dir else run.weights_dir, keep=sync.keep)
     if isinstance(client, CohostedClient):
         return CohostPublisher(client, FilesystemPublisher(client, store, tokenizer.save_pretrained))
-    first = PUBLISHERS[client.usual_publisher if sync.name == "auto" else sync.name](client, store, tokenizer)
+    first = PUBLISHERS[client.publishers[0] if sync.name == "auto" else sync.name](client, store, tokenizer)
     if sync.fallback is None:
         return first
     return FallbackPublisher(first, PUBLISHERS[sync.fallback](client, store, tokenizer), tracker.warn)
@@ -366,6 +397,10 @@ def _backend(config: Config, model: Any, *, trained: bool = True) -> TorchBacken
 
 def _device(config: Config) -> str:
     if config.model.device != "auto":
+        try:
+            torch.device(config.model.device)
+        except RuntimeError as error:
+            raise ConfigError(f"model.device={config.model.device!r} is not accepted: auto, cpu, cuda or cuda:1.") from error
         return config.model.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -436,8 +471,13 @@ def _rewards(config: Config, given: Given) -> tuple[list[BaseRewardFunction], An
         return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
     functions, weights = [], {}
     for item in config.rewards:
+        if not isinstance(item, str | Mapping):
+            raise ConfigError(f"rewards: {item!r} is not accepted: a name, or a mapping with name, weight and options.")
         options = {"name": item} if isinstance(item, str) else dict(item)
-        weight = float(options.pop("weight", 1.0))
+        weight = options.pop("weight", 1.0)
+        if not isinstance(weight, int | float):
+            raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a number.")
+        weight = float(weight)
         function = as_reward_function(options)
         functions.append(function)
         weights[function.name] = weight
@@ -448,11 +488,18 @@ def _rewards(config: Config, given: Given) -> tuple[list[BaseRewardFunction], An
 def _held_out(config: Config, given: Given) -> Any:
     if config.eval.every == 0:
         return None
-    if given.dataset is not None and config.eval.path is None:
+    if given.eval_dataset is not None:
         source = given.eval_dataset
+    elif given.dataset is not None and config.eval.path is None:
+        return None
     else:
         source = config.eval.path or config.data.path
-    return None if source is None else _load(config, source, config.eval.split, config.eval.limit)
+    if config.eval.path is None and source == config.data.path and source not in GENERATED and not has_splits(source):
+        raise ConfigError(
+            f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
+            "Set eval.path to other prompts, or eval.every=0 to measure none."
+        )
+    return _load(config, source, config.eval.split, config.eval.limit)
 
 
 def _roles(dataset: Any) -> tuple[str, ...]:
@@ -471,16 +518,18 @@ def _check_prompts(rows: Any, renderer: Renderer, context_length: int, where: st
             )
 
 
-def _plan(config: Config, batching: Batching, rows: Any, renderer: Renderer, new_tokens: int) -> list[dict[str, Any]]:
+def _plan(
+    config: Config, batching: Batching, rows: Any, renderer: Renderer, new_tokens: int, context_length: int
+) -> list[dict[str, Any]]:
     """How prompts x samples become micro-batches; raises ConfigError when they cannot."""
-    by_size = sorted(range(len(rows)), key=lambda number: -sum(len(item.content) for item in _messages(rows[number])))
-    longest = max(len(renderer.first(_messages(rows[number]))) for number in by_size[:16])
+    longest = max(len(renderer.first(_messages(row))) for row in _longest(rows, 16))
+    new_tokens = min(new_tokens, context_length - longest)
     return plan_table(
         prompts=config.rollout.prompts,
         samples=config.rollout.group_size,
         max_prompt_tokens=longest,
         max_new_tokens=new_tokens,
-        max_tokens_per_batch=batching.budget([longest + new_tokens]),
+        max_tokens_per_batch=batching.max_tokens_per_batch or batching.budget([longest + new_tokens]),
         layout=config.training.layout,
         updates=config.training.updates_per_rollout,
     )
@@ -488,3 +537,9 @@ def _plan(config: Config, batching: Batching, rows: Any, renderer: Renderer, new
 
 def _messages(row: Mapping[str, Any]) -> list[ChatMessage]:
     return [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row["messages"]]
+
+
+def _longest(rows: Any, count: int) -> list[Mapping[str, Any]]:
+    """The rows with the most text."""
+    by_size = sorted(range(len(rows)), key=lambda number: -sum(len(item.content) for item in _messages(rows[number])))
+    return [rows[number] for number in by_size[:count]]

@@ -110,7 +110,7 @@ class TrainingConfig:
     max_grad_norm: float = 1.0
     schedule: str = "constant"  # constant, linear or cosine, after the warm-up
     warmup_steps: int = 0
-    max_tokens_per_batch: int | None = None  # null: 2048 on a CPU, 16384 on a GPU, or the longest trajectory
+    max_tokens_per_batch: int | None = None  # or the longest trajectory; null: 2048 on a CPU, 16384 on a GPU
     layout: str = "shared"  # sorted, packed or shared, see rl4llm.data.pack
     constant_length: int | None = None  # of aggregation "constant"; null: all tokens that a trajectory may sample
     updates_per_rollout: int = 1
@@ -119,7 +119,7 @@ class TrainingConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = 50  # steps; 0 is never
+    every: int = 50  # steps; 0 is only at the end
     keep: int = 2
 
 
@@ -230,8 +230,9 @@ def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         wanted = getattr(error, "ref_type_str", None) or ""
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]} {wanted}".strip()) from None
-    for part in ("env", "inference", "algorithm"):  # another name brings other options, so the defaults' do not stay
-        if part in layer and layer[part] is not None and "name" in layer[part]:
+    for part in ("env", "inference", "algorithm"):  # another name brings other options, so those from before do not stay
+        name = layer[part].get("name") if part in layer and layer[part] is not None else None
+        if name not in (None, config[part].get("name")):
             merged[part] = layer[part]
     return merged
 
@@ -266,6 +267,19 @@ AT_LEAST = {
     "rollout.group_size": 1,
     "rollout.max_tokens": 1,
     "rollout.temperature": 0,
+    "rollout.top_p": 0,
+    "rollout.top_k": 0,
+    "rollout.max_failed_share": 0,
+    "data.limit": 1,
+    "eval.limit": 1,
+    "eval.temperature": 0,
+    "training.weight_decay": 0,
+    "training.warmup_steps": 0,
+    "tracking.episodes_every": 0,
+    "tracking.episodes_per_step": 0,
+    "mismatch.stop_above": 0,
+    "sync.tolerance": 0,
+    "threads": 0,
     "training.lr": 0,
     "training.updates_per_rollout": 1,
     "training.epochs": 1,
@@ -277,6 +291,7 @@ AT_LEAST = {
     "checkpoint.keep": 1,
     "max_steps": 0,
 }
+AT_MOST = {"rollout.top_p": 1, "rollout.max_failed_share": 1}
 
 
 def _check(config: Config) -> None:
@@ -284,9 +299,19 @@ def _check(config: Config) -> None:
     for key, accepted in CHOICES.items():
         if values[key] not in accepted:
             raise ConfigError(f"{key}={values[key]!r} is not accepted. Accepted: {', '.join(accepted)}.")
-    for key, least in AT_LEAST.items():
-        if values[key] is not None and not values[key] >= least:
-            raise ConfigError(f"{key}={values[key]} is not accepted: {least} or above.")
+    for key in AT_LEAST.keys() | AT_MOST.keys():
+        _check_range(key, values[key])
+    if values["rollout.top_p"] == 0:
+        raise ConfigError("rollout.top_p=0 is not accepted: above 0; 1 switches it off.")
     for part in ("env", "inference", "algorithm"):
         if not isinstance(getattr(config, part).get("name"), str):
             raise ConfigError(f"{part}.name is not set; `rl4llm info` lists what it may be.")
+
+
+def _check_range(key: str, value: float | None) -> None:
+    if value is None:
+        return
+    if not value >= AT_LEAST.get(key, value):
+        raise ConfigError(f"{key}={value} is not accepted: {AT_LEAST[key]} or above.")
+    if not value <= AT_MOST.get(key, value):
+        raise ConfigError(f"{key}={value} is not accepted: {AT_MOST[key]} or below.")

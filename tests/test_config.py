@@ -76,3 +76,12 @@ def test_what_is_written_beside_a_run_reads_back_the_same(tmp_path):
 
 def test_a_user_sees_well_under_a_hundred_keys():
     assert len(flatten(load_config(overrides=NEEDED))) < 80
+
+
+def test_options_stay_when_a_name_is_said_again_and_go_when_it_is_another(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: m}\ndata: {path: d}\nalgorithm: {name: grpo, kl_coef: 0.1}\n")
+    assert load_config(path, ["algorithm.name=grpo", "algorithm.clip_high=0.3"]).algorithm == {
+        "name": "grpo", "kl_coef": 0.1, "clip_high": 0.3,
+    }  # fmt: skip
+    assert load_config(path, ["algorithm.name=dapo"]).algorithm == {"name": "dapo"}

@@ -19,7 +19,7 @@ class Needs:
     reference: bool = False
     entropy: bool = False
     group: bool = False  # at least two trajectories per prompt
-    every_token: bool = False  # a token with zero advantage still has a loss (KL, entropy)
+    every_token: bool = True  # False: a trajectory whose credit is 0 has no loss, and need not be computed
     demonstrations: bool = False  # learns from conversations in the dataset instead of sampling its own
     reward_kl: tuple[float, str] | None = None  # (coefficient, estimator) of a KL penalty inside the reward
 

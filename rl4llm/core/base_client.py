@@ -19,7 +19,7 @@ class BaseClient(ABC):
 
     context_length: int
     vocab_size: int
-    usual_publisher: ClassVar[str] = "filesystem"  # sync.name where the user leaves it open
+    publishers: ClassVar[tuple[str, ...]] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
 
     def __str__(self) -> str:
         """What messages call it."""

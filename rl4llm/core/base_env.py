@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -130,7 +131,12 @@ class BaseRewardFunction(ABC):
 
     `kwargs` holds the prompt's other columns. An exception, NaN or anything that is not a number marks the episode as
     failed; a wrong answer of the model is an ordinary low score.
+
+    A batch that takes longer than `score_timeout_s` marks its episodes as failed too. The reward runs in a thread of its
+    own for that; one that works only in the main thread, as those that set signals do, needs ``score_timeout_s = None``.
     """
+
+    score_timeout_s: float | None = 300.0
 
     def __init__(self, name: str):
         if not re.fullmatch(r"[a-zA-Z0-9_\-]+", name):
@@ -201,7 +207,6 @@ class BaseMDPEnv:
         self.shuffle_dataset = shuffle_dataset
         self.reward_transform_fn = reward_transform_fn
         self._check()
-        self._threads: ThreadPoolExecutor | None = None
 
     def respond(self, sample: SampleState) -> Sequence[ChatMessage] | Coroutine[Any, Any, Sequence[ChatMessage]]:
         """The environment's next messages after the policy's last one; an empty list ends the episode. May be async."""
@@ -216,10 +221,7 @@ class BaseMDPEnv:
         return env_state
 
     def close(self) -> None:
-        """Release threads and rewards."""
-        if self._threads:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
+        """Release the rewards."""
         for reward_function in self.reward_functions:
             reward_function.close()
 
@@ -258,13 +260,15 @@ class BaseMDPEnv:
 
     async def _respond_safely(self, sample: SampleState) -> Sequence[ChatMessage]:
         """Run the environment's side of a turn; whatever breaks in it fails this sample alone, and is counted."""
+        where = f"{type(self).__name__}.respond"
+        deadline = asyncio.timeout(self.respond_timeout_s)
         try:
-            async with asyncio.timeout(self.respond_timeout_s):
+            async with deadline:
                 return self._checked(await self._respond_off_loop(sample))
-        except TimeoutError:
-            sample.fail(f"{type(self).__name__}.respond took more than {self.respond_timeout_s:g} s")
         except Exception as error:  # noqa: BLE001 - one of the two places: an environment's own code
-            sample.fail(f"{type(self).__name__}.respond raised {type(error).__name__}: {error}")
+            late = isinstance(error, TimeoutError) and deadline.expired()  # its own code raises TimeoutError as well
+            broke = f"took more than {self.respond_timeout_s:g} s" if late else f"raised {type(error).__name__}: {error}"
+            sample.fail(f"{where} {broke}")
         return []
 
     async def _respond_off_loop(self, sample: SampleState) -> Any:
@@ -273,10 +277,11 @@ class BaseMDPEnv:
         return await self.off_loop(lambda: self.respond(sample))
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run blocking work in a thread; there is one per sample, so that no slow tool can starve another."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self.batch_size * self.group_size, "rl4llm-env")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """Run blocking work in a thread of its own: it starts at once, and one that hangs does not keep the process."""
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()
+        threading.Thread(target=_settle, args=(outcome, work), name="rl4llm-env", daemon=True).start()
+        return await asyncio.wrap_future(outcome)
 
     def _checked(self, replies: Any) -> Sequence[ChatMessage]:
         where = f"{type(self).__name__}.respond"
@@ -309,3 +314,10 @@ class BaseMDPEnv:
             raise ConfigError(f"{where}: reward names must differ, but are {names}.")
         if len(names) > 1 and self.reward_transform_fn is None:
             raise ConfigError(f"{where}: {len(names)} rewards ({', '.join(names)}) need a reward_transform_fn.")
+
+
+def _settle(outcome: Future[T], work: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - an environment's own code; whoever waits for it raises the error
+        outcome.set_exception(error)

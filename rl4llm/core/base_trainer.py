@@ -22,7 +22,7 @@ Collected = TypeVar("Collected")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When things happen, in steps; 0 is never."""
+    """When things happen, in steps; 0 is never, but for a checkpoint at the end."""
 
     max_steps: int
     evaluate_every: int = 0
@@ -60,6 +60,8 @@ class BaseTrainer(ABC, Generic[Collected]):
         self.publish()  # engines start from the trainer's weights, and prove it
         if self.step == 0:
             self.evaluate()
+        if self.step >= self.schedule.max_steps:
+            self.warn(f"Nothing to do: {self.step} steps are done, and max_steps={self.schedule.max_steps}.")
         with self._stop_on_signals():
             while self.step < self.schedule.max_steps and not self._stop_requested.is_set():
                 with self.clock("step"):
@@ -71,7 +73,7 @@ class BaseTrainer(ABC, Generic[Collected]):
                 self.report(collected, metrics)
                 if self._due(self.schedule.evaluate_every):
                     self.evaluate()
-                if self._due(self.schedule.checkpoint_every) or self._stop_requested.is_set():
+                if self._due(self.schedule.checkpoint_every) or self._is_last() or self._stop_requested.is_set():
                     self.save()
         self.stopped = self.step < self.schedule.max_steps
 
@@ -167,7 +169,10 @@ class BaseTrainer(ABC, Generic[Collected]):
         """Tell the user something that must not be overlooked."""
 
     def _due(self, every: int) -> bool:
-        return every > 0 and (self.step == self.schedule.max_steps or self.step % every == 0)
+        return every > 0 and (self._is_last() or self.step % every == 0)
+
+    def _is_last(self) -> bool:
+        return self.step == self.schedule.max_steps
 
     @contextmanager
     def _stop_on_signals(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.seeds import derive_seed
 
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
@@ -23,6 +23,7 @@ FIRST = {
 }
 SECOND = {"+": ", plus {c}", "-": ", minus {c}", "*": ", times {c}"}
 SYSTEM = "Use the calculator, one operation per call. Then write: Answer: <number>"
+DEFAULT_LIMIT = 4096
 HELD_OUT_SHARE = 10  # one problem in this many is held out
 
 
@@ -73,8 +74,14 @@ def problems(split: str, seed: int) -> Iterator[tuple[Problem, random.Random]]:
 
 
 def arithmetic_rows(split: str, limit: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts with `messages` and `ground_truth`, 4096 unless `limit` says otherwise."""
-    rows = []
+    """Prompts with `messages` and `ground_truth`, 4096 unless `limit` says otherwise.
+
+    Raises DataError for a limit below 1.
+    """
+    limit = DEFAULT_LIMIT if limit is None else limit
+    if limit < 1:
+        raise DataError(f"data.limit={limit} is not accepted: at least 1, or null for {DEFAULT_LIMIT} generated prompts.")
+    rows: list[dict[str, Any]] = []
     for problem, choose in problems(split, seed):
         rows.append(
             {
@@ -86,7 +93,7 @@ def arithmetic_rows(split: str, limit: int | None = None, seed: int = 0) -> list
                 "ground_truth": str(problem.answer),
             }
         )
-        if len(rows) >= (limit or 4096):
+        if len(rows) >= limit:
             return rows
     return rows
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory
@@ -29,3 +30,18 @@ def demonstration(renderer: Renderer, messages: Sequence[ChatMessage], prompt_id
     if not spans:
         raise DataError(f"Row {prompt_id!r} has no assistant message, so there is nothing to imitate.")
     return Trajectory(prompt_id, tuple(spans), tuple(messages), {}, 0.0, "done")
+
+
+def check_demonstrations(renderer: Renderer, rows: Sequence[Mapping[str, Any]], context_length: int) -> None:
+    """Make every row's demonstration once; raises DataError, with the row, where one cannot be made or learned from.
+
+    That is one that `demonstration` refuses, or that is longer than `context_length` tokens.
+    """
+    for number, row in enumerate(rows):
+        name = str(row.get("prompt_id", number))
+        length = demonstration(renderer, [ChatMessage.from_dict(message) for message in row["messages"]], name).num_tokens
+        if length > context_length:
+            raise DataError(
+                f"Row {name!r} is a conversation of {length} tokens, more than the context of {context_length}. "
+                "Next step: shorten it or leave it out of the dataset, or take a model with a longer context."
+            )

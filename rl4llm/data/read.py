@@ -38,6 +38,16 @@ def read_rows(source: Any, split: str) -> Iterator[Located]:
     return _numbered(source, "dataset")
 
 
+def has_splits(source: Any) -> bool:
+    """Whether `source` is read differently for another split: not a single file or dataset, whose rows are all there is."""
+    if not isinstance(source, str | os.PathLike):
+        return isinstance(source, Mapping)
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _reader(path) is _json and _whole(path).lstrip().startswith("{")
+    return not (path / "dataset_info.json").is_file()
+
+
 def _named(source: str, split: str) -> Iterator[Located]:
     path = Path(source).expanduser()
     if path.is_file():

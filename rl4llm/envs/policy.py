@@ -57,7 +57,10 @@ class PolicyLLM:
         await self._client.release(sample.session)
 
     async def reply(self, sample: SampleState, sampling_params: SamplingParams) -> Completion:
-        """Sample the next assistant message and append it; a sample with no room left is finished instead."""
+        """Sample the next assistant message and append it.
+
+        A sample with no room left is finished instead, and one whose reply the engine gave up is failed.
+        """
         completion = await self._generate(sample, sampling_params)
         if completion.finish_reason != "abort":
             sample.messages.append(ChatMessage("assistant", self._renderer.content(completion.text)))
@@ -107,7 +110,11 @@ class PolicyLLM:
         completion = await self._client.generate(
             prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session
         )
-        self._sampled[sample.session].append(completion)
+        if completion.finish_reason == "abort":  # what there is of it may end anywhere, and is no turn of the policy
+            given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"
+            sample.fail(f"the engine aborted a reply of the policy {given_up}")
+        else:
+            self._sampled[sample.session].append(completion)
         return completion
 
     def _with_stops(self, params: SamplingParams) -> SamplingParams:

@@ -120,7 +120,10 @@ class Rollout:
 
     def _check_played(self, sample: SampleState) -> None:
         if sample.failure is None and not any(span.author == "policy" for span in sample.spans):
-            sample.fail(f"{type(self.env).__name__} ended the episode before the policy said anything")
+            said = any(message.role == "assistant" for message in sample.messages[sample.init_msg_size :])
+            nothing = "ended the episode before the policy said anything"
+            other = "ended the episode with no assistant message that is the text that was sampled; append it unchanged"
+            sample.fail(f"{type(self.env).__name__} {other if said else nothing}")
         if not sample.done:  # a level-3 loop that did not say why it stopped
             sample.finish("done")
 

@@ -55,7 +55,7 @@ class FleetClient(BaseClient):
         urls = [client.base_url for client in members]
         if not urls or len(set(urls)) < len(urls):
             raise ConfigError(f"inference.url={urls} is not accepted: one address or more, each of them once.")
-        self.usual_publisher = members[0].usual_publisher
+        self.publishers = members[0].publishers
         self.context_length = min(client.context_length for client in members)
         self.vocab_size = min(client.vocab_size for client in members)
         self._servers = [Member(client) for client in members]

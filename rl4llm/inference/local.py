@@ -37,7 +37,7 @@ class LocalClient(BaseClient):
             that saves at least this many cached tokens.
     """
 
-    usual_publisher = "memory"
+    publishers = ("memory",)
 
     def __init__(
         self,

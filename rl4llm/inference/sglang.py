@@ -40,6 +40,7 @@ class SGLangClient(ServerClient):
     needs ``--enable-lora --max-lora-rank R --lora-target-modules ...``.
     """
 
+    publishers = ("filesystem", "tensor", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
 

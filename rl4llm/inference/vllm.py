@@ -78,6 +78,7 @@ class VLLMClient(ServerClient):
         sleep_level: 1 keeps a copy of the weights in main memory, 2 throws them away, so a load must follow `wake`.
     """
 
+    publishers = ("filesystem", "lora")
     URL_VARIABLE = "VLLM_BASE_URL"
     USUAL_URL = "http://127.0.0.1:8000"
 

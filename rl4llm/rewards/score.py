@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rl4llm.core.errors import RewardError
 from rl4llm.rewards.pool import RewardFailure
 
 EXAMPLE_TOLERANCE = 1e-6
+SLOW_AFTER_S = 60.0
 logger = logging.getLogger(__name__)
 
 
@@ -41,10 +43,15 @@ class _Broken:
 
 @dataclass(frozen=True, slots=True)
 class _Patience:
-    """After how many seconds a reward is named in the log, and after how many it is given up."""
+    """After how many seconds a reward is named in the log, and after how many, counted from `start`, it is given up."""
 
-    slow_after_s: float = 60.0
-    timeout_s: float | None = None
+    slow_after_s: float
+    timeout_s: float | None
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.timeout_s is None else max(0.0, self.start + self.timeout_s - time.monotonic())
 
 
 def score(
@@ -53,24 +60,24 @@ def score(
     reward_transform_fn: RewardTransform | None = None,
     *,
     timeout_s: float | None = None,
-    slow_after_s: float = 60.0,
+    slow_after_s: float = SLOW_AFTER_S,
 ) -> Scores:
     """Run every reward over the samples that have not failed.
 
     A reward that raises on the batch is asked again sample by sample, so that only those it cannot score fail. A sample
     whose score is no finite number fails too. `reward_transform_fn` sees the samples that are left, (num_samples,).
-    A reward that runs longer than `slow_after_s` is named in the log, again and again. With `timeout_s` each reward runs
-    in a thread of its own, and one that takes longer fails its samples; a reward that needs the main thread, such as one
-    that sets signals, cannot have that.
+    A reward that runs longer than `slow_after_s` is named in the log, again and again. One that takes longer than its
+    `score_timeout_s`, or than `timeout_s` where that is given, fails the samples that it has not scored by then. It runs in
+    a thread of its own for that; a reward that needs the main thread, such as one that sets signals, has no time limit.
 
     Raises RewardError, which stops the run, when a reward breaks its contract for the whole batch: a wrong number of
     scores, no list, or a transform whose result is not (num_samples,) finite numbers.
     """
-    patience = _Patience(slow_after_s, timeout_s)
     rewards: dict[str, Tensor] = {}
     for reward_function in reward_functions:
         rewards[reward_function.name] = torch.full((len(samples),), math.nan, dtype=torch.float64)
         scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
+        patience = _Patience(slow_after_s, reward_function.score_timeout_s if timeout_s is None else timeout_s)
         values = _evaluate(reward_function, [samples[index] for index in scorable], patience)
         for index, value in zip(scorable, values, strict=True):
             if isinstance(value, _Broken):
@@ -91,7 +98,8 @@ def check_examples(reward_functions: Sequence[BaseRewardFunction]) -> None:
     for reward_function in reward_functions:
         examples = list(reward_function.examples())
         samples = [_example_sample(index, example) for index, example in enumerate(examples)]
-        for example, value in zip(examples, _evaluate(reward_function, samples, _Patience()), strict=True):
+        patience = _Patience(SLOW_AFTER_S, reward_function.score_timeout_s)
+        for example, value in zip(examples, _evaluate(reward_function, samples, patience), strict=True):
             if isinstance(value, _Broken):
                 problems.append(f"{_shown(example)}: expected {example.score:g}, but {value.reason}")
             elif abs(value - example.score) > EXAMPLE_TOLERANCE:
@@ -117,6 +125,8 @@ def _evaluate(
 
 
 def _alone(reward_function: BaseRewardFunction, sample: SampleState, patience: _Patience) -> Any:
+    if patience.left_s == 0:
+        return _late(reward_function, 1, patience)
     raw = _run(reward_function, [sample], patience)
     if isinstance(raw, Exception):
         return _Broken(_raised(reward_function, raw))
@@ -132,10 +142,10 @@ def _run(
     def call() -> None:
         try:
             result.append(reward_function.score_batch(samples))
-        except RewardError as error:
+        except SystemExit:
+            result.append(RuntimeError("it called sys.exit"))
+        except BaseException as error:  # noqa: BLE001 - one of the two places: a reward's own code
             result.append(error)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - one of the two places: a reward's own code
-            result.append(error if isinstance(error, Exception) else RuntimeError("it called sys.exit"))
 
     with _watched(reward_function.name, len(samples), patience.slow_after_s):
         if patience.timeout_s is None:
@@ -143,12 +153,21 @@ def _run(
         else:
             thread = threading.Thread(target=call, name=f"rl4llm-reward-{reward_function.name}", daemon=True)
             thread.start()
-            thread.join(patience.timeout_s)
+            thread.join(patience.left_s)
     if not result:
-        return _Broken(f"reward {reward_function.name!r} took more than {patience.timeout_s:g} s on {len(samples)} samples")
-    if isinstance(result[0], RewardError):
+        return _late(reward_function, len(samples), patience)
+    if isinstance(result[0], RewardError) or _beyond(result[0]):
         raise result[0]
     return result[0] if isinstance(result[0], Exception) else _listed(reward_function.name, result[0], len(samples))
+
+
+def _beyond(result: Any) -> bool:
+    """Whether a reward was interrupted, which concerns the whole program."""
+    return isinstance(result, BaseException) and not isinstance(result, Exception)
+
+
+def _late(reward_function: BaseRewardFunction, num_samples: int, patience: _Patience) -> _Broken:
+    return _Broken(f"reward {reward_function.name!r} took more than {patience.timeout_s:g} s on {num_samples} samples")
 
 
 def _listed(name: str, scores: Any, expected: int) -> list[Any]:
@@ -236,7 +255,9 @@ def _shown(example: Any) -> str:
 
 
 def _raised(reward_function: BaseRewardFunction, error: Exception) -> str:
-    return f"reward {reward_function.name!r} raised {type(error).__name__}: {str(error)[:500]}"
+    wants_main = "main thread" in str(error) and reward_function.score_timeout_s is not None
+    hint = " (with score_timeout_s = None it runs in the main thread)" if wants_main else ""
+    return f"reward {reward_function.name!r} raised {type(error).__name__}: {str(error)[:500]}{hint}"
 
 
 def _brief(value: Any) -> str:

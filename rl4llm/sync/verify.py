@@ -13,13 +13,15 @@ from torch import Tensor
 
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import StaleWeightsError
+from rl4llm.core.errors import StaleWeightsError, UnreachableError
 from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import TrainBatch, WeightRef
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest accepted difference of a log-prob (nats) by the coarser dtype of the two sides; random tokens are improbable
 ones, where rounding shows most."""
+NOISE = {"float32": 1e-6, "bfloat16": 0.05, "float16": 0.01}
+"""A change of the trainer's log-probs (nats) that must show in an engine, where it is more than rounding."""
 
 
 class Canary:
@@ -29,6 +31,8 @@ class Canary:
         generator = torch.Generator().manual_seed(derive_seed("canary", vocab_size))
         self._token_ids_BT = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
         self._tolerance = tolerance or TOLERANCES[dtype]
+        self._noise = NOISE[dtype]
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}  # by engine: its scores and the trainer's, at the last publish
 
     def expected(self, backend: BaseBackend) -> Tensor:
         """The trainer's own log-probs (sequences, length - 1); to be asked for while it is on its device."""
@@ -41,8 +45,13 @@ class Canary:
     async def compare(self, expected_BT: Tensor, client: BaseClient, weight_ref: WeightRef) -> float:
         """The largest difference in nats over all engines of `client`; raises StaleWeightsError when one of them is beyond
         the tolerance, or reports another version than was published."""
-        found = await asyncio.gather(*(self._ask(engine, expected_BT, weight_ref) for engine in client.engines()))
-        return max(found)
+        questions = [self._ask(engine, expected_BT, weight_ref) for engine in client.engines()]
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        lost = [answer for answer in answers if isinstance(answer, UnreachableError)]
+        for answer in answers:
+            if isinstance(answer, BaseException) and (answer not in lost or len(lost) == len(answers)):
+                raise answer  # one that cannot be reached is the fleet's affair, while others serve
+        return max(answer for answer in answers if not isinstance(answer, BaseException))
 
     async def _ask(self, engine: BaseClient, expected_BT: Tensor, weight_ref: WeightRef) -> float:
         version = await engine.version()
@@ -51,15 +60,28 @@ class Canary:
                 f"{engine} reports version {version} after version {weight_ref.version} was published. "
                 "Training stops, since what it samples now would come from other weights."
             )
-        scored = [await engine.score(row) for row in self._token_ids_BT.tolist()]
-        difference = (torch.tensor(scored) - expected_BT).abs().max().item()
+        scored_BT = torch.tensor([await engine.score(row) for row in self._token_ids_BT.tolist()])
+        difference = (scored_BT - expected_BT).abs().max().item()
         if not difference <= self._tolerance:  # NaN is beyond any tolerance
             raise StaleWeightsError(
                 f"{engine} does not hold version {version}: its log-probs of the canary's tokens differ from "
                 f"the trainer's by {difference:.3g}, more than {self._tolerance:g}. Training stops; check how the weights "
                 "reach the engine, and its dtype."
             )
+        self._check_moved(engine, scored_BT, expected_BT, version)
         return difference
+
+    def _check_moved(self, engine: BaseClient, scored_BT: Tensor, expected_BT: Tensor, version: int) -> None:
+        """One step may change less than the tolerance, but an engine that says the very same again kept its weights."""
+        before_BT, expected_before_BT = self._last.get(str(engine), (None, expected_BT))
+        self._last[str(engine)] = scored_BT, expected_BT
+        moved = (expected_BT - expected_before_BT).abs().max().item()
+        if before_BT is not None and moved > self._noise and torch.equal(scored_BT, before_BT):
+            raise StaleWeightsError(
+                f"{engine} still holds the weights before version {version}: its log-probs of the canary's tokens are those "
+                f"of the last time, to the last bit, while the trainer's moved by {moved:.3g}. Training stops; check how "
+                "the weights reach the engine."
+            )
 
 
 def _batch(token_ids_BT: Tensor) -> TrainBatch:

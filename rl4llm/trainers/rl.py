@@ -17,6 +17,7 @@ from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer
+from rl4llm.core.errors import StaleWeightsError
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Trajectory
 from rl4llm.data.pack import StepTotals, check_aggregation, pack, totals_of
 from rl4llm.data.prompts import PromptStream
@@ -33,7 +34,8 @@ NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between re
 class Batching:
     """How trajectories become micro-batches and optimizer steps.
 
-    Without `max_tokens_per_batch`, micro-batches have the usual size of the device, or that of the longest trajectory.
+    Without `max_tokens_per_batch`, micro-batches have the usual size of the device. A longer trajectory gets one that fits
+    it, since it cannot be cut.
     `constant_length` is the divisor of the aggregation "constant", in tokens.
     """
 
@@ -55,7 +57,14 @@ class Batching:
 
     def budget(self, lengths: Sequence[int]) -> int:
         """Tokens of a micro-batch, for trajectories of these lengths."""
-        return self.max_tokens_per_batch or max(self.usual_tokens_per_batch, *lengths)
+        return max(self.max_tokens_per_batch or self.usual_tokens_per_batch, *lengths)
+
+    def updates(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """What each optimizer step trains on: shares of the items, as even as they come, once for each epoch."""
+        parts = self.updates_per_rollout
+        bounds = [len(items) * part // parts for part in range(parts + 1)]
+        shares = [items[start:end] for start, end in itertools.pairwise(bounds)]
+        return [share for share in shares if share] * self.epochs
 
     def pack(
         self, trajectories: Sequence[Trajectory], credits: Sequence[float], totals: StepTotals
@@ -116,23 +125,26 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.evaluation = evaluation
         self.reference = reference
         self._moved = False  # the weights, since the engines got them
+        self._trained: dict[int, Group] = {}  # by the id of the group that was sampled: what trained, KL in its rewards
+        self._notes: dict[str, float] = {}
         self._closed = False
 
     def collect(self) -> RolloutResult:
         """Play `group_size` episodes for each of the next prompts."""
         with self.clock("rollout"):
             rows = self.prompts.next_batch()
-            return self.rollout.play(rows, step=self.step, sampling_params=self.sampling_params)
+            collected = self.rollout.play(rows, step=self.step, sampling_params=self.sampling_params)
+        self._check_versions(collected)
+        return collected
 
     def prepare(self, collected: RolloutResult) -> list[list[TrainBatch]]:
         """Credits, packed batches, reference pass, advantages: for each optimizer step of this rollout."""
         with self.clock("prepare"):
             self._run(self.inference.publisher.lend_device(self.backend))
             groups = [group for group in collected.groups if self.algorithm.keep(group)]
-            groups = self._with_kl_in_reward(groups)
-            shares = [share for share in _split(groups, self.batching.updates_per_rollout) if share]
-            updates = [self._batches(share) for share in shares]
-            return updates * self.batching.epochs
+            penalised = self._with_kl_in_reward(groups)
+            self._trained = {id(group): changed for group, changed in zip(groups, penalised, strict=True)}
+            return [self._batches(share) for share in self.batching.updates(penalised)]
 
     def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """One optimizer step; the first of a rollout also measures how far trainer and engine are apart."""
@@ -164,8 +176,9 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
-        credits = [self.algorithm.credits(group).tolist() for group in collected.groups]
-        counts = self.inference.client.metrics()
+        trained = [self._trained.get(id(group), group) for group in collected.groups]
+        credits = [self.algorithm.credits(group).tolist() for group in trained]
+        counts = {**self.inference.client.metrics(), **self._notes}
         self.tracker.step(
             self.step, collected.groups, collected.failed, metrics, tokens=tokens, credits=credits, counts=counts
         )
@@ -217,6 +230,15 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.inference.runner.run(coroutine)
 
+    def _check_versions(self, collected: RolloutResult) -> None:
+        """Every token must come from the weights that were published last, whatever an engine did since."""
+        found = {span.version for trajectory in collected.trajectories for span in trajectory.policy_spans}
+        if found - {self.step}:
+            raise StaleWeightsError(
+                f"{self.inference.client} sampled tokens with versions {sorted(found)} of the weights, where version "
+                f"{self.step} was published. Training stops; look for a restart or another trainer in the server's log."
+            )
+
     def _measured_losses(
         self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
     ) -> tuple[Tensor, TokenMetrics]:
@@ -250,6 +272,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         for batch in self.batching.pack(trajectories, owners, self.batching.totals(trajectories)):
             kl_BT = kl(batch.sampled_logprobs_BT, self._reference_logprobs(batch).cpu(), estimator)
             penalties.index_add_(0, batch.credits_BT[batch.mask_BT].long(), kl_BT[batch.mask_BT])
+        self._notes["reward/kl"] = penalties.mean().item()
         left = iter((coefficient * penalties).tolist())
 
         def penalised(group: Group) -> Group:
@@ -259,9 +282,3 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor:
         return self.reference.forward(batch, temperature=self.sampling_params.temperature or 1.0)
-
-
-def _split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
-    """Whole groups, as evenly as they come."""
-    bounds = [len(groups) * part // parts for part in range(parts + 1)]
-    return [groups[start:end] for start, end in itertools.pairwise(bounds)]

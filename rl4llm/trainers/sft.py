@@ -43,9 +43,9 @@ class SFTTrainer(BaseTrainer[list[Trajectory]]):
             return [self._trajectory(row) for row in self.prompts.next_batch()]
 
     def prepare(self, collected: list[Trajectory]) -> list[list[TrainBatch]]:
-        """One optimizer step from them."""
-        credits = [0.0] * len(collected)
-        return [self.batching.pack(collected, credits, self.batching.totals(collected))]
+        """Their optimizer steps."""
+        shares = self.batching.updates(collected)
+        return [self.batching.pack(share, [0.0] * len(share), self.batching.totals(share)) for share in shares]
 
     def publish(self) -> None:
         """No engine samples from these weights."""

@@ -13,6 +13,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import load_rows
+from rl4llm.data.read import has_splits
 
 QA = [{"question": "What is 1+1?", "answer": "so #### 2"}, {"question": "What is 2+2?", "answer": "so #### 4"}]
 COLUMNS = {"prompt_column": "question", "answer_column": "answer"}
@@ -124,6 +125,22 @@ FORMS = {
 def test_every_form_of_the_same_rows_gives_the_same_prompts(form, tmp_path):
     rows = load_rows(FORMS[form](tmp_path), **COLUMNS, answer_pattern=PATTERN)
     assert list(rows) == list(load_rows(QA, **COLUMNS, answer_pattern=PATTERN))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_source_has_splits_exactly_when_an_unknown_split_is_refused(form, tmp_path):
+    source = FORMS[form](tmp_path)
+    try:
+        load_rows(source, split="nowhere", **COLUMNS)
+    except DataError as error:
+        assert "nowhere" in str(error)
+        assert has_splits(source)
+    else:
+        assert not has_splits(source)
+
+
+def test_a_dataset_of_the_hub_has_splits():
+    assert has_splits("openai/gsm8k:main")
 
 
 def test_the_split_names_a_file_of_a_directory(tmp_path):

@@ -1,6 +1,11 @@
 """From prompts to trajectories: who wrote which token, who waits for whom, and what becomes of failures."""
 
 import asyncio
+import dataclasses
+import itertools
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,6 +17,7 @@ from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.local import LocalClient
+from rl4llm.testing import ScriptedClient
 
 PARAMS = SamplingParams(max_tokens=6, temperature=1.0)
 
@@ -65,6 +71,23 @@ def play(model, tokenizer):
     for env in envs:
         env.close()
     runner.run(client.close())
+    runner.close()
+
+
+@pytest.fixture
+def play_scripted(tokenizer):
+    """Plays a rollout against an engine without a model, with an environment made for one prompt and one attempt."""
+    runner = asyncio.Runner()
+
+    def run(env_class, client, *, prompts=2, group_size=3, max_steps=2, rewards=None, max_failed_share=1.0):
+        runner.run(client.load(WeightRef(0)))
+        env = env_class(dataset(prompts), tokenizer, rewards or [Length()], 1, 1, max_steps=max_steps)
+        rollout = Rollout(
+            env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=1, max_failed_share=max_failed_share
+        )
+        return rollout.play(range(prompts), step=0, sampling_params=SamplingParams(), group_size=group_size)
+
+    yield run
     runner.close()
 
 
@@ -291,3 +314,225 @@ def test_an_episode_that_fills_the_context_ends_there(model, tokenizer):
     assert all(trajectory.num_tokens <= 48 for trajectory in result.trajectories)
     env.close()
     runner.close()
+
+
+class SaysItOtherwise(ScriptedClient):
+    """Says a word in as many tokens as the tokenizer would take for it, but in other ones."""
+
+    def __init__(self, tokenizer):
+        self.sampled, word = other_tokens(tokenizer)
+        super().__init__(tokenizer, {"": [word]})
+
+    async def generate(self, prompt_ids, sampling_params, *, session=""):
+        completion = await super().generate(prompt_ids, sampling_params, session=session)
+        return dataclasses.replace(completion, token_ids=(*self.sampled, completion.token_ids[-1]))
+
+
+def other_tokens(tokenizer):
+    """Two tokens whose text the tokenizer splits into two others, and that text."""
+    pieces = {i: tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids}
+    letters = [i for i, piece in pieces.items() if piece.isascii() and piece.isalpha()]
+    for pair in itertools.product(letters, letters):
+        word = pieces[pair[0]] + pieces[pair[1]]
+        usual = tuple(tokenizer.encode(word, add_special_tokens=False))
+        if len(usual) == 2 and usual != pair:
+            return pair, word
+    raise AssertionError("every word of two tokens has but one spelling")
+
+
+@pytest.mark.parametrize("env_class", [ThreeTurns, AppendsOnly])
+def test_tokens_stay_as_sampled_where_the_tokenizer_would_have_split_the_text_otherwise(
+    play_scripted, tokenizer, env_class
+):
+    client = SaysItOtherwise(tokenizer)
+    said = (*client.sampled, tokenizer.eos_token_id)
+    for trajectory in play_scripted(env_class, client, max_steps=3).trajectories:
+        assert [span.token_ids for span in trajectory.policy_spans] == [said] * 3
+    prompts = [list(call.prompt_ids) for call in client.calls if call.session == "0/p1/2"]
+    for earlier, later in itertools.pairwise(prompts):
+        assert later[: len(earlier) + len(said)] == [*earlier, *said]
+
+
+class Edits(AppendsOnly):
+    @torch.inference_mode()
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        for sample in env_state.sample_states:
+            reply = llm.chat([sample.messages], sampling_params)[0]
+            sample.messages.append(ChatMessage("assistant", reply.content + " (edited)"))
+        return env_state
+
+
+def test_a_loop_that_edits_what_was_sampled_is_told_so(play_scripted, tokenizer):
+    result = play_scripted(Edits, ScriptedClient(tokenizer, {"": ["85"]}))
+    causes = {sample.failure for sample in result.failed}
+    said = "Edits ended the episode with no assistant message that is the text that was sampled; append it unchanged"
+    assert causes == {said} and not result.trajectories
+
+
+def test_a_loop_that_never_asks_the_policy_is_told_so(play_scripted, tokenizer):
+    class Silent(ThreeTurns):
+        def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+            return env_state
+
+    result = play_scripted(Silent, ScriptedClient(tokenizer, {"": ["85"]}))
+    assert {sample.failure for sample in result.failed} == {"Silent ended the episode before the policy said anything"}
+
+
+class GivesUp(ScriptedClient):
+    """Gives up the first `times` replies of one session half-way."""
+
+    def __init__(self, tokenizer, times):
+        super().__init__(tokenizer, {"": ["Answer: 85"]})
+        self.times = times
+
+    async def generate(self, prompt_ids, sampling_params, *, session=""):
+        completion = await super().generate(prompt_ids, sampling_params, session=session)
+        if session != "0/p1/2" or not self.times:
+            return completion
+        self.times -= 1
+        return dataclasses.replace(
+            completion, token_ids=completion.token_ids[:1], logprobs=(-0.5,), text="A", finish_reason="abort"
+        )
+
+
+class AnswersThePolicyAlone(ThreeTurns):
+    def respond(self, sample):
+        assert sample.last_message.content == "Answer: 85"
+        return super().respond(sample)
+
+
+@pytest.mark.parametrize("env_class", [AnswersThePolicyAlone, AppendsOnly])
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_reply_that_the_engine_gave_up_fails_its_sample_which_is_played_once_more(
+    play_scripted, tokenizer, env_class, times
+):
+    result = play_scripted(env_class, GivesUp(tokenizer, times))
+    failed = {(sample.prompt_id, sample.index): sample.failure for sample in result.failed}
+    cause = "the engine aborted a reply of the policy after 1 of at most 256 tokens"
+    assert failed == ({} if times == 1 else {("p1", 2): cause})
+    for trajectory in result.trajectories:
+        assert [message.content for message in trajectory.messages if message.role == "assistant"] == ["Answer: 85"] * 2
+
+
+def test_every_sample_has_a_thread_of_its_own_however_many_are_played(play_scripted, tokenizer):
+    class Meets(ThreeTurns):
+        all_of_them = threading.Barrier(12)
+
+        def respond(self, sample):
+            self.all_of_them.wait(timeout=20)
+            return []
+
+    result = play_scripted(Meets, ScriptedClient(tokenizer, {"": ["85"]}), prompts=4)
+    assert not result.failed and len(result.trajectories) == 12
+
+
+class TimesOut(ThreeTurns):
+    def respond(self, sample):
+        raise TimeoutError("the shop did not answer")
+
+
+class TimesOutAsync(ThreeTurns):
+    async def respond(self, sample):
+        raise TimeoutError("the shop did not answer")
+
+
+@pytest.mark.parametrize("env_class", [TimesOut, TimesOutAsync])
+def test_a_timeout_inside_an_environment_is_not_taken_for_the_deadline(play_scripted, tokenizer, env_class):
+    result = play_scripted(env_class, ScriptedClient(tokenizer, {"": ["85"]}))
+    cause = f"{env_class.__name__}.respond raised TimeoutError: the shop did not answer"
+    assert {sample.failure for sample in result.failed} == {cause}
+
+
+HANGS_FOREVER = """
+import asyncio, sys, threading
+from transformers import AutoTokenizer
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.types import SamplingParams
+from rl4llm.data.render import Renderer
+from rl4llm.envs.rollout import Rollout
+from rl4llm.testing import ScriptedClient
+
+class One(BaseRewardFunction):
+    def __call__(self, messages, ground_truth, **kwargs):
+        return 1.0
+
+class Hangs(BaseMDPEnv):
+    respond_timeout_s = 0.1
+
+    def respond(self, sample):
+        threading.Event().wait()
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+rows = [{"messages": [{"role": "user", "content": "How many?"}], "ground_truth": "1"}]
+env = Hangs(rows, tokenizer, [One("one")], 1, 1)
+with asyncio.Runner() as runner:
+    client = ScriptedClient(tokenizer, {"": ["85"]})
+    rollout = Rollout(env, client, Renderer(tokenizer), runner, seed=0, max_failed_share=1.0)
+    result = rollout.play([0], step=0, sampling_params=SamplingParams())
+env.close()
+print(result.failed[0].failure)
+"""
+
+
+def test_an_environment_that_hangs_does_not_keep_the_process(model_dir):
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS_FOREVER, str(model_dir)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "Hangs.respond took more than 0.1 s"
+
+
+class HangsOn(Length):
+    """Hangs on the samples of one prompt; `first` raises before that, on the whole batch."""
+
+    score_timeout_s = 0.3
+
+    def __init__(self, prompt, first=None):
+        super().__init__()
+        self.prompt, self.first = prompt, first
+        self.released = threading.Event()
+
+    def score_batch(self, samples):
+        if self.first is not None and len(samples) > 1:
+            raise self.first
+        return super().score_batch(samples)
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        if ground_truth == self.prompt:
+            self.released.wait(20)
+        return 1.0
+
+
+def test_a_reward_that_hangs_fails_its_samples_at_its_deadline_and_scores_none_of_them(play_scripted, tokenizer):
+    reward = HangsOn(prompt=0)
+    result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["85"]}), rewards=[reward])
+    reward.released.set()
+    assert {sample.failure for sample in result.failed} == {"reward 'length' took more than 0.3 s on 6 samples"}
+    assert not result.trajectories
+
+
+def test_the_deadline_of_a_reward_holds_for_all_samples_together_when_they_are_asked_one_by_one(
+    play_scripted, tokenizer
+):
+    reward = HangsOn(prompt=1, first=ValueError("not this batch"))
+    result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["85"]}), rewards=[reward], prompts=3)
+    waiting = [thread for thread in threading.enumerate() if thread.name == "rl4llm-reward-length"]
+    reward.released.set()
+    assert {trajectory.prompt_id for trajectory in result.trajectories} == {"p0"}
+    assert len(result.failed) == 6 and len(waiting) == 1
+
+
+class SetsSignals(Length):
+    def __call__(self, messages, ground_truth, **kwargs):
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return 1.0
+
+
+def test_a_reward_that_needs_the_main_thread_says_so_and_can_have_it(play_scripted, tokenizer):
+    client = ScriptedClient(tokenizer, {"": ["85"]})
+    result = play_scripted(ThreeTurns, client, rewards=[SetsSignals()])
+    assert all("with score_timeout_s = None it runs in the main thread" in sample.failure for sample in result.failed)
+    assert len(result.failed) == 6
+    unlimited = SetsSignals()
+    unlimited.score_timeout_s = None
+    assert not play_scripted(ThreeTurns, client, rewards=[unlimited]).failed

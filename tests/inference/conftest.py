@@ -1,9 +1,13 @@
 """Tiny random models of many architectures, and the plain forward loop that the engine must agree with."""
 
+import json
+
 import pytest
 import torch
 import transformers
 
+from rl4llm.api import GRPOTrainer
+from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.inference.sampling import uniforms
 
 SMALL = {
@@ -94,3 +98,46 @@ def reference():
 @pytest.fixture
 def reference_filter():
     return kept
+
+
+class Vowels(BaseRewardFunction):
+    """The share of vowels in what was said last."""
+
+    def __init__(self, name="vowels", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        said = messages[-1].content.lower()
+        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+
+
+@pytest.fixture
+def learns():
+    """Trains a small model through a server, publishing one way, and checks that it learned from proven weights."""
+
+    def check(model_dir, directory, inference, way, lr=6e-3, **keys):
+        rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
+        GRPOTrainer(
+            str(model_dir),
+            rows,
+            [Vowels()],
+            output={"dir": str(directory)},
+            inference=inference,
+            sync={"name": way},
+            rollout={"prompts": 4, "group_size": 16, "max_tokens": 8},
+            training={"lr": lr},
+            mismatch={"stop_above": 1e-4},
+            max_steps=25,
+            **keys,
+        ).train()
+        steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        rewards = [step["reward/mean"] for step in steps]
+        assert len(rewards) == 25
+        assert rewards[0] < 0.25
+        assert sum(rewards[-3:]) / 3 > 0.6
+        taught = [step for step in steps if "mismatch/max" in step]  # at the end all rewards of a step may be equal
+        assert len(taught) > 10
+        assert all(step["mismatch/max"] < 1e-4 and step["mismatch/ess"] > 0.999 for step in taught)
+        assert all("time/verify" in step for step in steps)
+
+    return check

@@ -5,10 +5,6 @@ import copy
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +18,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError, StaleWeightsError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.inference.launch import launch
 from rl4llm.inference.vllm import FreshReads, VLLMClient, adapter_name, check_convention
 from rl4llm.quickstart.model import build_model
 from rl4llm.sync.filesystem import FilesystemPublisher
@@ -29,7 +26,6 @@ from rl4llm.sync.store import WeightStore
 from rl4llm.sync.verify import Canary
 from rl4llm.testing import check_client
 
-ROOT = Path(__file__).parents[2]
 CONTEXT = 512
 LONG = 480
 SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -505,25 +501,10 @@ def real(tokenizer, tmp_path_factory):
     for seed, model in models.items():
         model.save_pretrained(root / f"m{seed}")
         tokenizer.save_pretrained(root / f"m{seed}")
-    port = free_port()
-    flags = ["--max-model-len", CONTEXT, "--max-num-seqs", 64, "--enable-lora", "--max-loras", 2, "--port", port]
-    command = ["bash", ROOT / "scripts" / "launch_vllm.sh", root / "m0", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with open(root / "log", "wb") as log:
-        process = subprocess.Popen(
-            [str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, process, root / "log")
-        yield Real(url, models, root, asyncio.run(version_at(url, tokenizer)))
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    flags = ["--max-model-len", CONTEXT, "--max-num-seqs", 64, "--enable-lora", "--max-loras", 2, "--port", 0]
+    words = [str(word) for word in (root / "m0", *flags)]
+    with launch("vllm", words, python=python, cpu=True, log=root / "log", ready_within_s=300) as server:
+        yield Real(server.url, models, root, asyncio.run(version_at(server.url, tokenizer)))
 
 
 async def version_at(url, tokenizer):
@@ -532,25 +513,6 @@ async def version_at(url, tokenizer):
         return await client.version()
     finally:
         await client.close()
-
-
-def free_port():
-    for port in range(21000, 32000, 7):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise AssertionError("no free port")
-
-
-def wait_until_ready(url, process, log):
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url + "/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail("vLLM did not start:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:]))
 
 
 @pytest.fixture
@@ -836,3 +798,8 @@ def test_ids_outside_the_vocabulary_never_reach_the_real_server(run, full):
         return await client.generate(PROMPTS[0], GREEDY)
 
     assert run(script).version == 60
+
+
+@pytest.mark.vllm
+def test_grpo_learns_through_the_server(real, learns, tmp_path):
+    learns(real.root / "m0", tmp_path, {"name": "vllm", "url": real.url}, "filesystem")

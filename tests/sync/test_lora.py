@@ -332,15 +332,15 @@ ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth":
     ("keys", "says"),
     [
         ({"model.lora.rank": 0}, r"model\.lora\.rank=0"),
-        ({"inference.name": "local"}, "inference.name=local"),
-        ({"inference.cohost": True}, "inference.cohost"),
+        ({"inference.name": "local"}, r"inference\.name='local'. Accepted: memory"),
+        ({"inference.cohost": True}, "inference.cohost=true publishes through files"),
         ({"inference.router": "http://127.0.0.1:9"}, "inference.router"),
         ({"sync.fallback": "filesystem"}, "sync.fallback"),
     ],
 )
 def test_what_does_not_go_with_adapters_alone_is_said_before_anything_is_written(model_dir, tmp_path, keys, says):
     usual = {"model.lora.rank": 4, "inference.name": "sglang", "sync.name": "lora", "output.dir": str(tmp_path / "run")}
-    with pytest.raises(ConfigError, match=rf"sync\.name=lora does not go with {says}"):
+    with pytest.raises(ConfigError, match=says):
         GRPOTrainer(str(model_dir), ROWS, [Vowels()], **(usual | keys))
     assert not (tmp_path / "run").exists()
 

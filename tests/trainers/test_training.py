@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import DAPOTrainer, GRPOTrainer
+from rl4llm.build import build_trainer
+from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError
 from rl4llm.core.types import WeightRef
@@ -180,6 +184,63 @@ def test_a_constant_length_divides_by_all_tokens_that_a_trajectory_may_sample_un
         torch.testing.assert_close(4 * quarter[name], tensor, atol=1e-7, rtol=1e-4)
 
 
+def test_what_is_left_out_for_want_of_a_credit_still_counts_in_the_totals(model_dir, tmp_path):
+    """One group has a difference between its rewards, the other has none."""
+
+    class OneGroup(Vowels):
+        def __call__(self, messages, ground_truth, **kwargs):
+            return super().__call__(messages, ground_truth) if ground_truth == "0" else 1.0
+
+    class EveryToken(GRPO):
+        def needs(self):
+            return replace(super().needs(), every_token=True)
+
+    options = {"dataset": rows(2), "reward_functions": [OneGroup()], "data.shuffle": False}
+    for aggregation in ("sequence", "token"):
+        runs = [
+            trainer(model_dir, tmp_path / f"{aggregation}{i}", algorithm={"aggregation": aggregation}, **options)
+            for i in range(2)
+        ]
+        runs[1].trainer.algorithm = EveryToken(aggregation=aggregation)
+        left_out, whole = map(gradient, runs)
+        assert any(tensor.abs().max() > 1e-4 for tensor in whole.values())
+        for name, tensor in whole.items():
+            torch.testing.assert_close(left_out[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_tokens_of_other_weights_than_those_published_stop_the_run(model_dir, tmp_path):
+    loop = trainer(model_dir, tmp_path).trainer
+    loop.publish()
+    loop.inference.runner.run(loop.inference.client.load(WeightRef(777)))
+    with pytest.raises(StaleWeightsError, match=r"versions \[777\] of the weights, where version 0 was published"):
+        loop.collect()
+    loop.close()
+
+
+def test_an_engine_that_kept_the_weights_of_the_step_before_is_noticed_however_small_the_step(model_dir, tmp_path):
+    loop = trainer(model_dir, tmp_path).trainer
+    loop.publish()
+    said = {}
+
+    class Kept(type(loop.inference.client)):
+        """Says what it said the first time."""
+
+        async def score(self, token_ids):
+            if tuple(token_ids) not in said:
+                said[tuple(token_ids)] = await super().score(token_ids)
+            return said[tuple(token_ids)]
+
+    loop.inference.client.__class__ = Kept
+    loop.publish()
+    loop.publish()  # nothing moved, so nothing is wrong
+    with torch.no_grad():
+        for parameter in loop.backend.model.parameters():
+            parameter += 1e-6 * torch.randn_like(parameter).sign()
+    with pytest.raises(StaleWeightsError, match="still holds the weights before version 0"):
+        loop.publish()
+    loop.close()
+
+
 def test_weights_that_did_not_reach_the_engine_stop_the_run(model_dir, tmp_path):
     run = trainer(model_dir, tmp_path, max_steps=1)
     loop = run.trainer
@@ -248,6 +309,11 @@ def test_a_kl_penalty_in_the_reward_is_the_sum_over_the_trajectory_and_zero_befo
     loop.close()
 
 
+def test_a_kl_penalty_in_the_reward_is_logged(model_dir, tmp_path):
+    trainer(model_dir, tmp_path, algorithm={"kl_coef": 0.5, "kl_in": "reward"}, max_steps=3).train()
+    assert [row["reward/kl"] > 0 for row in metrics(tmp_path)][1:] == [True, True]
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_kl_penalty_in_the_loss_holds_the_policy_back(model_dir, tmp_path, estimator):
     free = trainer(model_dir, tmp_path / "free", max_steps=6).train()
@@ -281,6 +347,59 @@ def test_groups_whose_rewards_are_all_equal_leave_the_weights_alone(model_dir, t
     assert [row["update/empty"] for row in metrics(tmp_path)] == [1.0, 1.0]
 
 
+def test_the_last_step_is_always_saved(model_dir, tmp_path):
+    first = trainer(model_dir, tmp_path, max_steps=2, checkpoint={"every": 0}).train()
+    again = trainer(model_dir, tmp_path, max_steps=2, checkpoint={"every": 0}).train()
+    assert_same_weights(weights(first), weights(again))
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
+
+
+def test_a_trainer_trains_once(model_dir, tmp_path):
+    run = trainer(model_dir, tmp_path, max_steps=1).train()
+    with pytest.raises(ConfigError, match="Build another one"):
+        run.train()
+
+
+def test_held_out_prompts_are_those_that_were_given_and_never_those_of_the_training(model_dir, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    held_out = rows(3)
+    run = trainer(model_dir, tmp_path / "a", dataset=str(path), eval_dataset=held_out)
+    assert len(run.trainer.evaluation.env.dataset) == 3
+    run.trainer.close()
+    with pytest.raises(ConfigError, match=r"one file without splits.*eval\.path.*eval\.every=0"):
+        trainer(model_dir, tmp_path / "b", dataset=str(path), **{"eval.every": 2})
+    run = trainer(model_dir, tmp_path / "c", dataset=str(path))
+    assert run.trainer.evaluation is None
+    run.trainer.close()
+
+
+def test_other_prompts_or_rewards_in_the_directory_of_a_run_are_another_run(model_dir, tmp_path):
+    class Consonants(Vowels):
+        pass
+
+    trainer(model_dir, tmp_path, max_steps=1).train()
+    for change in ({"dataset": rows(5)}, {"reward_functions": [Consonants()]}, {"env": BaseMDPEnv}):
+        with pytest.raises(RunDirError, match=r"given\."):
+            trainer(model_dir, tmp_path, max_steps=2, **change)
+
+
+def test_supervised_epochs_and_updates_are_optimizer_steps(model_dir, tmp_path):
+    conversation = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Answer: 85"}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text((json.dumps({"messages": conversation}) + "\n") * 8)
+    overrides = [
+        f"model.path={model_dir}", f"data.path={path}", f"output.dir={tmp_path / 'run'}", "algorithm.name=sft",
+        "rollout.prompts=4", "training.updates_per_rollout=2", "training.epochs=3", "training.lr=1e-3",
+        "training.schedule=linear", "max_steps=2", "eval.every=0",
+    ]  # fmt: skip
+    with build_trainer(load_config(overrides=overrides)) as loop:
+        loop.train()
+        assert loop.backend._optimizer.step_number == 12
+    last_six = [1e-3 * left / 12 for left in range(6, 0, -1)]
+    assert metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(sum(last_six) / 6)
+
+
 def test_a_second_trainer_on_the_same_directory_is_refused(model_dir, tmp_path):
     first = trainer(model_dir, tmp_path)
     with pytest.raises(RunDirError, match="is in use by this process"):
@@ -308,6 +427,12 @@ def test_bad_input_is_refused_before_anything_is_written(model_dir, tmp_path):
         ({"training.max_tokens_per_batch": 8}, ConfigError, "max_tokens_per_batch=8"),
         ({"algorithm.aggregation": "tokens"}, ConfigError, "Did you mean 'token'"),
         ({"training.constant_length": 0}, ConfigError, "constant_length=0 is not accepted"),
+        ({"rollout.top_p": 7}, ConfigError, "rollout.top_p=7.* is not accepted: 1 or below"),
+        ({"rollout.max_failed_share": -3}, ConfigError, "max_failed_share=-3"),
+        ({"threads": -1}, ConfigError, "threads=-1"),
+        ({"model.device": "cudaa"}, ConfigError, "model.device='cudaa'"),
+        ({"sync.name": "filesytem"}, ConfigError, "Did you mean 'filesystem'"),
+        ({"sync.name": "filesystem"}, ConfigError, "sync.name='filesystem' is not accepted with inference.name='local'"),
     ]
     for number, (overrides, error, text) in enumerate(cases):
         directory = tmp_path / str(number)
