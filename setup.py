@@ -11,13 +11,14 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").r
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.16,<1"],
     "wandb": ["wandb>=0.31,<1"],
+    "lora": ["peft>=0.15,<1"],
     "sglang": ["sglang>=0.5.2", "torch-memory-saver>=0.0.8"],
     "vllm": ["vllm>=0.32"],
     "grpc": ["grpcio>=1.66,<2", "protobuf>=5"],
-    "dev": ["pytest>=8,<10", "ruff>=0.8"],
+    "dev": ["pytest>=8,<10", "ruff>=0.8", "peft>=0.15,<1"],
 }
 # Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
-EXTRAS["all"] = [package for name in ("deepspeed", "wandb", "grpc", "dev") for package in EXTRAS[name]]
+EXTRAS["all"] = [package for name in ("deepspeed", "wandb", "lora", "grpc", "dev") for package in EXTRAS[name]]
 
 setup(
     name="rl4llm",

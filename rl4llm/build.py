@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
+from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
@@ -46,6 +47,7 @@ from rl4llm.rewards.score import check_examples
 from rl4llm.sync.cohost import CohostedClient, CohostPublisher
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
+from rl4llm.sync.lora import LoraPublisher
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.sync.store import WeightStore
 from rl4llm.sync.tensor import TensorPublisher
@@ -83,6 +85,11 @@ def _in_requests(client: BaseClient, store: WeightStore, tokenizer: Any) -> Base
 @PUBLISHERS.register("distributed")
 def _by_broadcast(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
     return TensorPublisher(client, "distributed")
+
+
+@PUBLISHERS.register("lora")
+def _by_adapter(client: BaseClient, store: WeightStore, tokenizer: Any) -> BasePublisher:
+    return LoraPublisher(client, store)
 
 
 LOOKED_AT = 256
@@ -150,6 +157,20 @@ def _check_names(config: Config) -> None:
             )
     if config.inference.get("cohost") and (config.sync.name not in ("auto", "filesystem") or config.sync.fallback):
         raise ConfigError("inference.cohost=true publishes through files: leave sync.name and sync.fallback out.")
+    if "lora" in (config.sync.name, config.sync.fallback):
+        _check_adapter_alone(config)
+
+
+def _check_adapter_alone(config: Config) -> None:
+    """Servers can be given the adapter alone only where nothing else ever changes their own weights."""
+    impossible = {
+        "model.lora.rank=0: the whole model trains. Set it, e.g. to 16": not config.model.lora.rank,
+        "inference.router, which is not told of adapters. Leave it out": config.inference.get("router"),
+        "sync.fallback: merged weights under an adapter would count twice. Leave it out": config.sync.fallback,
+    }
+    for reason, holds in impossible.items():
+        if holds:
+            raise ConfigError(f"sync.name=lora does not go with {reason}.")
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
@@ -291,7 +312,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             batching=batching,
             tracker=tracker,
             evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
-            reference=_backend(config, reference_model) if algorithm.needs().reference else None,
+            reference=_backend(config, reference_model, trained=False) if algorithm.needs().reference else None,
             **_base(config, algorithm, backend, run, tracker),
         )
 
@@ -349,16 +370,20 @@ def _base(
     }
 
 
-def _backend(config: Config, model: Any) -> TorchBackend:
+def _backend(config: Config, model: Any, *, trained: bool = True) -> TorchBackend:
     model = load_model(
         model if model is not None else config.model.path,
         dtype=config.model.dtype,
         device=_device(config),
         gradient_checkpointing=config.model.gradient_checkpointing,
     )
-    training = config.training
+    training, lora = config.training, config.model.lora
+    adapter = None
+    if lora.rank and trained:
+        adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
     return TorchBackend(
         model,
+        adapter=adapter,
         lr=training.lr,
         weight_decay=training.weight_decay,
         betas=tuple(training.betas),

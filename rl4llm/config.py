@@ -20,6 +20,15 @@ from rl4llm.core.errors import ConfigError
 
 
 @dataclass
+class LoraConfig:
+    """An adapter that trains while the model stays frozen; needs the extra `lora`."""
+
+    rank: int = 0  # 0: the whole model trains
+    alpha: int | None = None  # the adapter counts alpha / rank; null: twice the rank
+    targets: list[str] = field(default_factory=list)  # names of linear layers; empty: all but the output layer
+
+
+@dataclass
 class ModelConfig:
     """The policy: a Hugging Face directory, or a name on the hub."""
 
@@ -29,6 +38,7 @@ class ModelConfig:
     device: str = "auto"  # auto: cuda where there is one
     gradient_checkpointing: bool = False
     pad_token: str | None = None  # for tokenizers without one
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -251,6 +261,8 @@ CHOICES = {
     "training.layout": ("sorted", "packed", "shared"),
 }
 AT_LEAST = {
+    "model.lora.rank": 0,
+    "model.lora.alpha": 1,
     "rollout.prompts": 1,
     "rollout.group_size": 1,
     "rollout.max_tokens": 1,

@@ -18,7 +18,7 @@ from rl4llm.core.registry import Registry
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import REWARDS
 
-PACKAGES = ("torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "wandb")
+PACKAGES = ("torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "wandb", "peft")
 
 
 def tables(topic: str | None = None) -> Iterator[Table]:

@@ -52,7 +52,8 @@ def _python_of(engine):
 @pytest.fixture(scope="module")
 def sglang_url(model_dir):
     """A real SGLang server with the small model, for the tests of one file: it keeps a core busy also when it idles."""
-    flags = ["--model-path", str(model_dir), "--port", "0"]
+    adapters = ["--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", "all"]
+    flags = ["--model-path", str(model_dir), "--port", "0", *adapters]
     with launch("sglang", flags, python=_python_of("sglang"), cpu=True, ready_within_s=300) as server:
         yield server.url
 

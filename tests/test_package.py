@@ -18,7 +18,7 @@ LAYERS = {  # a file may import from its own layer's folder and from lower layer
     "tracking": 2,
     "trainers": 3,
 }
-HEAVY = {"deepspeed", "sglang", "vllm", "wandb", "grpc", "modal"}
+HEAVY = {"deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal"}
 
 
 def imports(path):

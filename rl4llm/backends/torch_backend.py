@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.heads import ValueHead, asked_tokens, token_logprobs, token_values
+from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import Runner
 from rl4llm.core.base_backend import BaseBackend, TokenLosses, TokenMetrics
@@ -37,16 +38,24 @@ class TorchBackend(BaseBackend):
     >>> backend.optim_step()["grad_norm"]
 
     `autocast` "bfloat16" runs matrix products in bf16 while weights, gradients and moments keep their own dtype. With a
-    `value_head` it is a critic, and what `forward` and the losses see are values instead of log-probs. Further options
-    are those of `OptimizerOptions`.
+    `value_head` it is a critic, and what `forward` and the losses see are values instead of log-probs. With an `adapter`
+    only that trains and is saved; `weights` and `export` give the merged model. Further options are those of
+    `OptimizerOptions`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, autocast: str = "none", value_head: ValueHead | None = None, **optimizer: Any
+        self,
+        model: PreTrainedModel,
+        *,
+        autocast: str = "none",
+        value_head: ValueHead | None = None,
+        adapter: LoraAdapter | None = None,
+        **optimizer: Any,
     ):
         if autocast not in AUTOCAST:
             raise ConfigError(unknown("model.autocast", autocast, AUTOCAST))
         self.model = model
+        self.adapter = adapter
         self.device = next(model.parameters()).device
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._autocast = AUTOCAST[autocast]
@@ -72,15 +81,15 @@ class TorchBackend(BaseBackend):
         return self._optimizer.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
-        kept = self.model.state_dict(keep_vars=True)
-        for name, buffer in self.model.named_buffers():
-            if name in kept:
-                yield name, buffer.detach()
+        if self.adapter is None:
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        else:
+            yield from self.adapter.merged_parameters()
+        yield from self._buffers()
 
     def weight_specs(self) -> list[TensorSpec]:
-        return [TensorSpec.of(name, tensor) for name, tensor in self.weights()]
+        parameters = self.model.named_parameters() if self.adapter is None else self.adapter.base_parameters()
+        return [TensorSpec.of(name, tensor) for name, tensor in (*parameters, *self._buffers())]
 
     def write_config(self, directory: Path) -> None:
         self.model.config.save_pretrained(directory)
@@ -90,6 +99,8 @@ class TorchBackend(BaseBackend):
     def save(self, directory: Path) -> None:
         moments, steps = self._optimizer.state()
         state = {"format": FORMAT, "step": self._optimizer.step_number, "parameter_steps": steps}
+        if self.adapter is not None:
+            state["base"] = self.adapter.base_digest()
         save_file(_packed(self._tensors()), directory / WEIGHTS)
         save_file(_packed(moments), directory / MOMENTS)
         (directory / STATE).write_text(json.dumps(state, indent=1))
@@ -99,10 +110,21 @@ class TorchBackend(BaseBackend):
         weights, moments, state = _read(directory)
         tensors = self._tensors()
         _check_names(directory, tensors, weights)
+        if self.adapter is not None and state.get("base") != self.adapter.base_digest():
+            raise CheckpointError(
+                f"{directory} holds an adapter that was trained beside another base model than the one in model.path. "
+                "Resume with that model, unchanged."
+            )
         self._optimizer.restore(moments, state["parameter_steps"], state["step"])
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(weights[name])
+
+    def write_adapter(self, directory: Path) -> None:
+        """Write the adapter alone as an ordinary PEFT directory; raises ConfigError where the whole model trains."""
+        if self.adapter is None:
+            raise ConfigError("There is no adapter to write, since the whole model trains. Set model.lora.rank, e.g. to 16.")
+        self.adapter.write(directory)
 
     def export(self, directory: Path) -> None:
         self.model.save_pretrained(directory, state_dict=_packed(dict(self.weights())))
@@ -147,14 +169,26 @@ class TorchBackend(BaseBackend):
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self._autocast or torch.bfloat16, enabled=self._autocast is not None)
 
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        kept = self.model.state_dict(keep_vars=True)
+        for name, buffer in self.model.named_buffers():
+            if name in kept:
+                yield name, buffer.detach()
+
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         named = dict(self.model.named_parameters())
         if self.value_head is not None:
             named |= {VALUE_HEAD + name: parameter for name, parameter in self.value_head.named_parameters()}
         return named
 
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        """Without an adapter all parameters, even those that a user froze."""
+        named = self._named_parameters()
+        return named if self.adapter is None else {name: item for name, item in named.items() if item.requires_grad}
+
     def _tensors(self) -> dict[str, Tensor]:
-        return dict(self.weights()) | {name: parameter.detach() for name, parameter in self._named_parameters().items()}
+        whole = dict(self.weights()) if self.adapter is None else {}
+        return whole | {name: parameter.detach() for name, parameter in self._trained().items()}
 
     def _move(self, device: torch.device | str) -> None:
         if self.device.type == "cpu":

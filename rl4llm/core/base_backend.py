@@ -16,12 +16,30 @@ TokenLosses = Callable[[TrainBatch, Tensor, Tensor | None], tuple[Tensor, TokenM
 """(batch, logprobs_BT, entropy_BT or None) -> (losses_BT, metrics by name, each (B, T))."""
 
 
+class BaseAdapter(ABC):
+    """What trains beside a frozen model, in the form that engines load: an ordinary PEFT directory."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of each of its weights, in the order of `specs`."""
+
+    @abstractmethod
+    def specs(self) -> list[TensorSpec]:
+        """What `weights` will yield."""
+
+    @abstractmethod
+    def write_config(self, directory: Path) -> None:
+        """Write what an adapter's directory holds beside its weights."""
+
+
 class BaseBackend(ABC):
     """A model that is trained, and the head that turns its output into one number per token.
 
     The loss of an optimizer step is the sum of ``losses_BT * batch.weights_BT`` over the `forward_backward` calls since
-    the last `optim_step`; nothing else scales it.
+    the last `optim_step`; nothing else scales it. Where only an `adapter` trains, `weights` are the merged ones.
     """
+
+    adapter: BaseAdapter | None = None
 
     @abstractmethod
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

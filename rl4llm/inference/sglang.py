@@ -6,14 +6,16 @@ import asyncio
 import base64
 import pickle
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch import Tensor
 
-from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import FinishReason, SamplingParams, WeightRef
+from rl4llm.inference.adapters import Adapters, adapter_version
 from rl4llm.inference.broadcast import Broadcast
 from rl4llm.inference.server import Sampled, ServerClient
 
@@ -31,15 +33,28 @@ class SGLangClient(ServerClient):
     Its log-probs are those of the temperature-scaled softmax before top-p and top-k, which is the convention of
     `Completion`, so they are taken as they come. Seeds are sent along, but SGLang reproduces tokens only when it was
     started with ``--enable-deterministic-inference``. `trainer_host` is where the server finds the trainer when weights are
-    broadcast; the other arguments are those of `ServerClient`.
+    broadcast; `adapter` is what the names of LoRA adapters begin with, which one trainer at a time may use on a server. The
+    other arguments are those of `ServerClient`.
+
+    LoRA: each version is an adapter with a name of its own, which later requests name; nothing has to pause. The server
+    needs ``--enable-lora --max-lora-rank R --lora-target-modules ...``.
     """
 
-    publishers = ("filesystem", "tensor", "distributed")
+    publishers = ("filesystem", "tensor", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
 
-    def __init__(self, base_url: str, tokenizer: Any, *, trainer_host: str = "127.0.0.1", **options: Any):
+    def __init__(
+        self,
+        base_url: str,
+        tokenizer: Any,
+        *,
+        trainer_host: str = "127.0.0.1",
+        adapter: str = "rl4llm",
+        **options: Any,
+    ):
         super().__init__(base_url, tokenizer, **options)
+        self._adapters = Adapters(adapter)
         self.trainer_host = trainer_host
         self._group: Broadcast | None = None
 
@@ -51,7 +66,9 @@ class SGLangClient(ServerClient):
             "return_logprob": True,
             "stream": False,
         }
-        return _sampled(await self.http.post("/generate", body), request_id)
+        answer, adapter = await self._generate(body)
+        sampled = _sampled(answer, request_id)
+        return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.check_prompt(token_ids)
@@ -59,6 +76,9 @@ class SGLangClient(ServerClient):
         return await self.retry.run(lambda attempt: self._score(list(token_ids), f"{name}/a{attempt}"))
 
     async def version(self) -> int:
+        adapter = self._adapters.current
+        if adapter is not None:
+            return adapter_version(adapter) if adapter in await self._listed() else NEVER_LOADED
         info = await self.retry.run(lambda _: self.http.get("/model_info", deadline_s=30))
         return _version(_field(info, "weight_version", "/model_info"))
 
@@ -67,11 +87,84 @@ class SGLangClient(ServerClient):
         answer = await self._admin("/weights_checker", {"action": "checksum"})
         return str(_field(answer, "per_engine_checksum", "/weights_checker"))
 
+    async def load(self, weight_ref: WeightRef) -> None:
+        """Take over weights; an adapter ("lora") does not stop what runs, which ends with the adapter it began with."""
+        if weight_ref.kind != "lora":
+            await super().load(weight_ref)
+            return
+        async with self._loading:
+            await self._load_adapter(weight_ref)
+
     async def load_weights(self, weight_ref: WeightRef) -> None:
         ways = {"full": self._from_disk, "tensor": self._inline, "distributed": self._broadcast}
         if weight_ref.kind not in ways:
-            raise EngineError(f"{self} cannot load WeightRef.kind={weight_ref.kind!r}. Accepted: {', '.join(ways)}.")
+            accepted = ", ".join([*ways, "lora"])
+            raise EngineError(f"{self} cannot load WeightRef.kind={weight_ref.kind!r}. Accepted: {accepted}.")
         await ways[weight_ref.kind](weight_ref)
+        if self._adapters.current is not None:
+            self._adapters.take(None, {self._adapters.current})
+            await self._unload_unused()
+
+    async def _load_adapter(self, weight_ref: WeightRef) -> None:
+        name = self._adapters.name(weight_ref)
+        before = await self._listed()
+        if name not in before:
+            problem = await self._change_adapters("load", {"lora_name": name, "lora_path": weight_ref.path})
+            if name not in await self._listed():
+                await self._check_enabled()
+                raise EngineError(
+                    f"{self.base_url} was told to load version {weight_ref.version} from {weight_ref.path}, and does not "
+                    f"list it afterwards. {problem or 'It reported success.'} Look for the reason in the server's log."
+                ) from problem
+        self._adapters.take(name, before)
+        await self._unload_unused()
+
+    async def _check_enabled(self) -> None:
+        """Raise ConfigError for a server that was started without adapters."""
+        if not (await self._info()).get("enable_lora"):
+            raise ConfigError(
+                f"sync.name=lora needs a server with --enable-lora, and {self.base_url} was started without. Start it with "
+                "--enable-lora --max-lora-rank R --lora-target-modules ..., R >= model.lora.rank, or leave sync.name out."
+            )
+
+    async def _unload_unused(self) -> None:
+        """Unload what is superseded and not in use; what the server then still lists is tried again later."""
+        unused = self._adapters.to_unload()
+        for name in unused:
+            await self._change_adapters("unload", {"lora_name": name})
+        if unused:
+            with suppress(EngineError):
+                self._adapters.gone(unused - await self._listed())
+
+    async def _change_adapters(self, verb: str, body: Mapping[str, Any]) -> EngineError | None:
+        """What went wrong, if anything did; what the server lists afterwards decides."""
+        try:
+            await self._admin(f"/{verb}_lora_adapter", body)
+        except EngineError as error:
+            return error
+        return None
+
+    async def _listed(self) -> set[str]:
+        """Names of the adapters that the server holds and that are ours."""
+        answer = await self.retry.run(lambda _: self.http.get("/v1/models", deadline_s=30))
+        models = _field(answer, "data", "/v1/models")
+        if not isinstance(models, list):
+            raise UnreachableError(f"{self.base_url} lists no models.")
+        adapters = (item for item in models if isinstance(item, Mapping) and item.get("parent"))
+        return self._adapters.ours(str(item.get("id")) for item in adapters)
+
+    async def _generate(self, body: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """The answer and the adapter that it is from."""
+        with self._adapters.using_current() as adapter:
+            try:
+                answer = await self.http.post("/generate", {**body, "lora_path": adapter} if adapter else body)
+            except RefusedError as error:
+                if adapter is not None and adapter not in await self._listed():
+                    raise UnreachableError(f"{self.base_url} does not hold adapter {adapter} any more: {error}") from error
+                raise
+        if adapter != self._adapters.current:
+            await self._unload_unused()
+        return answer, adapter
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
         body = {"model_path": weight_ref.path, "weight_version": str(weight_ref.version), "flush_cache": True}
@@ -181,7 +274,7 @@ class SGLangClient(ServerClient):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self.http.post("/generate", body)
+        answer, _ = await self._generate(body)
         rows = _field(_field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
         scores = (_column(rows, 0) or [])[1:]
         if len(scores) != len(token_ids) - 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import FinishReason, SamplingParams, WeightRef
+from rl4llm.inference.adapters import adapter_name, adapter_version
 from rl4llm.inference.server import Sampled, ServerClient
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class VLLMClient(ServerClient):
         sleep_level: 1 keeps a copy of the weights in main memory, 2 throws them away, so a load must follow `wake`.
     """
 
+    publishers = ("filesystem", "lora")
     URL_VARIABLE = "VLLM_BASE_URL"
     USUAL_URL = "http://127.0.0.1:8000"
 
@@ -123,7 +124,7 @@ class VLLMClient(ServerClient):
     async def version(self) -> int:
         if self._adapter is None:
             return (await self.retry.run(lambda _: self._reads.get())).version
-        return _adapter_version(self._adapter) if self._adapter in await self._adapters() else NEVER_LOADED
+        return adapter_version(self._adapter) if self._adapter in await self._adapters() else NEVER_LOADED
 
     async def load(self, weight_ref: WeightRef) -> None:
         """Take over weights: "full" stops what runs, "lora" does not."""
@@ -214,7 +215,7 @@ class VLLMClient(ServerClient):
             **_sampling(params),
         }
         answer = await self._post_completion(body, request_id, adapter)
-        version = before.version if adapter is None else _adapter_version(adapter)
+        version = before.version if adapter is None else adapter_version(adapter)
         sampled = _sampled(answer, request_id, version)
         if sampled.finish_reason == "abort" and request_id not in self._aborted:
             raise UnreachableError(f"{self.base_url} gave up request {request_id} before it was done.")
@@ -374,16 +375,6 @@ def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
             f"vLLM's --logprobs-mode {logprobs_mode} gives no log-probs. Start it with processed_logprobs (any temperature, "
             "without top-p and top-k) or raw_logprobs (temperature 1)."
         )
-
-
-def adapter_name(prefix: str, weight_ref: WeightRef) -> str:
-    """The name of a version's adapter, which differs where the content does: vLLM caches by name."""
-    content = repr(sorted(weight_ref.checksums.items())) if weight_ref.checksums else str(weight_ref.path)
-    return f"{prefix}-{hashlib.sha256(content.encode()).hexdigest()[:8]}-v{weight_ref.version:06d}"
-
-
-def _adapter_version(name: str) -> int:
-    return int(name.rpartition("-v")[2])
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

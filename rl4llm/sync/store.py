@@ -4,9 +4,11 @@
       LATEST                     "v000012": the newest version that is whole
       v000012/                   an ordinary Hugging Face directory, so that a server can also start from it
         model-00001-of-00002.safetensors ... model.safetensors.index.json config.json tokenizer.json ...
-        manifest.json            names, shapes and dtypes of the tensors; size and xxh3 of every file
+        manifest.json            kind, names, shapes and dtypes of the tensors; size and xxh3 of every file
       v000013.tmp-1f2e3d4c/      a write that never finished
       .lock                      who writes here
+
+A version of an adapter is an ordinary PEFT directory: adapter_model.safetensors, adapter_config.json and the manifest.
 
 A version gets its name when it is complete and on disk. A server that has a file mapped would die if it were changed.
 """
@@ -23,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -36,6 +39,8 @@ from rl4llm.sync.shards import plan_shards, write_shard
 FINAL = re.compile(r"v(\d{6,})")
 UNFINISHED = re.compile(r"v\d{6,}\.tmp-[0-9a-f]+")
 SHARD_BYTES = 4 << 30
+ADAPTER = "adapter_model.safetensors"
+Kind = Literal["full", "lora"]
 
 
 class WeightStore:
@@ -59,22 +64,25 @@ class WeightStore:
         specs: Sequence[TensorSpec],
         tensors: Iterator[tuple[str, Tensor]],
         write_config: Callable[[Path], None] = lambda directory: None,
+        *,
+        kind: Kind = "full",
     ) -> WeightRef:
         """Write a version, one tensor at a time; the same weights again give the same version, and change nothing.
 
         `specs` is the model's own list of tensors, which `tensors` must follow. `write_config` adds what else a Hugging
-        Face directory needs. Raises WeightsError for a tensor that is missing, extra, of another shape or dtype, or not
-        finite, for a full disk, and when another store writes to this directory; what was there before is then as it was.
+        Face directory needs; of `kind` "lora" it is an adapter's. Raises WeightsError for a tensor that is missing, extra,
+        of another shape or dtype, or not finite, for a full disk, and when another store writes to this directory; what was
+        there before is then as it was.
         """
         self._own()
         directory = self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}"
         self._writing = directory
         try:
             directory.mkdir(parents=True)
-            hashes = self._write_shards(directory, specs, tensors)
+            hashes = self._write_tensors(directory, specs, tensors, kind)
             write_config(directory)
             listed = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in specs}
-            manifest.seal(directory, known_hashes=hashes, version=version, tensors=listed)
+            manifest.seal(directory, known_hashes=hashes, version=version, kind=kind, tensors=listed)
             final = self._commit(directory, version)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
@@ -100,8 +108,9 @@ class WeightStore:
 
     def ref(self, version: int, path: Path) -> WeightRef:
         """How clients are told of a version."""
-        files = json.loads((path / manifest.NAME).read_text())["files"]
-        return WeightRef(version, "full", str(path), {name: entry["xxh3_64"] for name, entry in files.items()})
+        listed = json.loads((path / manifest.NAME).read_text())
+        checksums = {name: entry["xxh3_64"] for name, entry in listed["files"].items()}
+        return WeightRef(version, listed.get("kind", "full"), str(path), checksums)
 
     def verify(self, weight_ref: WeightRef) -> None:
         """Read every byte back; raises WeightsError when the version is not what was written."""
@@ -189,21 +198,25 @@ class WeightStore:
         write_atomically(self.root / "LATEST", final.name + "\n")
         return final
 
-    def _write_shards(
-        self, directory: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+    def _write_tensors(
+        self, directory: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]], kind: Kind
     ) -> dict[str, str]:
-        """Write the tensors as safetensors shards; returns the hash of each."""
-        shards = plan_shards(specs, self._shard_bytes)
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        """Write the tensors as safetensors shards, an adapter's as one; returns the hash of each."""
+        if kind == "lora":
+            shards, names = [list(specs)], [ADAPTER]
+        else:
+            shards = plan_shards(specs, self._shard_bytes)
+            names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         hashes = {name: write_shard(directory / name, shard, tensors) for name, shard in zip(names, shards, strict=True)}
         extra = next(tensors, None)
         if extra is not None:
             raise WeightsError(f"The weights hold {extra[0]}, which the model's list of tensors does not have.")
-        index = {
-            "metadata": {"total_size": sum(spec.num_bytes for spec in specs)},
-            "weight_map": {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard},
-        }
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        if kind == "full":
+            index = {
+                "metadata": {"total_size": sum(spec.num_bytes for spec in specs)},
+                "weight_map": {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard},
+            }
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         return hashes
 
     def _finals(self) -> list[Path]:

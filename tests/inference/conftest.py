@@ -115,7 +115,7 @@ class Vowels(BaseRewardFunction):
 def learns():
     """Trains a small model through a server, publishing one way, and checks that it learned from proven weights."""
 
-    def check(model_dir, directory, inference, way):
+    def check(model_dir, directory, inference, way, lr=6e-3, reached=0.6, **keys):
         rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
         GRPOTrainer(
             str(model_dir),
@@ -125,15 +125,16 @@ def learns():
             inference=inference,
             sync={"name": way},
             rollout={"prompts": 4, "group_size": 16, "max_tokens": 8},
-            training={"lr": 6e-3},
+            training={"lr": lr},
             mismatch={"stop_above": 1e-4},
             max_steps=25,
+            **keys,
         ).train()
         steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         rewards = [step["reward/mean"] for step in steps]
         assert len(rewards) == 25
-        assert rewards[0] < 0.2
-        assert sum(rewards[-3:]) / 3 > 0.6
+        assert rewards[0] < 0.25
+        assert sum(rewards[-3:]) / 3 > reached
         taught = [step for step in steps if "mismatch/max" in step]  # at the end all rewards of a step may be equal
         assert len(taught) > 10
         assert all(step["mismatch/max"] < 1e-4 and step["mismatch/ess"] > 0.999 for step in taught)

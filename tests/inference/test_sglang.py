@@ -6,13 +6,16 @@ import copy
 import pytest
 import torch
 
+from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
-from rl4llm.core.types import SamplingParams
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.inference.adapters import adapter_name
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
+from rl4llm.sync.lora import LoraPublisher
 from rl4llm.sync.store import WeightStore
 from rl4llm.sync.tensor import TensorPublisher
 from rl4llm.sync.verify import Canary
@@ -50,6 +53,13 @@ def change(model, seed, scale=0.05):
             parameter += scale * torch.randn(parameter.shape, generator=generator)
 
 
+def change_adapter(backend, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, tensor in backend.adapter.weights():
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+
+
 def run(client, work):
     """Run a coroutine function; connections belong to the event loop."""
 
@@ -77,9 +87,10 @@ def test_it_keeps_the_contract_of_clients(client, backend, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_publishing_brings_the_trainers_weights_and_the_canary_proves_it(client, backend, tmp_path, way):
     async def work():
+        publishes = publisher(way, client, tmp_path)
         for version in (1, 2):
             change(backend.model, version)
-            weight_ref = await publisher(way, client, tmp_path).publish(backend, version)
+            weight_ref = await publishes.publish(backend, version)
             assert await canary(client).verify(backend, client, weight_ref) < 1e-4
             completion = await client.generate(PROMPT, SamplingParams(max_tokens=32, ignore_eos=True))
             assert completion.version == version
@@ -186,3 +197,47 @@ def test_a_request_id_that_is_used_twice_is_refused_and_ours_never_are(client):
 @pytest.mark.parametrize("way", WAYS)
 def test_grpo_learns_through_the_server(sglang_url, model_dir, learns, tmp_path, way):
     learns(model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, way)
+
+
+def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend, model, tmp_path):
+    async def work():
+        await publisher("filesystem", client, tmp_path / "base").publish(backend, 50)
+        with_adapter = load_model(copy.deepcopy(model))
+        adapted = TorchBackend(with_adapter, lr=1e-3, adapter=add_adapter(with_adapter, rank=8))
+        way = LoraPublisher(client, WeightStore(tmp_path / "adapters"))
+        before, tasks = {}, {}
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        for version in (0, 1, 2):
+            change_adapter(adapted, version)
+            weight_ref = await way.publish(adapted, version)
+            assert await canary(client).verify(adapted, client, weight_ref) < 1e-4
+            before[version] = copy.deepcopy(adapted.model)
+            tasks[version] = asyncio.create_task(client.generate(PROMPT, params))
+            await asyncio.sleep(0.2)
+        for version, task in tasks.items():
+            completion = await task
+            assert completion.version == version
+            assert completion.logprobs == pytest.approx(
+                logprobs(before[version], PROMPT, completion.token_ids), abs=1e-4
+            )
+        assert await client._listed() == {adapter_name("rl4llm", weight_ref)}
+        assert await client.version() == 2
+        await client.load(WeightRef(51, "full", str(tmp_path / "base" / "v000050")))
+        assert await client.version() == 51
+        assert await client._listed() == set()
+        await canary(client).verify(backend, client, WeightRef(51, "full"))
+
+    run(client, work)
+
+
+def test_grpo_learns_an_adapter_through_the_server(client, backend, tokenizer, learns, tmp_path):
+    with torch.no_grad():
+        backend.model.model.norm.weight *= 6  # the output layer is frozen, so what comes before it must be able to move it
+    backend.export(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run(client, lambda: publisher("filesystem", client, tmp_path / "base").publish(backend, 0))
+    inference = {"name": "sglang", "url": client.base_url}
+    learns(tmp_path / "model", tmp_path / "run", inference, "lora", lr=5e-3, reached=0.35, **{"model.lora.rank": 8})
+    versions = sorted(path.name for path in (tmp_path / "run" / "weights").glob("v*"))
+    assert versions == ["v000024", "v000025"]
+    assert (tmp_path / "run" / "weights" / "v000025" / "adapter_model.safetensors").exists()

@@ -1,0 +1,165 @@
+"""LoRA (Hu et al. 2021): small matrices trained beside a frozen model, through PEFT, whose imports live here."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl4llm.core.base_backend import BaseAdapter
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.seeds import derive_seed
+from rl4llm.core.types import TensorSpec
+
+NAME = "default"  # PEFT's for the only adapter of a model
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+class LoraAdapter(BaseAdapter):
+    """The adapter of a model: W x becomes W x + alpha / rank * B A x in each of the chosen linear layers.
+
+    >>> adapter = add_adapter(load_model("models/tiny"), rank=16, seed=42)
+    >>> backend = TorchBackend(adapter.model, adapter=adapter, lr=1e-4)
+    """
+
+    def __init__(self, model: PreTrainedModel, options: Any):
+        self.model = model
+        self._options = options
+        layer_type = _import_peft().tuners.lora.LoraLayer
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, layer_type)}
+        self._digest: str | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._options.r
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B of each layer under the names of a PEFT file."""
+        for name, parameter in self.model.named_parameters():
+            if self._is_own(name):
+                yield f"base_model.model.{name.replace(f'.{NAME}.', '.')}", parameter.detach()
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, tensor) for name, tensor in self.weights()]
+
+    def write_config(self, directory: Path) -> None:
+        options = {key: _jsonable(value) for key, value in self._options.to_dict().items()} | {"inference_mode": True}
+        (directory / CONFIG).write_text(json.dumps(options, indent=1, sort_keys=True))
+
+    def write(self, directory: Path) -> None:
+        """An ordinary PEFT directory, as `peft.PeftModel.from_pretrained` and inference servers read it."""
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.weights()}
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        self.write_config(directory)
+
+    def base_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The frozen model's parameters under their Hugging Face names."""
+        for name, parameter in self.model.named_parameters():
+            if not self._is_own(name):
+                yield _plain(name), parameter.detach()
+
+    @torch.no_grad()
+    def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of the plain model that computes the same, one at a time."""
+        for name, parameter in self.base_parameters():
+            layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            yield name, parameter if layer is None else (parameter + layer.get_delta_weight(NAME)).to(parameter.dtype)
+
+    def base_digest(self) -> str:
+        """xxh3 of the frozen parameters; an adapter means nothing beside others."""
+        if self._digest is None:
+            digest = xxhash.xxh3_64()
+            for name, tensor in self.base_parameters():
+                digest.update(name.encode())
+                digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            self._digest = digest.hexdigest()
+        return self._digest
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a parameter is the adapter's: its layer's name, lora_A or lora_B, the adapter's name, weight."""
+        layer, _, matrix = name.removesuffix(f".{NAME}.weight").rpartition(".")
+        return matrix in ("lora_A", "lora_B") and layer in self._layers
+
+
+def add_adapter(
+    model: PreTrainedModel, *, rank: int, alpha: int | None = None, targets: Sequence[str] = (), seed: int = 0
+) -> LoraAdapter:
+    """Put an adapter into a model, which keeps its class; of all its parameters only the adapter's need gradients then.
+
+    `targets` are names of linear layers, all but the output layer where there are none; `alpha` is twice the rank where it
+    is None. The same seed gives the same adapter. A is random and B zero, so the model computes what it did before.
+    """
+    peft = _import_peft()
+    _check(model, rank)
+    accepted = _accepted(model)
+    options = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        target_modules=list(targets) or "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+    )
+    generators = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
+    with generators, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT's settings for other architectures than it expected, which it corrects
+        torch.manual_seed(derive_seed(seed, "lora"))
+        try:
+            peft.inject_adapter_in_model(options, model, adapter_name=NAME)
+        except ValueError as error:
+            raise ConfigError(f"model.lora.targets={list(targets)}: {error} {accepted}") from error
+    adapter = LoraAdapter(model, options)
+    _check_inner(model, targets, accepted)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(adapter._is_own(name))
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:  # small steps vanish in 16 bits
+            parameter.data = parameter.data.float()
+    return adapter
+
+
+def _check(model: PreTrainedModel, rank: int) -> None:
+    if rank < 1:
+        raise ConfigError(f"model.lora.rank={rank} is not accepted for an adapter: 1 or above, usually 8 to 64.")
+    if getattr(model, "peft_config", None):
+        raise ConfigError("The model has an adapter already. Give one without; a run adds its own.")
+
+
+def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) -> None:
+    """Embeddings and output layer are often one tensor, which an adapter on either would make two."""
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, _import_peft().tuners.lora.LoraLayer):
+            raise ConfigError(
+                f"model.lora.targets={list(targets)} names the embedding or the output layer, which stay frozen. {accepted}"
+            )
+
+
+def _accepted(model: PreTrainedModel) -> str:
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in outer]
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    return f"Accepted: {', '.join(names)}; an empty list stands for all of them."
+
+
+def _plain(name: str) -> str:
+    """A frozen parameter's name before PEFT wrapped its layer."""
+    return name.replace(".base_layer", "")
+
+
+def _jsonable(value: Any) -> Any:
+    """Sets have another order in every process."""
+    return sorted(value) if isinstance(value, set) else value
+
+
+def _import_peft() -> Any:
+    try:
+        import peft  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError("model.lora.rank above 0 needs PEFT. Next: pip install 'rl4llm[lora]'.") from error
+    return peft
