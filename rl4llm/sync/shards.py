@@ -6,9 +6,10 @@ each tensor's dtype, shape and place, and the tensors' bytes in that order.
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +24,7 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+FLUSH_BYTES = 32 << 20
 ALIGNMENT = 8  # of the first tensor, so that readers can map them
 
 
@@ -42,29 +44,42 @@ def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[Tens
 def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
     """Write the next tensors of `tensors`, which must be those of `specs`; returns the file's xxh3_64.
 
-    Raises WeightsError for one that is missing, another, of another shape or dtype, or not finite.
+    Raises WeightsError for one that is missing, another, of another shape or dtype, or not finite. What is written goes
+    to the disk while the next tensors are looked at, so that there is little left to wait for at the end.
     """
     digest = xxhash.xxh3_64()
-    with open(path, "xb", buffering=0) as file:
-        parts = (_bytes(tensor.to("cpu")) for _, tensor in checked(specs, tensors))
-        for data in itertools.chain([memoryview(_header(specs))], parts):
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        header = _header(specs)
+        digest.update(header)
+        _write_all(file, memoryview(header))
+        flush, waiting = None, 0
+        for spec in specs:
+            name, tensor = _matching(spec, next(tensors, None))
+            _check_finite(name, tensor)
+            data = _bytes(tensor.to("cpu"))
             digest.update(data)
             _write_all(file, data)
+            waiting += len(data)
+            if waiting >= FLUSH_BYTES and (flush is None or flush.done()):
+                flush, waiting = beside.submit(os.fsync, file.fileno()), 0
     return digest.hexdigest()
 
 
 def checked(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The next tensors of `tensors`, one for each spec; raises WeightsError as `write_shard` does."""
     for spec in specs:
-        given = next(tensors, None)
-        if given is None:
-            raise WeightsError(f"The weights lack {spec}; they end before it.")
-        name, tensor = given
-        found = TensorSpec.of(name, tensor)
-        if found != spec:
-            raise WeightsError(f"The weights hold {found} where the model's list of tensors has {spec}.")
+        name, tensor = _matching(spec, next(tensors, None))
         _check_finite(name, tensor)
         yield name, tensor
+
+
+def _matching(spec: TensorSpec, given: tuple[str, Tensor] | None) -> tuple[str, Tensor]:
+    if given is None:
+        raise WeightsError(f"The weights lack {spec}; they end before it.")
+    found = TensorSpec.of(*given)
+    if found != spec:
+        raise WeightsError(f"The weights hold {found} where the model's list of tensors has {spec}.")
+    return given
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
