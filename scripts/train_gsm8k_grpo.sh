@@ -7,6 +7,7 @@
 #   MODEL         a Hugging Face directory or name (default: Qwen/Qwen2.5-0.5B-Instruct)
 #   ENGINE, PORT  sglang or vllm (default: sglang), and where it listens (default: 30000)
 #   SERVER_FLAGS  further flags of the server, such as "--tp 2"
+#   CONFIG        another configuration than configs/gsm8k_grpo.yaml
 set -euo pipefail
 here="$PWD"
 keys=("$@")
@@ -17,5 +18,5 @@ cd "$here"
 model="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" engine="${ENGINE:-sglang}" port="${PORT:-30000}"
 
 start_server "$engine" "$port" "$model" ${SERVER_FLAGS:-}
-rl4llm train "$root/configs/gsm8k_grpo.yaml" model.path="$model" \
+rl4llm train "${CONFIG:-$root/configs/gsm8k_grpo.yaml}" model.path="$model" \
   inference.name="$engine" inference.url="http://127.0.0.1:$port" ${keys[@]+"${keys[@]}"}

@@ -1,22 +1,8 @@
 #!/usr/bin/env bash
-# A policy learns to use a calculator, through an inference server: first the server, then the trainer; both are stopped
-# at the end.
+# A policy learns to use a calculator, through an inference server; options are those of train_gsm8k_grpo.sh:
 #
-#   scripts/train_tool_grpo.sh [key.sub=value ...]                    # keys of the configuration
+#   scripts/train_tool_grpo.sh [key.sub=value ...]
 #   MODEL=models/small scripts/train_tool_grpo.sh max_steps=3
-#
-#   MODEL         a Hugging Face directory or name (default: Qwen/Qwen2.5-0.5B-Instruct)
-#   ENGINE, PORT  sglang or vllm (default: sglang), and where it listens (default: 30000)
-#   SERVER_FLAGS  further flags of the server, such as "--tp 2"
 set -euo pipefail
-here="$PWD"
-keys=("$@")
-set --
-. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-. "$root/scripts/server.sh"
-cd "$here"
-model="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" engine="${ENGINE:-sglang}" port="${PORT:-30000}"
-
-start_server "$engine" "$port" "$model" ${SERVER_FLAGS:-}
-rl4llm train "$root/configs/arithmetic_tool_grpo.yaml" model.path="$model" \
-  inference.name="$engine" inference.url="http://127.0.0.1:$port" ${keys[@]+"${keys[@]}"}
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+CONFIG="$here/../configs/arithmetic_tool_grpo.yaml" exec "$here/train_gsm8k_grpo.sh" "$@"
