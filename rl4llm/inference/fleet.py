@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, StaleWeightsError, UnreachableError
+from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, RefusedError, StaleWeightsError, UnreachableError
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.inference.member import Homes, Member, MovedError, Patience, StaleReplyError, Trip
 from rl4llm.inference.server import DamagedReplyError, DoubleReplyError, RequestNames, ServerClient
@@ -55,6 +55,11 @@ class FleetClient(BaseClient):
         urls = [client.base_url for client in members]
         if not urls or len(set(urls)) < len(urls):
             raise ConfigError(f"inference.url={urls} is not accepted: one address or more, each of them once.")
+        if router and not router.SAYS_VERSIONS:
+            raise ConfigError(
+                f"inference.router={router.base_url!r} is not accepted for {type(router).__name__}: replies of such "
+                "servers do not say which weights they are from. Leave it out; inference.url may be a list of servers."
+            )
         self.publishers = members[0].publishers
         self.context_length = min(client.context_length for client in members)
         self.vocab_size = min(client.vocab_size for client in members)
@@ -226,7 +231,7 @@ class FleetClient(BaseClient):
             member = await self._next(trip)
             self._counts["attempts"] += 1
             try:
-                result = await member.run(ask(member))
+                result = await self._answer(member, ask(member))
             except UnreachableError as error:
                 self._failed(member, error)
                 trip.failures += not isinstance(error, NotConnectedError)  # the server never saw the request
@@ -238,6 +243,15 @@ class FleetClient(BaseClient):
                 return result
             trip.attempts += 1
             trip.tried.append(member)
+
+    async def _answer(self, member: Member, request: Coroutine[Any, Any, T]) -> T:
+        """A member's answer; what a router refuses is not refused yet, since it may have sent one id twice by itself."""
+        try:
+            return await member.run(request)
+        except RefusedError as error:
+            if member is self._router:
+                raise UnreachableError(str(error)) from error
+            raise
 
     async def _next(self, trip: Trip) -> Member:
         """The server to ask next; waits when all were asked, want to be left alone, or are out."""
@@ -268,7 +282,7 @@ class FleetClient(BaseClient):
         damaged = isinstance(error, DamagedReplyError | StaleReplyError)
         if damaged and member is self._router:  # which of the servers it was is for their caretakers to find out
             for server in self._pool():
-                server.suspect = True
+                server.suspect |= isinstance(error, DamagedReplyError)  # what is stale shows without a checksum
                 server.poke()
         elif damaged or isinstance(error, NotConnectedError) or member.failures >= self._patience.failures_in_a_row:
             self._leave(member, str(error), move=damaged)
@@ -425,7 +439,7 @@ class FleetClient(BaseClient):
     async def _ask_health(self, member: Member) -> None:
         """A router knows of no weights; that it answers is all there is to ask."""
         if member is self._router:
-            await member.client.http.get("/health")
+            await member.client.http.ping("/health")
         else:
             await member.client.health()
 

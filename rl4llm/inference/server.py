@@ -81,6 +81,8 @@ class ServerClient(BaseClient):
 
     URL_VARIABLE: ClassVar[str]
     USUAL_URL: ClassVar[str]
+    SAYS_VERSIONS: ClassVar[bool] = True
+    """Whether replies say which weights they are from, so that they can be told apart behind a router."""
 
     def __init__(
         self,

@@ -79,6 +79,10 @@ class Transport:
         """The JSON that GET answers; None for an empty body."""
         return await self._request("GET", path, None, deadline_s)
 
+    async def ping(self, path: str, *, deadline_s: float | None = None) -> None:
+        """Raise unless GET succeeds; the answer need not be JSON."""
+        await self._fetch("GET", path, None, deadline_s)
+
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, deadline_s: float | None = None) -> Any:
         """The JSON that POST answers; None for an empty body."""
         return await self._request("POST", path, body, deadline_s)
@@ -90,6 +94,10 @@ class Transport:
             await session.close()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
+        content = await self._fetch(method, path, body, deadline_s)
+        return _decoded(f"{method} {self.base_url}{path}", content)
+
+    async def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> bytes:
         deadline_s = deadline_s or self._deadline_s
         where = f"{method} {self.base_url}{path}"
         session = await self._pool()
@@ -107,7 +115,7 @@ class Transport:
             raise UnreachableError(f"{where} failed: {type(error).__name__}: {error}") from error
         if response.status >= 400:
             raise _refusal(where, response.status, response.headers, content)
-        return _decoded(where, content)
+        return content
 
     async def _pool(self) -> aiohttp.ClientSession:
         """The connections of the running event loop; those of a loop that is gone are forgotten."""

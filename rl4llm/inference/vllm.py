@@ -81,6 +81,7 @@ class VLLMClient(ServerClient):
     publishers = ("filesystem", "lora")
     URL_VARIABLE = "VLLM_BASE_URL"
     USUAL_URL = "http://127.0.0.1:8000"
+    SAYS_VERSIONS = False  # the server's workers are asked, before and after each request
 
     def __init__(
         self,

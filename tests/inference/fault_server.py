@@ -406,12 +406,16 @@ class FaultServer:
 
 
 class Router:
-    """A router in front of servers: requests go to them in turn, 503 when the one whose turn it is cannot be reached."""
+    """A router in front of servers, as sglang-router is one: requests go to them in turn, and what fails to the next one.
 
-    def __init__(self, servers):
+    It asks again with the very same body, id included, up to `tries` times, and its health is "OK", which is not JSON.
+    """
+
+    def __init__(self, servers, tries=3):
         self.port = free_port()
         self.calls = Counter()
         self._servers, self._runner = servers, None
+        self._tries, self._turn = tries, 0
 
     @property
     def url(self):
@@ -432,15 +436,24 @@ class Router:
             await self._session.close()
 
     async def _pass_on(self, request):
-        number, self.calls[request.path] = self.calls[request.path], self.calls[request.path] + 1
+        self.calls[request.path] += 1
         if request.path == "/health":
-            return web.Response()
-        server = self._servers[number % len(self._servers)]
+            return web.Response(text="OK")
+        body = await request.read()
+        for _ in range(self._tries):
+            status, content = await self._ask_next(request.path, body)
+            if status < 500 and status != 429:
+                break
+        return web.Response(status=status, body=content)
+
+    async def _ask_next(self, path, body):
+        server = self._servers[self._turn % len(self._servers)]
+        self._turn += 1
         try:
-            async with self._session.post(server.url + request.path, data=await request.read()) as answer:
-                return web.Response(body=await answer.read(), status=answer.status)
-        except ClientError:
-            return web.Response(status=503)
+            async with self._session.post(server.url + path, data=body) as answer:
+                return answer.status, await answer.read()
+        except ClientError as error:
+            return 500, str(error).encode()
 
 
 class _Refusal(Exception):

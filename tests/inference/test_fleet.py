@@ -32,6 +32,7 @@ from rl4llm.inference.fleet import FleetClient
 from rl4llm.inference.member import Patience
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.inference.transport import Retry
+from rl4llm.inference.vllm import VLLMClient
 from rl4llm.sync.store import WeightStore
 
 PROMPT = [5, 6, 7, 8]
@@ -405,6 +406,41 @@ def test_requests_go_through_a_router_and_directly_while_it_is_down(play, undist
     play(story, router=True)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_an_id_that_a_router_sent_twice_is_asked_for_again_under_another(play, undisturbed, direct):
+    async def story(scene):
+        for server in scene.servers:
+            server.next("/generate", reset(after=True))  # the router comes back to the first of them, which refuses
+        assert_same(await rollout(scene.fleet, prompts=1, group=1), undisturbed)
+        assert scene.router.calls["/generate"] == 3 - direct
+        assert any(server.calls["/generate"] > len(server.rids) for server in scene.servers)
+        assert len(scene.pool()) == 2
+
+    play(story, router=True, direct=direct)
+
+
+def test_what_the_servers_behind_a_router_refuse_is_refused(play):
+    async def story(scene):
+        for server in scene.servers:
+            server.next("/generate", *[status(400, text="top_p")] * 2)
+        with pytest.raises(RefusedError, match=r"1/p0/3.* top_p"):
+            await episode(scene.fleet, 0, 3)
+        assert scene.total == 2
+
+    play(story, router=True)
+
+
+def test_a_router_stays_in_use_while_it_is_well(play, undisturbed):
+    async def story(scene):
+        checks = scene.router.calls["/health"]
+        await scene.until(lambda: scene.router.calls["/health"] > checks + 2)
+        assert_same(await rollout(scene.fleet, prompts=2), undisturbed)
+        assert scene.router.calls["/generate"] == 32
+        assert scene.lines == []
+
+    play(story, router=True)
+
+
 def test_without_the_direct_way_requests_wait_for_the_router(play, undisturbed):
     async def story(scene):
         await scene.router.stop()
@@ -747,6 +783,12 @@ def test_a_fleet_serves_one_event_loop_after_the_other(base, tokenizer):
         return found
 
     assert asyncio.run(main(True)) == asyncio.run(main(False)) == asyncio.run(main(True))
+
+
+def test_servers_whose_replies_name_no_weights_get_no_router(tokenizer):
+    one, front = (VLLMClient(f"http://127.0.0.1:{port}", tokenizer, vocab_size=8, context_length=8) for port in (1, 2))
+    with pytest.raises(ConfigError, match=r"inference.router='http://127.0.0.1:2' is not accepted for VLLMClient"):
+        FleetClient([one], router=front)
 
 
 def test_addresses_must_be_there_and_differ(tokenizer):
