@@ -151,7 +151,11 @@ def count_turns(spans: Sequence[TokenSpan]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode: its exact tokens, what was said, and what it was worth."""
+    """One finished episode: its exact tokens, what was said, and what it was worth.
+
+    `turn_rewards` holds what each turn of the policy earned by itself, one number per turn or none at all; their sum is
+    part of `reward`, the rest of which the episode earned as a whole.
+    """
 
     prompt_id: str
     spans: tuple[TokenSpan, ...]
@@ -160,6 +164,7 @@ class Trajectory:
     reward: float
     stop_reason: str
     extras: Mapping[str, Any] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -178,6 +183,10 @@ class Trajectory:
         return sum(len(span.token_ids) for span in self.policy_spans)
 
     @property
+    def num_turns(self) -> int:
+        return count_turns(self.spans)
+
+    @property
     def version(self) -> int:
         """The oldest version of the weights that wrote any of it."""
         return min((span.version or 0 for span in self.policy_spans), default=0)
@@ -185,10 +194,14 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt, in sample order; all start with the same prompt tokens."""
+    """The trajectories of one prompt, in sample order; all start with the same prompt tokens.
+
+    `baseline` is one more that only serves for comparison and never trains, such as the greedy one.
+    """
 
     prompt_id: str
     trajectories: tuple[Trajectory, ...]
+    baseline: Trajectory | None = None
 
     def __post_init__(self) -> None:
         for trajectory in self.trajectories:
@@ -219,6 +232,9 @@ class TrainBatch:
     A prompt that several trajectories share may stand in the row once, as a segment of its own; the segments of those
     trajectories then begin after it. `previous_BT` says so: the column of the token before each token, -1 where there is
     none. Left out, it is the column to the left within the segment. A shared prompt itself begins with -1.
+
+    `group_ids_BT` numbers the groups of a step. `marked_BT` are tokens that an algorithm singled out, `divergence` () is an
+    estimate for the whole step; what they mean is the algorithm's own affair.
     """
 
     token_ids_BT: Tensor
@@ -234,6 +250,9 @@ class TrainBatch:
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
     previous_BT: Tensor | None = None
+    group_ids_BT: Tensor | None = None
+    marked_BT: Tensor | None = None
+    divergence: Tensor | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
         """A batch with `fn` applied to every tensor it holds."""
@@ -252,6 +271,15 @@ class TrainBatch:
     @property
     def num_policy_tokens(self) -> int:
         return int(self.mask_BT.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step: its micro-batches, and which models it moves."""
+
+    batches: Sequence[TrainBatch]
+    policy: bool = True
+    critic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

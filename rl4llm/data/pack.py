@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,44 +32,53 @@ NEVER = -1
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What one optimizer step trains on, over all micro-batches and ranks: policy tokens and trajectories.
+    """What one optimizer step trains on, over all micro-batches and ranks: policy tokens, trajectories and prompts.
 
     `constant_length` is the divisor of the aggregation "constant", in tokens.
     """
 
     tokens: int
     sequences: int
+    prompts: int = 1
     constant_length: int = 0
 
     def __add__(self, other: StepTotals) -> StepTotals:
-        return StepTotals(self.tokens + other.tokens, self.sequences + other.sequences, self.constant_length)
+        counts = (self.tokens + other.tokens, self.sequences + other.sequences, self.prompts + other.prompts)
+        return StepTotals(*counts, self.constant_length)
 
 
 def totals_of(trajectories: Sequence[Trajectory], *, constant_length: int = 0) -> StepTotals:
     """The totals of one optimizer step; add those of other ranks before packing."""
     tokens = sum(trajectory.num_policy_tokens for trajectory in trajectories)
-    return StepTotals(tokens, len(trajectories), constant_length)
+    prompts = len({trajectory.prompt_id for trajectory in trajectories})
+    return StepTotals(tokens, len(trajectories), prompts, constant_length)
 
 
-# (policy tokens of each trajectory, totals of the step) -> weight of one token of each trajectory
-Aggregation = Callable[[Ints, StepTotals], Floats]
+# (policy tokens and prompt number of each trajectory, totals of the step) -> weight of one token of each trajectory
+Aggregation = Callable[[Ints, Ints, StepTotals], Floats]
 AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
 
 
 @AGGREGATIONS.register("token")
-def _each_token_alike(policy_tokens: Ints, totals: StepTotals) -> Floats:
-    """The mean over all tokens of the step. Yu et al. 2025 (DAPO), equation 12."""
-    return np.full(len(policy_tokens), 1 / totals.tokens)
+def _each_token_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals) -> Floats:
+    """The mean over all tokens of the step. Yu et al. 2025 (DAPO), section 3.3."""
+    return np.full(len(policy_tokens), 1 / max(totals.tokens, 1))
 
 
 @AGGREGATIONS.register("sequence")
-def _each_trajectory_alike(policy_tokens: Ints, totals: StepTotals) -> Floats:
+def _each_trajectory_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals) -> Floats:
     """The mean over trajectories of their means over tokens. Shao et al. 2024 (DeepSeekMath), equation 3."""
-    return 1 / (policy_tokens * totals.sequences)
+    return 1 / (policy_tokens.clip(1) * totals.sequences)
+
+
+@AGGREGATIONS.register("prompt")
+def _each_prompt_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals) -> Floats:
+    """The mean over prompts of the means over all tokens of their trajectories. Yu et al. 2025 (DAPO), equation 8."""
+    return 1 / (np.bincount(prompts, weights=policy_tokens).clip(1)[prompts] * totals.prompts)
 
 
 @AGGREGATIONS.register("constant")
-def _constant_divisor(policy_tokens: Ints, totals: StepTotals) -> Floats:
+def _constant_divisor(policy_tokens: Ints, prompts: Ints, totals: StepTotals) -> Floats:
     """The mean over trajectories of their sums over a constant. Liu et al. 2025 (Dr. GRPO), section 3.2."""
     if totals.constant_length < 1:
         raise ConfigError(
@@ -81,32 +90,52 @@ def _constant_divisor(policy_tokens: Ints, totals: StepTotals) -> Floats:
 
 def check_aggregation(name: str, constant_length: int) -> None:
     """Raise ConfigError for an aggregation that is unknown, or has no length to divide by."""
-    AGGREGATIONS[name](np.ones(1, np.int64), StepTotals(1, 1, constant_length))
+    AGGREGATIONS[name](np.ones(1, np.int64), np.zeros(1, np.int64), StepTotals(1, 1, 1, constant_length))
+
+
+Credit = float | Sequence[float] | None
+"""Of a trajectory, or of each of its turns; with None it counts in every total, but has nothing to learn."""
 
 
 def pack(
     trajectories: Sequence[Trajectory],
-    credits: Sequence[float],
+    credits: Sequence[Credit],
     *,
     max_tokens_per_batch: int,
     layout: str,
     aggregation: str,
     totals: StepTotals,
     pad_token_id: int,
+    whole_groups: bool = False,
 ) -> list[TrainBatch]:
-    """Micro-batches of at most `max_tokens_per_batch` tokens, padding included, with one credit per trajectory.
+    """Micro-batches of at most `max_tokens_per_batch` tokens, padding included.
 
-    Trajectories without a token of the policy have nothing to learn and get no place; `totals` still counts them.
-    Raises ConfigError when a trajectory alone exceeds the budget.
+    Trajectories without a token of the policy have nothing to learn and get no place; `totals` still counts them. With
+    `whole_groups` the trajectories of a prompt stand in the same micro-batch.
+    Raises ConfigError when what cannot be cut exceeds the budget.
     """
-    place, weigh = LAYOUTS[layout], AGGREGATIONS[aggregation]
-    kept = [i for i, trajectory in enumerate(trajectories) if trajectory.num_policy_tokens > 0]
-    if not kept:
-        return []
-    flat = _flatten([trajectories[i] for i in kept], np.array([credits[i] for i in kept], float), weigh, totals)
-    _check_budget(int(flat.lengths.max()), max_tokens_per_batch)
-    pieces = place(flat, max_tokens_per_batch)
-    return [_batch(flat, batch, pad_token_id) for batch in pieces.by_batch()]
+    prompts = _numbered([trajectory.prompt_id for trajectory in trajectories])
+    policy_tokens = np.array([trajectory.num_policy_tokens for trajectory in trajectories], np.int64)
+    weights = AGGREGATIONS[aggregation](policy_tokens, prompts, totals)
+    kept = [i for i, credit in enumerate(credits) if credit is not None and policy_tokens[i] > 0]
+    lengths = np.array([trajectory.num_tokens for trajectory in trajectories], np.int64)
+    batches = []
+    for part in _parts(kept, prompts, lengths, max_tokens_per_batch) if whole_groups else filter(None, [kept]):
+        flat = _flatten(
+            [trajectories[i] for i in part], [credits[i] for i in part], weights=weights[part], prompts=prompts[part]
+        )
+        budget = int(flat.lengths.max()) * len(part) if whole_groups else max_tokens_per_batch
+        _check_budget(int(flat.lengths.max()), budget)
+        batches += [_batch(flat, pieces, pad_token_id) for pieces in LAYOUTS[layout](flat, budget).by_batch()]
+    return batches
+
+
+def _parts(kept: list[int], prompts: Ints, lengths: Ints, budget: int) -> list[list[int]]:
+    """Trajectories by micro-batch, where those of a prompt must stay together."""
+    sizes = np.bincount(prompts[kept], weights=lengths[kept], minlength=1).astype(np.int64)
+    _check_budget(int(sizes.max()), budget, what="all trajectories of a prompt together have")
+    chosen = _first_fit(sizes, budget)[prompts[kept]]
+    return [[kept[i] for i in np.flatnonzero(chosen == part)] for part in np.unique(chosen)]
 
 
 def plan_table(
@@ -162,6 +191,7 @@ class _Layable:
 class _Flat(_Layable):
     """All tokens of all trajectories, one after another."""
 
+    group_ids: Ints
     token_ids: Ints
     mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
@@ -281,7 +311,7 @@ def _line_up(length: Ints, batch: Ints) -> tuple[Ints, Ints]:
     return column, segment
 
 
-def _flatten(trajectories: list[Trajectory], credits: Floats, weigh: Aggregation, totals: StepTotals) -> _Flat:
+def _flatten(trajectories: list[Trajectory], credits: list[Credit], *, weights: Floats, prompts: Ints) -> _Flat:
     spans = [span for trajectory in trajectories for span in trajectory.spans]
     counts = np.array([len(trajectory.spans) for trajectory in trajectories])
     sizes = np.array([len(span.token_ids) for span in spans])
@@ -292,25 +322,44 @@ def _flatten(trajectories: list[Trajectory], credits: Floats, weigh: Aggregation
     first_span = np.cumsum(counts) - counts
     lengths = np.add.reduceat(sizes, first_span)
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    weights = weigh(np.add.reduceat(sizes * sampled, first_span), totals)
     return _Flat(
         lengths=lengths,
         prompt_lengths=np.where(sampled[first_span], 0, sizes[first_span]),
         groups=_groups(trajectories),
+        group_ids=prompts[owner],
         token_ids=_chained([span.token_ids for span in spans], np.int64),
         mask=mask,
         logprobs=logprobs,
-        credits=(credits[owner] * mask).astype(np.float32),
+        credits=np.repeat(_span_credits(trajectories, credits), sizes).astype(np.float32),
         weights=(weights[owner] * mask).astype(np.float32),
     )
 
 
+def _span_credits(trajectories: list[Trajectory], credits: list[Credit]) -> Floats:
+    """The credit of each span's tokens: its turn's, or the one of its trajectory; 0 where the policy did not write."""
+    found = []
+    for trajectory, credit in zip(trajectories, credits, strict=True):
+        turn, before = -1, "context"
+        for span in trajectory.spans:
+            turn += span.author == "policy" != before
+            before = span.author
+            own = credit[turn] if isinstance(credit, Sequence) and span.author == "policy" else credit
+            found.append(own if span.author == "policy" else 0.0)
+    return np.array(found, float)
+
+
 def _groups(trajectories: list[Trajectory]) -> Ints:
     """Equal numbers for trajectories that begin with the same prompt; one that begins with the policy is alone."""
-    numbers: dict[object, int] = {}
     firsts = ((i, t.prompt_id, t.spans[0]) for i, t in enumerate(trajectories))
-    keys = ((prompt, first.token_ids) if first.author == "context" and first.token_ids else i for i, prompt, first in firsts)
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+    return _numbered(
+        (prompt, first.token_ids) if first.author == "context" and first.token_ids else i for i, prompt, first in firsts
+    )
+
+
+def _numbered(keys: Iterable[object]) -> Ints:
+    """Equal numbers for equal keys, from 0 in the order of appearance."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
 def _chained(parts: list[tuple[float, ...]], dtype: type) -> NDArray:
@@ -344,12 +393,13 @@ def _batch(flat: _Flat, pieces: _Pieces, pad_token_id: int) -> TrainBatch:
         credits_BT=spread(flat.credits[source]),
         weights_BT=spread(flat.weights[source]),
         previous_BT=previous,
+        group_ids_BT=spread(flat.group_ids[source], NEVER),
     )
 
 
-def _check_budget(longest: int, budget: int) -> None:
+def _check_budget(longest: int, budget: int, what: str = "a trajectory has") -> None:
     if longest > budget:
         raise ConfigError(
-            f"training.max_tokens_per_batch={budget} is too small: a trajectory has {longest} tokens and cannot be cut. "
+            f"training.max_tokens_per_batch={budget} is too small: {what} {longest} tokens and cannot be cut. "
             f"Set it to {longest} or more, or shorten rollout.max_tokens, the number of turns or the prompts."
         )

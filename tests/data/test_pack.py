@@ -1,5 +1,7 @@
 """Packing: every token of the policy stands somewhere exactly once, with its weight, under the budget."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -167,11 +169,51 @@ def test_weights_of_a_step_sum_to_one_however_it_is_cut(layout, aggregation):
 
 
 def test_totals_of_ranks_add_up_so_that_their_weights_do():
-    one, other = random_trajectories(2, 3), random_trajectories(3, 2, seed=1)
+    one = random_trajectories(2, 3)
+    other = [replace(item, prompt_id=f"other {item.prompt_id}") for item in random_trajectories(3, 2, seed=1)]
     totals = totals_of(one) + totals_of(other)
     assert totals == totals_of(one + other)
     weights = [batch.weights_BT.double().sum() for part in (one, other) for batch in packed(part, totals=totals)]
     assert sum(weights).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_with_the_aggregation_prompt_every_prompt_counts_alike_however_many_tokens_it_has():
+    one = [trajectory("a", [1], [2, 3]), trajectory("a", [1], [4]), trajectory("b", [5], [6])]
+    (batch,) = packed(one, aggregation="prompt")
+    tokens = [token for chain in read_back(batch) for token in chain]
+    weights = {token: weight for token, _, sampled, _, _, weight in tokens if sampled}
+    assert weights == pytest.approx({2: 1 / 6, 3: 1 / 6, 4: 1 / 6, 6: 1 / 2})
+
+
+def test_a_credit_may_be_one_number_per_turn_whatever_weights_wrote_it():
+    spans = (
+        TokenSpan.context((1,)),
+        TokenSpan((2,), "policy", (0.0,), 0), TokenSpan((3,), "policy", (0.0,), 1),  # one turn of two versions
+        TokenSpan.context((4,)), TokenSpan((5,), "policy", (0.0,), 1),
+    )  # fmt: skip
+    (batch,) = packed([Trajectory("a", spans, (), {}, 0.0, "stop")], credits=[(0.5, -2.0)])
+    assert batch.credits_BT.tolist() == [[0.0, 0.5, 0.5, 0.0, -2.0]]
+
+
+def test_a_trajectory_without_a_credit_gets_no_place_but_counts_in_every_total():
+    one = [trajectory("a", [1], [2, 3]), trajectory("a", [1], [4])]
+    (batch,) = packed(one, credits=[1.0, None], aggregation="prompt")
+    assert batch.token_ids_BT.tolist() == [[1, 2, 3]]
+    assert batch.weights_BT.sum().item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_whole_groups_stand_together(layout):
+    trajectories = random_trajectories(groups=6, samples=2)
+    options = {"max_tokens_per_batch": 150, "layout": layout, "aggregation": "token", "pad_token_id": 0}
+    totals = totals_of(trajectories)
+    batches = pack(trajectories, [1.0] * 12, totals=totals, whole_groups=True, **options)
+    seen = [set(batch.group_ids_BT[batch.mask_BT].tolist()) for batch in batches]
+    assert len(seen) > 1
+    assert sorted(group for groups in seen for group in groups) == list(range(6))
+    assert sum(batch.weights_BT.double().sum().item() for batch in batches) == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(ConfigError, match="all trajectories of a prompt together have"):
+        pack(trajectories, [1.0] * 12, totals=totals, whole_groups=True, **{**options, "max_tokens_per_batch": 20})
 
 
 def test_trajectories_without_policy_tokens_get_no_place_but_count_in_the_totals():
