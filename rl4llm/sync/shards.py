@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,8 +44,8 @@ def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[Tens
 def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
     """Write the next tensors of `tensors`, which must be those of `specs`; returns the file's xxh3_64.
 
-    Raises WeightsError for one that is missing, another, of another shape or dtype, or not finite. What is written goes
-    to the disk while the next tensors are looked at, so that there is little left to wait for at the end.
+    Raises WeightsError for one that is missing, another, of another shape or dtype, or not finite, and OSError. What is
+    written goes to the disk while the next tensors are looked at, so that there is little left to wait for at the end.
     """
     digest = xxhash.xxh3_64()
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
@@ -53,24 +53,44 @@ def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple
         digest.update(header)
         _write_all(file, memoryview(header))
         flush, waiting = None, 0
-        for spec in specs:
-            name, tensor = _matching(spec, next(tensors, None))
-            _check_finite(name, tensor)
+        for _, tensor in _checked(specs, tensors):
             data = _bytes(tensor.to("cpu"))
             digest.update(data)
             _write_all(file, data)
             waiting += len(data)
             if waiting >= FLUSH_BYTES and (flush is None or flush.done()):
+                _raise_failure(flush)
                 flush, waiting = beside.submit(os.fsync, file.fileno()), 0
+        _raise_failure(flush)
     return digest.hexdigest()
 
 
-def checked(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The next tensors of `tensors`, one for each spec; raises WeightsError as `write_shard` does."""
+def check_tensors(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Raise WeightsError when `tensors` are not exactly those of `specs`, or hold what is not finite."""
+    for _ in _checked(specs, tensors):
+        pass
+    check_ended(tensors)
+
+
+def check_ended(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Raise WeightsError when there is a tensor more."""
+    extra = next(tensors, None)
+    if extra is not None:
+        raise WeightsError(f"The weights hold {extra[0]}, which the model's list of tensors does not have.")
+
+
+def _checked(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The next tensors of `tensors`, one for each spec."""
     for spec in specs:
         name, tensor = _matching(spec, next(tensors, None))
         _check_finite(name, tensor)
         yield name, tensor
+
+
+def _raise_failure(flush: Future[None] | None) -> None:
+    """Raise what a flush failed with: the kernel tells it once, and a later fsync of the same file succeeds."""
+    if flush is not None:
+        flush.result()
 
 
 def _matching(spec: TensorSpec, given: tuple[str, Tensor] | None) -> tuple[str, Tensor]:
@@ -98,6 +118,8 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     end = 0
     for spec in specs:
         start, end = end, end + spec.num_bytes
+        if spec.dtype not in DTYPES:
+            raise WeightsError(f"{spec} cannot be published: safetensors files here hold {', '.join(map(str, DTYPES))}.")
         entries[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)

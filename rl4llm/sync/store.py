@@ -34,7 +34,7 @@ from rl4llm.core.errors import RunDirError, WeightsError
 from rl4llm.core.lock import DirectoryLock
 from rl4llm.core.run_dir import is_full, space, sync_directory, write_atomically
 from rl4llm.core.types import TensorSpec, WeightRef
-from rl4llm.sync.shards import plan_shards, write_shard
+from rl4llm.sync.shards import check_ended, plan_shards, write_shard
 
 FINAL = re.compile(r"v(\d{6,})")
 UNFINISHED = re.compile(r"v\d{6,}\.tmp-[0-9a-f]+")
@@ -98,13 +98,13 @@ class WeightStore:
         return self.ref(version, final)
 
     def latest(self) -> WeightRef | None:
-        """The newest version that is whole by its manifest; None when there is none."""
+        """The version that LATEST names, which was whole when it got its name; None when there is none to be seen."""
         try:
             name = (self.root / "LATEST").read_text().strip()
-        except OSError:
+            found = FINAL.fullmatch(name)
+            return self.ref(int(found[1]), self.root / name) if found else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a file system that shows one before the other
             return None
-        found = FINAL.fullmatch(name)
-        return self.ref(int(found[1]), self.root / name) if found and (self.root / name).is_dir() else None
 
     def ref(self, version: int, path: Path) -> WeightRef:
         """How clients are told of a version."""
@@ -190,6 +190,7 @@ class WeightStore:
             if manifest.same(final, directory) and manifest.damage(final, version=version) is None:
                 shutil.rmtree(directory)
             else:  # abandoned by a resume from an older step, or damaged: nobody may load it any more
+                self._withdraw(final)
                 final.rename(self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}")
                 directory.rename(final)
         else:
@@ -197,6 +198,16 @@ class WeightStore:
         sync_directory(self.root)
         write_atomically(self.root / "LATEST", final.name + "\n")
         return final
+
+    def _withdraw(self, final: Path) -> None:
+        """Have LATEST name an older version, or none, before this one goes: it must never name what is not there."""
+        latest = self.root / "LATEST"
+        if latest.exists() and latest.read_text().strip() == final.name:
+            older = [path for path in self._finals() if _version(path) < _version(final)]
+            if older:
+                write_atomically(latest, max(older, key=_version).name + "\n")
+            else:
+                latest.unlink()
 
     def _write_tensors(
         self, directory: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]], kind: Kind
@@ -208,9 +219,7 @@ class WeightStore:
             shards = plan_shards(specs, self._shard_bytes)
             names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         hashes = {name: write_shard(directory / name, shard, tensors) for name, shard in zip(names, shards, strict=True)}
-        extra = next(tensors, None)
-        if extra is not None:
-            raise WeightsError(f"The weights hold {extra[0]}, which the model's list of tensors does not have.")
+        check_ended(tensors)
         if kind == "full":
             index = {
                 "metadata": {"total_size": sum(spec.num_bytes for spec in specs)},

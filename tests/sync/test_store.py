@@ -1,6 +1,7 @@
 """The weight store: a version is whole or it is not there, and what a server may be reading never changes."""
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -241,7 +242,7 @@ def test_a_closed_store_leaves_its_directory_to_the_next(tmp_path):
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
-def killed_at(store, version, number):
+def killed_at(store, version, number, named=None):
     """Write in a child that dies at its `number`-th change of the file system; whether it died."""
     child = os.fork()
     if child == 0:
@@ -255,7 +256,7 @@ def killed_at(store, version, number):
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
-        write(store, version)
+        write(store, version, named)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
@@ -277,11 +278,59 @@ def test_a_publish_killed_at_any_of_its_steps_leaves_a_whole_version_and_the_nex
     assert number > 8
 
 
-def test_a_latest_that_names_nothing_is_no_version(tmp_path):
+@pytest.mark.parametrize("first", [1, 2])
+def test_killed_while_a_version_takes_the_place_of_another_latest_names_a_whole_one_or_none(tmp_path, first):
+    for number in itertools.count():
+        root = tmp_path / str(number)
+        store = WeightStore(root)
+        for version in range(first, 3):
+            write(store, version)
+        died = killed_at(store, 2, number, tensors(-1.0))
+        latest = store.latest()
+        assert (latest is None) == (not (root / "LATEST").exists())
+        assert latest is not None or first == 2
+        if latest is not None:
+            store.verify(latest)
+        store.verify(write(store, 2, tensors(-1.0)))
+        store.close()
+        assert names(root) == ["LATEST", *(f"v{version:06d}" for version in range(first, 3))]
+        if not died:
+            break
+    assert number > 8
+
+
+def test_a_latest_that_names_nothing_or_what_cannot_be_seen_whole_yet_is_no_version(tmp_path):
     store = WeightStore(tmp_path)
     assert store.latest() is None
     (tmp_path / "LATEST").write_text("v000009\n")
     assert store.latest() is None
+    (tmp_path / "v000009").mkdir()
+    assert store.latest() is None
+    for half in ("", "{", "[]", '{"files": null}', '{"version": 9}'):
+        (tmp_path / "v000009" / "manifest.json").write_text(half)
+        assert store.latest() is None, half
+
+
+def test_a_failure_of_the_disk_is_told_though_the_kernel_says_it_once_and_beside_the_writing(tmp_path, monkeypatch):
+    asked, fsync = [], os.fsync
+
+    def failing_once(descriptor):
+        asked.append(descriptor)
+        if len(asked) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr("rl4llm.sync.shards.FLUSH_BYTES", 1)
+    monkeypatch.setattr(os, "fsync", failing_once)
+    with pytest.raises(WeightsError, match=r"could not be written .* Input/output error"):
+        write(WeightStore(tmp_path), 1)
+    assert asked
+    assert names(tmp_path) == []
+
+
+def test_a_dtype_that_the_files_cannot_hold_is_named(tmp_path):
+    with pytest.raises(WeightsError, match=r"w \[2\] complex64 cannot be published"):
+        write(WeightStore(tmp_path), 1, {"w": torch.zeros(2, dtype=torch.complex64)})
 
 
 def test_the_manifest_lists_every_tensor(tmp_path):
