@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs an SGLang that runs on a CPU, for tests and small models, into a virtual environment of its own:
+# Installs an SGLang that runs on a CPU, with sglang-router, for tests and small models, into an environment of its own:
 #
 #   scripts/install_sglang_cpu.sh VENV
 #
-# About 3 minutes and 3 GB. On a machine with GPUs install SGLang itself instead: pip install sglang.
+# About 3 minutes and 3 GB; an environment that an older version of this script made gets only what it lacks. On a machine
+# with GPUs install these instead: pip install sglang sglang-router.
 #   RL4LLM_PYTHON  the Python 3.11 or newer to make the environment with (default: python3)
 set -euo pipefail
 
@@ -31,8 +32,11 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check)
   python-dateutil==2.9.0.post0 python-multipart==0.0.34 pyzmq==27.3.0 regex==2026.11.15 requests==2.34.2 scipy==1.17.1 \
   sentencepiece==0.2.1 setproctitle==1.3.8 soundfile==0.13.1 tiktoken==0.14.0 tqdm==4.70.1 uvicorn==0.54.0 uvloop==0.23.0 \
   watchfiles==1.3.0 xxhash==4.1.0 zstandard==0.25.0
-"${pip[@]}" install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 torchvision==0.28.0 triton==3.7.0
+"${pip[@]}" install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 torchvision==0.28.0 triton==3.7.0 \
+  sglang-router==0.3.2
 
 "$venv/bin/python" "$root/rl4llm/inference/servers/sglang_cpu.py" --help > "$venv/check.log" 2>&1 ||
+  { cat "$venv/check.log" >&2; exit 1; }
+"$venv/bin/python" "$root/rl4llm/inference/servers/sglang_router_cpu.py" --help > "$venv/check.log" 2>&1 ||
   { cat "$venv/check.log" >&2; exit 1; }
 echo "$want" > "$stamp"

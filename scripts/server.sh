@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # For the train_*.sh scripts: start_server ENGINE PORT MODEL [flags ...] starts one and waits until it is healthy.
-# It is stopped when the script that sources this ends, however it ends.
+# Should it die it is started again, and the trainer gives it the newest weights before it asks it anything. It is stopped
+# when the script that sources this ends, however it ends.
 
 start_server() {
   local engine="$1" port="$2" model="$3"
   shift 3
   if [ "$engine" = vllm ]; then set -- "$model" "$@"; else set -- --model-path "$model" "$@"; fi
   [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || command -v nvidia-smi > /dev/null 2>&1 || set -- --cpu "$@"  # tests, small models
-  rl4llm serve --engine "$engine" --port "$port" "$@" &
+  rl4llm serve --engine "$engine" --port "$port" --restarts 3 "$@" &
   server=$!
   trap 'kill "$server" 2> /dev/null || true; wait "$server" || true' EXIT
   until python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=20)" 2> /dev/null; do

@@ -17,11 +17,12 @@ SERVERS = Path(__file__).parent / "servers"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How one kind of server is started; flags with the value None stand alone.
+    """How one kind of server, or of router in front of servers, is started; flags with the value None stand alone.
 
     Args:
         module: what ``python -m`` runs, with its first arguments.
         usual_port: the server's own default.
+        environment_of: the engine whose environment it is installed in, where that is another one.
         keys: flags that bring a key without which administration is refused.
         extended: whether it imports files from `rl4llm/inference/servers`.
         flags: added unless given.
@@ -32,6 +33,7 @@ class Engine:
 
     module: tuple[str, ...]
     usual_port: int
+    environment_of: str = ""
     keys: tuple[str, ...] = ()
     extended: bool = False
     flags: Mapping[str, str | None] = field(default_factory=dict)
@@ -55,6 +57,14 @@ ENGINES: Mapping[str, Engine] = {
             "--max-total-tokens": "16384",
             "--max-running-requests": "64",
         },
+    ),
+    "sglang-router": Engine(
+        module=("sglang_router.launch_router",),
+        usual_port=30100,
+        environment_of="sglang",
+        keys=("--api-key",),
+        flags={"--policy": "round_robin"},  # its own default sends all that begins with the same system prompt to one server
+        cpu_script="sglang_router_cpu.py",
     ),
     "vllm": Engine(
         module=("vllm.entrypoints.cli.main", "serve"),
@@ -91,7 +101,7 @@ def server_command(
     ('-m', 'sglang.launch_server', '--model-path', 'm', '--host', '127.0.0.1', '--port', '30000')
 
     Args:
-        engine: "sglang" or "vllm".
+        engine: "sglang", "sglang-router" or "vllm".
         flags: the server's own; port 0 is replaced by a free one.
         python: the interpreter of the server's environment; None takes RL4LLM_SGLANG_PYTHON or RL4LLM_VLLM_PYTHON, or else
             this process's own.
@@ -100,7 +110,7 @@ def server_command(
     if engine not in ENGINES:
         raise ConfigError(unknown("engine", engine, ENGINES))
     kind = ENGINES[engine]
-    program = _program(engine, python)
+    program = _program(kind.environment_of or engine, python)
     host, port, flags = _address(kind, list(flags))
     _refuse_open_door(engine, kind, host, flags)
     flags += _missing(kind.flags | (_cpu_flags(kind, flags) if cpu else {}), flags)

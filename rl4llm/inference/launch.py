@@ -26,7 +26,7 @@ from types import TracebackType
 
 import psutil
 
-from rl4llm.core.errors import EngineError
+from rl4llm.core.errors import ConfigError, EngineError
 from rl4llm.inference.command import ENGINES, server_command
 from rl4llm.inference.ports import check_free, describe, holder, url_of
 
@@ -36,6 +36,8 @@ TAIL_BYTES = 65536
 SUPERVISE = Path(__file__).with_name("supervise.py")  # a path, which holds in whatever directory this process is
 LOOK_S = 0.5
 HEALTH_DEADLINE_S = 4.0
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0  # before a server is started again; doubled each time in a row
+WELL_S = 600.0  # after so long a death is the first in a row
 
 Report = Callable[[float, str], None]
 """Told seconds since the start and the last line of the log, while a server boots."""
@@ -158,7 +160,7 @@ class Server:
     def _start(self) -> None:
         supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(self._grace_s)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.exit_code = None
+        self.exit_code, self._family = None, set()
         with open(self.log, "ab") as log:
             self._log_start = log.tell()
             self._supervisor = subprocess.Popen(
@@ -240,6 +242,8 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
         _say("On a CPU: for tests and small models only.")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
+    if own.restarts < 0:
+        raise ConfigError(f"--restarts {own.restarts} is not accepted: 0, which is never, or how often in a row.")
     progress = Progress(own.engine)
     server = launch(
         own.engine,
@@ -252,15 +256,45 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
     )
     _say(f"{server.name} starts; its log is {server.log}")
     try:
-        with contextlib.closing(progress), server:
-            progress.close()
-            _say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
-            server.wait()
-            server.check()
+        _keep(server, progress, own.restarts)
     except KeyboardInterrupt:
         _say(f"{server.name} is stopped.")
         return 128 + signal.SIGINT
     return 0
+
+
+def _keep(server: Server, progress: Progress, restarts: int) -> None:
+    """Serve until told to end; a server that dies is started again at the same address, up to `restarts` times in a row.
+
+    What fails at the first boot is in the command line or holds the port, so that boot is not repeated.
+    """
+    in_a_row, served = 0, False
+    while True:
+        served_s, death = _life(server, progress)
+        if served_s >= WELL_S:
+            in_a_row = 0
+        served = served or served_s > 0
+        if in_a_row >= restarts or not served:
+            raise death
+        wait_s = min(FIRST_REST_S * 2**in_a_row, LONGEST_REST_S)
+        in_a_row += 1
+        _say(f"{death}\n{server.name} starts again in {wait_s:g} s: restart {in_a_row} of {restarts} in a row.")
+        time.sleep(wait_s)
+
+
+def _life(server: Server, progress: Progress) -> tuple[float, EngineError]:
+    """For how many seconds a server served, and how it ended."""
+    ready_at = None
+    try:
+        with contextlib.closing(progress), server:
+            ready_at = time.monotonic()
+            progress.close()
+            _say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
+            server.wait()
+            server.check()
+    except EngineError as error:
+        death = error
+    return time.monotonic() - ready_at if ready_at else 0.0, death
 
 
 class Progress:
@@ -282,7 +316,8 @@ class Progress:
             _say(text)
 
     def close(self) -> None:
-        """Leave the line empty for what comes next."""
+        """Leave the line empty for what comes next, perhaps another boot."""
+        self._next_s = self._every_s
         if self._terminal:
             sys.stderr.write("\r\033[K")
 
@@ -299,6 +334,9 @@ def _parser(engine: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--python", metavar="PATH", help="the Python of the server's environment")
     parser.add_argument("--cpu", action="store_true", help="without a GPU: for tests and small models")
     parser.add_argument("--log", metavar="PATH", help="where the server's output goes (default: a temporary file)")
+    parser.add_argument(
+        "--restarts", metavar="N", type=int, default=0, help="start it again when it dies; default: %(default)s"
+    )
     parser.add_argument("--ready-within", metavar="S", type=float, default=1800.0, help="seconds; default: %(default)g")
     return parser
 

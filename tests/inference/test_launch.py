@@ -4,6 +4,7 @@ Most servers here are a small stand-in that forks children as real ones do, one 
 """
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -197,6 +198,50 @@ def test_a_server_that_dies_later_is_reported_with_its_exit_code_and_log(launch)
     server_in(family_of(launcher)).send_signal(signal.SIGABRT)
     assert launcher.wait(PATIENCE_S) == 1
     assert re.search(rf"died, exit code {128 + signal.SIGABRT}\.\nThe last \d+ lines of .*log:", launcher.stderr.read())
+
+
+def test_a_server_that_dies_is_started_again_at_its_address_and_the_reason_is_shown(launch):
+    launcher = launch("--restarts", "1")
+    url = until_ready(launcher)
+    first = family_of(launcher)
+    server_in(first).kill()
+    said = "".join(itertools.takewhile(lambda line: "is ready at" not in line, launcher.stderr))
+    assert re.search(rf"at {url} died, exit code {128 + signal.SIGKILL}\.\nThe last \d+ lines of .*log:", said)
+    assert "sglang starts again in 1 s: restart 1 of 1 in a row." in said
+    assert urllib.request.urlopen(f"{url}/health").status == 200
+    until_all_are_gone(first)
+    second = family_of(launcher)
+    server_in(second).kill()
+    assert launcher.wait(PATIENCE_S) == 1
+    assert "starts again" not in launcher.stderr.read()
+    until_all_are_gone(second)
+
+
+def test_a_server_that_dies_at_its_first_boot_is_not_started_again(launch):
+    launcher = launch("--restarts", "3", mode="dies")
+    assert launcher.wait(PATIENCE_S) == 1
+    assert launcher.stderr.read().count("died at") == 1
+
+
+@pytest.mark.parametrize("way, code", [("ctrl-c", 130), ("sigterm", 143), ("kill -9", -9)])
+def test_no_process_is_left_of_a_server_that_was_started_again(launch, way, code):
+    launcher = launch("--restarts", "9")
+    until_ready(launcher)
+    server_in(family_of(launcher)).kill()
+    until_ready(launcher)
+    family = family_of(launcher)
+    assert end(way, launcher, family) == code
+    until_all_are_gone(family)
+
+
+def test_a_launcher_that_waits_before_a_restart_can_be_stopped(launch):
+    launcher = launch("--restarts", "9")
+    until_ready(launcher)
+    server_in(family_of(launcher)).kill()
+    for line in launcher.stderr:
+        if "starts again" in line:
+            break
+    assert end("ctrl-c", launcher, None) == 130
 
 
 def test_a_server_that_never_answers_is_stopped_at_the_deadline(launch, tmp_path):
