@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import itertools
 import os
 import secrets
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from rl4llm.core.errors import ConfigError, EngineError, RefusedError, Unreachab
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 from rl4llm.inference.transport import Retry, Transport
 
-ROUNDING = 1e-3  # how far above 0 rounding may lift a log-prob
+LOGPROBS = (-1e30, 1e-3)  # the least that is a number, and how far above 0 rounding may lift one
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class ServerClient(BaseClient):
         deadline_s: for one attempt of a generation.
         admin_deadline_s: for loading weights and other requests of the operator.
         attempts: how often a request is tried that failed in a way that may pass.
+        visible_within_s: how long files that the trainer wrote may take to show on the server's machine.
         api_key: sent as a bearer token.
     """
 
@@ -94,6 +96,7 @@ class ServerClient(BaseClient):
         deadline_s: float = 600.0,
         admin_deadline_s: float = 600.0,
         attempts: int = 4,
+        visible_within_s: float = 10.0,
         api_key: str | None = None,
     ):
         if not base_url.startswith(("http://", "https://")):
@@ -104,6 +107,7 @@ class ServerClient(BaseClient):
         self.retry = Retry(attempts)
         self.http = Transport(base_url, deadline_s=deadline_s, api_key=api_key)
         self.admin_deadline_s = admin_deadline_s
+        self._visible_within_s = visible_within_s
         self._tokenizer = tokenizer
         self.names = RequestNames()
         self._loading = asyncio.Lock()
@@ -126,9 +130,9 @@ class ServerClient(BaseClient):
     async def attempt(self, prompt_ids: Sequence[int], sampling_params: SamplingParams, request_id: str) -> Completion:
         """One attempt at a completion, under an id that was never used before."""
         room = self.context_length - len(prompt_ids)
-        params = sampling_params.replace(max_tokens=min(sampling_params.max_tokens, room))
+        params = self.with_stop_tokens(sampling_params.replace(max_tokens=min(sampling_params.max_tokens, room)))
         try:
-            sampled = await self.sample(list(prompt_ids), self.with_end_token(params), request_id)
+            sampled = await self.sample(list(prompt_ids), params, request_id)
         except RefusedError as error:
             raise RefusedError(f"Request {request_id} was refused. {error}") from error
         self._check_sampled(sampled, request_id)
@@ -162,8 +166,13 @@ class ServerClient(BaseClient):
         """Stop what runs, load, go on whatever happened, and read back what the server then holds."""
         async with self._loading:
             before = await self.version()
-            problem = await self._replace_weights(weight_ref)
-            version = await self.version()
+            seen_by = time.monotonic() + self._visible_within_s
+            for number in itertools.count():
+                problem = await self._replace_weights(weight_ref)
+                version = await self.version()
+                if version != before or not _unseen(weight_ref, problem) or time.monotonic() > seen_by:
+                    break
+                await asyncio.sleep(self.retry.wait_s(number))
         if version != weight_ref.version or (problem and before == version):
             raise EngineError(
                 f"{self.base_url} was told to load version {weight_ref.version} from {weight_ref.path}, and holds version "
@@ -177,7 +186,10 @@ class ServerClient(BaseClient):
             try:
                 await self.load_weights(weight_ref)
             except EngineError as error:
-                await self.flush()  # what is cached may be of the old weights
+                try:
+                    await self.flush()  # what is cached may be of the old weights
+                except EngineError as second:
+                    raise type(second)(f"{second} It was to follow a load that failed: {error}") from error
                 return error
             return None
         finally:
@@ -204,12 +216,17 @@ class ServerClient(BaseClient):
                 f"generate: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length}."
             )
 
-    def with_end_token(self, params: SamplingParams) -> SamplingParams:
-        """The tokenizer's end token as a stop token, since a server knows only its own model's configuration."""
+    def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Stop tokens that a server does not know of by itself.
+
+        The tokenizer's end token, since a server knows only its own model's configuration, and special tokens among the stop
+        strings, which have no text on every server.
+        """
         end = self._tokenizer.eos_token_id
-        if params.ignore_eos or end is None or end in params.stop_token_ids:
-            return params
-        return params.replace(stop_token_ids=(*params.stop_token_ids, end))
+        own = () if params.ignore_eos or end is None else (end,)
+        special = self._tokenizer.all_special_tokens
+        named = [self._tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
+        return params.replace(stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *own, *named))))
 
     def _check_sampled(self, sampled: Sampled, request_id: str) -> None:
         where = f"{self.base_url} answered request {request_id}"
@@ -254,4 +271,17 @@ def _problem(sampled: Sampled, vocab_size: int) -> str | None:
 
 
 def _is_logprob(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value <= ROUNDING
+    least, most = LOGPROBS
+    return isinstance(value, int | float) and least <= value <= most  # which no NaN is
+
+
+def _unseen(weight_ref: WeightRef, problem: EngineError | None) -> bool:
+    """Whether a server refused files that it may yet see: a shared file system can show them late."""
+    return isinstance(problem, RefusedError) and weight_ref.path is not None and weight_ref.path in str(problem)
+
+
+def field(answer: Any, name: str, what: str) -> Any:
+    """One field of a server's answer to `what`; raises UnreachableError for an answer that has none."""
+    if not isinstance(answer, Mapping) or name not in answer:
+        raise UnreachableError(f"A server's answer to {what} has no {name!r}.")
+    return answer[name]

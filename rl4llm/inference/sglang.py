@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
@@ -17,15 +17,16 @@ from rl4llm.core.errors import ConfigError, EngineError, RefusedError, Unreachab
 from rl4llm.core.types import FinishReason, SamplingParams, WeightRef
 from rl4llm.inference.adapters import Adapters, adapter_version
 from rl4llm.inference.broadcast import Broadcast
-from rl4llm.inference.server import Sampled, ServerClient
+from rl4llm.inference.server import Sampled, ServerClient, field
 
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 NEVER_LOADED = -1
 BUCKET_BYTES = 256 << 20
+LEAVE_S = 5.0  # for a server to leave a process group that nobody needs any more
 
 
 class SGLangClient(ServerClient):
-    """One SGLang server (0.5 or newer).
+    """One SGLang server (tested with 0.5.23).
 
         client = SGLangClient("http://127.0.0.1:30000", tokenizer, vocab_size=151936, context_length=4096)
         completion = await client.generate(prompt_ids, SamplingParams(max_tokens=64))
@@ -80,12 +81,12 @@ class SGLangClient(ServerClient):
         if adapter is not None:
             return adapter_version(adapter) if adapter in await self._listed() else NEVER_LOADED
         info = await self.retry.run(lambda _: self.http.get("/model_info", deadline_s=30))
-        return _version(_field(info, "weight_version", "/model_info"))
+        return _version(field(info, "weight_version", "/model_info"))
 
     async def checksum(self) -> str:
         """A digest of the weights on the server: the same weights give the same digest on every server."""
         answer = await self._admin("/weights_checker", {"action": "checksum"})
-        return str(_field(answer, "per_engine_checksum", "/weights_checker"))
+        return str(field(answer, "per_engine_checksum", "/weights_checker"))
 
     async def load(self, weight_ref: WeightRef) -> None:
         """Take over weights; an adapter ("lora") does not stop what runs, which ends with the adapter it began with."""
@@ -147,7 +148,7 @@ class SGLangClient(ServerClient):
     async def _listed(self) -> set[str]:
         """Names of the adapters that the server holds and that are ours."""
         answer = await self.retry.run(lambda _: self.http.get("/v1/models", deadline_s=30))
-        models = _field(answer, "data", "/v1/models")
+        models = field(answer, "data", "/v1/models")
         if not isinstance(models, list):
             raise UnreachableError(f"{self.base_url} lists no models.")
         adapters = (item for item in models if isinstance(item, Mapping) and item.get("parent"))
@@ -182,7 +183,8 @@ class SGLangClient(ServerClient):
     async def _broadcast(self, weight_ref: WeightRef) -> None:
         """The tensors through a process group; a group that failed is left, so that the next update makes a new one."""
         try:
-            await self._join()
+            if self._group is None:
+                await self._join()
             async with self._update():
                 for names, tensors, version in _buckets(weight_ref):
                     body = {
@@ -193,18 +195,21 @@ class SGLangClient(ServerClient):
                         "weight_version": version,
                         "flush_cache": True,
                     }
-                    send = asyncio.to_thread(self._group.send, [tensor.detach().contiguous() for tensor in tensors])
-                    await asyncio.gather(self._admin("/update_weights_from_distributed", body), send)
-        except (EngineError, RuntimeError, OSError) as error:
-            self._leave()
-            raise EngineError(f"{self} could not be sent weights through a process group: {error}") from error
+                    whole = [tensor.detach().contiguous() for tensor in tensors]
+                    await self._meet("/update_weights_from_distributed", body, self._group.send, whole)
+        except BaseException as error:
+            await self._leave()
+            if not isinstance(error, EngineError | RuntimeError | OSError):
+                raise
+            raise EngineError(
+                f"{self} could not be sent weights through a process group: {error} The server must find the trainer at "
+                f"inference.trainer_host={self.trainer_host!r}."
+            ) from error
 
     async def _join(self) -> None:
-        if self._group is not None:
-            return
         ranks = await self._ranks()
         backend = "gloo" if (await self._info()).get("device") == "cpu" else "nccl"
-        group = Broadcast(self.trainer_host, 1 + ranks, f"rl4llm-{self.names.next('')}", backend)
+        self._group = group = Broadcast(self.trainer_host, 1 + ranks, f"rl4llm-{self.names.next('')}", backend)
         body = {
             "master_address": group.host,
             "master_port": group.port,
@@ -213,22 +218,39 @@ class SGLangClient(ServerClient):
             "group_name": group.name,
             "backend": group.backend,
         }
-        await asyncio.gather(self._admin("/init_weights_update_group", body), asyncio.to_thread(group.connect))
-        self._group = group
+        await self._meet("/init_weights_update_group", body, group.connect)
 
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    async def _meet(self, path: str, body: Mapping[str, Any], ours: Callable[..., None], *arguments: Any) -> None:
+        """Have the server do its part while this process does its own; neither goes on alone when the other fails."""
+        theirs = asyncio.create_task(self._admin(path, body))
+        try:
+            await asyncio.gather(theirs, asyncio.to_thread(ours, *arguments))
+        finally:
+            theirs.cancel()
+
+    async def _leave(self) -> None:
+        """Leave the process group, at both ends."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+            with suppress(EngineError):
+                await self.http.post("/destroy_weights_update_group", {"group_name": group.name}, deadline_s=LEAVE_S)
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:
-        """SGLang takes tensors only between these two requests."""
-        await self._admin("/begin_weight_update", {})
+        """SGLang takes tensors only between these two requests; what a trainer that died left open is closed first."""
         try:
+            try:
+                await self._admin("/begin_weight_update", {})
+            except RefusedError:
+                await self._admin("/end_weight_update", {})
+                await self._admin("/begin_weight_update", {})
             yield
-        finally:
-            await self._admin("/end_weight_update", {})
+        except BaseException:
+            with suppress(EngineError):  # what failed first is what is told
+                await self._admin("/end_weight_update", {})
+            raise
+        await self._admin("/end_weight_update", {})
 
     async def _ranks(self) -> int:
         return int((await self._info()).get("tp_size") or 1)
@@ -263,7 +285,7 @@ class SGLangClient(ServerClient):
         return await self.http.get("/server_info", deadline_s=30)
 
     async def close(self) -> None:
-        self._leave()
+        await self._leave()
         await super().close()
 
     async def _score(self, token_ids: list[int], request_id: str) -> list[float]:
@@ -275,11 +297,10 @@ class SGLangClient(ServerClient):
             "logprob_start_len": 0,
         }
         answer, _ = await self._generate(body)
-        rows = _field(_field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
-        scores = (_column(rows, 0) or [])[1:]
-        if len(scores) != len(token_ids) - 1:
-            raise UnreachableError(f"{self.base_url} scored {len(scores)} of {len(token_ids) - 1} tokens.")
-        return [float("nan") if score is None else float(score) for score in scores]
+        rows = field(field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
+        if _column(rows, 1) != token_ids:
+            raise UnreachableError(f"{self.base_url} did not score the {len(token_ids)} tokens of request {request_id}.")
+        return [float("nan") if score is None else float(score) for score in _column(rows, 0)[1:]]
 
     async def _admin(self, path: str, body: Mapping[str, Any]) -> Any:
         """An operator's request, one attempt: half-done work must not be repeated without looking."""
@@ -290,11 +311,16 @@ class SGLangClient(ServerClient):
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    sampling = {
+    """All that changes probabilities is said, since a server may have been started with preferences of its own."""
+    sampling: dict[str, Any] = {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
         "sampling_seed": params.seed % 2**31,
@@ -305,10 +331,10 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _sampled(answer: Any, request_id: str) -> Sampled:
-    info = _field(answer, "meta_info", request_id)
-    token_ids = _field(answer, "output_ids", request_id)
-    rows = _field(info, "output_token_logprobs", request_id)
-    kind = _field(_field(info, "finish_reason", request_id), "type", request_id)
+    info = field(answer, "meta_info", request_id)
+    token_ids = field(answer, "output_ids", request_id)
+    rows = field(info, "output_token_logprobs", request_id)
+    kind = field(field(info, "finish_reason", request_id), "type", request_id)
     if kind not in list(FINISHED):  # whatever type it has
         raise UnreachableError(f"Request {request_id} ended with {info['finish_reason']!r}.")
     rows = rows if _column(rows, 1) == token_ids else []  # log-probs of other tokens
@@ -334,13 +360,7 @@ def _versions(info: Mapping[str, Any], request_id: str) -> tuple[tuple[int, int]
 
 def _version(text: Any) -> int:
     """A server that never got weights from a trainer calls them "default"."""
-    return int(text) if str(text).lstrip("-").isdecimal() else NEVER_LOADED
-
-
-def _field(answer: Any, name: str, what: str) -> Any:
-    if not isinstance(answer, Mapping) or name not in answer:
-        raise UnreachableError(f"An SGLang server's answer to {what} has no {name!r}.")
-    return answer[name]
+    return int(text) if str(text).removeprefix("-").isdecimal() else NEVER_LOADED
 
 
 def _buckets(weight_ref: WeightRef) -> Iterator[tuple[list[str], list[Tensor], str | None]]:
@@ -360,7 +380,12 @@ def _buckets(weight_ref: WeightRef) -> Iterator[tuple[list[str], list[Tensor], s
 
 def _pickled(names: Sequence[str], tensors: Sequence[Tensor]) -> str:
     """Tensors as SGLang unpickles them: from a CPU by value, from a GPU as handles that the server's GPU opens."""
-    pairs = [(name, tensor.detach()) for name, tensor in zip(names, tensors, strict=True)]
+    pairs = [(name, _alone(tensor.detach())) for name, tensor in zip(names, tensors, strict=True)]
     shared = all(tensor.is_cuda for tensor in tensors)
     content = bytes(ForkingPickler.dumps(pairs)) if shared else pickle.dumps(pairs)
     return base64.b64encode(content).decode()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that is all of its storage, since pickle takes the whole storage along."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

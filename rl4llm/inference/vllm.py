@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import FinishReason, SamplingParams, WeightRef
-from rl4llm.inference.adapters import adapter_name, adapter_version
-from rl4llm.inference.server import Sampled, ServerClient
+from rl4llm.inference.adapters import Adapters, adapter_version
+from rl4llm.inference.server import Sampled, ServerClient, field
 
 T = TypeVar("T")
 
@@ -22,6 +20,7 @@ NEVER_LOADED = -1
 FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
 SETTLE_S = 1.0  # for requests that ended before an update to find out that they did
 LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature and only its log says so
+UNSEEN = "seen from the server"  # what the worker extension says of a directory without weights
 START = "Start the server with scripts/launch_vllm.sh, or with what it passes"
 
 
@@ -99,10 +98,7 @@ class VLLMClient(ServerClient):
         self._model = model
         self._sleep_level = sleep_level
         self._checked_context = False
-        self._adapter_prefix = adapter
-        self._adapter: str | None = None
-        self._adapters_used: Counter[str] = Counter()
-        self._adapters_to_unload: set[str] = set()
+        self._adapters = Adapters(adapter)
         self._samples: set[asyncio.Future[None]] = set()
         self._draining: set[asyncio.Future[None]] = set()
         self._running: set[str] = set()
@@ -120,12 +116,14 @@ class VLLMClient(ServerClient):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.check_prompt(token_ids)
-        return await self.retry.run(lambda _: self._score(list(token_ids)))
+        name = self.names.next("", "score")
+        return await self.retry.run(lambda attempt: self._score(list(token_ids), f"{name}/a{attempt}"))
 
     async def version(self) -> int:
-        if self._adapter is None:
+        adapter = self._adapters.current
+        if adapter is None:
             return (await self.retry.run(lambda _: self._reads.get())).version
-        return adapter_version(self._adapter) if self._adapter in await self._adapters() else NEVER_LOADED
+        return adapter_version(adapter) if adapter in await self._listed() else NEVER_LOADED
 
     async def load(self, weight_ref: WeightRef) -> None:
         """Take over weights: "full" stops what runs, "lora" does not."""
@@ -142,9 +140,8 @@ class VLLMClient(ServerClient):
             await asyncio.wait(self._draining, timeout=SETTLE_S)
         await self._ask_workers("rl4llm_load", str(weight_ref.path), str(weight_ref.version))
         await self.flush()
-        if self._adapter is not None:
-            self._adapters_to_unload.add(self._adapter)
-            self._adapter = None
+        if self._adapters.current is not None:
+            self._adapters.take(None, {self._adapters.current})
             await self._unload_unused()
 
     async def pause(self, mode: str = "wait") -> None:
@@ -177,7 +174,7 @@ class VLLMClient(ServerClient):
         if set(tags) != {"weights", "kv_cache"}:
             raise EngineError(f"VLLMClient.sleep: tags={list(tags)} is not accepted: weights with kv_cache, or kv_cache.")
         if self._sleep_level == 2:
-            if self._adapter is not None:
+            if self._adapters.current is not None:
                 raise EngineError("VLLMClient.sleep: level 2 throws away the model under the adapter. Set sleep_level=1.")
             await self._ask_workers("rl4llm_forget")
         await self._admin(f"/sleep?level={self._sleep_level}&mode=wait")
@@ -189,7 +186,7 @@ class VLLMClient(ServerClient):
     async def is_sleeping(self) -> bool:
         """Whether requests would wait, because of `sleep` or `pause`."""
         answer = await self.http.get("/is_sleeping", deadline_s=30)
-        return bool(_field(answer, "is_sleeping", "/is_sleeping"))
+        return bool(field(answer, "is_sleeping", "/is_sleeping"))
 
     async def health(self) -> dict[str, Any]:
         """What the server says about itself."""
@@ -197,7 +194,7 @@ class VLLMClient(ServerClient):
         held = await self._reads.get()
         return {
             "version": await self.version(),
-            "model": self._adapter or await self._served_model(),
+            "model": self._adapters.current or await self._served_model(),
             "logprobs_mode": held.logprobs_mode,
             "sleeping": await self.is_sleeping(),
         }
@@ -205,61 +202,60 @@ class VLLMClient(ServerClient):
     async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
         before = await self._reads.get()
         check_convention(before.logprobs_mode, params)
-        adapter = self._adapter
-        self._check_base(before, adapter)
-        body = {
-            "model": adapter or await self._served_model(),
-            "prompt": prompt_ids,
-            "request_id": request_id,
-            "logprobs": 0,
-            "return_token_ids": True,
-            **_sampling(params),
-        }
-        answer = await self._post_completion(body, request_id, adapter)
-        version = before.version if adapter is None else adapter_version(adapter)
-        sampled = _sampled(answer, request_id, version)
-        if sampled.finish_reason == "abort" and request_id not in self._aborted:
+        with self._adapters.using_current() as adapter:
+            self._check_base(before, adapter)
+            body = {
+                "model": adapter or await self._served_model(),
+                "prompt": prompt_ids,
+                "request_id": request_id,
+                "logprobs": 0,
+                "return_token_ids": True,
+                **_sampling(params),
+            }
+            answer, aborted = await self._post_completion(body, request_id, adapter)
+        if adapter != self._adapters.current:
+            await self._unload_unused()
+        sampled = _sampled(answer, request_id, before.version if adapter is None else adapter_version(adapter))
+        if sampled.finish_reason == "abort" and not aborted:
             raise UnreachableError(f"{self.base_url} gave up request {request_id} before it was done.")
-        self._aborted.discard(request_id)
         after = await self._reads.get()
         self._check_base(after, adapter)
         if after.ids != before.ids:
             raise UnreachableError(f"{self.base_url} changed its weights during request {request_id}.")
         return sampled
 
-    async def _post_completion(self, body: Mapping[str, Any], request_id: str, adapter: str | None) -> Any:
+    async def _post_completion(self, body: Mapping[str, Any], request_id: str, adapter: str | None) -> tuple[Any, bool]:
+        """The answer, and whether this client aborted the request."""
         self._running.add(request_id)
-        if adapter is not None:
-            self._adapters_used[adapter] += 1
         try:
-            return await self.http.post("/v1/completions", body)
+            answer = await self.http.post("/v1/completions", body)
+            return answer, request_id in self._aborted
         except RefusedError as error:
-            if adapter is not None and adapter not in await self._adapters():
+            if adapter is not None and adapter not in await self._listed():
                 raise UnreachableError(f"{self.base_url} does not hold adapter {adapter} any more: {error}") from error
             raise
         finally:
             self._running.discard(request_id)
-            if adapter is not None:
-                self._adapters_used[adapter] -= 1
-                await self._unload_unused()
+            self._aborted.discard(request_id)
 
-    async def _score(self, token_ids: list[int]) -> list[float]:
+    async def _score(self, token_ids: list[int], request_id: str) -> list[float]:
         held = await self._reads.get()
         check_convention(held.logprobs_mode, SamplingParams())
-        self._check_base(held, self._adapter)
+        self._check_base(held, self._adapters.current)
         body = {
-            "model": self._adapter or await self._served_model(),
+            "model": self._adapters.current or await self._served_model(),
             "prompt": token_ids,
+            "request_id": request_id,
             "max_tokens": 1,
             "temperature": 1.0,
             "prompt_logprobs": 0,
         }
         answer = await self.http.post("/v1/completions", body)
-        rows = _field(_choice(answer, "score"), "prompt_logprobs", "score")
+        rows = field(_choice(answer, request_id), "prompt_logprobs", request_id)
         if not isinstance(rows, list) or len(rows) != len(token_ids):
             raise UnreachableError(f"{self.base_url} did not score all of {len(token_ids)} tokens.")
         pairs = zip(rows[1:], token_ids[1:], strict=True)
-        scores = [_field(_field(row, str(token), "score"), "logprob", "score") for row, token in pairs]
+        scores = [field(field(row, str(token), request_id), "logprob", request_id) for row, token in pairs]
         return [float("nan") if score is None else _number(score) for score in scores]
 
     def _check_base(self, held: Held, adapter: str | None) -> None:
@@ -291,34 +287,31 @@ class VLLMClient(ServerClient):
             )
 
     async def _load_adapter(self, weight_ref: WeightRef) -> None:
-        name = adapter_name(self._adapter_prefix, weight_ref)
-        before = await self._adapters()
+        name = self._adapters.name(weight_ref)
+        before = await self._listed()
         if name not in before:
             problem = await self._change_adapters("load", {"lora_name": name, "lora_path": weight_ref.path})
-            if name not in await self._adapters():
+            if name not in await self._listed():
                 raise EngineError(
                     f"{self.base_url} was told to load version {weight_ref.version} from {weight_ref.path}, and does not "
-                    f"list it afterwards. {problem or ''} Look for the reason in the server's log."
-                )
-        self._adapter = name
-        self._adapters_to_unload.discard(name)
-        self._adapters_to_unload.update(before - {name})
+                    f"list it afterwards. {problem or 'It reported success.'} Look for the reason in the server's log."
+                ) from problem
+        self._adapters.take(name, before)
         await self._unload_unused()
 
-    async def _adapters(self) -> set[str]:
+    async def _listed(self) -> set[str]:
         """Names of the adapters that the server holds and that are ours."""
         models = _models(await self.retry.run(lambda _: self.http.get("/v1/models", deadline_s=30)))
-        ours = re.compile(re.escape(self._adapter_prefix) + r"-[0-9a-f]{8}-v\d{6,}")
-        return {item["id"] for item in models if item.get("parent") and ours.fullmatch(str(item.get("id")))}
+        return self._adapters.ours(str(item.get("id")) for item in models if item.get("parent"))
 
     async def _unload_unused(self) -> None:
         """Unload what is superseded and not in use; what the server then still lists is tried again later."""
-        unused = {name for name in self._adapters_to_unload if not self._adapters_used[name]}
+        unused = self._adapters.to_unload()
         for name in unused:
             await self._change_adapters("unload", {"lora_name": name})
         if unused:
             with suppress(EngineError):
-                self._adapters_to_unload -= unused - await self._adapters()
+                self._adapters.gone(unused - await self._listed())
 
     async def _change_adapters(self, verb: str, body: Mapping[str, Any]) -> EngineError | None:
         """What went wrong, if anything did. vLLM answers with a plain sentence, so what it lists afterwards decides."""
@@ -339,9 +332,11 @@ class VLLMClient(ServerClient):
             return _held(await self.http.post("/collective_rpc", body, deadline_s=deadline_s))
         except RefusedError as error:
             raise EngineError(f"{error} {START}: VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls.") from error
-        except UnreachableError as error:
+        except UnreachableError as error:  # vLLM answers 500 to whatever a worker raises
             if "has no attribute" in str(error) and method in str(error):
                 raise EngineError(f"{error} {START}: --worker-extension-cls.") from error
+            if UNSEEN in str(error):
+                raise RefusedError(str(error)) from error
             raise
 
     async def _again_if_needed(self, path: str) -> Any:
@@ -401,9 +396,9 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 def _sampled(answer: Any, request_id: str, version: int) -> Sampled:
     choice = _choice(answer, request_id)
     reason = choice.get("finish_reason")
-    if reason not in FINISHED:
+    if reason not in list(FINISHED):  # whatever type it has
         raise UnreachableError(f"Request {request_id} ended with {reason!r}.")
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    logprobs = field(field(choice, "logprobs", request_id), "token_logprobs", request_id)
     if isinstance(logprobs, list):
         logprobs = [_number(item) for item in logprobs]
     return Sampled(choice.get("token_ids"), logprobs, FINISHED[reason], ((0, version),))
@@ -414,7 +409,7 @@ def _number(logprob: Any) -> Any:
 
 
 def _choice(answer: Any, what: str) -> Mapping[str, Any]:
-    choices = _field(answer, "choices", what)
+    choices = field(answer, "choices", what)
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
         raise UnreachableError(f"A vLLM server's answer to {what} has not one choice.")
     return choices[0]
@@ -422,22 +417,18 @@ def _choice(answer: Any, what: str) -> Mapping[str, Any]:
 
 def _held(answer: Any) -> Held:
     """What all workers together hold: a version only if it is that of each."""
-    workers = _field(answer, "results", "/collective_rpc")
+    workers = field(answer, "results", "/collective_rpc")
     if not isinstance(workers, list) or not workers:
         raise UnreachableError("A vLLM server's answer to /collective_rpc names no worker.")
-    versions = {int(_field(worker, "version", "/collective_rpc")) for worker in workers}
-    ids = tuple(str(_field(worker, "id", "/collective_rpc")) for worker in workers)
-    mode = str(_field(workers[0], "logprobs_mode", "/collective_rpc"))
+    versions = [field(worker, "version", "/collective_rpc") for worker in workers]
+    if not all(isinstance(version, int) for version in versions):
+        raise UnreachableError(f"A vLLM server's workers say that they hold versions {versions!r}.")
+    ids = tuple(str(field(worker, "id", "/collective_rpc")) for worker in workers)
+    mode = str(field(workers[0], "logprobs_mode", "/collective_rpc"))
     leak = any(worker.get("adapters_leak") for worker in workers)
-    return Held(versions.pop() if len(versions) == 1 else NEVER_LOADED, ids, mode, leak)
+    return Held(versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak)
 
 
 def _models(answer: Any) -> list[Mapping[str, Any]]:
-    data = _field(answer, "data", "/v1/models")
+    data = field(answer, "data", "/v1/models")
     return [item for item in data if isinstance(item, Mapping)] if isinstance(data, list) else []
-
-
-def _field(answer: Any, name: str, what: str) -> Any:
-    if not isinstance(answer, Mapping) or name not in answer:
-        raise UnreachableError(f"A vLLM server's answer to {what} has no {name!r}.")
-    return answer[name]

@@ -30,7 +30,7 @@ WAYS = ["filesystem", "tensor", "distributed"]
 def client(sglang_url, tokenizer):
     client = SGLangClient(sglang_url, tokenizer, vocab_size=len(tokenizer), context_length=512)
     yield client
-    client._leave()
+    asyncio.run(client.close())
 
 
 @pytest.fixture

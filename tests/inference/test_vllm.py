@@ -18,8 +18,9 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError, StaleWeightsError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.inference.adapters import adapter_name
 from rl4llm.inference.launch import launch
-from rl4llm.inference.vllm import FreshReads, VLLMClient, adapter_name, check_convention
+from rl4llm.inference.vllm import FreshReads, VLLMClient, check_convention
 from rl4llm.quickstart.model import build_model
 from rl4llm.sync.filesystem import FilesystemPublisher
 from rl4llm.sync.store import WeightStore
@@ -144,6 +145,9 @@ def test_nothing_that_changes_probabilities_is_left_to_the_servers_defaults(toke
         choice([7, 8], reason="abort"),
         {"finish_reason": "length", "token_ids": None, "logprobs": None},
         {"finish_reason": "length", "text": "no ids"},
+        {"finish_reason": ["stop"], "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}},
+        {"finish_reason": "length", "token_ids": [7], "logprobs": [-0.5]},
+        {"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": -0.5}},
         (200, {"choices": []}),
         (200, {"choices": [choice([7]), choice([8])]}),
         (200, ["no", "object"]),
