@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_publisher import BasePublisher
-from rl4llm.core.errors import EngineError
+from rl4llm.core.errors import EngineError, EnginesDownError
 from rl4llm.core.types import WeightRef
 
 
@@ -20,6 +20,8 @@ class FallbackPublisher(BasePublisher):
     async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
         try:
             return await self._first.publish(backend, version)
+        except EnginesDownError:  # no way leads to servers that are not there
+            raise
         except EngineError as error:
             self.taken += 1
             self._warn(f"Version {version} went the fallback way (sync.fallback), since the first one failed: {error}")

@@ -8,7 +8,7 @@ from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.types import WeightRef
-from rl4llm.sync.shards import checked
+from rl4llm.sync.shards import check_tensors
 
 
 class TensorPublisher(BasePublisher):
@@ -23,8 +23,9 @@ class TensorPublisher(BasePublisher):
         self._kind = kind
 
     async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
-        """Have all engines take over the tensors; one that is not finite stops before any engine was asked for it."""
-        specs = backend.weight_specs()
-        weight_ref = WeightRef(version, self._kind, tensors=lambda: checked(specs, backend.weights()))
+        """Have all engines take over the tensors; raises WeightsError, before any engine is asked, when one of them is not
+        finite or not the model's."""
+        check_tensors(backend.weight_specs(), backend.weights())
+        weight_ref = WeightRef(version, self._kind, tensors=backend.weights)
         await self._client.load(weight_ref)
         return weight_ref

@@ -22,6 +22,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 ones, where rounding shows most."""
 NOISE = {"float32": 1e-6, "bfloat16": 0.05, "float16": 0.01}
 """A change of the trainer's log-probs (nats) that must show in an engine, where it is more than rounding."""
+ROUNDS = 3  # of questions that nobody answers
 
 
 class Canary:
@@ -32,7 +33,7 @@ class Canary:
         self._token_ids_BT = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
         self._tolerance = tolerance or TOLERANCES[dtype]
         self._noise = NOISE[dtype]
-        self._last: dict[str, tuple[Tensor, Tensor]] = {}  # by engine: its scores and the trainer's, at the last publish
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}  # by engine: its scores, and the trainer's when it gave them first
 
     def expected(self, backend: BaseBackend) -> Tensor:
         """The trainer's own log-probs (sequences, length - 1); to be asked for while it is on its device."""
@@ -44,14 +45,25 @@ class Canary:
 
     async def compare(self, expected_BT: Tensor, client: BaseClient, weight_ref: WeightRef) -> float:
         """The largest difference in nats over all engines of `client`; raises StaleWeightsError when one of them is beyond
-        the tolerance, or reports another version than was published."""
-        questions = [self._ask(engine, expected_BT, weight_ref) for engine in client.engines()]
-        answers = await asyncio.gather(*questions, return_exceptions=True)
-        lost = [answer for answer in answers if isinstance(answer, UnreachableError)]
-        for answer in answers:
-            if isinstance(answer, BaseException) and (answer not in lost or len(lost) == len(answers)):
-                raise answer  # one that cannot be reached is the fleet's affair, while others serve
-        return max(answer for answer in answers if not isinstance(answer, BaseException))
+        the tolerance, or reports another version than was published.
+
+        An engine that cannot be reached is the fleet's affair, but one at least must answer: while there is none, this
+        waits as `client` does.
+        """
+        for _ in range(ROUNDS):
+            questions = [self._ask(engine, expected_BT, weight_ref) for engine in client.engines()]
+            answers = await asyncio.gather(*questions, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, BaseException) and not isinstance(answer, UnreachableError):
+                    raise answer
+            differences = [answer for answer in answers if isinstance(answer, float)]
+            if differences:
+                return max(differences)
+            await client.version()  # a fleet waits here for a server, and says so when none comes
+        raise UnreachableError(
+            f"{client} could not be asked whether it holds version {weight_ref.version}, {ROUNDS} times over. "
+            f"{'; '.join(map(str, answers))} Training stops; look for the reason in the log of the server."
+        )
 
     async def _ask(self, engine: BaseClient, expected_BT: Tensor, weight_ref: WeightRef) -> float:
         version = await engine.version()
@@ -72,11 +84,16 @@ class Canary:
         return difference
 
     def _check_moved(self, engine: BaseClient, scored_BT: Tensor, expected_BT: Tensor, version: int) -> None:
-        """One step may change less than the tolerance, but an engine that says the very same again kept its weights."""
+        """One step may change less than the tolerance, but an engine that says the very same again kept its weights.
+
+        Steps too small to show add up: they count from when the engine said this first.
+        """
         before_BT, expected_before_BT = self._last.get(str(engine), (None, expected_BT))
-        self._last[str(engine)] = scored_BT, expected_BT
+        if before_BT is None or not torch.equal(scored_BT, before_BT):
+            self._last[str(engine)] = scored_BT, expected_BT
+            return
         moved = (expected_BT - expected_before_BT).abs().max().item()
-        if before_BT is not None and moved > self._noise and torch.equal(scored_BT, before_BT):
+        if moved > self._noise:
             raise StaleWeightsError(
                 f"{engine} still holds the weights before version {version}: its log-probs of the canary's tokens are those "
                 f"of the last time, to the last bit, while the trainer's moved by {moved:.3g}. Training stops; check how "
