@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import json
@@ -199,10 +200,10 @@ class FaultServer:
     """One server. `rids` holds the id of every request for tokens, `calls` counts requests by path.
 
     A kill loses the weights: after `start` it has those it was built with, and the version "default", as a server that
-    somebody restarted.
+    somebody restarted. One that works `one_by_one` gives the same bits for the same request, whatever else it is asked.
     """
 
-    def __init__(self, model, tokenizer):
+    def __init__(self, model, tokenizer, *, one_by_one=False):
         self._base, self._tokenizer = model, tokenizer
         self.port = free_port()
         self.calls = Counter()
@@ -211,6 +212,7 @@ class FaultServer:
         self.stays_paused = self.partitioned = self.paused = False
         self._faults = {}
         self._runner = None
+        self._turn = asyncio.Semaphore(1) if one_by_one else contextlib.nullcontext()
 
     @property
     def url(self):
@@ -257,6 +259,10 @@ class FaultServer:
     def at(self, path, faults):
         """Script requests of a path by their number since the server was made."""
         self._faults.update({(path, number): fault for number, fault in faults.items() if fault})
+
+    def shares_faults_with(self, other):
+        """Count requests together with another server, so that a fault strikes whichever gets the request."""
+        self.calls, self._faults = other.calls, other._faults
 
     def heal(self):
         """The network is back; what was sent into the partition is lost."""
@@ -327,20 +333,19 @@ class FaultServer:
         return {"input_token_logprobs": rows, "finish_reason": {"type": "length"}}
 
     async def _sampled(self, ids, params):
+        wanted = SamplingParams(
+            max_tokens=params["max_new_tokens"],
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=max(0, params["top_k"]),
+            stop=tuple(params.get("stop", ())),
+            stop_token_ids=tuple(params["stop_token_ids"]),
+            seed=params["sampling_seed"],
+            ignore_eos=params["ignore_eos"],
+        )
         try:
-            return await self.engine.generate(
-                ids,
-                SamplingParams(
-                    max_tokens=params["max_new_tokens"],
-                    temperature=params["temperature"],
-                    top_p=params["top_p"],
-                    top_k=max(0, params["top_k"]),
-                    stop=tuple(params.get("stop", ())),
-                    stop_token_ids=tuple(params["stop_token_ids"]),
-                    seed=params["sampling_seed"],
-                    ignore_eos=params["ignore_eos"],
-                ),
-            )
+            async with self._turn:
+                return await self.engine.generate(ids, wanted)
         except EngineError as error:
             if "not finite" not in str(error):
                 raise _Refusal(str(error)) from error
