@@ -56,6 +56,7 @@ ENGINES: Mapping[str, Engine] = {
             "--mem-fraction-static": "0.1",
             "--max-total-tokens": "16384",
             "--max-running-requests": "64",
+            "--sleep-on-idle": None,  # else it keeps a core busy that the trainer could use
         },
     ),
     "sglang-router": Engine(

@@ -235,7 +235,9 @@ def _temporary_log(name: str, port: int) -> Path:
 def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
     """Run a server until it ends or this process is told to: the command line's `rl4llm serve`; returns the exit code.
 
-    130 is the code after Ctrl-C. SIGTERM raises SystemExit from here, after the server and its processes are gone.
+    With ``--restarts N`` a server that dies is started again at the same address, with the weights of its command line; a
+    fleet gives it the newest before it asks it anything. 130 is the code after Ctrl-C. SIGTERM raises SystemExit from
+    here, after the server and its processes are gone.
     """
     own, flags = _parser(engine).parse_known_args(arguments)
     if own.cpu:

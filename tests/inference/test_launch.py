@@ -430,6 +430,21 @@ def test_the_servers_python_is_named_by_an_option_or_by_the_environment(monkeypa
         server_command("sglan")
 
 
+def test_a_router_is_started_like_a_server_from_the_environment_of_its_servers(monkeypatch, stand_in):
+    monkeypatch.setenv("RL4LLM_SGLANG_PYTHON", str(stand_in))
+    command = server_command("sglang-router", ["--worker-urls", "http://a:1", "http://b:2", "--port", "21000"])
+    assert command.words[0] == str(stand_in)
+    assert command.words[1:6] == ("-m", "sglang_router.launch_router", "--worker-urls", "http://a:1", "http://b:2")
+    assert command.words[6:] == ("--policy", "round_robin", "--host", "127.0.0.1", "--port", "21000")
+    assert "round_robin" not in server_command("sglang-router", ["--policy", "power_of_two"], python=sys.executable).words
+
+
+def test_restarts_are_counted_from_zero(launch):
+    launcher = launch("--restarts", "-1")
+    assert launcher.wait(PATIENCE_S) == 2
+    assert "--restarts -1 is not accepted" in launcher.stderr.read()
+
+
 def test_vllm_finds_the_worker_extension_that_it_is_told_of():
     command = server_command("vllm", ["m"], python=sys.executable)
     module, name = ENGINES["vllm"].flags["--worker-extension-cls"].split(".")
