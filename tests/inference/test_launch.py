@@ -1,11 +1,11 @@
 """Inference servers are started with checked command lines, watched while they boot, and leave nothing behind.
 
-Most servers here are a small stand-in that forks children as real ones do, one of which hides as a daemon; one is SGLang.
+The servers here are a small stand-in that forks children as real ones do, one of which hides as a daemon; the real ones of
+test_router.py are started the same way.
 """
 
 import ast
 import itertools
-import json
 import os
 import re
 import signal
@@ -468,26 +468,3 @@ def test_a_server_that_others_reach_needs_a_key(host):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_a_server_that_only_this_machine_reaches_needs_no_key(host):
     assert words("--host", host)[-3] == host
-
-
-@pytest.mark.sglang
-def test_sglang_boots_on_a_cpu_answers_and_leaves_nothing(model_dir, tmp_path):
-    python = os.environ.get("RL4LLM_SGLANG_PYTHON")
-    if not python:
-        pytest.skip("RL4LLM_SGLANG_PYTHON does not name the Python of an environment with SGLang")
-    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "v_proj"]
-    command = [*LAUNCHER, "--cpu", "--model-path", str(model_dir), "--port", "0", "--log", str(tmp_path / "log"), *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
-        try:
-            url = until_ready(launcher)
-            body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-            request = urllib.request.Request(
-                f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            assert len(json.load(urllib.request.urlopen(request))["output_ids"]) == 4
-            family = family_of(launcher)
-            assert len(family) >= 4
-        finally:
-            launcher.terminate()
-        assert launcher.wait(PATIENCE_S) == 143
-    assert not any(map(runs, family))
