@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError, DataError, EnvError, RewardError
+from rl4llm.core.threads import in_own_thread
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
 
 __all__ = ["LLM", "BaseMDPEnv", "BaseRewardFunction", "ChatMessage", "EnvState", "RewardExample", "SampleState"]
@@ -278,10 +277,7 @@ class BaseMDPEnv:
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run blocking work in a thread of its own: it starts at once, and one that hangs does not keep the process."""
-        outcome: Future[T] = Future()
-        outcome.set_running_or_notify_cancel()
-        threading.Thread(target=_settle, args=(outcome, work), name="rl4llm-env", daemon=True).start()
-        return await asyncio.wrap_future(outcome)
+        return await in_own_thread("rl4llm-env", work)
 
     def _checked(self, replies: Any) -> Sequence[ChatMessage]:
         where = f"{type(self).__name__}.respond"
@@ -314,10 +310,3 @@ class BaseMDPEnv:
             raise ConfigError(f"{where}: reward names must differ, but are {names}.")
         if len(names) > 1 and self.reward_transform_fn is None:
             raise ConfigError(f"{where}: {len(names)} rewards ({', '.join(names)}) need a reward_transform_fn.")
-
-
-def _settle(outcome: Future[T], work: Callable[[], T]) -> None:
-    try:
-        outcome.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - an environment's own code; whoever waits for it raises the error
-        outcome.set_exception(error)

@@ -174,9 +174,10 @@ class ServerClient(BaseClient):
                     break
                 await asyncio.sleep(self.retry.wait_s(number))
         if version != weight_ref.version or (problem and before == version):
+            source = weight_ref.path or "the trainer"
             raise EngineError(
-                f"{self.base_url} was told to load version {weight_ref.version} from {weight_ref.path}, and holds version "
-                f"{version} instead. {problem or 'It reported success.'} Look for the reason in the server's log."
+                f"{self.base_url} was told to load version {weight_ref.version} from {source}, and holds version {version} "
+                f"instead. {problem or 'It reported success.'} Look for the reason in the server's log."
             ) from problem
 
     async def _replace_weights(self, weight_ref: WeightRef) -> EngineError | None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.threads import in_own_thread
 from rl4llm.core.types import FinishReason, SamplingParams, WeightRef
 from rl4llm.inference.adapters import Adapters, adapter_version
 from rl4llm.inference.broadcast import Broadcast
@@ -110,7 +111,7 @@ class SGLangClient(ServerClient):
         name = self._adapters.name(weight_ref)
         before = await self._listed()
         if name not in before:
-            problem = await self._change_adapters("load", {"lora_name": name, "lora_path": weight_ref.path})
+            problem = await self._try("/load_lora_adapter", {"lora_name": name, "lora_path": weight_ref.path})
             if name not in await self._listed():
                 await self._check_enabled()
                 raise EngineError(
@@ -132,18 +133,10 @@ class SGLangClient(ServerClient):
         """Unload what is superseded and not in use; what the server then still lists is tried again later."""
         unused = self._adapters.to_unload()
         for name in unused:
-            await self._change_adapters("unload", {"lora_name": name})
+            await self._try("/unload_lora_adapter", {"lora_name": name})
         if unused:
             with suppress(EngineError):
                 self._adapters.gone(unused - await self._listed())
-
-    async def _change_adapters(self, verb: str, body: Mapping[str, Any]) -> EngineError | None:
-        """What went wrong, if anything did; what the server lists afterwards decides."""
-        try:
-            await self._admin(f"/{verb}_lora_adapter", body)
-        except EngineError as error:
-            return error
-        return None
 
     async def _listed(self) -> set[str]:
         """Names of the adapters that the server holds and that are ours."""
@@ -224,7 +217,7 @@ class SGLangClient(ServerClient):
         """Have the server do its part while this process does its own; neither goes on alone when the other fails."""
         theirs = asyncio.create_task(self._admin(path, body))
         try:
-            await asyncio.gather(theirs, asyncio.to_thread(ours, *arguments))
+            await asyncio.gather(theirs, in_own_thread("rl4llm-broadcast", lambda: ours(*arguments)))
         finally:
             theirs.cancel()
 
@@ -233,8 +226,7 @@ class SGLangClient(ServerClient):
         group, self._group = self._group, None
         if group is not None:
             group.close()
-            with suppress(EngineError):
-                await self.http.post("/destroy_weights_update_group", {"group_name": group.name}, deadline_s=LEAVE_S)
+            await self._try("/destroy_weights_update_group", {"group_name": group.name}, deadline_s=LEAVE_S)
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:
@@ -243,12 +235,11 @@ class SGLangClient(ServerClient):
             try:
                 await self._admin("/begin_weight_update", {})
             except RefusedError:
-                await self._admin("/end_weight_update", {})
+                await self._try("/end_weight_update", {})
                 await self._admin("/begin_weight_update", {})
             yield
         except BaseException:
-            with suppress(EngineError):  # what failed first is what is told
-                await self._admin("/end_weight_update", {})
+            await self._try("/end_weight_update", {})  # what failed first is what is told
             raise
         await self._admin("/end_weight_update", {})
 
@@ -302,9 +293,17 @@ class SGLangClient(ServerClient):
             raise UnreachableError(f"{self.base_url} did not score the {len(token_ids)} tokens of request {request_id}.")
         return [float("nan") if score is None else float(score) for score in _column(rows, 0)[1:]]
 
-    async def _admin(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _try(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> EngineError | None:
+        """What went wrong with an operator's request, if anything did, where something else decides whether it matters."""
+        try:
+            await self._admin(path, body, deadline_s)
+        except EngineError as error:
+            return error
+        return None
+
+    async def _admin(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> Any:
         """An operator's request, one attempt: half-done work must not be repeated without looking."""
-        answer = await self.http.post(path, body, deadline_s=self.admin_deadline_s)
+        answer = await self.http.post(path, body, deadline_s=deadline_s or self.admin_deadline_s)
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise RefusedError(f"POST {self.base_url}{path} failed: {answer.get('message', answer)}")
         return answer
