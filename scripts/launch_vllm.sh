@@ -7,6 +7,7 @@
 #
 # The trainer looks for it at VLLM_BASE_URL, or at inference.url. For LoRA add --enable-lora --max-lora-rank 16, and to
 # share a GPU with the trainer --enable-sleep-mode. Without a GPU, for tests and small models: --cpu.
+# --restarts 3 starts it again when it dies; the trainer then gives it the newest weights first.
 #   RL4LLM_VLLM_PYTHON  the Python of the environment that vLLM is installed in, see install_vllm_cpu.sh
 set -euo pipefail
 flags=("$@")
