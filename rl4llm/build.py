@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.backends.lora import add_adapter
-from rl4llm.backends.models import load_model, load_tokenizer
+from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
 from rl4llm.core.allocator import keep_freed_memory
@@ -27,9 +28,9 @@ from rl4llm.core.base_trainer import BaseTrainer, Schedule
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import Registry
 from rl4llm.core.run_dir import RunDir
-from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.types import ChatMessage, Group, SamplingParams
 from rl4llm.data.arithmetic import arithmetic_rows
-from rl4llm.data.demonstrations import check_demonstrations
+from rl4llm.data.demonstrations import check_demonstrations, demonstration_group
 from rl4llm.data.load import load_rows
 from rl4llm.data.pack import plan_table
 from rl4llm.data.prompts import PromptStream
@@ -53,8 +54,9 @@ from rl4llm.sync.store import WeightStore
 from rl4llm.sync.tensor import TensorPublisher
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
-from rl4llm.trainers.rl import Batching, Inference, RLTrainer
-from rl4llm.trainers.sft import SFTTrainer
+from rl4llm.trainers.dataset import DatasetTrainer
+from rl4llm.trainers.prepare import Batching, Preparation
+from rl4llm.trainers.rl import Inference, RLTrainer
 
 GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
 """Tasks that `data.path` may name instead of a file."""
@@ -92,6 +94,9 @@ def _by_adapter(client: BaseClient, store: WeightStore, tokenizer: Any) -> BaseP
     return LoraPublisher(client, store)
 
 
+READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {"demonstrations": demonstration_group}
+"""How a row of a dataset becomes a group, by what an algorithm learns from."""
+
 LOOKED_AT = 256
 """Of so many of the longest demonstrations it is checked before a run that they can be learned from."""
 
@@ -122,8 +127,9 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     algorithm = build_algorithm(config)
     _check_names(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
-    dataset = _rows(config, given.dataset, demonstrations=algorithm.needs().demonstrations)
-    parts = _supervised if algorithm.needs().demonstrations else _reinforced
+    reads = algorithm.needs().learns_from != "episodes"
+    dataset = _rows(config, given.dataset, demonstrations=reads)
+    parts = _supervised if reads else _reinforced
     make = parts(config, given, algorithm, tokenizer, dataset)
     run = RunDir.open(config.output.dir, fingerprint(config) | _given_identity(given, dataset), allow_changes=force)
     try:
@@ -254,19 +260,19 @@ def _load(config: Config, source: Any, split: str, limit: int | None, *, demonst
 def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
     renderer = Renderer(tokenizer, roles=_roles(dataset))
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
-    batching = _batching(config, algorithm, tokenizer)
     backend = _backend(config, given.model)
+    preparation = Preparation(algorithm=algorithm, policy=backend, batching=_batching(config, algorithm, tokenizer))
     context_length = backend.model.config.get_text_config().max_position_embeddings
     check_demonstrations(renderer, _longest(dataset, LOOKED_AT), context_length)
 
-    def make(run: RunDir) -> SFTTrainer:
+    def make(run: RunDir) -> DatasetTrainer:
         tracker = _tracker(config, run)
-        return SFTTrainer(
+        return DatasetTrainer(
             dataset=dataset,
             tokenizer=tokenizer,
-            renderer=renderer,
+            read=partial(READERS[algorithm.needs().learns_from], renderer),
             prompts=prompts,
-            batching=batching,
+            preparation=preparation,
             tracker=tracker,
             **_base(config, algorithm, backend, run, tracker),
         )
@@ -282,13 +288,22 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
     check_examples(rewards)
-    reference_model = copy.deepcopy(given.model)  # before the policy's weights move
+    needs = algorithm.needs()
+    start = copy.deepcopy(given.model) if needs.reference or needs.critic else None  # before the policy's weights move
     backend = _backend(config, given.model)
     client = _client(config, backend.model, tokenizer)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
     new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
     batching = _batching(config, algorithm, tokenizer, longest_completion=new_tokens)
+    preparation = Preparation(
+        algorithm=algorithm,
+        policy=backend,
+        batching=batching,
+        temperature=config.rollout.temperature or 1.0,
+        critic=_critic(config, algorithm, start),
+        reference=_reference(config, algorithm, start),
+    )
     plan = _plan(config, batching, dataset, renderer, new_tokens, client.context_length)
     runner = asyncio.Runner()
     played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
@@ -309,10 +324,9 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             plan=plan,
             sampling_params=_sampling(config),
             eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
-            batching=batching,
+            preparation=preparation,
             tracker=tracker,
             evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
-            reference=_backend(config, reference_model, trained=False) if algorithm.needs().reference else None,
             **_base(config, algorithm, backend, run, tracker),
         )
 
@@ -370,29 +384,59 @@ def _base(
     }
 
 
-def _backend(config: Config, model: Any, *, trained: bool = True) -> TorchBackend:
-    model = load_model(
-        model if model is not None else config.model.path,
+def _backend(config: Config, model: Any) -> TorchBackend:
+    """The policy."""
+    model, lora = _model(config, model), config.model.lora
+    adapter = None
+    if lora.rank:
+        adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
+    return TorchBackend(
+        model, adapter=adapter, autocast=config.model.autocast, **_optimizer(config, config.training.epochs)
+    )
+
+
+def _reference(config: Config, algorithm: BaseAlgorithm, start: Any) -> TorchBackend | None:
+    """The model that log-probs are compared with; it never trains."""
+    needs = algorithm.needs()
+    if not needs.reference:
+        return None
+    model = _model(config, start if needs.reference_path is None else None, needs.reference_path)
+    return TorchBackend(model, autocast=config.model.autocast, lr=0.0)
+
+
+def _critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> TorchBackend | None:
+    """The value model, with an optimizer of its own."""
+    critic = algorithm.needs().critic
+    if critic is None:
+        return None
+    path = critic.path or (None if start is not None else config.model.path)
+    model = _model(config, copy.deepcopy(start) if path is None else None, path)
+    options = _optimizer(config, critic.epochs)
+    if critic.lr is not None:
+        options["lr"] = critic.lr
+    return TorchBackend(model, value_head=load_value_head(path, model), autocast=config.model.autocast, **options)
+
+
+def _model(config: Config, given: Any, path: str | None = None) -> Any:
+    return load_model(
+        given if given is not None else path or config.model.path,
         dtype=config.model.dtype,
         device=_device(config),
         gradient_checkpointing=config.model.gradient_checkpointing,
     )
-    training, lora = config.training, config.model.lora
-    adapter = None
-    if lora.rank and trained:
-        adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
-    return TorchBackend(
-        model,
-        adapter=adapter,
-        lr=training.lr,
-        weight_decay=training.weight_decay,
-        betas=tuple(training.betas),
-        max_grad_norm=training.max_grad_norm,
-        schedule=training.schedule,
-        warmup_steps=training.warmup_steps,
-        total_steps=config.max_steps * training.updates_per_rollout * training.epochs,
-        autocast=config.model.autocast,
-    )
+
+
+def _optimizer(config: Config, epochs: int) -> dict[str, Any]:
+    training = config.training
+    return {
+        "lr": training.lr,
+        "weight_decay": training.weight_decay,
+        "betas": tuple(training.betas),
+        "max_grad_norm": training.max_grad_norm,
+        "schedule": training.schedule,
+        "warmup_steps": training.warmup_steps,
+        "total_steps": config.max_steps * training.updates_per_rollout * epochs,
+    }
 
 
 def _device(config: Config) -> str:
@@ -416,6 +460,7 @@ def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_
         updates_per_rollout=training.updates_per_rollout,
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,
+        whole_groups=algorithm.needs().whole_groups,
     )
 
 

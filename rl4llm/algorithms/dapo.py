@@ -1,12 +1,13 @@
-"""DAPO's objective: Decoupled clip and dynamic sampling (Yu et al. 2025, equation 8)."""
+"""DAPO: Decoupled clip and dynamic sampling (Yu et al. 2025, equation 8)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.registry import register_algorithm
-from rl4llm.core.types import Group
+from rl4llm.core.base_algorithm import Needs
 
 
 @register_algorithm("dapo")
@@ -14,13 +15,23 @@ from rl4llm.core.types import Group
 class DAPO(GRPO):
     """GRPO with a higher upper clip, every token of the batch weighing the same, and no groups without a difference.
 
-    The soft penalty for overlong answers (equation 13) is a reward: `rl4llm.rewards.overlong`.
+    Prompts are sampled anew in place of groups that were dropped (section 3.2), so that every step trains on as many; after
+    `refills` rounds a step goes on with what it has. The soft penalty for overlong answers (equation 13) is a reward,
+    `rl4llm.rewards.overlong`; `mask_truncated` is the paper's overlong filtering.
+
+    Strictly, equation 8 averages over the tokens of each prompt first (aggregation "prompt"); the paper's own code and most
+    others average over those of the batch.
+
+    Options:
+        refills: how often prompts are sampled in place of dropped groups; 0 is never. The paper's recipe has 10.
     """
 
     clip_high: float = 0.28
+    drop_equal: bool = True
+    refills: int = 10
     aggregation: str = "token"
 
-    def keep(self, group: Group) -> bool:
-        """A group whose rewards are all equal says nothing; the paper samples on until every group has a difference."""
-        rewards_G = group.rewards_G
-        return bool((rewards_G != rewards_G[0]).any())
+    at_least_0: ClassVar[tuple[str, ...]] = (*GRPO.at_least_0, "refills")
+
+    def needs(self) -> Needs:
+        return replace(GRPO.needs(self), refills=self.refills if self.drop_equal else 0)

@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+"]
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 
 
 def group_advantages(rewards_G: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
@@ -18,6 +19,12 @@ def group_advantages(rewards_G: Tensor, *, scale: bool = True, eps: float = 1e-6
     if not scale or len(rewards_G) < 2:
         return centred_G
     return centred_G / (rewards_G.std(correction=1) + eps)
+
+
+def leave_one_out(rewards_G: Tensor) -> Tensor:
+    """Each reward minus the mean of the others; a group of one gets 0. Kool et al. 2019, equation 9."""
+    size = len(rewards_G)
+    return (rewards_G - rewards_G.mean()) * (size / max(size - 1, 1))
 
 
 def clipped_surrogate(ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float) -> Tensor:
@@ -32,11 +39,28 @@ def clipped_share(ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: flo
     return ((ratio_BT > 1 + high) & (advantages_BT > 0) | (ratio_BT < 1 - low) & (advantages_BT < 0)).to(ratio_BT.dtype)
 
 
+def dual_clip(loss_BT: Tensor, advantages_BT: Tensor, bound: float) -> Tensor:
+    """Where the advantage is negative, the loss is at most -bound A, however large the ratio. Ye et al. 2020, equation 3."""
+    return loss_BT.minimum(-bound * advantages_BT).where(advantages_BT < 0, loss_BT)
+
+
+def clipped_value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None) -> Tensor:
+    """Half the squared error, and not less than that of the value held within `clip` of the old one.
+
+    As in Schulman's PPO code; SkyRL averages it per sequence, others per token.
+    """
+    error_BT = (values_BT - returns_BT).square()
+    if clip is not None:
+        held_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+        error_BT = error_BT.maximum((held_BT - returns_BT).square())
+    return error_BT / 2
+
+
 def kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimates of KL(policy || reference) at each sampled token (Schulman 2020, "Approximating KL divergence").
 
     With d = log(policy / reference): k1 = d is unbiased but noisy and may be negative; k2 = d^2 / 2 is biased with little
-    noise; k3 = exp(-d) - 1 + d is unbiased and never negative.
+    noise; k3 = exp(-d) - 1 + d is unbiased and never negative. As values, k3+ is k3.
     """
     difference_BT = logprobs_BT - ref_logprobs_BT
     if estimator == "k1":
@@ -47,13 +71,14 @@ def kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> 
 
 
 def kl_loss(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> Tensor:
-    """The estimate as a loss on on-policy tokens, with a gradient that lowers the divergence.
+    """The estimate as a loss on tokens that the policy sampled, with a gradient that lowers the divergence.
 
-    The gradient of k1 itself is zero in expectation, so as a loss it keeps its value and takes k2's gradient, which is the
-    gradient of the divergence in expectation. k3's own gradient is that of the reverse divergence.
+    The gradient of k2 is in expectation that of KL(policy || reference). That of k1 is zero in expectation, so as a loss it
+    keeps its value and takes k2's gradient; so does k3+. k3's own gradient is that of KL(reference || policy), which has the
+    same minimum.
     """
     estimate_BT = kl(logprobs_BT, ref_logprobs_BT, estimator)
-    if estimator != "k1":
+    if estimator in ("k2", "k3"):
         return estimate_BT
     k2_BT = kl(logprobs_BT, ref_logprobs_BT, "k2")
     return k2_BT + (estimate_BT - k2_BT).detach()

@@ -20,7 +20,7 @@ class SFT(BaseAlgorithm):
     aggregation: str = "token"
 
     def needs(self) -> Needs:
-        return Needs(demonstrations=True, every_token=True)
+        return Needs(learns_from="demonstrations")
 
     def token_losses(
         self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None

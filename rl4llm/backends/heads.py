@@ -7,13 +7,17 @@ tokens of the policy are asked about, so the logits of prompts are never compute
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl4llm.core.kernels import linear, weight_gradient
 from rl4llm.core.types import TrainBatch
+
+VALUE_HEAD_FILE = "value_head.safetensors"
 
 KEEP_BYTES = 64 << 20
 """So much of the fp32 logits is kept for the backward pass; the rest is computed again."""
@@ -44,6 +48,11 @@ class ValueHead(nn.Module):
         self.linear = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+
+    def save(self, directory: Path) -> None:
+        """Write it beside the model it belongs to."""
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, directory / VALUE_HEAD_FILE)
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         return self.linear(hidden_ND.to(self.linear.weight.dtype)).squeeze(-1).float()

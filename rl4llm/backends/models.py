@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
 from rl4llm.core.errors import ModelError, unknown
 from rl4llm.core.kernels import use_fast_linear, use_fast_norms
 
@@ -62,6 +64,18 @@ def load_model(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers checkpoints only in training mode, which is the same without dropout
     return model
+
+
+def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHead:
+    """The value head that was exported beside a model, or a new one; raises ModelError when it is another model's."""
+    head = ValueHead(model.config.get_text_config().hidden_size)
+    file = Path(path or "") / VALUE_HEAD_FILE
+    if file.is_file():
+        try:
+            head.load_state_dict(load_file(file))
+        except (RuntimeError, SafetensorError) as error:
+            raise ModelError(f"{file} is not the value head of this model: {error}") from error
+    return head.to(next(model.parameters()).device)
 
 
 def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrainedTokenizerBase:

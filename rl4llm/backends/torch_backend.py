@@ -87,6 +87,12 @@ class TorchBackend(BaseBackend):
             yield from self.adapter.merged_parameters()
         yield from self._buffers()
 
+    @torch.no_grad()
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        own = dict(self.weights())
+        for name, tensor in weights:
+            own[name].copy_(tensor)
+
     def weight_specs(self) -> list[TensorSpec]:
         parameters = self.model.named_parameters() if self.adapter is None else self.adapter.base_parameters()
         return [TensorSpec.of(name, tensor) for name, tensor in (*parameters, *self._buffers())]
@@ -128,6 +134,8 @@ class TorchBackend(BaseBackend):
 
     def export(self, directory: Path) -> None:
         self.model.save_pretrained(directory, state_dict=_packed(dict(self.weights())))
+        if self.value_head is not None:
+            self.value_head.save(directory)
 
     def info(self) -> dict[str, Any]:
         parameters = list(self._named_parameters().values())

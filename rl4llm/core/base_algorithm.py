@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor
 
 from rl4llm.core.base_backend import TokenMetrics
-from rl4llm.core.types import Group, TrainBatch
+from rl4llm.core.types import Group, TrainBatch, Trajectory
+
+Total = Callable[[Tensor], Tensor]
+"""The sum of a tensor over all ranks; on one rank the tensor itself."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """A value model beside the policy: where it comes from and how it learns. None is taken from the policy's options."""
+
+    path: str | None = None
+    lr: float | None = None
+    epochs: int = 1
+    warmup_steps: int = 0  # the first steps of a run, in which only the critic learns
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """What an algorithm asks of the trainer; the trainer asks for needs, never for names."""
 
-    critic: bool = False
-    reference: bool = False
-    entropy: bool = False
+    learns_from: Literal["episodes", "demonstrations", "pairs", "labels"] = "episodes"
     group: bool = False  # at least two trajectories per prompt
+    whole_groups: bool = False  # the trajectories of a prompt must stand in the same micro-batch
     every_token: bool = True  # False: a trajectory whose credit is 0 has no loss, and need not be computed
-    demonstrations: bool = False  # learns from conversations in the dataset instead of sampling its own
-    reward_kl: tuple[float, str] | None = None  # (coefficient, estimator) of a KL penalty inside the reward
+    entropy: bool = False
+    reference: bool = False
+    reference_path: str | None = None  # another model than the policy's own start
+    reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
+    reward_kl: tuple[float, str] | None = None  # (coefficient, estimator) of a KL penalty on the trajectory's reward
+    old_logprobs: bool = False  # computed by the trainer, else those of the engine
+    critic: Critic | None = None
+    value_head: bool = False  # the model that trains gives values instead of log-probs
+    mismatched: bool = False  # `TrainBatch.divergence`, estimated on answers to other prompts
+    greedy_baseline: bool = False  # one more trajectory per prompt, the most probable one, as `Group.baseline`
+    sampling: tuple[Mapping[str, float], ...] = ()  # fields of SamplingParams by sample index; begins anew after the last
+    refills: int = 0  # how often prompts are sampled in place of groups that `keep` refused
 
 
 class BaseAlgorithm(ABC):
@@ -29,6 +53,9 @@ class BaseAlgorithm(ABC):
 
     `aggregation` names how token losses are summed, see `rl4llm.data.pack`. Among a batch's token metrics, a name that ends
     in "/max" is reported as the maximum over the policy's tokens, every other as their mean.
+
+    In the order in which they are called: `keep` and `learns_from` choose, `credits` says how good, `assign` turns that into
+    advantages, `token_losses` and `value_losses` into losses, and `after_step` sees what came of it.
     """
 
     __slots__ = ()
@@ -42,13 +69,25 @@ class BaseAlgorithm(ABC):
         """Whether a group trains at all."""
         return True
 
+    def learns_from(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory of a group that is kept trains; others are compared with it all the same."""
+        return True
+
     def credits(self, group: Group) -> Tensor:
-        """One number per trajectory (G,): how much better than expected it was."""
+        """How much better than expected each trajectory was (G,), or each of its turns (G, K); absent turns may be NaN."""
         return group.rewards_G
 
-    def assign(self, batch: TrainBatch) -> None:
-        """Fill `advantages_BT` (and `returns_BT`) from `credits_BT`, which holds the credit on each sampled token."""
-        batch.advantages_BT = batch.credits_BT
+    def batch_credits(self, groups: Sequence[Group], total: Total) -> list[Tensor]:
+        """The credits of all groups of a step; for those that depend on more than their own group."""
+        return [self.credits(group) for group in groups]
+
+    def assign(self, batches: Sequence[TrainBatch], total: Total) -> None:
+        """Fill `advantages_BT` (and `returns_BT`) of all micro-batches of a rollout from `credits_BT`.
+
+        What `needs` asked for is filled in before.
+        """
+        for batch in batches:
+            batch.advantages_BT = batch.credits_BT
 
     @abstractmethod
     def token_losses(
@@ -59,6 +98,16 @@ class BaseAlgorithm(ABC):
     def value_losses(self, batch: TrainBatch, values_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         """The critic's loss of each token (B, T); only asked when `needs().critic`."""
         raise TypeError(f"{type(self).__name__} has no critic, so it has no value loss.")
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """What an optimizer step measured; for options that follow it, such as an adaptive coefficient."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to know of this object, as JSON."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
 
     def check(self, group_size: int) -> None:
         """Raise ConfigError for options that cannot work together."""

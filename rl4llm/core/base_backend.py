@@ -67,6 +67,10 @@ class BaseBackend(ABC):
         """Name and tensor of each weight under its Hugging Face name, one at a time, in the order of `weight_specs`."""
 
     @abstractmethod
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy another model's `weights` into this one's."""
+
+    @abstractmethod
     def weight_specs(self) -> list[TensorSpec]:
         """What `weights` will yield, without having any of it."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -37,6 +38,8 @@ class SampleState:
     `stop_reason` says why a finished attempt ended: "done" (the environment ended it), "max_steps", "length" (a turn ran
     into its token limit), "context" (no room for another turn) or "failed" (then `failure` says what broke; a failed
     attempt is counted and left out of training, never scored 0). `spans` is the token record; only the `llm` writes it.
+    `sampling` holds fields of SamplingParams that are this sample's own. One that `is_baseline` is compared with, and never
+    trains.
     """
 
     prompt_id: str
@@ -52,6 +55,9 @@ class SampleState:
     spans: list[TokenSpan] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     session: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    is_baseline: bool = False
+    turn_rewards: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.init_msg_size = self.init_msg_size or len(self.messages)
@@ -63,6 +69,18 @@ class SampleState:
     @property
     def last_message(self) -> ChatMessage:
         return self.messages[-1]
+
+    def reward_turn(self, reward: float) -> None:
+        """What the policy's last turn earned by itself; it adds to the episode's reward, and to what the turn earned before.
+
+        Raises EnvError for what is not a finite number, and before the policy has said anything.
+        """
+        turn = sum(message.role == "assistant" for message in self.messages[self.init_msg_size :]) - 1
+        if turn < 0:
+            raise EnvError(f"Prompt {self.prompt_id!r}: reward_turn({reward!r}) before the policy's first turn.")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise EnvError(f"Prompt {self.prompt_id!r}: reward_turn({reward!r}) is not accepted: a finite number.")
+        self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + float(reward)
 
     def finish(self, stop_reason: str) -> None:
         """End the attempt; the first reason given stays."""

@@ -14,8 +14,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.checkpoint import latest_checkpoint, save_checkpoint, unfinished_saves
+from rl4llm.core.errors import CheckpointError
 from rl4llm.core.rng import restore_rng, rng_state
-from rl4llm.core.types import TrainBatch
+from rl4llm.core.types import TrainBatch, Update
 
 Collected = TypeVar("Collected")
 
@@ -67,7 +68,7 @@ class BaseTrainer(ABC, Generic[Collected]):
                 with self.clock("step"):
                     collected = self.collect()
                     updates = self.prepare(collected)
-                    metrics = [self.update(batches) for batches in updates]
+                    metrics = [self.update(update) for update in updates]
                     self.step += 1
                     self.publish()
                 self.report(collected, metrics)
@@ -92,8 +93,8 @@ class BaseTrainer(ABC, Generic[Collected]):
         """What this step learns from."""
 
     @abstractmethod
-    def prepare(self, collected: Collected) -> list[list[TrainBatch]]:
-        """The optimizer steps of this step, each a list of micro-batches."""
+    def prepare(self, collected: Collected) -> list[Update]:
+        """The optimizer steps of this step."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -107,12 +108,12 @@ class BaseTrainer(ABC, Generic[Collected]):
     def evaluate(self) -> None:
         """Measure on the fixed held-out set."""
 
-    def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    def update(self, update: Update) -> dict[str, float]:
         """One optimizer step. Without any token that could teach something, the weights stay as they are."""
-        if not batches:
+        if not update.batches:
             return {"update/empty": 1.0}
         with self.clock("update"):
-            parts = [self.forward_backward(batch) for batch in batches]
+            parts = [self.forward_backward(batch) for batch in update.batches]
             return merge(parts) | self.backend.optim_step()
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
@@ -126,7 +127,7 @@ class BaseTrainer(ABC, Generic[Collected]):
                 self.checkpoints,
                 self.step,
                 self.write_checkpoint,
-                state={"step": self.step, "rng": rng_state(), **self.state()},
+                state={"step": self.step, "rng": rng_state(), "algorithm": self.algorithm.state(), **self.state()},
                 keep=self.schedule.keep_checkpoints,
             )
 
@@ -138,10 +139,14 @@ class BaseTrainer(ABC, Generic[Collected]):
             for partial in unfinished_saves(self.checkpoints):
                 self.warn(f"{partial} is an unfinished save and is not used; no save was finished, so training starts anew.")
             return
-        self.backend.load(checkpoint.path / "model")
+        for name, model in self.models().items():
+            if not (checkpoint.path / name).is_dir():
+                raise CheckpointError(f"{checkpoint.path} holds no {name}: it is of a run without one. Begin a new run.")
+            model.load(checkpoint.path / name)
         for lost in restore_rng(checkpoint.state["rng"]):
             self.warn(lost)
         self.step = checkpoint.state["step"]
+        self.algorithm.restore(checkpoint.state.get("algorithm", {}))
         self.restore(checkpoint.state)
         self.begin(self.step)
         for reason in checkpoint.skipped:
@@ -149,8 +154,13 @@ class BaseTrainer(ABC, Generic[Collected]):
 
     def write_checkpoint(self, directory: Path) -> None:
         """Fill the directory of a new checkpoint."""
-        (directory / "model").mkdir()
-        self.backend.save(directory / "model")
+        for name, model in self.models().items():
+            (directory / name).mkdir()
+            model.save(directory / name)
+
+    def models(self) -> dict[str, BaseBackend]:
+        """The models that a checkpoint holds, by the name of their directory."""
+        return {"model": self.backend}
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

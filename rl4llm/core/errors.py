@@ -101,6 +101,7 @@ def unknown(where: str, name: str, known: Iterable[str]) -> str:
     "algorithm.name='gpro' is unknown. Known: dapo, grpo. Did you mean 'grpo'?"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=3)
+    close.sort(key=lambda known: sorted(known) != sorted(name))  # letters in another order are the likeliest slip
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{where}={name!r} is unknown. Known: {', '.join(names)}.{hint}"

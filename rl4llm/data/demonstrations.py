@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl4llm.core.errors import DataError, EnvError, TemplateError
-from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
 from rl4llm.data.render import Renderer
 
 
@@ -24,6 +24,12 @@ def demonstration(renderer: Renderer, messages: Sequence[ChatMessage], prompt_id
     if not spans:
         raise DataError(f"Row {prompt_id!r} has no assistant message, so there is nothing to imitate.")
     return Trajectory(prompt_id, tuple(spans), tuple(messages), {}, 0.0, "done")
+
+
+def demonstration_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
+    """The conversation of a row, as a group of one."""
+    messages = [ChatMessage.from_dict(message) for message in row["messages"]]
+    return Group(prompt_id, (demonstration(renderer, messages, prompt_id),))
 
 
 def check_demonstrations(renderer: Renderer, rows: Sequence[Mapping[str, Any]], context_length: int) -> None:

@@ -50,11 +50,12 @@ class PromptStream:
         self._consumed = 0
         self._orders: dict[int, np.ndarray] = {}
 
-    def next_batch(self) -> list[int]:
-        """The rows of this rank's next prompts; every rank must ask for the same number of batches."""
-        start = self._consumed + self.rank * self.batch_size
-        self._consumed += self.world_size * self.batch_size
-        return [self._row(place) for place in range(start, start + self.batch_size)]
+    def next_batch(self, size: int | None = None) -> list[int]:
+        """The rows of this rank's next prompts, `batch_size` unless said otherwise; every rank must ask for as many."""
+        size = self.batch_size if size is None else size
+        start = self._consumed + self.rank * size
+        self._consumed += self.world_size * size
+        return [self._row(place) for place in range(start, start + size)]
 
     @property
     def epoch(self) -> float:

@@ -101,6 +101,7 @@ class PolicyLLM:
     async def _generate(self, sample: SampleState, params: SamplingParams) -> Completion:
         self._record_sampled(sample)
         self._record_context(sample)
+        params = params.replace(**sample.sampling)
         prompt_ids = sample.token_ids
         if len(prompt_ids) >= self._client.context_length:
             sample.finish("context")

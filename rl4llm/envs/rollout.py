@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,12 @@ import torch
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, EnvState, SampleState
 from rl4llm.core.errors import EnvError, RL4LLMError
-from rl4llm.core.types import ChatMessage, Group, SamplingParams, Trajectory
+from rl4llm.core.types import ChatMessage, Group, SamplingParams, Trajectory, count_turns
 from rl4llm.data.render import Renderer
 from rl4llm.envs.policy import PolicyLLM
 from rl4llm.rewards.score import score
+
+GREEDY = {"temperature": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,14 @@ class RolloutResult:
     @property
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    row: int
+    index: int
+    sampling: Mapping[str, float]
+    is_baseline: bool = False
 
 
 class Rollout:
@@ -55,11 +65,24 @@ class Rollout:
         self._max_failed_share = max_failed_share
 
     def play(
-        self, rows: Sequence[int], *, step: int, sampling_params: SamplingParams, group_size: int | None = None
+        self,
+        rows: Sequence[int],
+        *,
+        step: int,
+        sampling_params: SamplingParams,
+        group_size: int | None = None,
+        first_index: int = 0,
+        sampling: Sequence[Mapping[str, float]] = (),
+        greedy_baseline: bool = False,
     ) -> RolloutResult:
-        """Play `group_size` episodes for each of the dataset's `rows`, and score them."""
-        attempts = list(self._attempts(rows, group_size or self.env.group_size))
-        samples = [self._sample(row, index) for row, index in attempts]
+        """Play `group_size` episodes for each of the dataset's `rows`, and score them.
+
+        `first_index` is that of the first sample of each row; another one gives other draws of the same prompt. `sampling`
+        holds fields of SamplingParams by sample, from the start again after the last. With a `greedy_baseline` each row is
+        played once more at temperature 0, as the baseline of its group.
+        """
+        attempts = list(self._attempts(rows, group_size or self.env.group_size, first_index, sampling, greedy_baseline))
+        samples = [self._sample(attempt) for attempt in attempts]
         self._play(samples, step, sampling_params)
         self._play_failed_again(attempts, samples, step, sampling_params)
         scores = score(samples, self.env.reward_functions, self.env.reward_transform_fn)
@@ -75,20 +98,33 @@ class Rollout:
         )
 
     @staticmethod
-    def _attempts(rows: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
-        """(row, sample index) of every attempt; a row that comes twice becomes one larger group."""
+    def _attempts(
+        rows: Sequence[int], size: int, first: int, sampling: Sequence[Mapping[str, float]], greedy_baseline: bool
+    ) -> Iterator[_Attempt]:
+        """Every attempt; a row that comes twice becomes one larger group."""
         seen: Counter[int] = Counter()
         for row in rows:
-            yield from ((row, index) for index in range(seen[row], seen[row] + size))
-            seen[row] += size
+            begin = first + seen[row]
+            for index in range(size):
+                yield _Attempt(row, begin + index, sampling[index % len(sampling)] if sampling else {})
+            if greedy_baseline:
+                yield _Attempt(row, begin + size, GREEDY, is_baseline=True)
+            seen[row] += size + greedy_baseline
 
-    def _sample(self, row: int, index: int) -> SampleState:
-        columns = dict(self.env.dataset[row])
+    def _sample(self, attempt: _Attempt) -> SampleState:
+        columns = dict(self.env.dataset[attempt.row])
         messages = [
             item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in columns.pop("messages")
         ]
-        prompt_id = str(columns.pop("prompt_id", row))
-        return SampleState(prompt_id, index, messages, columns.pop("ground_truth"), columns)
+        return SampleState(
+            str(columns.pop("prompt_id", attempt.row)),
+            attempt.index,
+            messages,
+            columns.pop("ground_truth"),
+            columns,
+            sampling=attempt.sampling,
+            is_baseline=attempt.is_baseline,
+        )
 
     def _play(self, samples: list[SampleState], step: int, sampling_params: SamplingParams) -> None:
         llm = PolicyLLM(self._client, self._renderer, self._runner, seed=self._seed, step=step)
@@ -107,14 +143,14 @@ class Rollout:
 
     def _play_failed_again(
         self,
-        attempts: list[tuple[int, int]],
+        attempts: list[_Attempt],
         samples: list[SampleState],
         step: int,
         sampling_params: SamplingParams,
     ) -> None:
         again = [i for i, sample in enumerate(samples) if sample.failure is not None]
         for i in again:
-            samples[i] = self._sample(*attempts[i])
+            samples[i] = self._sample(attempts[i])
         if again:
             self._play([samples[i] for i in again], step, sampling_params)
 
@@ -124,6 +160,8 @@ class Rollout:
             nothing = "ended the episode before the policy said anything"
             other = "ended the episode with no assistant message that is the text that was sampled; append it unchanged"
             sample.fail(f"{type(self.env).__name__} {other if said else nothing}")
+        if sample.failure is None and max(sample.turn_rewards, default=-1) >= count_turns(sample.spans):
+            sample.fail(f"{type(self.env).__name__} rewarded a turn that the policy did not take")
         if not sample.done:  # a level-3 loop that did not say why it stopped
             sample.finish("done")
 
@@ -138,21 +176,29 @@ class Rollout:
 
     def _trajectory(self, sample: SampleState, rewards: dict[str, torch.Tensor], reward: float) -> Trajectory:
         last = max(i for i, span in enumerate(sample.spans) if span.author == "policy")
+        turns = range(count_turns(sample.spans)) if sample.turn_rewards else ()
+        turn_rewards = tuple(sample.turn_rewards.get(turn, 0.0) for turn in turns)
         return Trajectory(
             prompt_id=sample.prompt_id,
             spans=tuple(sample.spans[: last + 1]),  # what came after the policy's last word trains nothing
             messages=tuple(sample.messages),
             rewards={name: float(value) for name, value in rewards.items()},
-            reward=reward,
+            reward=reward + sum(turn_rewards),
             stop_reason=sample.stop_reason or "done",
             extras={"sample": sample.index, "ground_truth": sample.ground_truth, **sample.extras},
+            turn_rewards=turn_rewards,
         )
 
     @staticmethod
     def _groups(samples: list[SampleState], trajectories: dict[int, Trajectory]) -> Iterator[Group]:
         by_prompt: dict[str, list[Trajectory]] = {}
+        baselines: dict[str, Trajectory] = {}
         for sample in samples:
-            if id(sample) in trajectories:
+            if id(sample) not in trajectories:
+                continue
+            if sample.is_baseline:
+                baselines.setdefault(sample.prompt_id, trajectories[id(sample)])
+            else:
                 by_prompt.setdefault(sample.prompt_id, []).append(trajectories[id(sample)])
         for prompt_id, members in by_prompt.items():
-            yield Group(prompt_id, tuple(members))
+            yield Group(prompt_id, tuple(members), baselines.get(prompt_id))

@@ -47,10 +47,10 @@ class EpisodeLog:
         step: int,
         groups: Sequence[Group],
         failed: Sequence[SampleState] = (),
-        credits: Sequence[Sequence[float]] | None = None,
+        credits: Sequence[Sequence[Any]] | None = None,
         kind: Literal["step", "eval"] = "step",
     ) -> None:
-        """Store what a step or an evaluation sampled; `credits` holds a number per trajectory of each group."""
+        """Store what a step or an evaluation sampled; `credits` holds a number per trajectory of each group, or per turn."""
         if self._every == 0 or (kind == "step" and step % self._every):
             return
         with open(self._directory / f"{kind}-{step:06d}{self._ending}", "w") as file:
@@ -67,14 +67,14 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(
-    groups: Sequence[Group], failed: Sequence[SampleState], credits: Sequence[Sequence[float]] | None
+    groups: Sequence[Group], failed: Sequence[SampleState], credits: Sequence[Sequence[Any]] | None
 ) -> Iterator[dict[str, Any]]:
     for sample in failed:
         yield _failed(sample)
     for number, group in enumerate(groups):
         for index, trajectory in enumerate(group.trajectories):
             row = _finished(trajectory, index)
-            yield row if credits is None else {**row, "credit": float(credits[number][index])}
+            yield row if credits is None else {**row, "credit": credits[number][index]}
 
 
 def _finished(trajectory: Trajectory, index: int) -> dict[str, Any]:

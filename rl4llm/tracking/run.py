@@ -80,7 +80,7 @@ class RunTracker:
         updates: Sequence[Mapping[str, float]],
         *,
         tokens: int,
-        credits: Sequence[Sequence[float]] | None = None,
+        credits: Sequence[Sequence[Any]] | None = None,
         counts: Mapping[str, float] | None = None,
     ) -> None:
         """Log one finished step; `tokens` is how many it trained on or sampled, for tokens/s; engines count `counts`."""

@@ -3,82 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import math
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
-from rl4llm.core.base_trainer import BaseTrainer
+from rl4llm.core.base_trainer import BaseTrainer, merge
 from rl4llm.core.errors import StaleWeightsError
-from rl4llm.core.types import Group, SamplingParams, TrainBatch, Trajectory
-from rl4llm.data.pack import StepTotals, check_aggregation, pack, totals_of
+from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.sync.mismatch import check_mismatch, summarize_mismatch, token_mismatch
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
+from rl4llm.trainers.prepare import Preparation, Prepared
 
 T = TypeVar("T")
-NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between rewards
-
-
-@dataclass(frozen=True, slots=True)
-class Batching:
-    """How trajectories become micro-batches and optimizer steps.
-
-    Without `max_tokens_per_batch`, micro-batches have the usual size of the device. A longer trajectory gets one that fits
-    it, since it cannot be cut.
-    `constant_length` is the divisor of the aggregation "constant", in tokens.
-    """
-
-    layout: str
-    aggregation: str
-    pad_token_id: int
-    max_tokens_per_batch: int | None
-    usual_tokens_per_batch: int
-    updates_per_rollout: int = 1
-    epochs: int = 1
-    constant_length: int = 0
-
-    def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.constant_length)
-
-    def totals(self, trajectories: Sequence[Trajectory]) -> StepTotals:
-        """What an optimizer step trains on, counted before anything is left out."""
-        return totals_of(trajectories, constant_length=self.constant_length)
-
-    def budget(self, lengths: Sequence[int]) -> int:
-        """Tokens of a micro-batch, for trajectories of these lengths."""
-        return max(self.max_tokens_per_batch or self.usual_tokens_per_batch, *lengths)
-
-    def updates(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """What each optimizer step trains on: shares of the items, as even as they come, once for each epoch."""
-        parts = self.updates_per_rollout
-        bounds = [len(items) * part // parts for part in range(parts + 1)]
-        shares = [items[start:end] for start, end in itertools.pairwise(bounds)]
-        return [share for share in shares if share] * self.epochs
-
-    def pack(
-        self, trajectories: Sequence[Trajectory], credits: Sequence[float], totals: StepTotals
-    ) -> list[TrainBatch]:
-        """The micro-batches of one optimizer step."""
-        return pack(
-            trajectories,
-            credits,
-            max_tokens_per_batch=self.budget([0, *(trajectory.num_tokens for trajectory in trajectories)]),
-            layout=self.layout,
-            aggregation=self.aggregation,
-            totals=totals,
-            pad_token_id=self.pad_token_id,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +54,9 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         plan: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams,
         eval_params: SamplingParams,
-        batching: Batching,
+        preparation: Preparation,
         tracker: RunTracker,
         evaluation: Rollout | None = None,
-        reference: BaseBackend | None = None,
         **base: Any,
     ):
         super().__init__(**base)
@@ -120,43 +66,57 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.plan = plan
         self.sampling_params = sampling_params
         self.eval_params = eval_params
-        self.batching = batching
+        self.preparation = preparation
         self.tracker = tracker
         self.evaluation = evaluation
-        self.reference = reference
         self._moved = False  # the weights, since the engines got them
-        self._trained: dict[int, Group] = {}  # by the id of the group that was sampled: what trained, KL in its rewards
+        self._credits: dict[int, list[Any]] = {}  # by the id of a group that trained
         self._notes: dict[str, float] = {}
         self._closed = False
 
+    @property
+    def critic(self) -> BaseBackend | None:
+        return self.preparation.critic
+
     def collect(self) -> RolloutResult:
-        """Play `group_size` episodes for each of the next prompts."""
+        """Play `group_size` episodes for each of the next prompts, and more in place of groups that do not train."""
         with self.clock("rollout"):
-            rows = self.prompts.next_batch()
-            collected = self.rollout.play(rows, step=self.step, sampling_params=self.sampling_params)
+            collected = self._play(self.prompts.next_batch(), round_number=0)
+            wanted, refills = self.prompts.batch_size, 0
+            while refills < self.algorithm.needs().refills and (missing := self._missing(collected, wanted)) > 0:
+                refills += 1
+                more = self._play(self.prompts.next_batch(missing), round_number=refills)
+                collected = RolloutResult(collected.groups + more.groups, collected.failed + more.failed)
+        if self.algorithm.needs().refills:
+            kept = wanted - self._missing(collected, wanted)
+            self._notes |= {"groups/refills": refills, "groups/dropped": len(collected.groups) - kept}
         self._check_versions(collected)
         return collected
 
-    def prepare(self, collected: RolloutResult) -> list[list[TrainBatch]]:
-        """Credits, packed batches, reference pass, advantages: for each optimizer step of this rollout."""
+    def prepare(self, collected: RolloutResult) -> list[Update]:
+        """Credits, packed batches, other models' passes, advantages: for each optimizer step of this rollout."""
         with self.clock("prepare"):
             self._run(self.inference.publisher.lend_device(self.backend))
-            groups = [group for group in collected.groups if self.algorithm.keep(group)]
-            penalised = self._with_kl_in_reward(groups)
-            self._trained = {id(group): changed for group, changed in zip(groups, penalised, strict=True)}
-            return [self._batches(share) for share in self.batching.updates(penalised)]
+            self._refresh_reference()
+            kept = [group for group in collected.groups if self.algorithm.keep(group)]
+            prepared = self.preparation.prepare(kept, self.step)
+            self._note(kept, prepared)
+            return prepared.updates
 
-    def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    def update(self, update: Update) -> dict[str, float]:
         """One optimizer step; the first of a rollout also measures how far trainer and engine are apart."""
-        metrics = summarize_mismatch(super().update(batches))
-        check_mismatch(metrics, self.inference.stop_above)
-        self._moved = self._moved or bool(batches)
+        metrics = self._update_critic(update) if update.critic else {}
+        if update.policy:
+            metrics |= summarize_mismatch(super().update(update))
+            check_mismatch(metrics, self.inference.stop_above)
+            self._moved = self._moved or bool(update.batches)
+        self.algorithm.after_step(metrics | self._notes)
         return metrics
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         return self.backend.forward_backward(
             batch,
-            self.algorithm.token_losses if self._moved else self._measured_losses,
+            self._measured_losses if self._measures_mismatch() else self.algorithm.token_losses,
             temperature=self.sampling_params.temperature or 1.0,
             entropy=self.algorithm.needs().entropy,
         )
@@ -176,8 +136,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
-        trained = [self._trained.get(id(group), group) for group in collected.groups]
-        credits = [self.algorithm.credits(group).tolist() for group in trained]
+        credits = [self._credits.get(id(group), [0.0] * len(group.trajectories)) for group in collected.groups]
         counts = {**self.inference.client.metrics(), **self._notes}
         self.tracker.step(
             self.step, collected.groups, collected.failed, metrics, tokens=tokens, credits=credits, counts=counts
@@ -210,9 +169,19 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             self.tracker.close()
 
     def export(self, directory: Path) -> None:
-        """Write the policy and its tokenizer as a Hugging Face directory."""
+        """Write the policy and its tokenizer as a Hugging Face directory; a critic goes into `critic/` in it."""
         self.backend.export(directory)
         self.rollout.env.tokenizer.save_pretrained(directory)
+        if self.critic is not None:
+            (directory / "critic").mkdir()
+            self.critic.export(directory / "critic")
+            self.rollout.env.tokenizer.save_pretrained(directory / "critic")
+
+    def models(self) -> dict[str, BaseBackend]:
+        changing = {"critic": self.critic} if self.critic is not None else {}
+        if self.algorithm.needs().reference_every:
+            changing["reference"] = self.preparation.reference
+        return {**super().models(), **changing}
 
     def state(self) -> dict[str, Any]:
         return {"prompts": self.prompts.state()}
@@ -239,46 +208,57 @@ class RLTrainer(BaseTrainer[RolloutResult]):
                 f"{self.step} was published. Training stops; look for a restart or another trainer in the server's log."
             )
 
+    def _measures_mismatch(self) -> bool:
+        """Before the weights move; not where samples were drawn at other temperatures than the one that trains."""
+        return not self._moved and not self.algorithm.needs().sampling
+
     def _measured_losses(
         self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
     ) -> tuple[Tensor, TokenMetrics]:
         losses_BT, metrics = self.algorithm.token_losses(batch, logprobs_BT, entropy_BT)
         return losses_BT, {**metrics, **token_mismatch(batch, logprobs_BT)}
 
-    def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
-        credits = torch.cat([self.algorithm.credits(group) for group in groups]).tolist()
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        totals = self.batching.totals(trajectories)
-        if not self.algorithm.needs().every_token:  # what has no credit has no loss; it still counts in the totals
-            taught = [i for i, credit in enumerate(credits) if abs(credit) > NO_CREDIT]
-            trajectories, credits = [trajectories[i] for i in taught], [credits[i] for i in taught]
-        batches = self.batching.pack(trajectories, credits, totals)
-        for batch in batches:
-            batch.old_logprobs_BT = batch.sampled_logprobs_BT
-            if self.algorithm.needs().reference:
-                batch.ref_logprobs_BT = self._reference_logprobs(batch)
-            self.algorithm.assign(batch)
-        return batches
+    def _play(self, rows: Sequence[int], round_number: int) -> RolloutResult:
+        needs = self.algorithm.needs()
+        return self.rollout.play(
+            rows,
+            step=self.step,
+            sampling_params=self.sampling_params,
+            first_index=round_number * (self.rollout.env.group_size + 1),
+            sampling=needs.sampling,
+            greedy_baseline=needs.greedy_baseline,
+        )
 
-    def _with_kl_in_reward(self, groups: list[Group]) -> list[Group]:
-        """Take the KL penalty of each trajectory, summed over its tokens, off its reward, when the algorithm asks for it."""
-        if self.algorithm.needs().reward_kl is None or not groups:
-            return groups
-        coefficient, estimator = self.algorithm.needs().reward_kl
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        penalties = torch.zeros(len(trajectories))
-        # A credit stands on each of its trajectory's tokens, so the index as a credit says whose token it is.
-        owners = [float(i) for i in range(len(trajectories))]
-        for batch in self.batching.pack(trajectories, owners, self.batching.totals(trajectories)):
-            kl_BT = kl(batch.sampled_logprobs_BT, self._reference_logprobs(batch).cpu(), estimator)
-            penalties.index_add_(0, batch.credits_BT[batch.mask_BT].long(), kl_BT[batch.mask_BT])
-        self._notes["reward/kl"] = penalties.mean().item()
-        left = iter((coefficient * penalties).tolist())
+    def _missing(self, collected: RolloutResult, wanted: int) -> int:
+        """How many groups each rank has to play on average, so that all together have what they want."""
+        kept = sum(self.algorithm.keep(group) for group in collected.groups)
+        short, ranks = self.preparation.total(torch.tensor([float(wanted - kept), 1.0])).tolist()
+        return max(0, math.ceil(short / ranks))
 
-        def penalised(group: Group) -> Group:
-            return replace(group, trajectories=tuple(replace(t, reward=t.reward - next(left)) for t in group.trajectories))
+    def _note(self, kept: Sequence[Group], prepared: Prepared) -> None:
+        """Remember what `report` will tell."""
+        self._notes |= prepared.metrics
+        self._credits = {id(group): _plain(credits) for group, (_, credits) in zip(kept, prepared.scored, strict=True)}
 
-        return [penalised(group) for group in groups]
+    def _refresh_reference(self) -> None:
+        every = self.algorithm.needs().reference_every
+        if every and self.step and self.step % every == 0:
+            self.preparation.reference.take_weights(self.backend.weights())
 
-    def _reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        return self.reference.forward(batch, temperature=self.sampling_params.temperature or 1.0)
+    def _update_critic(self, update: Update) -> dict[str, float]:
+        if not update.batches:
+            return {}
+        with self.clock("critic"):
+            parts = [self.critic.forward_backward(batch, self._value_losses) for batch in update.batches]
+            metrics = merge(parts) | self.critic.optim_step()
+        return {f"critic/{name.removeprefix('update/')}": value for name, value in metrics.items()}
+
+    def _value_losses(self, batch: TrainBatch, values_BT: Tensor, entropy_BT: None) -> tuple[Tensor, TokenMetrics]:
+        return self.algorithm.value_losses(batch, values_BT)
+
+
+def _plain(credits: Tensor) -> list[Any]:
+    """Numbers, or lists of one number for each turn there was."""
+    if credits.dim() == 1:
+        return credits.tolist()
+    return [turns_K[~turns_K.isnan()].tolist() for turns_K in credits]

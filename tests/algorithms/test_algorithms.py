@@ -41,7 +41,7 @@ def test_only_the_options_in_use_are_needed():
         (GRPO(), 1, "rollout.group_size=1"),
         (GRPO(clip_low=-0.1), 8, "algorithm.clip_low"),
         (GRPO(kl_estimator="k4"), 8, "algorithm.kl_estimator"),
-        (GRPO(scale_rewards="batch"), 8, "algorithm.scale_rewards"),
+        (GRPO(scale_rewards="all"), 8, "algorithm.scale_rewards"),
     ],
 )
 def test_impossible_options_are_refused_by_name(algorithm, group_size, word):

@@ -153,8 +153,8 @@ def gradient(run):
     """The gradient of one step's loss, as the trainer computes it."""
     loop = run.trainer
     loop.publish()
-    for batches in loop.prepare(loop.collect()):
-        for batch in batches:
+    for update in loop.prepare(loop.collect()):
+        for batch in update.batches:
             loop.forward_backward(batch)
     return {name: tensor.grad.clone() for name, tensor in loop.backend.model.named_parameters()}
 
@@ -201,7 +201,7 @@ def test_what_is_left_out_for_want_of_a_credit_still_counts_in_the_totals(model_
             trainer(model_dir, tmp_path / f"{aggregation}{i}", algorithm={"aggregation": aggregation}, **options)
             for i in range(2)
         ]
-        runs[1].trainer.algorithm = EveryToken(aggregation=aggregation)
+        runs[1].trainer.algorithm = runs[1].trainer.preparation.algorithm = EveryToken(aggregation=aggregation)
         left_out, whole = map(gradient, runs)
         assert any(tensor.abs().max() > 1e-4 for tensor in whole.values())
         for name, tensor in whole.items():
@@ -279,9 +279,9 @@ def penalties(loop):
     loop.publish()
     groups = list(loop.collect().groups)
     before = [t for group in groups for t in group.trajectories]
-    after = [t for group in loop._with_kl_in_reward(groups) for t in group.trajectories]
+    after = [t for group in loop.preparation._with_kl_in_reward(groups, {}) for t in group.trajectories]
     taken = [old.reward - new.reward for old, new in zip(before, after, strict=True)]
-    return taken, [sum_of_differences(loop.reference.model, trajectory) for trajectory in before]
+    return taken, [sum_of_differences(loop.preparation.reference.model, trajectory) for trajectory in before]
 
 
 def sum_of_differences(reference, trajectory):

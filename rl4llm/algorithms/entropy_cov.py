@@ -1,0 +1,146 @@
+"""Clip-Cov and KL-Cov: the few tokens that make entropy collapse are held back (Cui et al. 2025, sections 4.2 and 4.3).
+
+A token's covariance is (log-prob - mean) (advantage - mean) over the tokens of the step. The papers' code takes it from
+each micro-batch as it comes; here it is taken once per rollout over the whole step, so it depends on no batch size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.policy_gradient import PolicyGradient
+from rl4llm.algorithms.registry import register_algorithm
+from rl4llm.core.base_algorithm import Needs, Total
+from rl4llm.core.base_backend import TokenMetrics
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import TrainBatch
+
+ROUNDS = 60  # of bisection; each halves the interval that holds the threshold
+
+
+@register_algorithm("clip_cov")
+@dataclass(slots=True)
+class ClipCov(GRPO):
+    """A small random share of the tokens with a high covariance gets no gradient.
+
+    Options:
+        clip_share: of all tokens of a step.
+        cov_low, cov_high: only tokens with a covariance between them are chosen.
+    """
+
+    clip_share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    aggregation: str = "token"
+
+    def needs(self) -> Needs:
+        return replace(GRPO.needs(self), every_token=True)  # the means are over all tokens
+
+    def assign(self, batches: Sequence[TrainBatch], total: Total) -> None:
+        GRPO.assign(self, batches, total)
+        covariances = token_covariances(batches, total)
+        lots = [
+            _lots(batch).masked_fill((cov_BT <= self.cov_low) | (cov_BT >= self.cov_high), -1.0)
+            for batch, cov_BT in zip(batches, covariances, strict=True)
+        ]
+        mark_highest(batches, lots, self.clip_share, total, above=0.0)
+
+    def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
+        loss_BT, metrics = GRPO.surrogate(self, batch, logprobs_BT)
+        return loss_BT.masked_fill(batch.marked_BT, 0.0), metrics | {"held_back": batch.marked_BT.to(loss_BT.dtype)}
+
+    def check(self, group_size: int) -> None:
+        GRPO.check(self, group_size)
+        _check_share("clip_share", self.clip_share)
+        if not self.cov_low < self.cov_high:
+            raise ConfigError(f"algorithm.cov_low={self.cov_low} must be below algorithm.cov_high={self.cov_high}.")
+
+
+@register_algorithm("kl_cov")
+@dataclass(slots=True)
+class KLCov(PolicyGradient):
+    """The tokens with the highest covariance pay for every move away from the policy that sampled; nothing is clipped.
+
+    Options:
+        kl_share: of all tokens of a step.
+        cov_coef: what such a token pays, times |log ratio|.
+    """
+
+    kl_share: float = 2e-4
+    cov_coef: float = 1.0
+    aggregation: str = "token"
+
+    def needs(self) -> Needs:
+        return replace(PolicyGradient.needs(self), every_token=True)
+
+    def assign(self, batches: Sequence[TrainBatch], total: Total) -> None:
+        PolicyGradient.assign(self, batches, total)
+        mark_highest(batches, token_covariances(batches, total), self.kl_share, total)
+
+    def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
+        log_BT = logprobs_BT - batch.old_logprobs_BT
+        loss_BT = -batch.advantages_BT * log_BT.exp() + self.cov_coef * log_BT.abs() * batch.marked_BT
+        return loss_BT, {"held_back": batch.marked_BT.to(loss_BT.dtype)}
+
+    def check(self, group_size: int) -> None:
+        PolicyGradient.check(self, group_size)
+        _check_share("kl_share", self.kl_share)
+
+
+def token_covariances(batches: Sequence[TrainBatch], total: Total) -> list[Tensor]:
+    """(log-prob - mean) (advantage - mean) of each token (B, T), float64, the means over the whole step."""
+    if not batches:
+        return []
+    pairs = [
+        (batch.old_logprobs_BT.double(), batch.advantages_BT.double(), batch.mask_BT.double()) for batch in batches
+    ]
+    sums = torch.stack([torch.stack([mask.sum(), (lp * mask).sum(), (adv * mask).sum()]) for lp, adv, mask in pairs])
+    count, logprob_sum, advantage_sum = total(sums.sum(0))
+    return [(lp - logprob_sum / count) * (adv - advantage_sum / count) for lp, adv, _ in pairs]
+
+
+def mark_highest(
+    batches: Sequence[TrainBatch], scores: Sequence[Tensor], share: float, total: Total, above: float = -math.inf
+) -> None:
+    """Set `marked_BT` at the `share` of the step's tokens (at least one) with the highest scores, if they are above a bound.
+
+    The threshold is found by counting, so ranks only exchange numbers; equal scores are marked together.
+    """
+    if not batches:
+        return
+    flat_N = torch.cat([score_BT[batch.mask_BT] for batch, score_BT in zip(batches, scores, strict=True)])
+    wanted = (total(flat_N.new_tensor(len(flat_N))) * share).floor().clamp(min=1)
+    largest, smallest = _over_ranks(flat_N, total)
+    low, high = smallest - 1, largest
+    for _ in range(ROUNDS):  # more than `wanted` scores lie above `low`, at most `wanted` above `high`
+        middle = (low + high) / 2
+        enough = total((flat_N > middle).sum()) <= wanted
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    for batch, score_BT in zip(batches, scores, strict=True):
+        batch.marked_BT = batch.mask_BT & (score_BT > high) & (score_BT > above)
+
+
+def _over_ranks(flat_N: Tensor, total: Total) -> tuple[Tensor, Tensor]:
+    """Bounds that hold on every rank: no score is larger than the sum of all ranks' largest magnitudes."""
+    bound = total(flat_N.abs().max()) if len(flat_N) else total(flat_N.new_zeros(()))
+    return bound, -bound
+
+
+def _lots(batch: TrainBatch) -> Tensor:
+    """A number from 0 to 1 for each token that looks random but depends on nothing but the token itself.
+
+    Drawing lots from a generator would depend on the order of the tokens, and so on packing.
+    """
+    own_BT = batch.token_ids_BT * 12.9898 + batch.position_ids_BT * 78.233 + batch.old_logprobs_BT.double() * 1e4
+    return (torch.sin(own_BT) * 43758.5453).frac().abs()
+
+
+def _check_share(key: str, share: float) -> None:
+    if not 0 < share <= 1:
+        raise ConfigError(f"algorithm.{key}={share} is not accepted: above 0, at most 1.")

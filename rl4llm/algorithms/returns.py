@@ -1,0 +1,79 @@
+"""From the rewards of turns to returns and advantages of tokens.
+
+Only the policy's own tokens are steps of the decision process. Estimators that walk over the environment's tokens as if
+they were states, or cut the credit at them, are wrong in multi-turn episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl4llm.algorithms.functional import KLEstimator, kl
+from rl4llm.algorithms.sequences import Sequences, discounted_sums, turn_ends
+from rl4llm.core.base_algorithm import Total
+from rl4llm.core.types import Group, TrainBatch
+
+
+def turn_rewards(group: Group) -> Tensor:
+    """What each turn earned (G, K), NaN where there was none; what the episode earned as a whole stands at the last."""
+    turns = [trajectory.num_turns for trajectory in group.trajectories]
+    rewards_GK = torch.full((len(turns), max(1, *turns)), torch.nan, dtype=torch.float64)
+    for row_K, trajectory, count in zip(rewards_GK, group.trajectories, turns, strict=True):
+        row_K[:count] = torch.tensor(trajectory.turn_rewards) if trajectory.turn_rewards else 0.0
+        row_K[max(count, 1) - 1] += trajectory.reward - sum(trajectory.turn_rewards)
+    return rewards_GK
+
+
+def turn_returns(group: Group, discount: float) -> Tensor:
+    """What was still to be earned at each turn (G, K), discounted per turn; NaN where there was no such turn."""
+    rewards_GK = turn_rewards(group)
+    return discounted_sums(rewards_GK.nan_to_num(0.0), discount).masked_fill(rewards_GK.isnan(), torch.nan)
+
+
+def token_rewards(batch: TrainBatch, kl_coef: float = 0.0, estimator: KLEstimator = "k1") -> Tensor:
+    """The reward of each token (B, T): a turn's, which `credits_BT` holds, at its last token, less a KL penalty at each.
+
+    Ouyang et al. 2022 (InstructGPT), equation 2; the penalty is that of the policy that sampled.
+    """
+    rewards_BT = batch.credits_BT * turn_ends(batch)
+    if kl_coef == 0.0:
+        return rewards_BT
+    return rewards_BT - kl_coef * kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, estimator) * batch.mask_BT
+
+
+def discounted_returns(rewards_BT: Tensor, batch: TrainBatch, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} (B, T) over the policy's tokens."""
+    sequences = Sequences.of(batch)
+    return sequences.scatter(discounted_sums(sequences.gather(rewards_BT), gamma), rewards_BT)
+
+
+def gae(rewards_BT: Tensor, values_BT: Tensor, batch: TrainBatch, gamma: float, lam: float | Tensor) -> Tensor:
+    """Generalized advantage estimates (B, T) over the policy's tokens. Schulman et al. 2016, equation 16.
+
+    `lam` is a number, or one for each trajectory in the order of `Sequences.of(batch)`, (S, 1). Episodes end at their last
+    token, so nothing is bootstrapped there.
+    """
+    sequences = Sequences.of(batch)
+    values_SL = sequences.gather(values_BT)
+    next_SL = torch.nn.functional.pad(values_SL[:, 1:], (0, 1))
+    errors_SL = sequences.gather(rewards_BT) + gamma * next_SL - values_SL
+    return sequences.scatter(discounted_sums(errors_SL, gamma * lam), values_BT)
+
+
+def whiten(batches: Sequence[TrainBatch], total: Total, eps: float = 1e-8) -> None:
+    """Give the advantages of all the policy's tokens of a step mean 0 and standard deviation 1, over all ranks.
+
+    (x - mean) / sqrt(var + eps) with the sample variance (ddof 1), as verl, SkyRL and ROLL do.
+    """
+    if not batches:
+        return
+    flat_N = torch.cat([batch.advantages_BT[batch.mask_BT].double() for batch in batches])
+    count, summed = total(torch.stack([flat_N.new_tensor(len(flat_N)), flat_N.sum()]))
+    mean = summed / count
+    variance = total((flat_N - mean).square().sum()) / (count - 1).clamp(min=1)
+    for batch in batches:
+        white_BT = (batch.advantages_BT - mean) * (variance + eps).rsqrt()
+        batch.advantages_BT = white_BT.to(batch.advantages_BT.dtype) * batch.mask_BT

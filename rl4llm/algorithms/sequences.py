@@ -1,0 +1,94 @@
+"""Sums and scans over the policy's tokens of each trajectory, wherever packing has put them.
+
+A trajectory's own tokens stand in one segment of one row (see `TrainBatch`), in order. Tokens of the environment between
+them are no part of any sum: they neither count nor discount, as if the policy had spoken in one go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl4llm.core.types import TrainBatch
+
+
+def sequence_sum(x_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """At each of the policy's tokens the sum of `x_BT` over its trajectory's; 0 elsewhere. Differentiable."""
+    ids_BT, count = _sequence_ids(batch)
+    ids_N = ids_BT[batch.mask_BT]
+    sums_S = x_BT.new_zeros(count).index_add(0, ids_N, x_BT[batch.mask_BT])
+    return torch.zeros_like(x_BT).masked_scatter(batch.mask_BT, sums_S[ids_N])
+
+
+def sequence_mean(x_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """At each of the policy's tokens the mean of `x_BT` over its trajectory's; 0 elsewhere. Differentiable."""
+    return sequence_sum(x_BT, batch) / sequence_sum(torch.ones_like(x_BT), batch).clamp(min=1)
+
+
+def turn_ends(batch: TrainBatch) -> Tensor:
+    """True (B, T) at the last token of each turn of the policy."""
+    segments_BT = batch.segment_ids_BT
+    goes_on_BT = F.pad(batch.mask_BT[:, 1:] & (segments_BT[:, 1:] == segments_BT[:, :-1]), (0, 1))
+    return batch.mask_BT & ~goes_on_BT
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The policy's tokens of S trajectories side by side, (S, L): each in order, padded behind."""
+
+    source_SL: Tensor  # place in the flattened batch
+    mask_SL: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, batch: TrainBatch) -> Sequences:
+        """Those of a batch."""
+        ids_BT, _ = _sequence_ids(batch)
+        place_N = batch.mask_BT.flatten().nonzero().squeeze(1)
+        _, owner_N, lengths_S = ids_BT.flatten()[place_N].unique(return_inverse=True, return_counts=True)
+        order_N = owner_N.argsort(stable=True)
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        owner_N = owner_N[order_N]
+        column_N = torch.arange(len(order_N), device=order_N.device) - starts_S[owner_N]
+        width = int(lengths_S.max()) if len(lengths_S) else 0
+        source_SL = torch.zeros(len(lengths_S), width, dtype=torch.long, device=order_N.device)
+        source_SL[owner_N, column_N] = place_N[order_N]
+        mask_SL = torch.arange(width, device=order_N.device) < lengths_S[:, None]
+        return cls(source_SL, mask_SL, tuple(batch.mask_BT.shape))
+
+    @property
+    def lengths_S(self) -> Tensor:
+        return self.mask_SL.sum(1)
+
+    def gather(self, x_BT: Tensor) -> Tensor:
+        """(S, L) from (B, T), in float64, 0 behind each end."""
+        return x_BT.flatten()[self.source_SL].double().masked_fill(~self.mask_SL, 0.0)
+
+    def scatter(self, x_SL: Tensor, like_BT: Tensor) -> Tensor:
+        """(B, T) from (S, L), of the dtype of `like_BT`, 0 at all other tokens."""
+        out = torch.zeros_like(like_BT).flatten()
+        out[self.source_SL[self.mask_SL]] = x_SL[self.mask_SL].to(out.dtype)
+        return out.view(self.shape)
+
+
+def discounted_sums(x_SL: Tensor, decay_S1: Tensor | float) -> Tensor:
+    """y_t = x_t + decay y_{t+1} along each row.
+
+    By doubling: after n rounds y_t sums 2^n terms, so 16,000 tokens take 14 rounds instead of a loop over tokens.
+    """
+    reach, sums_SL = 1, x_SL
+    while reach < x_SL.shape[1]:
+        ahead_SL = F.pad(sums_SL[:, reach:], (0, reach))
+        sums_SL = sums_SL + decay_S1**reach * ahead_SL
+        reach *= 2
+    return sums_SL
+
+
+def _sequence_ids(batch: TrainBatch) -> tuple[Tensor, int]:
+    """A number for each segment of each row, and how many numbers there are."""
+    rows, width = batch.segment_ids_BT.shape[0], int(batch.segment_ids_BT.max()) + 1
+    rows_B1 = torch.arange(rows, device=batch.segment_ids_BT.device)[:, None]
+    return rows_B1 * width + batch.segment_ids_BT, rows * width
