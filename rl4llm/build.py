@@ -21,6 +21,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
 from rl4llm.core.allocator import keep_freed_memory
 from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_publisher import BasePublisher
@@ -146,6 +147,12 @@ def build_algorithm(config: Config) -> BaseAlgorithm:
     algorithm = with_options("algorithm", ALGORITHMS[options.pop("name")], options)
     algorithm.check(config.rollout.group_size)
     return algorithm
+
+
+def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBackend:
+    """One of the models that train, "model" or "critic", without anything around it."""
+    _set_up_torch(config)
+    return _critic(config, algorithm, None) if name == "critic" else _backend(config, None)
 
 
 def _check_names(config: Config) -> None:
@@ -374,13 +381,15 @@ def _canary(config: Config, client: BaseClient) -> Canary | None:
 def _base(
     config: Config, algorithm: BaseAlgorithm, backend: TorchBackend, run: RunDir, tracker: RunTracker
 ) -> dict[str, Any]:
-    schedule = Schedule(config.max_steps, config.eval.every, config.checkpoint.every, config.checkpoint.keep)
+    schedule = Schedule(
+        config.max_steps, config.eval.every, config.checkpoint.every, config.checkpoint.keep, config.training.max_skipped
+    )
     return {
         "algorithm": algorithm,
         "backend": backend,
         "clock": tracker.clock,
         "schedule": schedule,
-        "checkpoints": run.checkpoints_dir,
+        "run": run,
     }
 
 

@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
     evaluate.set_defaults(run=_evaluate)
 
+    replay = commands.add_parser("replay", help="compute a step that was not finite again, and show where it comes from")
+    replay.add_argument("step", help="a directory such as runs/NAME/failed/step-000012")
+    replay.set_defaults(run=_replay)
+
     info = commands.add_parser("info", help="versions, devices, and what the names in a configuration may be")
     info.add_argument("topic", nargs="?", choices=("algorithms", "environments", "rewards"), help="only this table")
     info.set_defaults(run=_info)
@@ -103,6 +107,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     for name, value in numbers.items():
         table.add_row(name, f"{value:.4g}")
     Console().print(table)
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from rl4llm.replay import replay
+
+    for table in replay(Path(arguments.step)):
+        Console().print(table)
     return 0
 
 

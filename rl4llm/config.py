@@ -115,6 +115,7 @@ class TrainingConfig:
     constant_length: int | None = None  # of aggregation "constant"; null: all tokens that a trajectory may sample
     updates_per_rollout: int = 1
     epochs: int = 1
+    max_skipped: int = 3  # optimizer steps in a row whose loss or gradient is not finite, before the run stops
 
 
 @dataclass
@@ -283,6 +284,7 @@ AT_LEAST = {
     "training.lr": 0,
     "training.updates_per_rollout": 1,
     "training.epochs": 1,
+    "training.max_skipped": 1,
     "training.max_tokens_per_batch": 1,
     "training.constant_length": 1,
     "sync.keep": 1,

@@ -47,7 +47,7 @@ def load_model(
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
     else:
-        model = _from_files(str(path_or_model), dtype, attn_implementation)
+        model = _from_files(str(model_directory(path_or_model)), dtype, attn_implementation)
     without_dropout(model)
     model.to(torch.device(device)).eval()
     if model.device.type == "cpu":
@@ -66,10 +66,19 @@ def load_model(
     return model
 
 
+def model_directory(path: str | Path) -> str | Path:
+    """Where a model lies: for the directory of a finished run its `model/`, for anything else the path itself."""
+    if not (Path(path) / "run.json").is_file():
+        return path
+    if not (Path(path) / "model").is_dir():
+        raise ModelError(f"model.path={str(path)!r} is a run that is not done: it has no model/ yet. Let it finish first.")
+    return Path(path) / "model"
+
+
 def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHead:
     """The value head that was exported beside a model, or a new one; raises ModelError when it is another model's."""
     head = ValueHead(model.config.get_text_config().hidden_size)
-    file = Path(path or "") / VALUE_HEAD_FILE
+    file = Path(model_directory(path or "")) / VALUE_HEAD_FILE
     if file.is_file():
         try:
             head.load_state_dict(load_file(file))
@@ -83,7 +92,7 @@ def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrained
 
     Raises ModelError when there is no tokenizer, or none with a pad token.
     """
-    path = str(path)
+    path = str(model_directory(path))
     _check_directory(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

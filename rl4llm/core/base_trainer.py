@@ -14,8 +14,10 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.checkpoint import latest_checkpoint, save_checkpoint, unfinished_saves
-from rl4llm.core.errors import CheckpointError
+from rl4llm.core.errors import CheckpointError, NotFiniteError
+from rl4llm.core.failed_update import save_update
 from rl4llm.core.rng import restore_rng, rng_state
+from rl4llm.core.run_dir import RunDir, replace_directory
 from rl4llm.core.types import TrainBatch, Update
 
 Collected = TypeVar("Collected")
@@ -23,12 +25,16 @@ Collected = TypeVar("Collected")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When things happen, in steps; 0 is never, but for a checkpoint at the end."""
+    """When things happen, in steps; 0 is never, but for a checkpoint at the end.
+
+    After `max_skipped` optimizer steps in a row that were not finite, training stops.
+    """
 
     max_steps: int
     evaluate_every: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    max_skipped: int = 3
 
 
 class Clock(Protocol):
@@ -43,17 +49,16 @@ class BaseTrainer(ABC, Generic[Collected]):
     A step is one turn of the loop. `step` counts finished ones and is the version of the weights.
     """
 
-    def __init__(
-        self, *, algorithm: BaseAlgorithm, backend: BaseBackend, clock: Clock, schedule: Schedule, checkpoints: Path
-    ):
+    def __init__(self, *, algorithm: BaseAlgorithm, backend: BaseBackend, clock: Clock, schedule: Schedule, run: RunDir):
         self.algorithm = algorithm
         self.backend = backend
         self.clock = clock
         self.schedule = schedule
-        self.checkpoints = checkpoints
+        self.run = run
         self.step = 0
         self.stopped = False  # by a signal, before max_steps
         self._stop_requested = threading.Event()
+        self._skipped: dict[str, int] = {}  # optimizer steps in a row, by model
 
     def train(self) -> None:
         """Run until `max_steps`, or until a signal asks to stop; then the finished steps are saved."""
@@ -77,6 +82,8 @@ class BaseTrainer(ABC, Generic[Collected]):
                 if self._due(self.schedule.checkpoint_every) or self._is_last() or self._stop_requested.is_set():
                     self.save()
         self.stopped = self.step < self.schedule.max_steps
+        if not self.stopped:
+            replace_directory(self.run.model_dir, self.export)
 
     def __enter__(self) -> Self:
         return self
@@ -114,17 +121,35 @@ class BaseTrainer(ABC, Generic[Collected]):
             return {"update/empty": 1.0}
         with self.clock("update"):
             parts = [self.forward_backward(batch) for batch in update.batches]
-            return merge(parts) | self.backend.optim_step()
+            metrics = merge(parts) | self.backend.optim_step()
+            self.watch(update, metrics, "model")
+            return metrics
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         """One micro-batch."""
         return self.backend.forward_backward(batch, self.algorithm.token_losses, entropy=self.algorithm.needs().entropy)
 
+    def watch(self, update: Update, metrics: dict[str, float], model: str) -> None:
+        """Stop with NotFiniteError when steps of one of the `models` are skipped again and again."""
+        skipped = self._skipped[model] = self._skipped.get(model, 0) + 1 if "skipped" in metrics else 0
+        if skipped < self.schedule.max_skipped:
+            return
+        directory = self.run.failed_dir / f"step-{self.step + 1:06d}"
+        shown = {name: repr(value) for name, value in metrics.items()}  # JSON has no NaN
+        facts = {"step": self.step + 1, "model": model, "algorithm": self.algorithm.state(), "metrics": shown}
+        save_update(directory, update.batches, self.models()[model], facts)
+        raise NotFiniteError(
+            f"{skipped} optimizer steps in a row were not finite (training.max_skipped), the last in step "
+            f"{self.step + 1}: loss {metrics['loss']:.3g}, gradient norm {metrics['grad_norm']:.3g}. The weights are as "
+            f"they were before. Next: `rl4llm replay {directory}` shows where it comes from; the run itself goes on "
+            "from the last checkpoint."
+        )
+
     def save(self) -> None:
         """Write a checkpoint: weights, optimizer, schedule, random states, prompt cursor, step."""
         with self.clock("checkpoint"):
             save_checkpoint(
-                self.checkpoints,
+                self.run.checkpoints_dir,
                 self.step,
                 self.write_checkpoint,
                 state={"step": self.step, "rng": rng_state(), "algorithm": self.algorithm.state(), **self.state()},
@@ -133,10 +158,10 @@ class BaseTrainer(ABC, Generic[Collected]):
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that is whole; without any, start at step 0."""
-        checkpoint = latest_checkpoint(self.checkpoints)
+        checkpoint = latest_checkpoint(self.run.checkpoints_dir)
         if checkpoint is None:
             self.begin(-1)
-            for partial in unfinished_saves(self.checkpoints):
+            for partial in unfinished_saves(self.run.checkpoints_dir):
                 self.warn(f"{partial} is an unfinished save and is not used; no save was finished, so training starts anew.")
             return
         for name, model in self.models().items():
@@ -161,6 +186,10 @@ class BaseTrainer(ABC, Generic[Collected]):
     def models(self) -> dict[str, BaseBackend]:
         """The models that a checkpoint holds, by the name of their directory."""
         return {"model": self.backend}
+
+    @abstractmethod
+    def export(self, directory: Path) -> None:
+        """Write what was trained, as others can load it."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@
     │   └── EnginesDownError    no server is left; the run stops and can be resumed
     ├── WeightsError       a version of the weights is damaged, incomplete or not finite
     ├── CheckpointError    a checkpoint is damaged or belongs to another run
+    ├── NotFiniteError     losses or gradients were NaN or infinite several times in a row
     └── RunDirError        the output directory cannot be used
 
 Each message names where, what was given, what is accepted and the next step.
@@ -88,6 +89,10 @@ class WeightsError(RL4LLMError):
 
 class CheckpointError(RL4LLMError):
     """A checkpoint is damaged or belongs to another run."""
+
+
+class NotFiniteError(RL4LLMError):
+    """Losses or gradients were not finite so often in a row that training stops; the last step is kept for replay."""
 
 
 class RunDirError(RL4LLMError):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from rl4llm.core.run_dir import sync_directory
+from rl4llm.core.run_dir import sync_directory, sync_file
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -30,7 +29,7 @@ def seal(directory: Path, *, known_hashes: Mapping[str, str] | None = None, **fa
         if path.is_dir():
             sync_directory(path)
         else:
-            _sync_file(path)
+            sync_file(path)
 
 
 def damage(directory: Path, **facts: Any) -> str | None:
@@ -78,8 +77,3 @@ def _hash(file: Path) -> str:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

@@ -1,7 +1,7 @@
 """The output directory of a run: its layout, its one owner, and writing into it so that nothing is ever half there.
 
     config.yaml  run.json  metrics.jsonl  eval.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/  weights/
-    .lock
+    model/ (the trained model, when the run is done)  failed/ (steps that could not be taken)  .lock
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class RunDir:
         self.tensorboard_dir = self.path / "tensorboard"
         self.checkpoints_dir = self.path / "checkpoints"
         self.weights_dir = self.path / "weights"
+        self.model_dir = self.path / "model"
+        self.failed_dir = self.path / "failed"
         self.run_id = ""
         self.created = ""
         self.resumed = False
@@ -161,6 +163,34 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         raise RunDirError(f"{path} cannot be written: {error.strerror}.{detail}") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a new directory, and put it in the place of `directory` when it is whole and on disk."""
+    scratch = directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        scratch.mkdir(parents=True)
+        write(scratch)
+        for file in scratch.rglob("*"):
+            if file.is_file():
+                sync_file(file)
+        if directory.exists():
+            directory.rename(scratch.with_name(f"{directory.name}.old-{secrets.token_hex(4)}"))
+        scratch.rename(directory)
+        sync_directory(directory.parent)
+    except OSError as error:
+        detail = f" {space(directory.parent, 0)}" if is_full(error) else ""
+        raise RunDirError(f"{directory} cannot be written: {error.strerror or error}.{detail}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        for leftover in directory.parent.glob(f"{directory.name}.old-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content survive a power cut."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

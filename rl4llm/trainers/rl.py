@@ -251,6 +251,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         with self.clock("critic"):
             parts = [self.critic.forward_backward(batch, self._value_losses) for batch in update.batches]
             metrics = merge(parts) | self.critic.optim_step()
+            self.watch(update, metrics, "critic")
         return {f"critic/{name.removeprefix('update/')}": value for name, value in metrics.items()}
 
     def _value_losses(self, batch: TrainBatch, values_BT: Tensor, entropy_BT: None) -> tuple[Tensor, TokenMetrics]:

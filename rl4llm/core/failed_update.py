@@ -1,0 +1,69 @@
+"""An optimizer step that could not be taken, written down so that it can be looked at again.
+
+failed/step-000012/
+  update.json          the step, which model it would have moved, and what was measured
+  batches.safetensors  every tensor of every micro-batch
+  model/               the weights that it started from
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.errors import DataError
+from rl4llm.core.run_dir import replace_directory
+from rl4llm.core.types import TrainBatch
+
+FACTS, BATCHES, MODEL = "update.json", "batches.safetensors", "model"
+
+
+@dataclass(frozen=True, slots=True)
+class FailedUpdate:
+    """What `save_update` wrote. `facts` holds step, model, algorithm (its state) and metrics."""
+
+    batches: list[TrainBatch]
+    facts: dict[str, Any]
+    model: Path
+
+
+def save_update(directory: Path, batches: Sequence[TrainBatch], model: BaseBackend, facts: Mapping[str, Any]) -> None:
+    """Write an optimizer step into `directory`, whole or not at all."""
+
+    def write(scratch: Path) -> None:
+        (scratch / MODEL).mkdir()
+        model.save(scratch / MODEL)
+        tensors = {
+            f"{number}/{item.name}": value.cpu().clone().contiguous()  # safetensors refuses two names for one tensor
+            for number, batch in enumerate(batches)
+            for item in fields(batch)
+            if (value := getattr(batch, item.name)) is not None
+        }
+        save_file(tensors, scratch / BATCHES)
+        (scratch / FACTS).write_text(json.dumps({"batches": len(batches), **facts}, indent=1))
+
+    replace_directory(directory, write)
+
+
+def load_update(directory: Path) -> FailedUpdate:
+    """Read one back; raises DataError when there is none."""
+    try:
+        facts = json.loads((directory / FACTS).read_text())
+        tensors = load_file(directory / BATCHES)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(
+            f"{directory} holds no optimizer step that could not be taken: {error}. Accepted: a directory such as "
+            "runs/NAME/failed/step-000012, which a run writes when it stops for losses that are not finite."
+        ) from error
+    batches = []
+    for number in range(facts["batches"]):
+        named = {name.partition("/")[2]: value for name, value in tensors.items() if name.startswith(f"{number}/")}
+        batches.append(TrainBatch(**named))
+    return FailedUpdate(batches, facts, directory / MODEL)

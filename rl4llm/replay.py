@@ -1,0 +1,107 @@
+"""Looking again at an optimizer step that was not finite: ``rl4llm replay runs/NAME/failed/step-000012``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+from torch import Tensor
+
+from rl4llm.build import build_algorithm, build_model
+from rl4llm.config import Config, load_config
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_backend import TokenLosses, TokenMetrics
+from rl4llm.core.errors import DataError
+from rl4llm.core.failed_update import FailedUpdate, load_update
+from rl4llm.core.types import TrainBatch
+
+CONTEXT = 8  # tokens shown before one that is not finite
+
+
+def replay(directory: Path) -> Iterator[Table]:
+    """Recompute the step, on its own weights and batches; the tables say what was not finite, and where it was first.
+
+    Raises DataError when `directory` holds no such step.
+    """
+    update = load_update(directory)
+    config = _config(directory)
+    algorithm = build_algorithm(config)
+    algorithm.restore(update.facts["algorithm"])
+    model = build_model(config, algorithm, update.facts["model"])
+    model.load(update.model)
+    yield _given(update)
+    seen: list[str] = []
+    losses = _losses(algorithm, update.facts["model"])
+    for number, batch in enumerate(update.batches):
+        watched = partial(_watched, losses, f"micro-batch {number}", seen)
+        model.forward_backward(
+            batch, watched, temperature=config.rollout.temperature or 1.0, entropy=algorithm.needs().entropy
+        )
+    yield _found(update, seen, model.optim_step())
+
+
+def _config(directory: Path) -> Config:
+    file = directory.parent.parent / "config.yaml"
+    if not file.is_file():
+        raise DataError(f"{directory} lies in no run: there is no {file}. Replay a step where the run wrote it.")
+    return load_config(file)
+
+
+def _losses(algorithm: BaseAlgorithm, model: str) -> TokenLosses:
+    if model == "critic":
+        return lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT)
+    return algorithm.token_losses
+
+
+def _watched(
+    losses: TokenLosses, where: str, seen: list[str], batch: TrainBatch, numbers_BT: Tensor, entropy_BT: Tensor | None
+) -> tuple[Tensor, TokenMetrics]:
+    """The losses, with a line in `seen` for everything that is not finite on the policy's tokens."""
+    seen += _lines(where, "the model's output", numbers_BT, batch)
+    losses_BT, metrics = losses(batch, numbers_BT, entropy_BT)
+    seen += _lines(where, "loss", losses_BT, batch)
+    return losses_BT, metrics
+
+
+def _given(update: FailedUpdate) -> Table:
+    """What the step was given."""
+    table = Table("micro-batch", "policy tokens", "not finite before any computation", title="batches")
+    for number, batch in enumerate(update.batches):
+        bad = [
+            f"{item.name}: {count}"
+            for item in fields(batch)
+            if (value := getattr(batch, item.name)) is not None and value.is_floating_point()
+            if (count := int((~value.isfinite()).sum()))
+        ]
+        table.add_row(str(number), str(batch.num_policy_tokens), ", ".join(bad) or "-")
+    return table
+
+
+def _found(update: FailedUpdate, seen: list[str], metrics: dict[str, float]) -> Table:
+    table = Table("what", "value", title=f"step {update.facts['step']}, {update.facts['model']}, computed again")
+    table.add_row("gradient norm", f"{metrics['grad_norm']:.6g}")
+    table.add_row("when it ran", update.facts["metrics"].get("grad_norm", "-"))
+    for line in seen or ["every output and loss is finite: the gradient overflows, or it does not happen on this machine"]:
+        table.add_row("not finite" if seen else "finding", line)
+    return table
+
+
+def _lines(where: str, what: str, x_BT: Tensor, batch: TrainBatch) -> list[str]:
+    bad_BT = batch.mask_BT & ~x_BT.detach().isfinite()
+    if not bad_BT.any():
+        return []
+    row, column = (int(place) for place in bad_BT.nonzero()[0])
+    before = batch.token_ids_BT[row, max(0, column - CONTEXT) : column + 1].tolist()
+    values = {name: _at(getattr(batch, name), row, column) for name in ("sampled_logprobs_BT", "advantages_BT")}
+    return [
+        f"{where}: {what} of {int(bad_BT.sum())} tokens, first in row {row}, column {column} (token ids up to it: {before}; "
+        + ", ".join(f"{name}={value:.4g}" for name, value in values.items() if value is not None)
+        + ")"
+    ]
+
+
+def _at(values_BT: Tensor | None, row: int, column: int) -> float | None:
+    return None if values_BT is None else float(values_BT[row, column])

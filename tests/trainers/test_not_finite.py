@@ -1,0 +1,120 @@
+"""Losses that are not finite: skipped and counted, then the run stops and keeps the step for replay."""
+
+import json
+
+import pytest
+import torch
+
+from rl4llm.api import GRPOTrainer
+from rl4llm.cli import main
+from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.errors import DataError, ModelError, NotFiniteError
+from rl4llm.core.failed_update import load_update
+
+BAD_ALGORITHM = '''
+from dataclasses import dataclass
+import torch
+from rl4llm.algorithms import GRPO
+
+@dataclass(slots=True)
+class Bad(GRPO):
+    """The loss of tokens whose id is even is 0 / 0."""
+
+    def token_losses(self, batch, logprobs_BT, entropy_BT):
+        loss_BT, metrics = GRPO.token_losses(self, batch, logprobs_BT, entropy_BT)
+        return loss_BT.where(batch.token_ids_BT % 2 == 1, loss_BT * torch.nan), metrics
+'''
+
+
+class LastLetter(BaseRewardFunction):
+    """How late in the alphabet the last letter comes."""
+
+    def __init__(self, name="last_letter", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        return (ord(messages[-1].content[-1:] or "a") % 32) / 32
+
+
+def rows():
+    return [
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)
+    ]
+
+
+def run(model_dir, directory, **overrides):
+    options = {
+        "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5},
+        "training": {"lr": 1e-3, "max_skipped": 2},
+        "checkpoint": {"every": 0},
+        "max_steps": 5,
+    }
+    return GRPOTrainer(str(model_dir), rows(), [LastLetter()], output={"dir": str(directory)}, **options | overrides)
+
+
+@pytest.fixture
+def bad(tmp_path, monkeypatch):
+    (tmp_path / "bad_algorithm.py").write_text(BAD_ALGORITHM)
+    monkeypatch.syspath_prepend(tmp_path)
+    return {"name": "bad_algorithm:Bad"}
+
+
+def test_steps_that_are_not_finite_are_counted_move_nothing_and_stop_the_run_after_the_second(model_dir, tmp_path, bad):
+    trainer = run(model_dir, tmp_path / "run", algorithm=bad)
+    before = {name: tensor.clone() for name, tensor in trainer.trainer.backend.weights()}
+    with pytest.raises(NotFiniteError, match=r"2 optimizer steps in a row.*rl4llm replay .*step-000002"):
+        trainer.train()
+    for name, tensor in trainer.trainer.backend.weights():
+        assert torch.equal(tensor, before[name]), name
+    (first,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert first["skipped"] == 1
+
+
+def test_a_step_that_was_kept_is_computed_again_and_says_where_it_is_not_finite(model_dir, tmp_path, bad, capsys):
+    with pytest.raises(NotFiniteError):
+        run(model_dir, tmp_path / "run", algorithm=bad).train()
+    step = tmp_path / "run" / "failed" / "step-000002"
+    update = load_update(step)
+    assert update.facts["model"] == "model"
+    (number,) = {int((batch.mask_BT & (batch.token_ids_BT % 2 == 0)).sum()) for batch in update.batches}
+    assert main(["replay", str(step)]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"loss of {number} tokens" in shown
+    assert "the model's output of" not in shown
+
+
+def test_a_directory_without_a_kept_step_is_refused(tmp_path, capsys):
+    with pytest.raises(DataError, match="failed/step-000012"):
+        load_update(tmp_path)
+    assert main(["replay", str(tmp_path)]) == 1
+
+
+def test_one_bad_step_among_good_ones_does_not_stop_a_run(model_dir, tmp_path, monkeypatch):
+    trainer = run(model_dir, tmp_path / "run", **{"training.max_skipped": 2})
+    step, calls = trainer.trainer.backend._optimizer.step, []
+
+    def poisoned():
+        calls.append(1)
+        if len(calls) % 2:
+            next(iter(trainer.trainer.backend.model.parameters())).grad.fill_(torch.inf)
+        return step()
+
+    monkeypatch.setattr(trainer.trainer.backend._optimizer, "step", poisoned)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("skipped") for row in rows] == [1, None, 1, None, 1]
+
+
+def test_a_finished_run_has_its_model_beside_it_and_stands_for_it(model_dir, tmp_path):
+    done = run(model_dir, tmp_path / "one", max_steps=2).train()
+    trained = dict(done.trainer.backend.weights())
+    following = run(tmp_path / "one", tmp_path / "two", max_steps=1)
+    for name, tensor in following.trainer.backend.weights():
+        assert torch.equal(tensor, trained[name]), name
+    following.train()
+
+
+def test_a_run_that_is_not_done_stands_for_no_model(model_dir, tmp_path):
+    run(model_dir, tmp_path / "one", max_steps=2).trainer.close()
+    with pytest.raises(ModelError, match="not done"):
+        run(tmp_path / "one", tmp_path / "two")
