@@ -51,7 +51,8 @@ def play(base, tokenizer):
             client = SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), **options)
             client.retry = Retry(4, first_wait_s=0.001)
             try:
-                return await scene(server, client)
+                async with asyncio.timeout(60):
+                    return await scene(server, client)
             finally:
                 await client.close()
                 await server.stop()
@@ -179,6 +180,7 @@ DAMAGED = {
     "infinite": _logprob(-math.inf),
     "text": _logprob("-1.0"),
     "above 0": _logprob(0.5),
+    "beyond all floats": _logprob(-(10**400)),
     "one less": edited(lambda answer: answer["meta_info"]["output_token_logprobs"].pop()),
     "of other tokens": edited(lambda answer: answer["output_ids"].reverse()),
     "all null": _meta(output_token_logprobs=None),
@@ -373,5 +375,86 @@ def test_a_cancelled_request_frees_its_row_and_its_name(play):
             await asyncio.sleep(0.001)
         assert not client.names.turns
         assert (await client.generate(PROMPT, PARAMS)).finish_reason == "length"
+
+    play(scene)
+
+
+def test_nothing_that_changes_probabilities_is_left_to_the_servers_preferences(play, tokenizer):
+    async def scene(server, client):
+        params = SamplingParams(max_tokens=200, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(9,), seed=2**31 + 5)
+        await client.generate(PROMPT, params)
+        assert server.bodies[0]["sampling_params"] == {
+            "max_new_tokens": 124, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.0, "presence_penalty": 0.0,
+            "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop_token_ids": [9, tokenizer.eos_token_id],
+            "ignore_eos": False, "sampling_seed": 5,
+        }  # fmt: skip
+        assert server.bodies[0]["return_logprob"]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_a_stop_string_that_is_a_special_token_stops_at_that_token_as_in_the_embedded_engine(play, tokenizer, ignore_eos):
+    async def scene(server, client):
+        end = tokenizer.eos_token
+        await client.generate(PROMPT, SamplingParams(max_tokens=4, stop=("\n", end), ignore_eos=ignore_eos))
+        params = server.bodies[0]["sampling_params"]
+        assert params["stop_token_ids"] == [tokenizer.eos_token_id]
+        assert params["stop"] == ["\n", end]
+
+    play(scene)
+
+
+def test_scores_of_other_tokens_are_not_taken_for_those_that_were_asked_for(play):
+    async def scene(server, client):
+        right = await client.score(PROMPT)
+        others = [[None, 9, None], *([-1.0, token, None] for token in PROMPT[1:])]
+        server.next("/generate", _meta(input_token_logprobs=others))
+        assert await client.score(PROMPT) == right
+        assert server.calls["/generate"] == 3
+
+    play(scene)
+
+
+def test_files_that_a_shared_file_system_shows_late_are_waited_for(play, weights, tmp_path):
+    late = WeightRef(2, "full", str(tmp_path / "v000002"))
+
+    async def scene(server, client):
+        await client.load(weights[1])
+        load = asyncio.create_task(client.load(late))
+        while server.calls["/update_weights_from_disk"] < 4:
+            await asyncio.sleep(0.001)
+        assert (await client.generate(PROMPT, PARAMS)).version == 1  # it goes on with what it has
+        (tmp_path / "v000002").symlink_to(weights[2].path)
+        await load
+        assert await client.version() == 2
+        assert not server.paused
+
+    play(scene)
+
+
+def test_files_that_never_show_are_an_error_in_time_and_other_refusals_are_not_waited_for(play, weights, tmp_path):
+    async def scene(server, client):
+        await client.load(weights[1])
+        with pytest.raises(EngineError, match=r"told to load version 2 .* holds version 1 instead. .* holds no weights"):
+            await client.load(WeightRef(2, "full", str(tmp_path / "never")))
+        tried = server.calls["/update_weights_from_disk"]
+        assert tried > 2
+        server.next("/update_weights_from_disk", status(400, text="the shapes differ"))
+        with pytest.raises(EngineError, match="the shapes differ"):
+            await client.load(weights[2])
+        assert server.calls["/update_weights_from_disk"] == tried + 1
+        assert not server.paused
+
+    play(scene, visible_within_s=0.1)
+
+
+def test_when_the_cache_cannot_be_forgotten_after_a_failed_load_both_failures_are_told(play, weights):
+    async def scene(server, client):
+        server.next("/update_weights_from_disk", status(400, text="no such file"))
+        server.next("/flush_cache", status(400, text="requests are running"))
+        with pytest.raises(RefusedError, match=r"requests are running .* a load that failed: .*no such file"):
+            await client.load(weights[1])
+        assert not server.paused
 
     play(scene)
