@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from rl4llm.algorithms.sequences import sequence_mean, sequence_sum
@@ -49,7 +50,7 @@ def icepop(log_BT: Tensor, batch: TrainBatch, low: float, high: float) -> Tensor
 @CORRECTIONS.register("token_mask")
 def token_mask(log_BT: Tensor, batch: TrainBatch, low: float, high: float) -> Tensor:
     """1 where w lies between low and high, else 0."""
-    return _within(log_BT.exp(), 1.0, low, high)
+    return _within(log_BT.exp(), torch.ones_like(log_BT), low, high)
 
 
 @CORRECTIONS.register("sequence_tis")
@@ -68,13 +69,13 @@ def sequence_icepop(log_BT: Tensor, batch: TrainBatch, low: float, high: float) 
 @CORRECTIONS.register("sequence_mask")
 def sequence_mask(log_BT: Tensor, batch: TrainBatch, low: float, high: float) -> Tensor:
     """1 where W lies between low and high, else 0."""
-    return _within(sequence_sum(log_BT, batch).exp(), 1.0, low, high)
+    return _within(sequence_sum(log_BT, batch).exp(), torch.ones_like(log_BT), low, high)
 
 
 @CORRECTIONS.register("geometric_mask")
 def geometric_mask(log_BT: Tensor, batch: TrainBatch, low: float, high: float) -> Tensor:
     """1 where the geometric mean of w lies between low and high, else 0."""
-    return _within(sequence_mean(log_BT, batch).exp(), 1.0, low, high)
+    return _within(sequence_mean(log_BT, batch).exp(), torch.ones_like(log_BT), low, high)
 
 
 @CORRECTIONS.register("geometric_mask_is")
@@ -96,5 +97,6 @@ def geometric_clip(log_BT: Tensor, batch: TrainBatch, low: float, high: float) -
     return sequence_mean(log_BT, batch).exp().clamp(low, high)
 
 
-def _within(judged_BT: Tensor, weight_BT: Tensor | float, low: float, high: float) -> Tensor:
-    return ((judged_BT >= low) & (judged_BT <= high)) * weight_BT
+def _within(judged_BT: Tensor, weight_BT: Tensor, low: float, high: float) -> Tensor:
+    inside_BT = (judged_BT >= low) & (judged_BT <= high)
+    return torch.where(inside_BT, weight_BT, 0.0)  # not a product: the weight of a long trajectory may be infinite

@@ -50,3 +50,5 @@ class Distill(GRPO):
             raise ConfigError(f"rollout.group_size={group_size} is not accepted with algorithm.reward_coef: 2 or more.")
         if self.kl_coef > 0:
             raise ConfigError("algorithm.kl_coef is not accepted with 'distill': the teacher is the only reference.")
+        if self.reference_every > 0:
+            raise ConfigError("algorithm.reference_every is not accepted with 'distill': the teacher stays.")

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.policy_gradient import PolicyGradient
 from rl4llm.algorithms.registry import register_algorithm
+from rl4llm.algorithms.sequences import policy_tokens
 from rl4llm.core.base_algorithm import Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
@@ -95,26 +96,25 @@ class KLCov(PolicyGradient):
 
 def token_covariances(batches: Sequence[TrainBatch], total: Total) -> list[Tensor]:
     """(log-prob - mean) (advantage - mean) of each token (B, T), float64, the means over the whole step."""
-    if not batches:
-        return []
-    pairs = [
-        (batch.old_logprobs_BT.double(), batch.advantages_BT.double(), batch.mask_BT.double()) for batch in batches
+    logprobs_N = policy_tokens(batches, [batch.old_logprobs_BT for batch in batches])
+    advantages_N = policy_tokens(batches, [batch.advantages_BT for batch in batches])
+    count = logprobs_N.new_tensor(len(logprobs_N))
+    count, *sums = total(torch.stack([count, logprobs_N.sum(), advantages_N.sum()]))
+    logprob, advantage = (summed / count.clamp(min=1) for summed in sums)
+    return [
+        (batch.old_logprobs_BT.double() - logprob) * (batch.advantages_BT.double() - advantage) for batch in batches
     ]
-    sums = torch.stack([torch.stack([mask.sum(), (lp * mask).sum(), (adv * mask).sum()]) for lp, adv, mask in pairs])
-    count, logprob_sum, advantage_sum = total(sums.sum(0))
-    return [(lp - logprob_sum / count) * (adv - advantage_sum / count) for lp, adv, _ in pairs]
 
 
 def mark_highest(
     batches: Sequence[TrainBatch], scores: Sequence[Tensor], share: float, total: Total, above: float = -math.inf
 ) -> None:
-    """Set `marked_BT` at the `share` of the step's tokens (at least one) with the highest scores, if they are above a bound.
+    """Set `marked_BT` at a `share` of the step's tokens, or else at one: those with the highest scores that exceed a bound.
 
-    The threshold is found by counting, so ranks only exchange numbers; equal scores are marked together.
+    The threshold is found by counting, so ranks only exchange numbers. Of equal scores that would be too many, none is
+    marked.
     """
-    if not batches:
-        return
-    flat_N = torch.cat([score_BT[batch.mask_BT] for batch, score_BT in zip(batches, scores, strict=True)])
+    flat_N = policy_tokens(batches, scores)
     wanted = (total(flat_N.new_tensor(len(flat_N))) * share).floor().clamp(min=1)
     largest, smallest = _over_ranks(flat_N, total)
     low, high = smallest - 1, largest
@@ -135,9 +135,10 @@ def _over_ranks(flat_N: Tensor, total: Total) -> tuple[Tensor, Tensor]:
 def _lots(batch: TrainBatch) -> Tensor:
     """A number from 0 to 1 for each token that looks random but depends on nothing but the token itself.
 
-    Drawing lots from a generator would depend on the order of the tokens, and so on packing.
+    Drawing lots from a generator would depend on the order of the tokens, and so on packing; so would log-probs that were
+    computed again, in their last digit.
     """
-    own_BT = batch.token_ids_BT * 12.9898 + batch.position_ids_BT * 78.233 + batch.old_logprobs_BT.double() * 1e4
+    own_BT = batch.token_ids_BT * 12.9898 + batch.position_ids_BT * 78.233 + batch.sampled_logprobs_BT.double() * 1e4
     return (torch.sin(own_BT) * 43758.5453).frac().abs()
 
 

@@ -112,11 +112,11 @@ class PolicyGradient(BaseAlgorithm):
 
     def batch_credits(self, groups: Sequence[Group], total: Total) -> list[Tensor]:
         credits = [self.credits(group) for group in groups]
-        if self.scale_rewards != "batch" or not groups:
+        if self.scale_rewards != "batch":
             return credits
-        rewards_N = torch.cat([group.rewards_G for group in groups])
+        rewards_N = torch.cat([torch.zeros(0, dtype=torch.float64), *(group.rewards_G for group in groups)])
         count, summed = total(torch.stack([torch.tensor(float(len(rewards_N)), dtype=torch.float64), rewards_N.sum()]))
-        variance = total((rewards_N - summed / count).square().sum()) / (count - 1).clamp(min=1)
+        variance = total((rewards_N - summed / count.clamp(min=1)).square().sum()) / (count - 1).clamp(min=1)
         return [credit / (variance.sqrt() + 1e-6) for credit in credits]
 
     def assign(self, batches: Sequence[TrainBatch], total: Total) -> None:

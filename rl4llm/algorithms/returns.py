@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.algorithms.functional import KLEstimator, kl
-from rl4llm.algorithms.sequences import Sequences, discounted_sums, turn_ends
+from rl4llm.algorithms.sequences import Sequences, discounted_sums, policy_tokens, turn_ends
 from rl4llm.core.base_algorithm import Total
 from rl4llm.core.types import Group, TrainBatch
 
@@ -22,7 +22,7 @@ def turn_rewards(group: Group) -> Tensor:
     turns = [trajectory.num_turns for trajectory in group.trajectories]
     rewards_GK = torch.full((len(turns), max(1, *turns)), torch.nan, dtype=torch.float64)
     for row_K, trajectory, count in zip(rewards_GK, group.trajectories, turns, strict=True):
-        row_K[:count] = torch.tensor(trajectory.turn_rewards) if trajectory.turn_rewards else 0.0
+        row_K[:count] = rewards_GK.new_tensor(trajectory.turn_rewards) if trajectory.turn_rewards else 0.0
         row_K[max(count, 1) - 1] += trajectory.reward - sum(trajectory.turn_rewards)
     return rewards_GK
 
@@ -68,11 +68,9 @@ def whiten(batches: Sequence[TrainBatch], total: Total, eps: float = 1e-8) -> No
 
     (x - mean) / sqrt(var + eps) with the sample variance (ddof 1), as verl, SkyRL and ROLL do.
     """
-    if not batches:
-        return
-    flat_N = torch.cat([batch.advantages_BT[batch.mask_BT].double() for batch in batches])
+    flat_N = policy_tokens(batches, [batch.advantages_BT for batch in batches])
     count, summed = total(torch.stack([flat_N.new_tensor(len(flat_N)), flat_N.sum()]))
-    mean = summed / count
+    mean = summed / count.clamp(min=1)
     variance = total((flat_N - mean).square().sum()) / (count - 1).clamp(min=1)
     for batch in batches:
         white_BT = (batch.advantages_BT - mean) * (variance + eps).rsqrt()

@@ -6,6 +6,7 @@ them are no part of any sum: they neither count nor discount, as if the policy h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,12 @@ def sequence_sum(x_BT: Tensor, batch: TrainBatch) -> Tensor:
 def sequence_mean(x_BT: Tensor, batch: TrainBatch) -> Tensor:
     """At each of the policy's tokens the mean of `x_BT` over its trajectory's; 0 elsewhere. Differentiable."""
     return sequence_sum(x_BT, batch) / sequence_sum(torch.ones_like(x_BT), batch).clamp(min=1)
+
+
+def policy_tokens(batches: Sequence[TrainBatch], values: Sequence[Tensor]) -> Tensor:
+    """What stands on all of the policy's tokens of all batches (N,), float64; none where a rank has no batches."""
+    found = [values_BT[batch.mask_BT].double() for batch, values_BT in zip(batches, values, strict=True)]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def turn_ends(batch: TrainBatch) -> Tensor:

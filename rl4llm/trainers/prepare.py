@@ -53,11 +53,10 @@ class Batching:
         return max(self.max_tokens_per_batch or self.usual_tokens_per_batch, *lengths)
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """What each optimizer step trains on: shares of the items, as even as they come."""
+        """What each optimizer step trains on: shares of the items, as even as they come; as many on every rank."""
         parts = self.updates_per_rollout
         bounds = [len(items) * part // parts for part in range(parts + 1)]
-        shares = [items[start:end] for start, end in itertools.pairwise(bounds)]
-        return [share for share in shares if share]
+        return [items[start:end] for start, end in itertools.pairwise(bounds)]
 
     def pack(self, trajectories: Sequence[Trajectory], credits: Sequence[Credit], totals: StepTotals) -> list[TrainBatch]:
         """The micro-batches of one optimizer step."""
@@ -121,24 +120,38 @@ class Preparation:
         metrics: dict[str, float] = {}
         penalised = self._with_kl_in_reward(list(groups), metrics)
         scored = list(zip(penalised, self.algorithm.batch_credits(penalised, self.total), strict=True))
-        packed = [self._packed(share) for share in self.batching.shares(scored)]
+        packed = self._packed(scored)
         batches = [batch for share in packed for batch in share]
-        divergence = self._divergence(penalised) if self.algorithm.needs().mismatched and penalised else None
+        divergence = self._divergence(penalised) if self.algorithm.needs().mismatched else None
         for batch in batches:
             self._fill(batch)
             batch.divergence = divergence
         self.algorithm.assign(batches, self.total)
         return Prepared(self._updates(packed, step), scored, metrics)
 
-    def _packed(self, share: Sequence[Scored]) -> list[TrainBatch]:
-        """The micro-batches of one optimizer step, on which nothing is known yet but credits."""
+    def _packed(self, scored: Sequence[Scored]) -> list[list[TrainBatch]]:
+        """The micro-batches of each optimizer step, on which nothing is known yet but credits.
+
+        Steps for which no rank has a trajectory are left out, but for one that says so.
+        """
+        found = [self._share(share) for share in self.batching.shares(scored)]
+        return [batches for batches, totals in found if totals.sequences] or [[]]
+
+    def _share(self, share: Sequence[Scored]) -> tuple[list[TrainBatch], StepTotals]:
+        """The micro-batches of one optimizer step on this rank, and the totals of all."""
         trajectories, credits = [], []
         for group, credits_G in share:
             for trajectory, credit in zip(group.trajectories, credits_G, strict=True):
                 if self.algorithm.learns_from(trajectory):
                     trajectories.append(trajectory)
                     credits.append(self._credit(credit))
-        return self.batching.pack(trajectories, credits, self.batching.totals(trajectories))
+        totals = self._over_ranks(self.batching.totals(trajectories))
+        return self.batching.pack(trajectories, credits, totals), totals
+
+    def _over_ranks(self, own: StepTotals) -> StepTotals:
+        counts = self.total(torch.tensor([own.tokens, own.sequences, own.prompts], dtype=torch.float64))
+        tokens, sequences, prompts = map(int, counts.tolist())
+        return replace(own, tokens=tokens, sequences=sequences, prompts=prompts)
 
     def _credit(self, credit: Tensor) -> Credit:
         """As `pack` takes it: nothing, where there is nothing to learn; else a number, or one for each turn there was."""
@@ -201,7 +214,7 @@ class Preparation:
             drift_BT = self._numbers(self.policy, batch) - self._numbers(self.reference, batch)
             drifts.index_add_(0, owners_BT[batch.mask_BT], drift_BT[batch.mask_BT])
         summed, count = self.total(torch.stack([drifts.sum(), torch.tensor(float(len(drifts)))]))
-        return (summed / count).clamp(min=0)
+        return (summed / count.clamp(min=1)).clamp(min=0)
 
     def _owned(self, trajectories: Sequence[Trajectory]) -> list[tuple[TrainBatch, Tensor]]:
         """Batches of all trajectories, and of each token whose it is."""
