@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl4llm.algorithms import register_algorithm
-    from rl4llm.api import DAPOTrainer, GRPOTrainer
+    from rl4llm.api import DAPOTrainer, GRPOTrainer, PPOTrainer
     from rl4llm.config import load_config
     from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage, EnvState, SampleState
+    from rl4llm.core.base_trainer import BaseRLTrainer, BaseTrainer
     from rl4llm.core.types import SamplingParams
     from rl4llm.envs import register_env
     from rl4llm.rewards import register_reward
@@ -18,11 +19,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BaseMDPEnv",
+    "BaseRLTrainer",
     "BaseRewardFunction",
+    "BaseTrainer",
     "ChatMessage",
     "DAPOTrainer",
     "EnvState",
     "GRPOTrainer",
+    "PPOTrainer",
     "SampleState",
     "SamplingParams",
     "load_config",
@@ -32,8 +36,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "BaseRLTrainer": "rl4llm.core.base_trainer",
+    "BaseTrainer": "rl4llm.core.base_trainer",
     "DAPOTrainer": "rl4llm.api",
     "GRPOTrainer": "rl4llm.api",
+    "PPOTrainer": "rl4llm.api",
     "SamplingParams": "rl4llm.core.types",
     "load_config": "rl4llm.config",
     "register_algorithm": "rl4llm.algorithms",

@@ -86,6 +86,12 @@ class PolicyTrainer:
         self.trainer.export(Path(directory))
 
 
+class PPOTrainer(PolicyTrainer):
+    """Proximal Policy Optimization with a critic."""
+
+    algorithm = "ppo"
+
+
 class GRPOTrainer(PolicyTrainer):
     """Group Relative Policy Optimization."""
 
@@ -93,6 +99,6 @@ class GRPOTrainer(PolicyTrainer):
 
 
 class DAPOTrainer(PolicyTrainer):
-    """GRPO with DAPO's clip-higher and token mean."""
+    """GRPO with DAPO's clip-higher, token mean and dynamic sampling."""
 
     algorithm = "dapo"

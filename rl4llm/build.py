@@ -289,6 +289,9 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
 
 def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
     rewards, transform = _rewards(config, given)
+    for name in algorithm.needs().rewards:
+        if name not in (known := [reward.name for reward in rewards]):
+            raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
     env = _env(config, given, dataset, tokenizer, rewards, transform)
     held_out = _held_out(config, given)
     eval_env = _env(config, given, held_out, tokenizer, rewards, transform) if held_out is not None else None

@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", help="a YAML file")
-    command.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes to single keys")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="changes to keys, or YAML files to be laid over the first"
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -165,10 +165,15 @@ class Config:
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """Read a YAML file, apply overrides, and check every key and type; raises ConfigError.
 
+    Overrides are a mapping, or texts: ``key.sub=value``, and further YAML files that are laid over the first one.
+
     >>> load_config(overrides=["model.path=m", "data.path=d", "training.lr=1e-4"]).training.lr
     0.0001
     """
     layers = [_read(Path(path))] if path is not None else []
+    if not isinstance(overrides, Mapping):
+        layers += [_read(Path(text)) for text in overrides if _is_file(text)]
+        overrides = [text for text in overrides if not _is_file(text)]
     layers.append(_overrides(overrides))
     merged = OmegaConf.structured(Config)
     for layer in layers:
@@ -207,6 +212,10 @@ def _read(path: Path) -> DictConfig:
     if not isinstance(layer, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys, not a {type(layer).__name__}.")
     return layer
+
+
+def _is_file(text: str) -> bool:
+    return "=" not in text and text.endswith((".yaml", ".yml"))
 
 
 def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:

@@ -7,12 +7,15 @@ import importlib.metadata
 import inspect
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from rich.table import Table
 
 from rl4llm import __version__
 from rl4llm.algorithms import ALGORITHMS
+from rl4llm.algorithms.policy_gradient import PolicyGradient
+from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.kernels import prefers_onednn
 from rl4llm.core.registry import Registry
 from rl4llm.envs import ENVIRONMENTS
@@ -27,7 +30,7 @@ def tables(topic: str | None = None) -> Iterator[Table]:
         yield _versions()
         yield _devices()
     if topic in (None, "algorithms"):
-        yield _algorithms()
+        yield from _algorithms()
     if topic in (None, "environments"):
         yield _registered("environments (env.name)", ENVIRONMENTS)
     if topic in (None, "rewards"):
@@ -57,14 +60,41 @@ def _devices() -> Table:
     return table
 
 
-def _algorithms() -> Table:
-    table = Table("name", "what", "needs", "options", title="algorithms (algorithm.name)")
+def _algorithms() -> Iterator[Table]:
+    """Every method with what is its own, then what all policy-gradient methods have."""
+    shared = _options(PolicyGradient)
+    table = Table("name", "what", "needs", "options of its own, and other defaults", title="algorithms (algorithm.name)")
     for name in ALGORITHMS:
         algorithm = ALGORITHMS[name]
-        needs = [item.name for item in dataclasses.fields(algorithm().needs()) if getattr(algorithm().needs(), item.name)]
-        options = ", ".join(f"{item.name}={item.default!r}" for item in dataclasses.fields(algorithm))
-        table.add_row(name, _first_sentence(algorithm), ", ".join(needs) or "-", options)
-    return table
+        own = {key: value for key, value in _options(algorithm).items() if shared.get(key, object) != value}
+        table.add_row(name, _first_sentence(algorithm), ", ".join(_needs(algorithm)) or "-", _shown(own))
+    yield table
+    table = Table("option", "default", title="options of every policy-gradient method")
+    for key, value in shared.items():
+        table.add_row(key, repr(value))
+    yield table
+
+
+def _options(algorithm: type) -> dict[str, Any]:
+    """Names and defaults."""
+    return {
+        item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        for item in dataclasses.fields(algorithm)
+        if item.init
+    }
+
+
+def _needs(algorithm: type) -> Iterator[str]:
+    """What differs from an algorithm that needs nothing, as its default options are."""
+    nothing, needs = Needs(every_token=False), algorithm().needs()
+    for item in dataclasses.fields(Needs):
+        value = getattr(needs, item.name)
+        if value != getattr(nothing, item.name):
+            yield item.name if value is True or item.name in ("critic", "sampling") else f"{item.name}={value}"
+
+
+def _shown(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in options.items())
 
 
 def _registered(title: str, registry: Registry) -> Table:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.policy_gradient import ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 
 
@@ -18,5 +18,5 @@ class DrGRPO(GRPO):
     width of the padded batch, which changes with the longest answer.
     """
 
-    scale_rewards: Literal["group", "batch", "none"] = "none"
+    scale_rewards: ScaleRewards = "none"
     aggregation: str = "constant"

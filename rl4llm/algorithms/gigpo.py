@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rl4llm.algorithms.functional import group_advantages
 from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.policy_gradient import ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.returns import turn_returns
 from rl4llm.core.errors import ConfigError
@@ -32,7 +33,7 @@ class GiGPO(GRPO):
 
     step_coef: float = 1.0
     turn_discount: float | None = 0.95
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: ScaleRewards = "group"
     at_least_0: ClassVar[tuple[str, ...]] = (*GRPO.at_least_0, "step_coef")
 
     def credits(self, group: Group) -> Tensor:

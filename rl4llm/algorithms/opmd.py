@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from rl4llm.algorithms.policy_gradient import PolicyGradient
+from rl4llm.algorithms.policy_gradient import Choices, PolicyGradient, ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
@@ -28,9 +27,9 @@ class OPMD(PolicyGradient):
 
     tau: float = 1.0
     baseline: Literal["mean", "logavgexp"] = "mean"
-    scale_rewards: Literal["group", "batch", "none"] = "none"
+    scale_rewards: ScaleRewards = "none"
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {**PolicyGradient.choices, "baseline": ("mean", "logavgexp")}
+    choices: ClassVar[Choices] = {**PolicyGradient.choices, "baseline": ("mean", "logavgexp")}
 
     def compare(self, rewards_G: Tensor) -> Tensor:
         if self.baseline == "mean":

@@ -19,7 +19,13 @@ from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.types import Group, TrainBatch, Trajectory
 
+ScaleRewards = Literal["group", "batch", "none"]
+Choices = Mapping[str, tuple[str, ...]]
+"""Option -> what it may be."""
+
 TRUNCATED = ("length", "context")
+WITHOUT_GROUPS: Choices = {"scale_rewards": ("none", "batch")}
+"""Choices of methods that do not divide by a group's deviation."""
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class PolicyGradient(BaseAlgorithm):
             the same turn of the other trajectories; null credits the whole trajectory with its reward.
         whiten: advantages of all tokens of a step get mean 0 and standard deviation 1.
         drop_equal: groups whose rewards are all equal do not train, nor count in any mean.
+        drop_equal_by: name of the reward that has to differ; null is the combined one.
         mask_truncated: trajectories that ran into a token limit do not train, but are compared with.
         kl_coef: strength of the KL penalty to the reference; 0 needs no reference model.
         kl_estimator: "k1", "k2", "k3" or "k3+", see `rl4llm.algorithms.functional.kl_loss`.
@@ -48,10 +55,11 @@ class PolicyGradient(BaseAlgorithm):
         aggregation: "token", "sequence", "prompt" or "constant", see `rl4llm.data.pack`.
     """
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: ScaleRewards = "group"
     turn_discount: float | None = None
     whiten: bool = False
     drop_equal: bool = False
+    drop_equal_by: str | None = None
     mask_truncated: bool = False
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
@@ -69,7 +77,8 @@ class PolicyGradient(BaseAlgorithm):
     _kl_factor: float = field(default=1.0, init=False, repr=False)
 
     compares: ClassVar[bool] = True  # the trajectories of a group with one another
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    credits_turns: ClassVar[bool] = True  # when `turn_discount` asks for it
+    choices: ClassVar[Choices] = {
         "scale_rewards": ("group", "batch", "none"),
         "kl_estimator": KL_ESTIMATORS,
         "kl_in": ("loss", "reward"),
@@ -87,11 +96,15 @@ class PolicyGradient(BaseAlgorithm):
             reference_every=self.reference_every,
             reward_kl=(self.kl_coef * self._kl_factor, self.kl_estimator) if self.kl_coef > 0 and not kl_in_loss else None,
             old_logprobs=self.old_logprobs == "recomputed",
+            rewards=(self.drop_equal_by,) if self.drop_equal_by is not None else (),
         )
 
     def keep(self, group: Group) -> bool:
-        rewards_G = group.rewards_G
-        return not self.drop_equal or bool((rewards_G != rewards_G[0]).any())
+        if not self.drop_equal:
+            return True
+        by = self.drop_equal_by
+        rewards = {one.reward if by is None else one.rewards[by] for one in group.trajectories}
+        return len(rewards) > 1
 
     def learns_from(self, trajectory: Trajectory) -> bool:
         return not (self.mask_truncated and trajectory.stop_reason in TRUNCATED)
@@ -177,10 +190,13 @@ class PolicyGradient(BaseAlgorithm):
         for key in self.at_least_0:
             if not 0 <= getattr(self, key) < math.inf:
                 raise ConfigError(f"algorithm.{key}={getattr(self, key)} is not accepted: 0 or above.")
+        if self.drop_equal_by is not None and not self.drop_equal:
+            raise ConfigError("algorithm.drop_equal_by has no effect without algorithm.drop_equal=true.")
         self._check_kl()
         self._check_correction()
-        if self.turn_discount is not None and not 0 <= self.turn_discount <= 1:
-            raise ConfigError(f"algorithm.turn_discount={self.turn_discount} is not accepted: 0 to 1, or null.")
+        if self.turn_discount is not None and not (self.credits_turns and 0 <= self.turn_discount <= 1):
+            accepted = "0 to 1, or null" if self.credits_turns else f"{self.name} has no use for it; leave it out"
+            raise ConfigError(f"algorithm.turn_discount={self.turn_discount} is not accepted: {accepted}.")
 
     def _check_kl(self) -> None:
         for key, given in (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl4llm.algorithms.functional import KLEstimator, clipped_value_loss
 from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.returns import gae, token_rewards, turn_rewards
 from rl4llm.core.base_algorithm import Critic, Needs, Total
@@ -42,11 +43,14 @@ class PPO(GRPO):
     critic_lr: float | None = None
     critic_epochs: int = 1
     critic_warmup_steps: int = 0
+    scale_rewards: ScaleRewards = "none"
     whiten: bool = True
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: KLEstimator = "k1"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
+    credits_turns: ClassVar[bool] = False
+    choices: ClassVar[Choices] = {**GRPO.choices, **WITHOUT_GROUPS}
     at_least_0: ClassVar[tuple[str, ...]] = (*GRPO.at_least_0, "critic_warmup_steps")
 
     def needs(self) -> Needs:
@@ -96,5 +100,3 @@ class PPO(GRPO):
             raise ConfigError(f"algorithm.value_clip={self.value_clip} is not accepted: above 0, or null for none.")
         if self.critic_epochs < 1:
             raise ConfigError(f"algorithm.critic_epochs={self.critic_epochs} is not accepted: 1 or above.")
-        if self.turn_discount is not None:
-            raise ConfigError("algorithm.turn_discount is not accepted with a critic: algorithm.gamma discounts.")

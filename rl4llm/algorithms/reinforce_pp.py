@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl4llm.algorithms.functional import KLEstimator
 from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.returns import discounted_returns, token_rewards, turn_rewards
 from rl4llm.core.base_algorithm import Needs
@@ -27,11 +28,14 @@ class ReinforcePP(GRPO):
     """
 
     gamma: float = 1.0
+    scale_rewards: ScaleRewards = "none"
     whiten: bool = True
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: KLEstimator = "k1"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
+    credits_turns: ClassVar[bool] = False
+    choices: ClassVar[Choices] = {**GRPO.choices, **WITHOUT_GROUPS}
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), every_token=True, reward_kl=None)
@@ -49,7 +53,7 @@ class ReinforcePP(GRPO):
 class ReinforcePPBaseline(GRPO):
     """The same with the mean of the prompt's other answers taken off first; the penalty is k2 in the loss (section 3.3)."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "none"
+    scale_rewards: ScaleRewards = "none"
     whiten: bool = True
     kl_estimator: KLEstimator = "k2"
     aggregation: str = "token"

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.types import Group
@@ -21,8 +22,11 @@ class ReMax(GRPO):
     A prompt whose greedy episode failed has no baseline and teaches nothing.
     """
 
+    scale_rewards: ScaleRewards = "none"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
+    credits_turns: ClassVar[bool] = False
+    choices: ClassVar[Choices] = {**GRPO.choices, **WITHOUT_GROUPS}
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), greedy_baseline=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from rl4llm.algorithms.functional import leave_one_out
 from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 
 
@@ -19,7 +21,10 @@ class RLOO(GRPO):
     On the policy the clipped loss has REINFORCE's gradient. A group of one gets 0; verl's loop passes on its raw reward.
     """
 
+    scale_rewards: ScaleRewards = "none"
     aggregation: str = "token"
+
+    choices: ClassVar[Choices] = {**GRPO.choices, **WITHOUT_GROUPS}
 
     def compare(self, rewards_G: Tensor) -> Tensor:
         return leave_one_out(rewards_G)

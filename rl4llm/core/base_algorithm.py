@@ -45,6 +45,7 @@ class Needs:
     mismatched: bool = False  # `TrainBatch.divergence`, estimated on answers to other prompts
     greedy_baseline: bool = False  # one more trajectory per prompt, the most probable one, as `Group.baseline`
     sampling: tuple[Mapping[str, float], ...] = ()  # fields of SamplingParams by sample index; begins anew after the last
+    rewards: tuple[str, ...] = ()  # that each trajectory must have, by name
     refills: int = 0  # how often prompts are sampled in place of groups that `keep` refused
 
 

@@ -235,6 +235,10 @@ class BaseTrainer(ABC, Generic[Collected]):
                 signal.signal(number, handler)
 
 
+BaseRLTrainer = BaseTrainer
+"""The name of the project that this one took its interfaces from."""
+
+
 def merge(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The metrics of one optimizer step from those of its micro-batches.
 
