@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rl4llm.build import build_algorithm
 from rl4llm.config import flatten, load_config, to_yaml
 from rl4llm.core.errors import ConfigError
 
@@ -34,6 +35,16 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override, message)
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[*NEEDED, override])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("preset", sorted((CONFIGS / "presets").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_preset_is_laid_over_a_task_and_single_keys_over_both(preset):
+    config = load_config(CONFIGS / "gsm8k_grpo.yaml", [str(preset), *NEEDED, "rollout.prompts=3"])
+    task = load_config(CONFIGS / "gsm8k_grpo.yaml", NEEDED)
+    assert config.training.lr == 1e-6
+    assert config.rollout.prompts == 3
+    assert (config.data.answer_pattern, config.env) == (task.data.answer_pattern, task.env)
+    build_algorithm(config)
 
 
 def test_what_must_be_set_is_named():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,18 @@ def _cuts_otherwise(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool
     return any(stored.get(part) != loaded.get(part) for part in ("normalizer", "pre_tokenizer"))
 
 
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers draws none while it reads or writes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def without_dropout(model: nn.Module) -> list[str]:
     """Switch every dropout of a model off, in its modules and its config; returns what was on."""
     silenced = []
@@ -151,18 +165,14 @@ def _from_files(path: str, dtype: torch.dtype, attn_implementation: str | None) 
     _check_directory(path)
     if Path(path).is_dir():
         _check_model_files(Path(path))
-    progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(path)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
-        )
+        with without_progress_bars():
+            config = AutoConfig.from_pretrained(path)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
+            )
     except UNREADABLE as error:
         raise ModelError(_unreadable("model", path, error)) from error
-    finally:
-        if progress:
-            logging.enable_progress_bar()
     _check_complete(path, report)
     return model
 

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.heads import ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.lora import LoraAdapter
+from rl4llm.backends.models import without_progress_bars
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import Runner
 from rl4llm.core.base_backend import BaseBackend, TokenLosses, TokenMetrics
@@ -133,7 +134,8 @@ class TorchBackend(BaseBackend):
         self.adapter.write(directory)
 
     def export(self, directory: Path) -> None:
-        self.model.save_pretrained(directory, state_dict=_packed(dict(self.weights())))
+        with without_progress_bars():
+            self.model.save_pretrained(directory, state_dict=_packed(dict(self.weights())))
         if self.value_head is not None:
             self.value_head.save(directory)
 

@@ -1,0 +1,226 @@
+"""What an algorithm needs, the trainer provides: a critic, a reference that follows, a greedy baseline, ladders, turns."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rl4llm.api import PolicyTrainer
+from rl4llm.backends.models import load_model, load_value_head
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.types import SamplingParams
+
+
+class Vowels(BaseRewardFunction):
+    """The share of vowels in what was said last."""
+
+    def __init__(self, name="vowels", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        said = messages[-1].content.lower()
+        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+
+
+class TwoTurns(BaseMDPEnv):
+    """Asks for more once."""
+
+    continue_truncated = True
+
+    def respond(self, sample):
+        return [ChatMessage("user", "Go on.")]
+
+
+class PaidTurns(TwoTurns):
+    """Pays 1 for the first turn and 0.25 for the second, before the reward of the episode."""
+
+    def respond(self, sample):
+        sample.reward_turn([1, 0.25][sample.current_step - 1])
+        return super().respond(sample)
+
+
+class Any(PolicyTrainer):
+    """Of whatever algorithm the test names."""
+
+    algorithm = "grpo"
+
+
+def rows(size=4):
+    return [
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
+        for i in range(size)
+    ]
+
+
+def trainer(model_dir, directory, algorithm, env=TwoTurns, **overrides):
+    options = {
+        "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5},
+        "training": {"lr": 3e-3},
+        "checkpoint": {"every": 2},
+        "env.max_steps": 2,
+        "deterministic": True,
+        "max_steps": 4,
+    }
+    output = {"dir": str(directory)}
+    return Any(str(model_dir), rows(), [Vowels()], algorithm=algorithm, env=env, output=output, **options | overrides)
+
+
+def weights(backend):
+    return {name: tensor.clone() for name, tensor in backend._tensors().items()}
+
+
+def metrics(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def episodes(directory, step):
+    return [json.loads(line) for line in (directory / "episodes" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def differ(left, right):
+    return any(not torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+PPO = {"name": "ppo", "critic_lr": 1e-2, "kl_coef": 0.1, "kl_target": 0.01, "critic_epochs": 2}
+
+
+def test_in_the_warm_up_only_the_critic_learns(model_dir, tmp_path):
+    run = trainer(model_dir, tmp_path, PPO | {"critic_warmup_steps": 2}, max_steps=2).trainer
+    policy, critic = weights(run.backend), weights(run.critic)
+    with run:
+        run.train()
+    assert_same(policy, weights(run.backend))
+    assert differ(critic, weights(run.critic))
+    assert all("critic/value_loss" in row and "policy_loss" not in row for row in metrics(tmp_path))
+
+
+@pytest.mark.parametrize("algorithm", [PPO, {"name": "grpo", "kl_coef": 0.1, "reference_every": 3}], ids=["ppo", "grpo"])
+def test_a_resumed_run_has_its_critic_its_reference_and_its_coefficient_again(model_dir, tmp_path, algorithm):
+    whole = trainer(model_dir, tmp_path / "whole", algorithm, max_steps=6).train().trainer
+    trainer(model_dir, tmp_path / "parts", algorithm, max_steps=4).train()
+    parts = trainer(model_dir, tmp_path / "parts", algorithm, max_steps=6).train().trainer
+    for name in whole.models():
+        assert_same(weights(whole.models()[name]), weights(parts.models()[name]))
+    assert whole.algorithm.state() == parts.algorithm.state()
+
+
+def test_the_critic_of_a_finished_run_is_one_to_start_from(model_dir, tmp_path):
+    done = trainer(model_dir, tmp_path / "values", PPO | {"critic_warmup_steps": 2}, max_steps=2).train().trainer
+    critic = tmp_path / "values" / "model" / "critic"
+    head = load_value_head(critic, load_model(critic))
+    assert torch.equal(head.linear.weight, done.critic.value_head.linear.weight.cpu())
+    following = trainer(model_dir, tmp_path / "next", PPO | {"critic_path": str(critic)}).trainer
+    assert_same(weights(done.critic), weights(following.critic))
+    following.close()
+
+
+def test_the_reference_follows_the_policy_every_n_steps(model_dir, tmp_path):
+    run = trainer(model_dir, tmp_path, {"name": "grpo", "kl_coef": 0.1, "reference_every": 2}, max_steps=3)
+    reference = run.trainer.preparation.reference
+    start = weights(reference)
+    run.train()
+    kept = dict(run.trainer.backend.weights())
+    assert differ(start, weights(reference))
+    assert differ({name: tensor.clone() for name, tensor in reference.weights()}, kept)  # step 3 moved the policy on
+    measured = [row["kl"] for row in metrics(tmp_path)]
+    assert measured[1] > 1e-7
+    assert measured[2] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_adaptive_coefficient_rises_while_the_divergence_is_above_its_target(model_dir, tmp_path):
+    algorithm = {"name": "grpo", "kl_coef": 1e-3, "kl_target": 1e-9, "kl_horizon": 1}
+    run = trainer(model_dir, tmp_path, algorithm).train().trainer
+    assert run.algorithm.state()["kl_factor"] == pytest.approx(0.8 * 1.2**3)  # the first step is on the reference
+
+
+def test_the_greedy_baseline_is_the_most_probable_answer_and_neither_trains_nor_counts(model_dir, tmp_path):
+    run = trainer(model_dir, tmp_path, {"name": "remax"}).trainer
+    run.publish()
+    collected = run.collect()
+    greedy = run.rollout.play(
+        [int(group.prompt_id) for group in collected.groups],
+        step=run.step, sampling_params=SamplingParams(max_tokens=5, temperature=0.0), group_size=1,
+    )  # fmt: skip
+    for group, alone in zip(collected.groups, greedy.groups, strict=True):
+        assert group.baseline.token_ids == alone.trajectories[0].token_ids
+        assert len(group.trajectories) == 4
+        expected = group.rewards_G - group.baseline.reward
+        assert torch.equal(run.algorithm.credits(group), expected)
+    assert sum(batch.num_policy_tokens for update in run.prepare(collected) for batch in update.batches) <= sum(
+        trajectory.num_policy_tokens for group in collected.groups for trajectory in group.trajectories
+    )
+    run.close()
+
+
+def test_samples_are_drawn_at_the_temperatures_of_their_rung(model_dir, tmp_path):
+    algorithm = {"name": "explore_grpo", "temperatures": [1e-6, 1.0], "correction": "token_mask"}
+    run = trainer(model_dir, tmp_path, algorithm).trainer
+    run.publish()
+    for group in run.collect().groups:
+        cold, one, again, other = (trajectory.token_ids for trajectory in group.trajectories)
+        assert cold == again  # at a temperature of almost 0 there is one answer
+        assert one != other
+    run.close()
+
+
+def test_a_turn_is_paid_and_credited_by_itself(model_dir, tmp_path):
+    run = trainer(model_dir, tmp_path, {"name": "grpo", "turn_discount": 0.5}, env=PaidTurns, **{"env.max_steps": 2})
+    run.train()
+    for row in episodes(tmp_path, 1):
+        assert row["reward"] == pytest.approx(row["rewards"]["vowels"] + 1.25)
+        assert len(row["credit"]) == 2
+    assert any(row["credit"][0] != row["credit"][1] for row in episodes(tmp_path, 1))
+
+
+def test_what_is_no_number_pays_no_turn(model_dir, tmp_path):
+    class Wrong(TwoTurns):
+        def respond(self, sample):
+            sample.reward_turn(float("nan"))
+            return super().respond(sample)
+
+    with pytest.raises(EnvError, match=r"reward_turn\(nan\) is not accepted: a finite number"):
+        trainer(model_dir, tmp_path, {"name": "grpo"}, env=Wrong).train()
+
+
+@dataclass(slots=True)
+class Impossible:
+    """Options of an algorithm, and what the refusal says."""
+
+    algorithm: dict
+    says: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Impossible({"name": "dapo", "drop_equal_by": "accuracy"}, "Known: vowels"),
+        Impossible({"name": "dapo", "drop_equal": False, "drop_equal_by": "vowels"}, "drop_equal_by has no effect"),
+        Impossible({"name": "grpo", "critic_lr": 0.1}, "'critic_lr' is unknown"),
+        Impossible({"name": "grpo", "dual_clip": 0.5}, "dual_clip=0.5 is not accepted: above 1"),
+        Impossible({"name": "grpo", "kl_target": 0.1}, "without a reference"),
+        Impossible({"name": "grpo", "reference_every": 5}, "without a reference"),
+        Impossible({"name": "grpo", "correction": "tis"}, "old_logprobs=recomputed"),
+        Impossible({"name": "grpo", "correction": "tiss", "old_logprobs": "recomputed"}, "Did you mean 'tis'"),
+        Impossible({"name": "grpo", "aggregation": "tokens"}, "Did you mean 'token'"),
+        Impossible({"name": "ppo", "turn_discount": 0.9}, "ppo has no use for it"),
+        Impossible({"name": "rloo", "scale_rewards": "group"}, "Known: batch, none"),
+        Impossible({"name": "explore_grpo", "temperatures": [0.0]}, "all above 0"),
+        Impossible({"name": "distill"}, "teacher_path is not set"),
+        Impossible({"name": "kl_cov", "kl_share": 0}, "above 0, at most 1"),
+        Impossible({"name": "gspo", "clip_low": -1}, "0 or above"),
+    ],
+    ids=lambda case: f"{case.algorithm['name']}-{'-'.join(list(case.algorithm)[1:])}",
+)
+def test_options_that_cannot_work_together_are_refused_by_name_before_anything_starts(model_dir, tmp_path, case):
+    with pytest.raises(ConfigError) as caught:
+        trainer(model_dir, tmp_path / "run", case.algorithm)
+    assert case.says in str(caught.value)
+    assert not (tmp_path / "run").exists()
