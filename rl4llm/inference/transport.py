@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
+import resource
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ MAY_PASS = frozenset((408, 425, 429, *range(500, 600)))
 """Status codes after which the same request may succeed."""
 
 SHOWN = 300  # characters of a server's answer in messages
+OPEN_FILES = 65536  # connections are files
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and with it every server here, closes an idle connection
 
 
@@ -63,8 +67,9 @@ class Transport:
         transport = Transport("http://127.0.0.1:30000")
         info = await transport.get("/model_info")
 
-    Connections are kept and shared by all requests of an event loop. `api_key` goes out as a bearer token and is in no
-    message.
+    Connections are kept and shared by all requests of an event loop. At most `connections` requests are under way; the
+    others wait in line, where the usual deadline has not begun. A request with a `deadline_s` of its own is an operator's,
+    and waits in no line. `api_key` goes out as a bearer token and is in no message.
     """
 
     def __init__(self, base_url: str, *, deadline_s: float = 300.0, connections: int = 1024, api_key: str | None = None):
@@ -73,6 +78,7 @@ class Transport:
         self._connections = connections
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._line: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self, path: str, *, deadline_s: float | None = None) -> Any:
@@ -98,11 +104,13 @@ class Transport:
         return _decoded(f"{method} {self.base_url}{path}", content)
 
     async def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> bytes:
-        deadline_s = deadline_s or self._deadline_s
         where = f"{method} {self.base_url}{path}"
         session = await self._pool()
+        line = self._line if deadline_s is None else nullcontext()
+        deadline_s = deadline_s or self._deadline_s
         try:
             async with (
+                line,
                 asyncio.timeout(deadline_s),
                 session.request(method, self.base_url + path, data=_encoded(body)) as response,
             ):
@@ -110,7 +118,7 @@ class Transport:
         except TimeoutError:
             raise UnreachableError(f"{where} did not answer within {deadline_s:g} s.") from None
         except aiohttp.ClientConnectorError as error:
-            raise NotConnectedError(f"{where} found nobody: {error}.") from error
+            raise _not_connected(where, error) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UnreachableError(f"{where} failed: {type(error).__name__}: {error}") from error
         if response.status >= 400:
@@ -124,12 +132,31 @@ class Transport:
             session, self._session = self._session, None
             await session.close()
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_S)
+            _allow_open_files()
+            self._line = asyncio.Semaphore(self._connections)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None)  # deadlines are those of asyncio.timeout
             headers = {"Content-Type": "application/json", **self._headers}
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
             self._loop = loop
         return self._session
+
+
+def _allow_open_files() -> None:
+    """Raise this process's soft limit, which is often 1024: less than one connection for each sample of a rollout."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _not_connected(where: str, error: aiohttp.ClientConnectorError) -> UnreachableError:
+    """Why there is no connection: nobody listens, or this process may open no more of them, which is no server's fault."""
+    if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        text = f"{where} was not sent: no more than {limit} files may be open. Next: raise `ulimit -n`."
+        return UnreachableError(text, retry_after_s=1.0)
+    return NotConnectedError(f"{where} found nobody: {error}.")
 
 
 def _encoded(body: Mapping[str, Any] | None) -> bytes | None:

@@ -2,7 +2,10 @@
 
 import asyncio
 import gc
+import os
+import resource
 import warnings
+from contextlib import contextmanager
 
 import pytest
 from fault_server import (
@@ -12,6 +15,7 @@ from fault_server import (
     hang,
     kill,
     reset,
+    slow,
     status,
     text,
     too_long_a_length,
@@ -204,3 +208,71 @@ def test_one_transport_serves_one_event_loop_after_the_other(model, tokenizer):
             asyncio.run(main(close))
         gc.collect()
     assert not [item for item in caught if "never awaited" in str(item.message) or "client session" in str(item.message)]
+
+
+def test_an_operators_request_does_not_wait_in_line_behind_those_for_tokens(play):
+    async def scene(server, transport):
+        server.next("/generate", hang(), hang(), hang())
+        waiting = [asyncio.create_task(transport.post("/generate", {})) for _ in range(3)]
+        while server.calls["/generate"] < 2:
+            await asyncio.sleep(0.01)
+        assert await transport.get("/model_info", deadline_s=5)
+        assert server.calls["/generate"] == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    play(scene, connections=2)
+
+
+def test_the_deadline_of_a_request_begins_when_it_is_sent_not_when_it_waits_in_line(play):
+    async def scene(server, transport):
+        server.next("/model_info", *[slow(0.1)] * 12)
+        answers = await asyncio.gather(*(transport.post("/model_info", {}) for _ in range(12)))
+        assert len(answers) == 12
+        assert server.calls["/model_info"] == 12
+
+    play(scene, connections=1, deadline_s=0.6)
+
+
+@pytest.fixture
+def few_files():
+    """Inside `with few_files(more)` so many files more may be opened, until somebody raises the limit."""
+
+    @contextmanager
+    def limited(more):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))  # the lowest number that a new file can get, which the limit is on
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return limited
+
+
+def test_as_many_connections_are_opened_as_the_system_allows(play, few_files):
+    async def scene(server, transport):
+        server.next("/model_info", *[slow(0.3)] * 60)
+        with few_files(40):
+            assert len(await asyncio.gather(*(transport.post("/model_info", {}) for _ in range(60)))) == 60
+
+    play(scene)
+
+
+def test_running_out_of_files_is_not_taken_for_a_server_that_is_gone(play, few_files):
+    async def scene(server, transport):
+        await transport.get("/model_info")
+        server.next("/model_info", hang())
+        held = asyncio.create_task(transport.post("/model_info", {}))
+        while server.calls["/model_info"] < 2:
+            await asyncio.sleep(0.01)
+        with few_files(0), pytest.raises(UnreachableError, match=r"no more than \d+ files .*ulimit") as failure:
+            await transport.get("/model_info")
+        assert not isinstance(failure.value, NotConnectedError)
+        assert failure.value.retry_after_s > 0
+        held.cancel()
+        assert await transport.get("/model_info")
+
+    play(scene)
