@@ -721,9 +721,11 @@ def test_completions_that_an_update_cut_short_are_sampled_again_by_the_new_weigh
         await client.load(full(1, 21))
         return await asyncio.gather(*requests)
 
-    for completion in run(script):
-        assert (completion.version, len(completion.token_ids)) == (21, LONG)
-        assert_sampled_by(real.models[1], PROMPTS[0], completion)
+    completions = run(script)
+    assert 21 in {completion.version for completion in completions}  # the others were over before the pause
+    for completion in completions:
+        assert len(completion.token_ids) == LONG
+        assert_sampled_by(real.models[completion.version - 20], PROMPTS[0], completion)
 
 
 @pytest.mark.vllm
