@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import transformers
+from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
-from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.inference.sampling import uniforms
 
 SMALL = {
@@ -98,17 +98,6 @@ def reference():
 @pytest.fixture
 def reference_filter():
     return kept
-
-
-class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
-
-    def __init__(self, name="vowels", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
 @pytest.fixture

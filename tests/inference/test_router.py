@@ -14,9 +14,10 @@ from urllib.error import URLError
 
 import psutil
 import pytest
+from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.inference.launch import launch
 from rl4llm.inference.ports import free_port
 
@@ -81,17 +82,6 @@ def servers(model_dir, tmp_path_factory):
         for server in started:
             server.wait_until_ready()
         yield started
-
-
-class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
-
-    def __init__(self, name="vowels", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
 class TwoTurns(BaseMDPEnv):

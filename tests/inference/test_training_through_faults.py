@@ -21,23 +21,13 @@ from fault_server import (
     status,
     text,
 )
+from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 
 STEPS, PROMPTS, GROUP, TURNS, SERVERS = 4, 3, 4, 2, 3
 REQUESTS = STEPS * PROMPTS * GROUP * TURNS
-
-
-class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
-
-    def __init__(self, name="vowels", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
 class TwoTurns(BaseMDPEnv):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from fault_server import FaultServer, _Refusal
 from safetensors.torch import load_file
+from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError, EngineError, StaleWeightsError, UnreachableError, WeightsError
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.adapters import adapter_name
@@ -312,17 +312,6 @@ def test_full_weights_take_the_place_of_an_adapter(play, backend, tmp_path):
         assert "lora_path" not in stage.server.bodies[-1]
 
     play(scene)
-
-
-class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
-
-    def __init__(self, name="vowels", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]

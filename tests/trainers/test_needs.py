@@ -5,23 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from vowels import Vowels
 
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model, load_value_head
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import SamplingParams
-
-
-class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
-
-    def __init__(self, name="vowels", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
 class TwoTurns(BaseMDPEnv):

@@ -10,27 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vowels import Vowels
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import DAPOTrainer, GRPOTrainer
 from rl4llm.build import build_trainer
 from rl4llm.config import load_config
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError
 from rl4llm.core.types import WeightRef
 
 SMALL = {"rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "checkpoint": {"every": 2}}
-
-
-class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
-
-    def __init__(self, name="vowels", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
 class TwoTurns(BaseMDPEnv):
@@ -109,7 +99,7 @@ def test_slow_tools_do_not_change_a_deterministic_run(model_dir, tmp_path):
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {places!r}
 from test_training import trainer, weights
 from safetensors.torch import save_file
 run = trainer({model!r}, {directory!r}, max_steps=8, checkpoint={{"every": 1}}).train()
@@ -118,9 +108,8 @@ save_file({{name: tensor.contiguous() for name, tensor in weights(run).items()}}
 
 
 def script(model_dir, directory, result):
-    return SCRIPT.format(
-        tests=os.path.dirname(__file__), model=str(model_dir), directory=str(directory), result=str(result)
-    )
+    places = [os.path.dirname(__file__), os.path.dirname(sys.modules[Vowels.__module__].__file__)]
+    return SCRIPT.format(places=places, model=str(model_dir), directory=str(directory), result=str(result))
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_path):
