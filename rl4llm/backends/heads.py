@@ -125,7 +125,7 @@ def logprobs_of_logits(
     logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The same two from logits, for models that do more between hidden states and logits than one layer."""
-    logp_NV = (logits_NV.float() / temperature).log_softmax(1)
+    logp_NV = (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(1)
     logprobs_N = logp_NV.gather(1, targets_N[:, None]).squeeze(1)
     return logprobs_N, -(logp_NV.exp() * logp_NV).sum(1) if entropy else torch.zeros_like(logprobs_N)
 
