@@ -16,6 +16,7 @@
     ├── WeightsError       a version of the weights is damaged, incomplete or not finite
     ├── CheckpointError    a checkpoint is damaged or belongs to another run
     ├── NotFiniteError     losses or gradients were NaN or infinite several times in a row
+    ├── RanksError         a process that trains with others lost them
     └── RunDirError        the output directory cannot be used
 
 Each message names where, what was given, what is accepted and the next step.
@@ -93,6 +94,10 @@ class CheckpointError(RL4LLMError):
 
 class NotFiniteError(RL4LLMError):
     """Losses or gradients were not finite so often in a row that training stops; the last step is kept for replay."""
+
+
+class RanksError(RL4LLMError):
+    """A process that trains with others lost them; they died, or did not come within the deadline."""
 
 
 class RunDirError(RL4LLMError):
