@@ -103,7 +103,7 @@ class DistributedRanks(Ranks):
             call(*args)
         except RuntimeError as error:
             raise RanksError(
-                f"Rank {self.rank} of {self.size} lost the others: {str(error).strip().splitlines()[0]} Another rank died or "
+                f"Rank {self.rank} of {self.size} lost the others: {str(error).strip().splitlines()[0]} One died or "
                 "hangs; its own output says why. The same command goes on from the last checkpoint."
             ) from error
 
@@ -123,7 +123,7 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE={size}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Start with torchrun, "
+            f"WORLD_SIZE={size}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Use torchrun, "
             "deepspeed or accelerate launch, or unset WORLD_SIZE to train with one process."
         )
     backend = "gloo"
