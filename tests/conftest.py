@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from rank_processes import RankProcesses
 
 from rl4llm.inference.launch import launch
 from rl4llm.quickstart.model import build_model, build_tokenizer
@@ -56,6 +57,13 @@ def sglang_url(model_dir):
     flags = ["--model-path", str(model_dir), "--port", "0", *adapters]
     with launch("sglang", flags, python=_python_of("sglang"), cpu=True, ready_within_s=300) as server:
         yield server.url
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    """on_ranks(function, *args): what `function(ranks, *args)` returns on each of two processes that train together."""
+    with RankProcesses(size=2) as processes:
+        yield processes
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,157 @@
+"""Functions of a test run on several processes that form a gloo group, as `torchrun` would start them.
+
+    def norms(ranks, tensor):                      # at the top of a test file; the processes import that file
+        return ranks.total(tensor).norm().item()
+
+    def test_all_ranks_say_the_same(on_ranks):
+        first, second = on_ranks(norms, torch.ones(3))
+
+The processes start at the first call and serve all tests of a file. Arguments and results are pickled. A function that
+fails on any rank, or is not done within the deadline, fails the test with what every rank was doing; the next call then
+starts new processes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl4llm.core.ranks import join_ranks
+
+GRACE_S = 2.0  # for the others to fail by themselves, once one has
+
+
+class RankProcesses:
+    """`size` processes, each with one thread; `environ` are further environment variables, as text."""
+
+    def __init__(self, size: int = 2, deadline_s: float = 120.0, **environ: str):
+        self.size = size
+        self.deadline_s = deadline_s
+        self.environ = environ
+        self._processes = []
+
+    def __call__(self, function, *args, deadline_s: float | None = None):
+        """What `function(ranks, *args)` returned, by rank; raises AssertionError when it failed on any."""
+        if not self._processes:
+            self._start()
+        task = pickle.dumps((inspect.getsourcefile(function), function.__module__, function.__qualname__, args))
+        for connection in self._connections:
+            connection.send_bytes(task)
+        answers = self._answers(time.monotonic() + (deadline_s or self.deadline_s))
+        failures = {rank: value for rank, (failed, value) in answers.items() if failed}
+        if len(answers) == self.size and not failures:
+            return [answers[rank][1] for rank in range(self.size)]
+        told = [
+            f"--- rank {rank} " + (failures[rank] if rank in failures else self._state(rank, rank in answers))
+            for rank in sorted(range(self.size), key=lambda rank: rank not in failures)
+        ]
+        self.close()
+        raise AssertionError(f"{function.__qualname__} failed on {len(failures)} of {self.size} ranks.\n" + "\n".join(told))
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stacks = Path(tempfile.mkdtemp(prefix="ranks-"))
+        spawn = multiprocessing.get_context("spawn")
+        self._connections = []
+        for rank in range(self.size):
+            ours, theirs = spawn.Pipe()
+            environ = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size), "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                **self.environ,
+            }  # fmt: skip
+            process = spawn.Process(target=_serve, args=(theirs, environ, self._stacks / str(rank)), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        for connection in self._connections:
+            connection.recv_bytes()  # it has joined
+
+    def _answers(self, deadline: float) -> dict[int, tuple[bool, object]]:
+        """(whether it failed, result or traceback) by rank, of the ranks that answered in time."""
+        found = {}
+        while len(found) < self.size:
+            open_ones = [self._connections[rank] for rank in range(self.size) if rank not in found]
+            ready = wait(open_ones, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                found[self._connections.index(connection)] = answer = _answer(connection)
+                if answer[0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return found
+
+    def _state(self, rank: int, answered: bool) -> str:
+        if answered:
+            return "was done."
+        if not self._processes[rank].is_alive():
+            return f"died with exit code {self._processes[rank].exitcode}."
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "was not done in time:\n" + (self._stacks / str(rank)).read_text()
+
+
+def _answer(connection: Connection) -> tuple[bool, object]:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return True, "died."
+
+
+def _serve(connection: Connection, environ: dict[str, str], stacks: Path) -> None:
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        ranks = join_ranks(timeout_s=60.0)
+        connection.send_bytes(b"")
+        while True:
+            try:
+                task = connection.recv_bytes()
+            except EOFError:
+                return
+            connection.send_bytes(_run(task, ranks))
+
+
+def _run(task: bytes, ranks) -> bytes:
+    try:
+        file, module_name, function_name, args = pickle.loads(task)
+        torch.manual_seed(0)
+        return pickle.dumps((False, getattr(_imported(file, module_name), function_name)(ranks, *args)))
+    except Exception:  # noqa: BLE001 - the test that asked for it shows it
+        return pickle.dumps((True, "failed:\n" + traceback.format_exc()))
+
+
+def _imported(file: str, name: str):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
