@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rl4llm.cli import main
+from rl4llm.inference.member import Patience
+from rl4llm.inference.ports import free_port
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -56,6 +60,20 @@ def test_the_same_command_goes_on_where_it_stopped(run):
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == 3
     assert sorted(set(steps)) == [0, 1, 2, 3]
+
+
+def test_a_run_whose_servers_are_all_down_stops_with_75_and_the_same_command_goes_on(
+    model_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("rl4llm.inference.fleet.Patience", lambda: Patience(all_down_limit_s=0.2))
+    small = [f"model.path={model_dir}", f"output.dir={tmp_path}", "rollout.prompts=2", "data.limit=8", "eval.every=0"]
+    arguments = ["train", str(ROOT / "configs" / "quickstart.yaml"), *small, "max_steps=1", "rollout.max_tokens=4"]
+    nobody = ["inference.name=sglang", f"inference.url=http://127.0.0.1:{free_port('127.0.0.1')}"]
+    assert main([*arguments, *nobody]) == 75
+    said = " ".join(capsys.readouterr().err.split())
+    assert "No server could serve" in said
+    assert "The same command goes on from the last checkpoint." in said
+    assert main(arguments) == 0  # where servers are does not make it another run
 
 
 def test_eval_measures_the_last_checkpoint_of_a_run(run):

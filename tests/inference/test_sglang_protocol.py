@@ -1,7 +1,9 @@
 """What SGLangClient sends, what it believes, and what a load leaves behind, against a server that breaks on request."""
 
 import asyncio
+import gc
 import math
+import tracemalloc
 
 import pytest
 from fault_server import (
@@ -22,7 +24,7 @@ from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import SamplingParams, TokenSpan, WeightRef
 from rl4llm.inference.server import DamagedReplyError, DoubleReplyError
 from rl4llm.inference.sglang import SGLangClient
-from rl4llm.inference.transport import Retry
+from rl4llm.inference.transport import Retry, Transport
 from rl4llm.testing import check_client
 
 PROMPT = [5, 6, 7, 8]
@@ -458,3 +460,60 @@ def test_when_the_cache_cannot_be_forgotten_after_a_failed_load_both_failures_ar
         assert not server.paused
 
     play(scene)
+
+
+class Quick(FaultServer):
+    """Answers at once, without a model, and counts how many requests it has at a time."""
+
+    at_once = most = 0
+
+    async def _generate(self, body):
+        self.rids.append(body["rid"])
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            await asyncio.sleep(0)
+            rows = [[-0.5, token, None] for token in (7, 8, 9)]
+            meta = {"id": body["rid"], "weight_version": "1", "output_token_logprobs": rows}
+            return {"output_ids": [7, 8, 9], "meta_info": {**meta, "finish_reason": {"type": "length"}}}
+        finally:
+            self.at_once -= 1
+
+
+async def storm(server, client, samples=160):
+    """Many samples at once, of whose requests four in six fail; how much memory is held when they are over."""
+    start, faults = server.calls["/generate"], [status(503), reset(), text("{"), status(429), None, None]
+    server.at("/generate", {start + number: faults[number % 6] for number in range(3 * samples) if number % 6 < 4})
+    names = [f"1/p{number // 16}/{number % 16}" for number in range(samples)]
+    found = await asyncio.gather(*(client.generate(PROMPT, PARAMS, session=name) for name in names))
+    assert [completion.token_ids for completion in found] == [(7, 8, 9)] * samples
+    for name in names:
+        await client.release(name)
+    server.rids.clear()
+    server._faults.clear()
+    del found
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_a_storm_of_retries_has_only_so_many_requests_under_way_and_leaves_nothing(base, tokenizer):
+    async def main():
+        server = Quick(base, tokenizer)
+        await server.start()
+        client = SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)
+        client.http = Transport(server.url, connections=16)
+        client.retry = Retry(40, first_wait_s=0.0001, longest_wait_s=0.001)
+        try:
+            await storm(server, client)
+            tracemalloc.start()
+            held = [await storm(server, client) for _ in range(3)]
+            assert server.most <= len(server.connections()) <= 16
+            assert not client.names.turns
+            assert len(asyncio.all_tasks()) <= 1 + 2 * 16
+            assert held[2] - held[0] < 30_000  # bytes: less than a hundred for each sample of two storms
+        finally:
+            tracemalloc.stop()
+            await client.close()
+            await server.stop()
+
+    asyncio.run(main())
