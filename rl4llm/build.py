@@ -6,7 +6,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ import torch
 import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
+from rl4llm.backends.learned_reward import LearnedReward
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
 from rl4llm.core.allocator import keep_freed_memory
-from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_algorithm import BaseAlgorithm, LearnsFrom, Needs
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
@@ -30,8 +31,9 @@ from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import Registry
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, Group, SamplingParams
+from rl4llm.data.answers import ANSWER_COLUMNS, label_group, pair_group, valued_at_the_end
 from rl4llm.data.arithmetic import arithmetic_rows
-from rl4llm.data.demonstrations import check_demonstrations, demonstration_group
+from rl4llm.data.demonstrations import Read, check_rows, demonstration_group
 from rl4llm.data.load import load_rows
 from rl4llm.data.pack import plan_table
 from rl4llm.data.prompts import PromptStream
@@ -44,7 +46,7 @@ from rl4llm.inference.local import LocalClient
 from rl4llm.inference.server import ServerClient
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.inference.vllm import VLLMClient
-from rl4llm.rewards import as_reward_function, weighted_sum
+from rl4llm.rewards import as_reward_function, register_reward, weighted_sum
 from rl4llm.rewards.score import check_examples
 from rl4llm.sync.cohost import CohostedClient, CohostPublisher
 from rl4llm.sync.fallback import FallbackPublisher
@@ -61,6 +63,8 @@ from rl4llm.trainers.rl import Inference, RLTrainer
 
 GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
 """Tasks that `data.path` may name instead of a file."""
+
+register_reward("reward_model")(LearnedReward)
 
 ENGINES: Registry[type[BaseClient]] = Registry("inference.name")
 ENGINES.register("local")(LocalClient)
@@ -95,11 +99,17 @@ def _by_adapter(client: BaseClient, store: WeightStore, tokenizer: Any) -> BaseP
     return LoraPublisher(client, store)
 
 
-READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {"demonstrations": demonstration_group}
+READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
+    "demonstrations": demonstration_group,
+    "worlds": partial(demonstration_group, learned="context"),
+    "conversations": partial(demonstration_group, learned="all"),
+    "pairs": pair_group,
+    "labels": label_group,
+}
 """How a row of a dataset becomes a group, by what an algorithm learns from."""
 
 LOOKED_AT = 256
-"""Of so many of the longest demonstrations it is checked before a run that they can be learned from."""
+"""Of so many of the longest rows of a dataset it is checked before a run that they can be learned from."""
 
 MAY_CHANGE = (
     "max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.", "mismatch.",
@@ -128,9 +138,9 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     algorithm = build_algorithm(config)
     _check_names(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
-    reads = algorithm.needs().learns_from != "episodes"
-    dataset = _rows(config, given.dataset, demonstrations=reads)
-    parts = _supervised if reads else _reinforced
+    learns_from = algorithm.needs().learns_from
+    dataset = _rows(config, given.dataset, learns_from)
+    parts = _reinforced if learns_from == "episodes" else _supervised
     make = parts(config, given, algorithm, tokenizer, dataset)
     run = RunDir.open(config.output.dir, fingerprint(config) | _given_identity(given, dataset), allow_changes=force)
     try:
@@ -241,20 +251,25 @@ def _set_up_torch(config: Config) -> None:
     torch.manual_seed(config.seed)
 
 
-def _rows(config: Config, dataset: Any, *, demonstrations: bool) -> Any:
+def _rows(config: Config, dataset: Any, learns_from: LearnsFrom) -> Any:
     data = config.data
     source = data.path if dataset is None else dataset
-    return _load(config, source, data.split, data.limit, demonstrations=demonstrations)
+    return _load(config, source, data.split, data.limit, learns_from)
 
 
-def _load(config: Config, source: Any, split: str, limit: int | None, *, demonstrations: bool = False) -> Any:
+def _load(config: Config, source: Any, split: str, limit: int | None, learns_from: LearnsFrom = "episodes") -> Any:
     if isinstance(source, str) and source in GENERATED:
+        if learns_from != "episodes":
+            raise ConfigError(
+                f"data.path={source!r} is a generated task for episodes, but algorithm.name={config.algorithm['name']!r} "
+                f"learns from {learns_from}. Give it a dataset of those."
+            )
         return GENERATED[source](split, limit)
     data = config.data
     return load_rows(
         source,
         split=split,
-        demonstrations=demonstrations,
+        learns_from=learns_from,
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
         answer_pattern=data.answer_pattern,
@@ -265,19 +280,28 @@ def _load(config: Config, source: Any, split: str, limit: int | None, *, demonst
 
 
 def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
-    renderer = Renderer(tokenizer, roles=_roles(dataset))
+    needs = algorithm.needs()
+    _check_mismatched(config, needs)
+    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
+    read = _reader(needs, Renderer(tokenizer, roles=_roles(dataset, answers)))
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
-    backend = _backend(config, given.model)
-    preparation = Preparation(algorithm=algorithm, policy=backend, batching=_batching(config, algorithm, tokenizer))
+    start = copy.deepcopy(given.model) if needs.reference else None  # before the policy's weights move
+    backend = _backend(config, given.model, valued=needs.value_head)
+    preparation = Preparation(
+        algorithm=algorithm,
+        policy=backend,
+        batching=_batching(config, algorithm, tokenizer),
+        reference=_reference(config, algorithm, start, tokenizer),
+    )
     context_length = backend.model.config.get_text_config().max_position_embeddings
-    check_demonstrations(renderer, _longest(dataset, LOOKED_AT), context_length)
+    check_rows(read, _longest(dataset, LOOKED_AT, ("messages", *answers)), context_length)
 
     def make(run: RunDir) -> DatasetTrainer:
         tracker = _tracker(config, run)
         return DatasetTrainer(
             dataset=dataset,
             tokenizer=tokenizer,
-            read=partial(READERS[algorithm.needs().learns_from], renderer),
+            read=read,
             prompts=prompts,
             preparation=preparation,
             tracker=tracker,
@@ -285,6 +309,29 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         )
 
     return make
+
+
+def _reader(needs: Needs, renderer: Renderer) -> Read:
+    """How rows are read: as tokens with log-probs, or for a model that gives values with one value at the end."""
+    read = partial(READERS[needs.learns_from], renderer)
+    if not needs.value_head:
+        return read
+
+    def read_valued(row: Mapping[str, Any], name: str) -> Group:
+        group = read(row, name)
+        return replace(
+            group, trajectories=tuple(valued_at_the_end(t, renderer.stop_token_ids[0]) for t in group.trajectories)
+        )
+
+    return read_valued
+
+
+def _check_mismatched(config: Config, needs: Needs) -> None:
+    if needs.mismatched and config.rollout.prompts < 2:
+        raise ConfigError(
+            f"rollout.prompts={config.rollout.prompts} is not accepted with algorithm.name={config.algorithm['name']!r}: "
+            "each step compares answers with other prompts of the step. Use 2 or more."
+        )
 
 
 def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
@@ -312,7 +359,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         batching=batching,
         temperature=config.rollout.temperature or 1.0,
         critic=_critic(config, algorithm, start),
-        reference=_reference(config, algorithm, start),
+        reference=_reference(config, algorithm, start, tokenizer),
     )
     plan = _plan(config, batching, dataset, renderer, new_tokens, client.context_length)
     runner = asyncio.Runner()
@@ -396,24 +443,44 @@ def _base(
     }
 
 
-def _backend(config: Config, model: Any) -> TorchBackend:
-    """The policy."""
-    model, lora = _model(config, model), config.model.lora
+def _backend(config: Config, given: Any, *, valued: bool = False) -> TorchBackend:
+    """The policy, or where the model that trains is `valued`, one that gives values."""
+    model, lora = _model(config, given), config.model.lora
+    value_head = load_value_head(config.model.path if given is None else None, model) if valued else None
     adapter = None
     if lora.rank:
         adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
-    return TorchBackend(
-        model, adapter=adapter, autocast=config.model.autocast, **_optimizer(config, config.training.epochs)
-    )
+    options = _optimizer(config, config.training.epochs)
+    return TorchBackend(model, adapter=adapter, value_head=value_head, autocast=config.model.autocast, **options)
 
 
-def _reference(config: Config, algorithm: BaseAlgorithm, start: Any) -> TorchBackend | None:
+def _reference(config: Config, algorithm: BaseAlgorithm, start: Any, tokenizer: Any) -> TorchBackend | None:
     """The model that log-probs are compared with; it never trains."""
     needs = algorithm.needs()
     if not needs.reference:
         return None
+    if needs.reference_path is not None:
+        _check_same_tokens(tokenizer, needs.reference_path, config.model.pad_token)
     model = _model(config, start if needs.reference_path is None else None, needs.reference_path)
+    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+        raise ConfigError(
+            f"The model {needs.reference_path!r} knows {model.get_input_embeddings().num_embeddings} tokens, but the "
+            f"tokenizer has {len(tokenizer)}. Take one with the same vocabulary."
+        )
     return TorchBackend(model, autocast=config.model.autocast, lr=0.0)
+
+
+def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:
+    """Two models can judge the same tokens only if these mean the same to both."""
+    own, other = tokenizer.get_vocab(), load_tokenizer(path, pad_token=pad_token).get_vocab()
+    different = sorted(own.items() - other.items(), key=lambda item: item[1]) or sorted(other.items() - own.items())
+    if different:
+        token, _ = different[0]
+        raise ConfigError(
+            f"The tokenizer of {path!r} is another than that of model.path: {len(other)} tokens against {len(own)}, and "
+            f"{token!r} is number {own.get(token, 'none')} in one and {other.get(token, 'none')} in the other. A teacher or "
+            "reference must have the same tokenizer."
+        )
 
 
 def _critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> TorchBackend | None:
@@ -559,9 +626,11 @@ def _held_out(config: Config, given: Given) -> Any:
     return _load(config, source, config.eval.split, config.eval.limit)
 
 
-def _roles(dataset: Any) -> tuple[str, ...]:
-    roles = {message["role"] for row in dataset for message in row["messages"]} - {"assistant", "system"}
-    return tuple(sorted(roles))
+def _roles(dataset: Any, answers: Sequence[str]) -> tuple[str, ...]:
+    """Who speaks between two answers of a dataset: in these columns, or where there are none in its messages."""
+    columns = answers or ("messages",)
+    roles = {message["role"] for row in dataset for column in columns for message in row[column]}
+    return tuple(sorted(roles - {"assistant", "system"}))
 
 
 def _check_prompts(rows: Any, renderer: Renderer, context_length: int, where: str) -> None:
@@ -592,11 +661,14 @@ def _plan(
     )
 
 
-def _messages(row: Mapping[str, Any]) -> list[ChatMessage]:
-    return [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row["messages"]]
+def _messages(row: Mapping[str, Any], column: str = "messages") -> list[ChatMessage]:
+    return [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row[column]]
 
 
-def _longest(rows: Any, count: int) -> list[Mapping[str, Any]]:
-    """The rows with the most text."""
-    by_size = sorted(range(len(rows)), key=lambda number: -sum(len(item.content) for item in _messages(rows[number])))
-    return [rows[number] for number in by_size[:count]]
+def _longest(rows: Any, count: int, columns: Sequence[str] = ("messages",)) -> list[Mapping[str, Any]]:
+    """The rows with the most text in some columns of messages."""
+
+    def size(number: int) -> int:
+        return sum(len(item.content) for column in columns for item in _messages(rows[number], column))
+
+    return [rows[number] for number in sorted(range(len(rows)), key=size, reverse=True)[:count]]

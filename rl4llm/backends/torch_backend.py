@@ -76,7 +76,7 @@ class TorchBackend(BaseBackend):
         loss = (losses_BT * batch.weights_BT).sum()
         if loss.requires_grad:
             loss.backward()
-        return _reduced(loss.detach(), metrics, batch.mask_BT)
+        return _reduced(loss.detach(), metrics, batch)
 
     def optim_step(self) -> dict[str, float]:
         return self._optimizer.step()
@@ -215,14 +215,17 @@ def _has_work(batch: TrainBatch) -> bool:
     return len(asked_tokens(batch)[0]) > 0
 
 
-def _reduced(loss: Tensor, metrics: TokenMetrics, mask_BT: Tensor) -> dict[str, float]:
-    """The loss, the number of the policy's tokens, and each metric's mean over them, or maximum for names in "/max"."""
+def _reduced(loss: Tensor, metrics: TokenMetrics, batch: TrainBatch) -> dict[str, float]:
+    """The loss, the number of the policy's tokens, and of each metric the mean over them, or what its name asks for."""
+    mask_BT = batch.mask_BT
     tokens = mask_BT.sum()
     values = [loss, tokens]
     for name, metric_BT in metrics.items():
         metric_BT = metric_BT.detach()
         if name.endswith("/max"):
             values.append(metric_BT.masked_fill(~mask_BT, float("-inf")).max())
+        elif name.endswith("/weighted"):
+            values.append((metric_BT * batch.weights_BT).sum())
         else:
             values.append(metric_BT.masked_fill(~mask_BT, 0.0).sum() / tokens.clamp(min=1))
     names = ["loss", "tokens", *metrics]

@@ -12,6 +12,10 @@ from torch import Tensor
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.types import Group, TrainBatch, Trajectory
 
+LearnsFrom = Literal["episodes", "demonstrations", "worlds", "conversations", "pairs", "labels"]
+"""What the policy samples; or of a dataset: what the assistant says, what the environment answers, or both; two answers of
+which one is preferred; answers that are each good or bad."""
+
 Total = Callable[[Tensor], Tensor]
 """The sum of a tensor over all ranks; on one rank the tensor itself."""
 
@@ -30,7 +34,7 @@ class Critic:
 class Needs:
     """What an algorithm asks of the trainer; the trainer asks for needs, never for names."""
 
-    learns_from: Literal["episodes", "demonstrations", "pairs", "labels"] = "episodes"
+    learns_from: LearnsFrom = "episodes"
     group: bool = False  # at least two trajectories per prompt
     whole_groups: bool = False  # the trajectories of a prompt must stand in the same micro-batch
     every_token: bool = True  # False: a trajectory whose credit is 0 has no loss, and need not be computed
@@ -53,7 +57,8 @@ class BaseAlgorithm(ABC):
     """Pure maths on tensors. Subclasses are dataclasses whose fields are the algorithm's options.
 
     `aggregation` names how token losses are summed, see `rl4llm.data.pack`. Among a batch's token metrics, a name that ends
-    in "/max" is reported as the maximum over the policy's tokens, every other as their mean.
+    in "/max" is reported as the maximum over the policy's tokens; one that ends in "/weighted" is summed with the weights of
+    the loss, which makes a mean over trajectories where the loss is one, and loses that ending; every other is their mean.
 
     In the order in which they are called: `keep` and `learns_from` choose, `credits` says how good, `assign` turns that into
     advantages, `token_losses` and `value_losses` into losses, and `after_step` sees what came of it.
@@ -75,7 +80,10 @@ class BaseAlgorithm(ABC):
         return True
 
     def credits(self, group: Group) -> Tensor:
-        """How much better than expected each trajectory was (G,), or each of its turns (G, K); absent turns may be NaN."""
+        """How much better than expected each trajectory was (G,), or each of its turns (G, K); absent turns may be NaN.
+
+        A trajectory with nothing but NaN takes no part in the step: it neither trains nor counts in any mean.
+        """
         return group.rewards_G
 
     def batch_credits(self, groups: Sequence[Group], total: Total) -> list[Tensor]:

@@ -50,7 +50,8 @@ class BaseBackend(ABC):
         self, batch: TrainBatch, token_losses: TokenLosses, *, temperature: float = 1.0, entropy: bool = False
     ) -> dict[str, float]:
         """Add this batch's gradient; returns "loss", "tokens" (of the policy), and each token metric by its name: the mean
-        over those tokens, or the maximum where the name ends in "/max".
+        over those tokens, the maximum where the name ends in "/max", and where it ends in "/weighted" the sum with the
+        weights of the loss.
 
         `entropy` asks for entropy_BT (with gradient), which costs time and is None otherwise.
         """

@@ -242,8 +242,8 @@ BaseRLTrainer = BaseTrainer
 def merge(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The metrics of one optimizer step from those of its micro-batches.
 
-    "loss" adds up and so does "tokens", as "update/tokens"; names ending in "/max" take the maximum; all others are means
-    over the policy's tokens.
+    "loss" adds up and so does "tokens", as "update/tokens"; names ending in "/max" take the maximum; those in "/weighted"
+    add up and lose that ending; all others are means over the policy's tokens.
     """
     tokens = sum(part["tokens"] for part in parts)
     merged = {"loss": sum(part["loss"] for part in parts), "update/tokens": tokens}
@@ -252,6 +252,8 @@ def merge(parts: Sequence[dict[str, float]]) -> dict[str, float]:
             continue
         if name.endswith("/max"):
             merged[name] = max(part[name] for part in parts)
+        elif name.endswith("/weighted"):
+            merged[name.removesuffix("/weighted")] = sum(part[name] for part in parts)
         else:
             merged[name] = sum(part[name] * part["tokens"] for part in parts) / max(tokens, 1)
     return merged

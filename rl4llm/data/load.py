@@ -1,4 +1,4 @@
-"""Datasets of prompts: rows with `prompt_id`, `messages` and `ground_truth`, from whatever form they are stored in."""
+"""Datasets: rows with `prompt_id`, `messages` and what is learned from them, from whatever form they are stored in."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.types import ChatMessage
+from rl4llm.data.answers import SPLITS, Messages, conversation
 from rl4llm.data.read import read_rows
 
 Row = dict[str, Any]
+CONVERSATIONS = ("demonstrations", "worlds", "conversations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ def load_rows(
     system_prompt: str | None = None,
     prompt_template: str | None = None,
     limit: int | None = None,
-    demonstrations: bool = False,
+    learns_from: LearnsFrom = "episodes",
 ) -> Rows:
     r"""Read prompts from rows, a `datasets.Dataset`, a file, a directory, or the hub.
 
@@ -62,12 +65,14 @@ def load_rows(
     of their prompt and answer as stored, so the name survives another system prompt or order; rows that are equal in both
     get -2, -3 ... behind it.
 
-    `demonstrations` are conversations to imitate: they hold the assistant's messages, and need no ground truth.
+    `learns_from` says what the rows are for. Only "episodes" need a ground truth. "demonstrations", "worlds" and
+    "conversations" hold the assistant's messages; "pairs" and "labels" hold answers beside the prompt, whose column is
+    `prompt_column`, "prompt" or "messages", see `rl4llm.data.answers`.
     `limit` takes the first rows. Raises ConfigError for options that cannot work, DataError, with the row's file and line,
     for anything wrong with the data.
     """
     answer_column = answer_column or "ground_truth"
-    recipe = _Recipe(prompt_column, answer_column, answer_pattern, system_prompt, prompt_template, demonstrations)
+    recipe = _Recipe(prompt_column, answer_column, answer_pattern, system_prompt, prompt_template, learns_from)
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit={limit} is not accepted: at least 1, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
@@ -96,7 +101,7 @@ class _Recipe:
     answer_pattern: str | None
     system_prompt: str | None
     prompt_template: str | None
-    demonstrations: bool
+    learns_from: LearnsFrom
 
     def __post_init__(self) -> None:
         if self.prompt_template is not None:
@@ -108,18 +113,32 @@ class _Recipe:
         """The prompt that a stored row makes; raises DataError."""
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: a row must have named columns, like {{'prompt': ...}}; this is {row!r:.60}.")
-        messages = self._messages(where, row)
+        if self.learns_from in SPLITS:
+            messages, answers = SPLITS[self.learns_from](where, row, self._prompt_beside(where, row))
+            stored: tuple[Any, ...] = [message.to_dict() for message in messages], answers
+        else:
+            messages, answers = self._stored_or_made(where, row), {}
+            stored = row[self.prompt_column or "messages"], row.get(self.answer_column)
+        messages = self._checked(where, messages)
         ground_truth = self._ground_truth(where, row)
-        stored = row[self.prompt_column or "messages"], row.get(self.answer_column)
-        made = {"messages": [message.to_dict() for message in messages], "ground_truth": ground_truth}
+        made = {"messages": [message.to_dict() for message in messages], "ground_truth": ground_truth, **answers}
         made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
         for text in _texts(made):
             _check_text(where, text)
         return _Draft(where, _given_id(where, row), _hash(stored), made)
 
-    def _messages(self, where: str, row: Mapping[str, Any]) -> list[ChatMessage]:
-        messages = self._stored(where, row) if self.prompt_column is None else [self._prompt(where, row)]
-        if self.demonstrations:
+    def _stored_or_made(self, where: str, row: Mapping[str, Any]) -> Messages:
+        return self._stored(where, row) if self.prompt_column is None else [self._prompt(where, row, self.prompt_column)]
+
+    def _prompt_beside(self, where: str, row: Mapping[str, Any]) -> Messages | None:
+        """The prompt of a row that holds answers too; None where it has no column of its own."""
+        column = self.prompt_column or next((name for name in ("prompt", "messages") if row.get(name) is not None), None)
+        if column is None or not isinstance(row.get(column), list | tuple):
+            return None if column is None else [self._prompt(where, row, column)]
+        return conversation(where, column, row[column])
+
+    def _checked(self, where: str, messages: Messages) -> Messages:
+        if self.learns_from in CONVERSATIONS:
             if not any(message.role == "assistant" for message in messages):
                 raise DataError(f"{where}: the conversation has no assistant message, so there is nothing to imitate.")
         elif not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
@@ -127,10 +146,10 @@ class _Recipe:
         if self.system_prompt:
             if any(message.role == "system" for message in messages):
                 raise DataError(f"{where}: the row has a system message of its own; leave data.system_prompt unset.")
-            messages.insert(0, ChatMessage("system", self.system_prompt))
+            return [ChatMessage("system", self.system_prompt), *messages]
         return messages
 
-    def _stored(self, where: str, row: Mapping[str, Any]) -> list[ChatMessage]:
+    def _stored(self, where: str, row: Mapping[str, Any]) -> Messages:
         if "messages" not in row:
             raise DataError(
                 f"{where}: there is no column 'messages'. Next step: say which column holds the prompt "
@@ -138,24 +157,18 @@ class _Recipe:
             )
         if self.prompt_template is not None:
             raise ConfigError("data.prompt_template needs data.prompt_column, whose text it is put around.")
-        stored = row["messages"]
-        if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
-            raise DataError(f"{where}: messages must be a list of {{'role': ..., 'content': ...}}, not {stored!r:.60}.")
-        try:
-            return [ChatMessage.from_dict(message) for message in stored]
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+        return conversation(where, "messages", row["messages"])
 
-    def _prompt(self, where: str, row: Mapping[str, Any]) -> ChatMessage:
-        prompt = _column(where, row, "data.prompt_column", self.prompt_column)
+    def _prompt(self, where: str, row: Mapping[str, Any], column: str) -> ChatMessage:
+        prompt = _column(where, row, "data.prompt_column", column)
         if not isinstance(prompt, str):
-            raise DataError(f"{where}: column {self.prompt_column!r} must be a text, not {prompt!r:.60}.")
+            raise DataError(f"{where}: column {column!r} must be a text, not {prompt!r:.60}.")
         if prompt.strip() and self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)
         return ChatMessage("user", prompt)
 
     def _ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
-        if self.demonstrations:
+        if self.learns_from != "episodes":
             return row.get(self.answer_column)
         answer = _column(where, row, "data.answer_column", self.answer_column)
         if answer is None:

@@ -142,7 +142,7 @@ class Preparation:
         trajectories, credits = [], []
         for group, credits_G in share:
             for trajectory, credit in zip(group.trajectories, credits_G, strict=True):
-                if self.algorithm.learns_from(trajectory):
+                if self.algorithm.learns_from(trajectory) and not bool(credit.isnan().all()):
                     trajectories.append(trajectory)
                     credits.append(self._credit(credit))
         totals = self._over_ranks(self.batching.totals(trajectories))

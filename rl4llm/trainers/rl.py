@@ -259,7 +259,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
 
 def _plain(credits: Tensor) -> list[Any]:
-    """Numbers, or lists of one number for each turn there was."""
+    """Numbers, or lists of one number for each turn there was; nothing for what took no part."""
     if credits.dim() == 1:
-        return credits.tolist()
+        return [None if math.isnan(credit) else credit for credit in credits.tolist()]
     return [turns_K[~turns_K.isnan()].tolist() for turns_K in credits]
