@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl4llm.algorithms import register_algorithm
-    from rl4llm.api import DAPOTrainer, GRPOTrainer, PPOTrainer
+    from rl4llm.api import DAPOTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, PPOTrainer, RewardTrainer, SFTTrainer
     from rl4llm.config import load_config
     from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage, EnvState, SampleState
     from rl4llm.core.base_trainer import BaseRLTrainer, BaseTrainer
@@ -24,9 +24,13 @@ __all__ = [
     "BaseTrainer",
     "ChatMessage",
     "DAPOTrainer",
+    "DPOTrainer",
     "EnvState",
     "GRPOTrainer",
+    "KTOTrainer",
     "PPOTrainer",
+    "RewardTrainer",
+    "SFTTrainer",
     "SampleState",
     "SamplingParams",
     "load_config",
@@ -39,8 +43,12 @@ _HOME = {
     "BaseRLTrainer": "rl4llm.core.base_trainer",
     "BaseTrainer": "rl4llm.core.base_trainer",
     "DAPOTrainer": "rl4llm.api",
+    "DPOTrainer": "rl4llm.api",
     "GRPOTrainer": "rl4llm.api",
+    "KTOTrainer": "rl4llm.api",
     "PPOTrainer": "rl4llm.api",
+    "RewardTrainer": "rl4llm.api",
+    "SFTTrainer": "rl4llm.api",
     "SamplingParams": "rl4llm.core.types",
     "load_config": "rl4llm.config",
     "register_algorithm": "rl4llm.algorithms",

@@ -98,6 +98,30 @@ class GRPOTrainer(PolicyTrainer):
     algorithm = "grpo"
 
 
+class SFTTrainer(PolicyTrainer):
+    """Imitation of conversations: rows with `messages`; takes no rewards."""
+
+    algorithm = "sft"
+
+
+class DPOTrainer(PolicyTrainer):
+    """Direct Preference Optimization: rows with `chosen` and `rejected`; takes no rewards."""
+
+    algorithm = "dpo"
+
+
+class KTOTrainer(PolicyTrainer):
+    """Kahneman-Tversky Optimization: rows with `prompt`, `completion` and `label`; takes no rewards."""
+
+    algorithm = "kto"
+
+
+class RewardTrainer(PolicyTrainer):
+    """A reward model: rows with `chosen` and `rejected`. What it exports is the reward "reward_model" of later runs."""
+
+    algorithm = "reward_model"
+
+
 class DAPOTrainer(PolicyTrainer):
     """GRPO with DAPO's clip-higher, token mean and dynamic sampling."""
 

@@ -162,7 +162,7 @@ def build_algorithm(config: Config) -> BaseAlgorithm:
 def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBackend:
     """One of the models that train, "model" or "critic", without anything around it."""
     _set_up_torch(config)
-    return _critic(config, algorithm, None) if name == "critic" else _backend(config, None)
+    return _critic(config, algorithm, None) if name == "critic" else _backend(config, algorithm, None)
 
 
 def _check_names(config: Config) -> None:
@@ -281,20 +281,19 @@ def _load(config: Config, source: Any, split: str, limit: int | None, learns_fro
 
 def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
     needs = algorithm.needs()
-    _check_mismatched(config, needs)
+    _check_supervised(config, given, needs)
+    held_out = _held_out(config, given, needs.learns_from) or ()
     answers = ANSWER_COLUMNS.get(needs.learns_from, ())
     read = _reader(needs, Renderer(tokenizer, roles=_roles(dataset, answers)))
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
     start = copy.deepcopy(given.model) if needs.reference else None  # before the policy's weights move
-    backend = _backend(config, given.model, valued=needs.value_head)
-    preparation = Preparation(
-        algorithm=algorithm,
-        policy=backend,
-        batching=_batching(config, algorithm, tokenizer),
-        reference=_reference(config, algorithm, start, tokenizer),
-    )
+    backend = _backend(config, algorithm, given.model)
+    reference = _reference(config, algorithm, start, tokenizer)
+    prepared = partial(Preparation, algorithm=algorithm, policy=backend, reference=reference)
+    batching = _batching(config, algorithm, tokenizer)
     context_length = backend.model.config.get_text_config().max_position_embeddings
-    check_rows(read, _longest(dataset, LOOKED_AT, ("messages", *answers)), context_length)
+    for rows in (dataset, held_out):
+        check_rows(read, _longest(rows, LOOKED_AT, ("messages", *answers)), context_length)
 
     def make(run: RunDir) -> DatasetTrainer:
         tracker = _tracker(config, run)
@@ -303,7 +302,9 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
             tokenizer=tokenizer,
             read=read,
             prompts=prompts,
-            preparation=preparation,
+            preparation=prepared(batching=batching),
+            held_out=held_out,
+            measuring=prepared(batching=replace(batching, updates_per_rollout=1, epochs=1)),
             tracker=tracker,
             **_base(config, algorithm, backend, run, tracker),
         )
@@ -326,7 +327,14 @@ def _reader(needs: Needs, renderer: Renderer) -> Read:
     return read_valued
 
 
-def _check_mismatched(config: Config, needs: Needs) -> None:
+def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
+    """What has no meaning where nothing is sampled, or cannot work."""
+    for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class)):
+        if item is not None:
+            raise ConfigError(
+                f"{what} is not accepted with algorithm.name={config.algorithm['name']!r}, which samples nothing and learns "
+                f"from {needs.learns_from} in a dataset. Leave it out."
+            )
     if needs.mismatched and config.rollout.prompts < 2:
         raise ConfigError(
             f"rollout.prompts={config.rollout.prompts} is not accepted with algorithm.name={config.algorithm['name']!r}: "
@@ -347,7 +355,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     check_examples(rewards)
     needs = algorithm.needs()
     start = copy.deepcopy(given.model) if needs.reference or needs.critic else None  # before the policy's weights move
-    backend = _backend(config, given.model)
+    backend = _backend(config, algorithm, given.model)
     client = _client(config, backend.model, tokenizer)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
@@ -443,11 +451,12 @@ def _base(
     }
 
 
-def _backend(config: Config, given: Any, *, valued: bool = False) -> TorchBackend:
-    """The policy, or where the model that trains is `valued`, one that gives values."""
+def _backend(config: Config, algorithm: BaseAlgorithm, given: Any) -> TorchBackend:
+    """The model that trains: the policy, or one that gives values."""
     model, lora = _model(config, given), config.model.lora
-    value_head = load_value_head(config.model.path if given is None else None, model) if valued else None
-    adapter = None
+    adapter = value_head = None
+    if algorithm.needs().value_head:
+        value_head = load_value_head(config.model.path if given is None else None, model)
     if lora.rank:
         adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
     options = _optimizer(config, config.training.epochs)
@@ -609,7 +618,7 @@ def _rewards(config: Config, given: Given) -> tuple[list[BaseRewardFunction], An
     return functions, None if plain else weighted_sum(weights)
 
 
-def _held_out(config: Config, given: Given) -> Any:
+def _held_out(config: Config, given: Given, learns_from: LearnsFrom = "episodes") -> Any:
     if config.eval.every == 0:
         return None
     if given.eval_dataset is not None:
@@ -623,7 +632,7 @@ def _held_out(config: Config, given: Given) -> Any:
             f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
             "Set eval.path to other prompts, or eval.every=0 to measure none."
         )
-    return _load(config, source, config.eval.split, config.eval.limit)
+    return _load(config, source, config.eval.split, config.eval.limit, learns_from)
 
 
 def _roles(dataset: Any, answers: Sequence[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+import rl4llm.build  # noqa: F401 - registers what needs a model too
 from rl4llm import __version__
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.algorithms.policy_gradient import PolicyGradient

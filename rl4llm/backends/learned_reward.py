@@ -1,6 +1,6 @@
 """A trained reward model as a reward.
 
-It stands among the backends, and not in `rl4llm.rewards`, because it runs a model. `rl4llm.build` registers it with the others.
+It stands among the backends, not in `rl4llm.rewards`, because it runs a model. `rl4llm.build` registers it with the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl4llm.backends.heads import VALUE_HEAD_FILE
-from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
+from rl4llm.backends.models import load_model, load_tokenizer, load_value_head, model_directory
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import DataError, ModelError
@@ -27,13 +27,13 @@ from rl4llm.rewards import RewardFailure
 class LearnedReward(BaseRewardFunction):
     """What a reward model gives a conversation; the numbers are those that its training compared.
 
-        rewards: [{name: reward_model, path: runs/reward_model/model}]
+        rewards: [{name: reward_model, path: runs/reward_model}]
 
     Conversations are written by the reward model's own tokenizer and chat template, up to the last answer of the assistant.
     One that is longer than its context, or that its template cannot write, is left out as a failure, never cut.
 
     Args:
-        path: what training with ``algorithm.name=reward_model`` exported.
+        path: what training with ``algorithm.name=reward_model`` exported, or the directory of its run.
         device: "auto" is cuda where there is one.
         dtype: of the weights, float32 or bfloat16.
         max_tokens_per_batch: of one pass, or the longest conversation.
@@ -53,7 +53,7 @@ class LearnedReward(BaseRewardFunction):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_model(path, dtype=dtype, device=device)
-        if not (Path(path) / VALUE_HEAD_FILE).is_file():
+        if not (Path(model_directory(path)) / VALUE_HEAD_FILE).is_file():
             raise ModelError(
                 f"{path!r} has no {VALUE_HEAD_FILE}, so it is no reward model. Accepted: what a run with "
                 "algorithm.name=reward_model exported."

@@ -53,7 +53,8 @@ class BaseBackend(ABC):
         over those tokens, the maximum where the name ends in "/max", and where it ends in "/weighted" the sum with the
         weights of the loss.
 
-        `entropy` asks for entropy_BT (with gradient), which costs time and is None otherwise.
+        `entropy` asks for entropy_BT (with gradient), which costs time and is None otherwise. Under `torch.no_grad()` it
+        only measures.
         """
 
     @abstractmethod

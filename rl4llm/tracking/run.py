@@ -108,6 +108,13 @@ class RunTracker:
         self.console.evaluation(step, metrics)
         return metrics
 
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log what was measured on held-out rows, where nothing is sampled."""
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("update/")}
+        self._evals.log(step, metrics)
+        self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
+        self.console.note(f"held-out at step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
     def warn(self, text: str) -> None:
         """Tell the user something that must not be overlooked."""
         self.console.warn(text)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.base_trainer import BaseTrainer
+import torch
+
+from rl4llm.core.base_trainer import BaseTrainer, merge
 from rl4llm.core.types import Group, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.tracking.run import RunTracker
@@ -14,7 +16,10 @@ from rl4llm.trainers.prepare import Preparation
 
 
 class DatasetTrainer(BaseTrainer[list[Group]]):
-    """Learns from the rows of a dataset, `rollout.prompts` of them per step; `read` makes a group of each."""
+    """Learns from the rows of a dataset, `rollout.prompts` of them per step; `read` makes a group of each.
+
+    The loss and the algorithm's metrics are measured on `held_out` rows too, which `measuring` makes one batch of.
+    """
 
     def __init__(
         self,
@@ -24,6 +29,8 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
         read: Callable[[Mapping[str, Any], str], Group],
         prompts: PromptStream,
         preparation: Preparation,
+        held_out: Sequence[dict[str, Any]],
+        measuring: Preparation,
         tracker: RunTracker,
         **base: Any,
     ):
@@ -33,13 +40,14 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
         self.read = read
         self.prompts = prompts
         self.preparation = preparation
+        self.held_out = held_out
+        self.measuring = measuring
         self.tracker = tracker
 
     def collect(self) -> list[Group]:
         """The next rows, as tokens with authors."""
         with self.clock("collect"):
-            rows = self.prompts.next_batch()
-            return [self.read(self.dataset[row], str(self.dataset[row].get("prompt_id", row))) for row in rows]
+            return [self._group(self.dataset, row) for row in self.prompts.next_batch()]
 
     def prepare(self, collected: list[Group]) -> list[Update]:
         """Their optimizer steps."""
@@ -53,8 +61,16 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
         tokens = sum(trajectory.num_tokens for group in collected for trajectory in group.trajectories)
         self.tracker.step(self.step, (), (), metrics, tokens=tokens)
 
+    @torch.no_grad()
     def evaluate(self) -> None:
-        """The held-out set belongs to the reinforcement learning that follows."""
+        """Measure the loss on the held-out rows."""
+        if not self.held_out:
+            return
+        with self.clock("evaluate"):
+            groups = [self._group(self.held_out, row) for row in range(len(self.held_out))]
+            updates = self.measuring.prepare(groups, self.step).updates
+            metrics = merge([self.forward_backward(batch) for update in updates for batch in update.batches])
+        self.tracker.measured(self.step, metrics)
 
     def close(self) -> None:
         self.tracker.close()
@@ -75,3 +91,6 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
 
     def warn(self, text: str) -> None:
         self.tracker.warn(text)
+
+    def _group(self, rows: Sequence[dict[str, Any]], row: int) -> Group:
+        return self.read(rows[row], str(rows[row].get("prompt_id", row)))

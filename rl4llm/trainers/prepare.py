@@ -205,6 +205,7 @@ class Preparation:
         Ethayarajh et al. 2024 (KTO), section 4.1.
         """
         members = [trajectory for group in groups for trajectory in group.trajectories]
+        members.sort(key=lambda member: member.prompt_id)  # the estimate does not depend on the order of a batch
         mismatched = [
             replace(one, prompt_id=f"{number}", spans=(one.spans[0], _first_policy_span(other)))
             for number, (one, other) in enumerate(zip(members, members[1:] + members[:1], strict=True))

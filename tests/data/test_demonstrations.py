@@ -2,13 +2,14 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.demonstrations import check_demonstrations, demonstration
+from rl4llm.data.demonstrations import check_rows, demonstration, demonstration_group
 from rl4llm.data.render import Renderer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -124,6 +125,6 @@ def test_a_demonstration_longer_than_the_context_is_found_with_its_row_and_lengt
     chatml = renderer("chatml_tools")
     rows = [{"prompt_id": name, "messages": [ASKED, said("85 " * n)]} for name, n in (("short", 1), ("long", 9))]
     lengths = [demonstration(chatml, conversation(*row["messages"]), "a").num_tokens for row in rows]
-    check_demonstrations(chatml, rows, lengths[1])
+    check_rows(partial(demonstration_group, chatml), rows, lengths[1])
     with pytest.raises(DataError, match=f"Row 'long' is a conversation of {lengths[1]} tokens, .* context of {lengths[0]}"):
-        check_demonstrations(chatml, rows, lengths[0])
+        check_rows(partial(demonstration_group, chatml), rows, lengths[0])
