@@ -12,9 +12,10 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
 from rl4llm.data.pack import pack, totals_of
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "preference.json").read_text())
-QUANTITIES = {entry["name"]: entry for entry in GOLDEN["quantities"]}
-PAIRS = GOLDEN["pairs"]
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "open.json").read_text())
+KINDS = ("dpo", "rm", "sft")
+QUANTITIES = {entry["name"]: entry for entry in GOLDEN["quantities"] if entry["name"].startswith(KINDS)}
+PAIRS = GOLDEN["extra"]["preference_pairs"]
 NUM_PAIRS = len(PAIRS["margin"])
 
 
