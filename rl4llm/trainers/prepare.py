@@ -187,10 +187,10 @@ class Preparation:
             return groups
         coefficient, estimator = self.algorithm.needs().reward_kl
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        penalties = torch.zeros(len(trajectories))
+        penalties = torch.zeros(len(trajectories), dtype=torch.float64)
         for batch, owners_BT in self._owned(trajectories):
             kl_BT = kl(batch.sampled_logprobs_BT, self._numbers(self.reference, batch), estimator)
-            penalties.index_add_(0, owners_BT[batch.mask_BT], kl_BT[batch.mask_BT])
+            penalties.index_add_(0, owners_BT[batch.mask_BT], kl_BT[batch.mask_BT].double())
         metrics["reward/kl"] = penalties.mean().item()
         left = iter((coefficient * penalties).tolist())
 

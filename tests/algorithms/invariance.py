@@ -1,0 +1,271 @@
+"""The same trajectories arranged otherwise: the loss of a step and its gradient must not change.
+
+Every log-prob and value is looked up by its token, in float64, so a method sees the same numbers wherever a token stands,
+and the gradient with respect to those tables can be compared. Groups go through the trainer's own `Preparation`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl4llm.algorithms import ALGORITHMS
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
+from rl4llm.trainers.prepare import Batching, Preparation
+
+POLICY_IDS = range(100, 4000)  # each token of the policy has its own
+TABLE = 4000
+GARBAGE = 3.3
+AFTER_WARMUP = 10**6
+RANK_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How the same groups become batches; `ranks` says how many groups each rank has."""
+
+    layout: str = "sorted"
+    budget: int | None = None  # None is all in one batch, 1 what cannot be cut
+    shuffled: bool = False
+    ranks: tuple[int, ...] = ()
+    more_context: int = 0  # tokens of the environment put before each turn but the first
+
+
+BASE = Arrangement()
+ARRANGEMENTS = {
+    "packed": Arrangement("packed"),
+    "shared prompts": Arrangement("shared"),
+    "small micro-batches": Arrangement("sorted", 1),
+    "small packed micro-batches": Arrangement("packed", 40),
+    "small shared micro-batches": Arrangement("shared", 60),
+    "other order": Arrangement("packed", 70, shuffled=True),
+    "two ranks": Arrangement("packed", 60, ranks=(3, 1)),
+    "two ranks, one without groups": Arrangement("shared", ranks=(4, 0)),
+    "three ranks in another order": Arrangement("sorted", 1, shuffled=True, ranks=(1, 2, 1)),
+    "longer observations": Arrangement("packed", more_context=7),
+}
+
+
+def groups(learns_from: str = "episodes", seed: int = 0) -> list[Group]:
+    """Ragged trajectories of one to three turns with context between, and rewards for turns and episodes."""
+    draw, fresh = random.Random(seed), iter(POLICY_IDS)
+    sizes = {"episodes": 4, "pairs": 2}
+    return [_group(f"p{number}", sizes.get(learns_from, 1), draw, fresh, learns_from) for number in range(4)]
+
+
+def _group(name: str, size: int, draw: random.Random, fresh: Any, learns_from: str) -> Group:
+    prompt = TokenSpan.context([draw.randrange(1, 50) for _ in range(draw.randrange(2, 6))])
+    members = [_trajectory(name, prompt, draw, fresh) for _ in range(size + (learns_from == "episodes"))]
+    if learns_from != "episodes":
+        signs = [1.0, -1.0] if size == 2 else [draw.choice([1.0, -1.0])]
+        members = [replace(one, reward=sign, turn_rewards=()) for one, sign in zip(members, signs, strict=True)]
+        return Group(name, tuple(members))
+    return Group(name, tuple(members[:-1]), baseline=members[-1])
+
+
+def _trajectory(name: str, prompt: TokenSpan, draw: random.Random, fresh: Any) -> Trajectory:
+    spans, turns = [prompt], draw.randrange(1, 4)
+    for turn in range(turns):
+        if turn:
+            spans.append(TokenSpan.context([60 + draw.randrange(2)] * 2))  # two states, so that they recur
+        ids = tuple(next(fresh) for _ in range(draw.randrange(2, 7)))
+        spans.append(TokenSpan(ids, "policy", tuple(-draw.expovariate(1.0) for _ in ids), 0))
+    turn_rewards = tuple(draw.choice([0.0, 0.25, 0.5]) for _ in range(turns))
+    reward = sum(turn_rewards) + draw.gauss(0, 1)
+    stop = "length" if draw.random() < 0.2 else "done"
+    return Trajectory(name, tuple(spans), (), {}, reward, stop, turn_rewards=turn_rewards)
+
+
+def table(seed: int, center: float = 0.0, spread: float = 1.0) -> Tensor:
+    """A number for each token id, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return center + spread * torch.randn(TABLE, generator=generator, dtype=torch.float64)
+
+
+def sampled_table(found: Sequence[Group]) -> Tensor:
+    """The engine's log-probs by token id."""
+    numbers = torch.full((TABLE,), GARBAGE, dtype=torch.float64)
+    for span in (span for group in found for one in group.trajectories for span in one.policy_spans):
+        numbers[list(span.token_ids)] = torch.tensor(span.logprobs, dtype=torch.float64)
+    return numbers
+
+
+class TableBackend(BaseBackend):
+    """A model that knows a number for each token."""
+
+    def __init__(self, numbers: Tensor):
+        self.numbers = numbers
+
+    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        return look_up(self.numbers, batch)
+
+    def _unused(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    forward_backward = optim_step = weights = take_weights = weight_specs = _unused
+    write_config = save = load = export = info = _unused
+
+
+def look_up(numbers: Tensor, batch: TrainBatch) -> Tensor:
+    """(B, T), 0 where the policy wrote nothing."""
+    return torch.where(batch.mask_BT, numbers[batch.token_ids_BT], 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Loss and gradients of all optimizer steps of a rollout."""
+
+    losses: Tensor
+    gradient: Tensor
+    value_gradient: Tensor
+
+    def distance(self, other: Outcome) -> float:
+        """The largest difference, relative to the largest number there is."""
+        pairs = [(getattr(self, name), getattr(other, name)) for name in ("losses", "gradient", "value_gradient")]
+        return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
+
+
+def outcome(make: Callable[[], BaseAlgorithm], arrangement: Arrangement, updates: int = 1) -> Outcome:
+    """What a step computes from the groups of this arrangement."""
+    found = arranged([group for group in groups(make().needs().learns_from) if make().keep(group)], arrangement)
+    ranks = arrangement.ranks or (len(found),)
+    share = Total(len(ranks))
+
+    def run(rank: int) -> Outcome:
+        begin = sum(ranks[:rank])
+        with share:
+            return _of_rank(make(), found[begin : begin + ranks[rank]], found, arrangement, share.of(rank), updates)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(run, rank) for rank in range(len(ranks))]
+    broken = [future.exception() for future in futures if future.exception() is not None]
+    for error in sorted(broken, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    results = [future.result() for future in futures]
+    return Outcome(*(sum(getattr(one, name) for one in results) for name in ("losses", "gradient", "value_gradient")))
+
+
+class Total:
+    """The sum over ranks that are threads."""
+
+    def __init__(self, ranks: int):
+        self.barrier = threading.Barrier(ranks, timeout=RANK_TIMEOUT_S)
+        self.slots: list[Tensor | None] = [None] * ranks
+
+    def __enter__(self) -> Total:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if kind is not None:  # the others must not wait for a rank that failed
+            self.barrier.abort()
+
+    def of(self, rank: int) -> Callable[[Tensor], Tensor]:
+        """The function that this rank is given."""
+
+        def total(tensor: Tensor) -> Tensor:
+            self.slots[rank] = tensor
+            self.barrier.wait()
+            summed = torch.stack(self.slots).sum(0)
+            self.barrier.wait()
+            return summed
+
+        return total
+
+
+def arranged(found: list[Group], arrangement: Arrangement) -> list[Group]:
+    """The groups of an arrangement."""
+    if arrangement.more_context:
+        found = [
+            replace(group, trajectories=tuple(_stretched(one, arrangement.more_context) for one in group.trajectories))
+            for group in found
+        ]
+    if not arrangement.shuffled:
+        return found
+    draw = random.Random(1)
+    mixed = [replace(group, trajectories=tuple(draw.sample(group.trajectories, len(group.trajectories)))) for group in found]
+    return draw.sample(mixed, len(mixed))
+
+
+def _stretched(one: Trajectory, count: int) -> Trajectory:
+    """With more tokens of the environment before each turn but the first."""
+    first, *rest = one.spans
+    longer = [TokenSpan.context(span.token_ids + (70,) * count) if span.author == "context" else span for span in rest]
+    return replace(one, spans=(first, *longer))
+
+
+def _of_rank(
+    algorithm: BaseAlgorithm,
+    own: list[Group],
+    everything: list[Group],
+    arrangement: Arrangement,
+    total: Callable[[Tensor], Tensor],
+    updates: int,
+) -> Outcome:
+    sampled = sampled_table(everything)
+    old, new = sampled + table(1, spread=0.1), sampled + table(2, spread=0.3)
+    values = table(3)
+    logprobs, new_values = new.requires_grad_(), (values + table(4, spread=0.3)).requires_grad_()
+    preparation = Preparation(
+        algorithm=algorithm,
+        policy=TableBackend(old),
+        reference=TableBackend(sampled + table(5, spread=0.3)),
+        critic=TableBackend(values),
+        batching=Batching(
+            layout=arrangement.layout,
+            aggregation=algorithm.aggregation,
+            pad_token_id=TABLE - 1,
+            max_tokens_per_batch=arrangement.budget or 10**5,
+            usual_tokens_per_batch=10**5,
+            updates_per_rollout=updates,
+            constant_length=18,
+            whole_groups=algorithm.needs().whole_groups,
+        ),
+        total=total,
+    )
+    losses = []
+    for update in preparation.prepare(own, AFTER_WARMUP).updates:
+        parts = [_loss(algorithm, batch, logprobs, new_values) for batch in update.batches]
+        losses.append(sum(parts, torch.zeros((), dtype=torch.float64)))
+    made = torch.stack(losses)
+    gradients = torch.autograd.grad(made.sum() + 0 * (logprobs.sum() + new_values.sum()), [logprobs, new_values])
+    return Outcome(made.detach(), *gradients)
+
+
+def _loss(algorithm: BaseAlgorithm, batch: TrainBatch, logprobs: Tensor, new_values: Tensor) -> Tensor:
+    needs = algorithm.needs()
+    entropy_BT = look_up(table(6, center=2.0), batch) * look_up(logprobs, batch).exp() if needs.entropy else None
+    losses_BT, _ = algorithm.token_losses(batch, look_up(logprobs, batch), entropy_BT)
+    loss = (losses_BT * batch.weights_BT).sum()
+    if needs.critic:
+        value_losses_BT, _ = algorithm.value_losses(batch, look_up(new_values, batch))
+        loss = loss + (value_losses_BT * batch.weights_BT).sum()
+    return loss
+
+
+def fitting(method: str, exempt: Mapping[str, str]) -> list[str]:
+    """The arrangements that must not matter; a divergence estimated between neighbours depends on who they are."""
+    mismatched = ALGORITHMS[method]().needs().mismatched
+    return [
+        name
+        for name, one in ARRANGEMENTS.items()
+        if name not in exempt and not (mismatched and (one.shuffled or one.ranks))
+    ]
+
+
+def invariance_error(method: str, options: Mapping[str, Any], exempt: Mapping[str, str]) -> float:
+    """The largest relative difference over all arrangements."""
+
+    def make() -> BaseAlgorithm:
+        return ALGORITHMS[method](**options)
+
+    expected = outcome(make, BASE)
+    return max(expected.distance(outcome(make, ARRANGEMENTS[name])) for name in fitting(method, exempt))

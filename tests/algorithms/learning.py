@@ -1,0 +1,176 @@
+"""A task that every method must learn in seconds: two turns with the environment's words between them.
+
+The reward of an episode is the share of vowels in what the assistant said in both turns. A small model with random weights
+says few; how many it says after some steps is what a method has learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl4llm.api import PolicyTrainer
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.quickstart.model import build_model, build_tokenizer
+
+TEXTS = ["system\nBe brief.\n", "user\nSay 1.\nGo on.\nassistant\nAnswer: 85\n", "aeiou eau oui bcdfgh"] * 4
+QUIET = {"deterministic": True, "tracking.tensorboard": False, "tracking.episodes_every": 0, "checkpoint.every": 0}
+THRESHOLD = 0.3
+"""The reward that counts as learned; the model begins at about half of it."""
+
+
+class Vowels(BaseRewardFunction):
+    """The share of vowels in what the assistant said."""
+
+    def __init__(self, name: str = "vowels", **kwargs: Any):
+        super().__init__(name)
+
+    def __call__(self, messages: Any, ground_truth: Any, **kwargs: Any) -> float:
+        said = "".join(message.content.lower() for message in messages if message.role == "assistant")
+        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+
+
+class TwoTurns(BaseMDPEnv):
+    """Asks for more once, whatever was said."""
+
+    continue_truncated = True
+
+    def respond(self, sample: Any) -> list[ChatMessage]:
+        return [ChatMessage("user", "Go on.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The mean reward of each step."""
+
+    rewards: tuple[float, ...]
+    seconds: float = 0.0
+
+    @property
+    def before(self) -> float:
+        """Of the first step, sampled before anything was learned."""
+        return self.rewards[0]
+
+    @property
+    def after(self) -> float:
+        """The mean of the last three steps; of a method that does not sample, what was played at the end."""
+        last = self.rewards[max(1, len(self.rewards) - 3) :]
+        return sum(last) / len(last)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a method learns the task, and which options its invariance is tested with.
+
+    Args:
+        options: of the algorithm in the learning run; a value that is callable is called, such as for a teacher.
+        overrides: of the run's configuration.
+        invariance: sets of the algorithm's options, each tested by itself, besides the defaults.
+        exempt: arrangements that do matter to it, each with the reason.
+        learn: of a method that does not sample for itself; gets the name, a directory and whether it may learn.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    invariance: tuple[Mapping[str, Any], ...] = ()
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    learn: Callable[[str, Path, bool], Curve] | None = None
+
+
+def prompts(count: int = 4) -> list[dict[str, Any]]:
+    """Rows of the task."""
+    return [
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
+        for i in range(count)
+    ]
+
+
+@functools.cache
+def start() -> str:
+    """The directory of the model that every method starts from."""
+    directory = tempfile.mkdtemp(prefix="rl4llm-start-")
+    tokenizer = build_tokenizer(TEXTS, vocab_size=320)
+    build_model(tokenizer, seed=0, hidden_size=64, num_layers=2).eval().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@functools.cache
+def teacher() -> str:
+    """The directory of a model that learned the task."""
+    directory = Path(tempfile.mkdtemp(prefix="rl4llm-teacher-"))
+    trainer = episodes("grpo", {}, directory / "run", max_steps=40)
+    trainer.train()
+    trainer.save_pretrained(directory / "model")
+    return str(directory / "model")
+
+
+def episodes(
+    method: str, options: Mapping[str, Any], directory: Path, model: str | None = None, **overrides: Any
+) -> PolicyTrainer:
+    """A run that samples episodes of the task."""
+    kind = type("Trainer", (PolicyTrainer,), {"algorithm": method})
+    made = {key: value() if callable(value) else value for key, value in options.items()}
+    settings = {
+        "max_steps": 20,
+        "rollout.prompts": 4,
+        "rollout.group_size": 8,
+        "rollout.max_tokens": 6,
+        "training.lr": 4e-3,
+        "training.epochs": 2,  # so that ratios matter
+        "env.max_steps": 2,
+        **QUIET,
+        **overrides,
+    }
+    return kind(
+        model or start(), prompts(), [Vowels()], env=TwoTurns, algorithm=made, output={"dir": str(directory)}, **settings
+    )
+
+
+def rewards_of(directory: Path) -> tuple[float, ...]:
+    """The mean reward of each step of a run."""
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return tuple(row["reward/mean"] for row in rows if "reward/mean" in row)
+
+
+def played(model: str, directory: Path) -> float:
+    """The mean reward of a model that does not learn."""
+    episodes("grpo", {}, directory, model, **{"training.lr": 0.0, "max_steps": 2}).train()
+    return sum(rewards_of(directory)) / 2
+
+
+def learn(method: str, recipe: Recipe, directory: Path, *, learns: bool = True) -> Curve:
+    """The curve of a method; without `learns` of the same run whose learning rates are 0."""
+    if recipe.learn is not None:
+        return recipe.learn(method, directory, learns)
+    options = dict(recipe.options)
+    if not learns and "critic_lr" in options:
+        options["critic_lr"] = 0.0
+    still = {} if learns else {"training.lr": 0.0}
+    trainer = episodes(method, options, directory, **{**recipe.overrides, **still})
+    begin = time.perf_counter()
+    trainer.train()
+    return Curve(rewards_of(directory), time.perf_counter() - begin)
+
+
+def imitate(method: str, directory: Path, learns: bool) -> Curve:
+    """A method that learns from demonstrations: of words that are all vowels. Played before and after."""
+    said = ["aeiou", "eau oui", "aie oue", "oui eau"]
+    rows = [
+        {"prompt_id": str(i), "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+        for i, (row, answer) in enumerate(itertools.product(prompts(), said))
+    ]
+    kind = type("Trainer", (PolicyTrainer,), {"algorithm": method})
+    settings = {**QUIET, "max_steps": 20, "rollout.prompts": 8, "training.lr": 3e-3 if learns else 0.0}
+    begin = time.perf_counter()
+    trainer = kind(start(), rows, output={"dir": str(directory / "run")}, **settings).train()
+    seconds = time.perf_counter() - begin
+    trainer.save_pretrained(directory / "model")
+    return Curve((played(start(), directory / "before"), played(str(directory / "model"), directory / "after")), seconds)

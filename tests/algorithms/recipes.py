@@ -1,0 +1,53 @@
+"""One recipe per registered method: how it learns the task in seconds, and which options its invariance is tested with.
+
+A method without a recipe fails the tests, so that a new one comes with its proof.
+"""
+
+from __future__ import annotations
+
+from learning import Recipe, imitate, teacher
+
+EVERYTHING = {
+    "scale_rewards": "batch",
+    "whiten": True,
+    "mask_truncated": True,
+    "kl_coef": 0.1,
+    "kl_in": "loss",
+    "kl_weighted": True,
+    "entropy_coef": 0.01,
+    "old_logprobs": "recomputed",
+    "correction": "sequence_icepop",
+    "correction_low": 0.2,
+    "correction_high": 5.0,
+}
+IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+TURNS = {"turn_discount": 0.9}
+AGGREGATIONS = tuple({"aggregation": name} for name in ("token", "sequence", "prompt", "constant"))
+SHARED = (EVERYTHING, IN_REWARD, *AGGREGATIONS)
+"""Options of every policy-gradient method."""
+CRITIC = {"critic_lr": 4e-3, "critic_epochs": 2, "critic_warmup_steps": 2}
+
+RECIPES: dict[str, Recipe] = {
+    **{
+        name: Recipe(invariance=(*SHARED, TURNS))
+        for name in ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "gmpo", "gspo", "gspo_token", "opmd", "rloo", "sapo")
+    },
+    "clip_cov": Recipe(
+        invariance=({"clip_share": 0.1, "cov_low": 0.1}, *SHARED),
+        exempt={"longer observations": "lots are drawn by position, so other tokens are held back"},
+    ),
+    "kl_cov": Recipe(invariance=({"kl_share": 0.1}, *SHARED)),
+    "distill": Recipe(
+        options={"teacher_path": teacher},
+        invariance=({"teacher_path": "t", "reward_coef": 0.5}, {"teacher_path": "t", "whiten": True}),
+    ),
+    "explore_grpo": Recipe(invariance=SHARED),
+    "gigpo": Recipe(invariance=SHARED),
+    "ppo": Recipe(options=CRITIC, invariance=SHARED),
+    "reinforce_pp": Recipe(invariance=(*SHARED, {"gamma": 0.9})),
+    "reinforce_pp_baseline": Recipe(invariance=(*SHARED, TURNS)),
+    "remax": Recipe(invariance=SHARED),
+    # Answers of 12 tokens are so short that the paper's alpha of 0.05 would give a lambda of 0.
+    "vapo": Recipe(options={**CRITIC, "alpha": 0.5}, invariance=({"alpha": 0.5}, *SHARED)),
+    "sft": Recipe(learn=imitate, invariance=({"aggregation": "sequence"},)),
+}

@@ -1,0 +1,144 @@
+"""Neither layout nor micro-batches nor order nor ranks nor the environment's words change a loss or its gradient."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from invariance import ARRANGEMENTS, BASE, Arrangement, groups, invariance_error, outcome
+from recipes import RECIPES
+
+from rl4llm.algorithms import ALGORITHMS, GRPO, PPO, ReinforcePP
+from rl4llm.algorithms.returns import discounted_returns, gae
+from rl4llm.backends.heads import ValueHead
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.types import Group, TokenSpan
+from rl4llm.data.pack import pack, totals_of
+from rl4llm.trainers.prepare import Batching, Preparation
+
+CASES = [(name, options) for name in ALGORITHMS for options in ({}, *(RECIPES[name].invariance if name in RECIPES else ()))]
+
+
+def test_every_method_has_a_recipe():
+    assert sorted(RECIPES) == sorted(ALGORITHMS)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda case: "+".join(case) if isinstance(case, dict) else case)
+def test_how_trajectories_are_arranged_changes_neither_loss_nor_gradient(name, options):
+    found = outcome(lambda: ALGORITHMS[name](**options), BASE)
+    assert found.gradient.abs().max() > 1e-3
+    assert not ALGORITHMS[name]().needs().critic or found.value_gradient.abs().max() > 1e-3
+    assert invariance_error(name, options, RECIPES[name].exempt) < 1e-6
+
+
+@pytest.mark.parametrize("arrangement", ["packed", "small micro-batches", "two ranks, one without groups"])
+def test_a_loss_that_divides_by_its_own_batch_would_be_found(arrangement):
+    @dataclass(slots=True)
+    class OwnMean(GRPO):
+        def token_losses(self, batch, logprobs_BT, entropy_BT):
+            loss_BT, metrics = GRPO.token_losses(self, batch, logprobs_BT, entropy_BT)
+            return loss_BT / batch.mask_BT.numel(), metrics
+
+    assert outcome(OwnMean, BASE).distance(outcome(OwnMean, ARRANGEMENTS[arrangement])) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce_pp", "kl_cov"])
+def test_several_updates_of_a_rollout_do_not_depend_on_micro_batches_either(name):
+    expected = outcome(ALGORITHMS[name], BASE, updates=2)
+    assert len(expected.losses) == 2
+    for arrangement in (Arrangement("packed", 40), Arrangement("shared", 60), Arrangement("sorted", 1)):
+        assert expected.distance(outcome(ALGORITHMS[name], arrangement, updates=2)) < 1e-6
+
+
+def one_batch(found):
+    members = [one for group in found for one in group.trajectories]
+    credits = [list(one.turn_rewards) for one in members]
+    (batch,) = pack(
+        members,
+        credits,
+        max_tokens_per_batch=10**5,
+        layout="packed",
+        aggregation="token",
+        totals=totals_of(members),
+        pad_token_id=0,
+    )
+    return batch
+
+
+def with_more_context(found, count):
+    def longer(one):
+        first, *rest = one.spans
+        spans = [TokenSpan.context(span.token_ids * count) if span.author == "context" else span for span in rest]
+        return replace(one, spans=(first, *spans))
+
+    return [Group(group.prompt_id, tuple(map(longer, group.trajectories))) for group in found]
+
+
+@pytest.mark.parametrize("count", [2, 30])
+def test_estimates_ignore_what_the_environment_says_and_how_long_it_speaks(count):
+    short, long = one_batch(groups()), one_batch(with_more_context(groups(), count))
+    assert long.token_ids_BT.numel() > short.token_ids_BT.numel()
+
+    def estimates(batch, garbage):
+        rewards_BT = batch.credits_BT.double() * 0.1
+        values_BT = (batch.token_ids_BT.double() * 0.01).sin().where(batch.mask_BT, garbage)
+        return [
+            gae(rewards_BT, values_BT, batch, 0.97, 0.9)[batch.mask_BT],
+            discounted_returns(rewards_BT, batch, 0.9)[batch.mask_BT],
+        ]
+
+    for one, other in zip(estimates(short, 5.0), estimates(long, -70.0), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("algorithm", [PPO(gamma=0.9, kl_coef=0.1), ReinforcePP(gamma=0.9, kl_coef=0.1)])
+def test_numbers_on_the_environments_tokens_change_no_advantage(algorithm):
+    def advantages(garbage):
+        batch = one_batch(groups())
+        numbers_BT = (batch.token_ids_BT.double() * 0.37).sin()
+        for name in ("old_logprobs_BT", "ref_logprobs_BT", "values_BT"):
+            setattr(batch, name, (numbers_BT * len(name)).where(batch.mask_BT, garbage))
+        algorithm.assign([batch], lambda tensor: tensor)
+        return batch.advantages_BT[batch.mask_BT]
+
+    torch.testing.assert_close(advantages(0.0), advantages(1e4), atol=0, rtol=0)
+
+
+SMALL_VOCABULARY = 300
+
+
+def of_the_model(found):
+    """The same groups with tokens that a small model knows."""
+
+    def known(span):
+        return replace(span, token_ids=tuple(token % SMALL_VOCABULARY for token in span.token_ids))
+
+    return [
+        replace(
+            group,
+            trajectories=tuple(replace(one, spans=tuple(map(known, one.spans))) for one in group.trajectories),
+            baseline=group.baseline and replace(group.baseline, spans=tuple(map(known, group.baseline.spans))),
+        )
+        for group in found
+    ]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "gmpo", "kl_cov", "gigpo"])
+def test_the_gradient_of_a_real_model_does_not_depend_on_the_arrangement_either(name, model):
+    policy = TorchBackend(model, lr=0.0)
+    critic = TorchBackend(model, value_head=ValueHead(model.config.hidden_size), lr=0.0)
+    algorithm = ALGORITHMS[name]()
+
+    def gradient(layout, budget):
+        policy.model.zero_grad()
+        batching = Batching(layout, algorithm.aggregation, 0, budget, 2048, constant_length=18)
+        preparation = Preparation(algorithm=algorithm, policy=policy, critic=critic, batching=batching)
+        for update in preparation.prepare(of_the_model(groups()), step=100).updates:
+            for batch in update.batches:
+                policy.forward_backward(batch, algorithm.token_losses)
+        return {key: parameter.grad.clone() for key, parameter in policy.model.named_parameters()}
+
+    expected = gradient("sorted", 4096)
+    assert any(tensor.abs().max() > 1e-4 for tensor in expected.values())
+    for layout, budget in (("packed", 4096), ("shared", 64), ("sorted", 32)):
+        for key, tensor in gradient(layout, budget).items():
+            torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=1e-4, msg=f"{layout} {key}")
