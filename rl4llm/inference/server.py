@@ -85,6 +85,8 @@ class ServerClient(BaseClient):
     USUAL_URL: ClassVar[str]
     SAYS_VERSIONS: ClassVar[bool] = True
     """Whether replies say which weights they are from, so that they can be told apart behind a router."""
+    UNSEEN: ClassVar[str]
+    """What is in the refusal of files that the server does not see, or not yet."""
 
     def __init__(
         self,
@@ -170,7 +172,8 @@ class ServerClient(BaseClient):
             for number in itertools.count():
                 problem = await self._replace_weights(weight_ref)
                 version = await self.version()
-                if version != before or not _unseen(weight_ref, problem) or time.monotonic() > seen_by:
+                unseen = isinstance(problem, RefusedError) and self.UNSEEN in str(problem)
+                if version != before or not unseen or time.monotonic() > seen_by:
                     break
                 await asyncio.sleep(self.retry.wait_s(number))
         if version != weight_ref.version or (problem and before == version):
@@ -274,11 +277,6 @@ def _problem(sampled: Sampled, vocab_size: int) -> str | None:
 def _is_logprob(value: Any) -> bool:
     least, most = LOGPROBS
     return isinstance(value, int | float) and least <= value <= most  # which no NaN is
-
-
-def _unseen(weight_ref: WeightRef, problem: EngineError | None) -> bool:
-    """Whether a server refused files that it may yet see: a shared file system can show them late."""
-    return isinstance(problem, RefusedError) and weight_ref.path is not None and weight_ref.path in str(problem)
 
 
 def field(answer: Any, name: str, what: str) -> Any:

@@ -45,6 +45,7 @@ class SGLangClient(ServerClient):
     publishers = ("filesystem", "tensor", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
+    UNSEEN = "Failed to get weights iterator"
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class SGLangClient(ServerClient):
 
     async def flush(self) -> None:
         """Forget the prefix cache."""
-        await self._admin("/flush_cache", {})
+        await self.http.tell("/flush_cache", deadline_s=self.admin_deadline_s)
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         await self._admin("/release_memory_occupation", {"tags": list(tags)})

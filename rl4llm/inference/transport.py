@@ -93,6 +93,10 @@ class Transport:
         """The JSON that POST answers; None for an empty body."""
         return await self._request("POST", path, body, deadline_s)
 
+    async def tell(self, path: str, *, deadline_s: float | None = None) -> None:
+        """Raise unless POST succeeds; the answer need not be JSON."""
+        await self._fetch("POST", path, None, deadline_s)
+
     async def close(self) -> None:
         """Close all connections."""
         session, self._session = self._session, None

@@ -20,7 +20,6 @@ NEVER_LOADED = -1
 FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
 SETTLE_S = 1.0  # for requests that ended before an update to find out that they did
 LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature and only its log says so
-UNSEEN = "seen from the server"  # what the worker extension says of a directory without weights
 START = "Start the server with scripts/launch_vllm.sh, or with what it passes"
 
 
@@ -80,6 +79,7 @@ class VLLMClient(ServerClient):
     publishers = ("filesystem", "lora")
     URL_VARIABLE = "VLLM_BASE_URL"
     USUAL_URL = "http://127.0.0.1:8000"
+    UNSEEN = "seen from the server"  # as the worker extension says it
     SAYS_VERSIONS = False  # the server's workers are asked, before and after each request
 
     def __init__(
@@ -335,7 +335,7 @@ class VLLMClient(ServerClient):
         except UnreachableError as error:  # vLLM answers 500 to whatever a worker raises
             if "has no attribute" in str(error) and method in str(error):
                 raise EngineError(f"{error} {START}: --worker-extension-cls.") from error
-            if UNSEEN in str(error):
+            if self.UNSEEN in str(error):
                 raise RefusedError(str(error)) from error
             raise
 

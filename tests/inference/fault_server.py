@@ -296,7 +296,8 @@ class FaultServer:
         try:
             if fault is not None:
                 return await fault(self, request, lambda: endpoint(body))
-            return web.json_response(await endpoint(body))
+            found = await endpoint(body)
+            return found if isinstance(found, web.Response) else web.json_response(found)
         except _Refusal as refusal:
             return web.json_response({"success": False, "message": str(refusal)}, status=400)
 
@@ -357,7 +358,7 @@ class FaultServer:
             raise _Refusal("requests are running")
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))
         if not files:
-            raise _Refusal(f"{body['model_path']} holds no weights")
+            raise _Refusal(f"Failed to get weights iterator: {body['model_path']} holds no weights")
         try:
             tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
             self.model.load_state_dict(tensors, strict=False)
@@ -398,7 +399,7 @@ class FaultServer:
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def _flush_cache(self, body):
-        return None
+        return web.Response(text="Cache flushed.\nPlease check backend logs for more details.")
 
     async def _release_memory_occupation(self, body):
         return None

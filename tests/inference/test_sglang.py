@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
@@ -12,7 +13,9 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.inference.adapters import adapter_name
+from rl4llm.inference.server import DamagedReplyError
 from rl4llm.inference.sglang import SGLangClient
+from rl4llm.inference.transport import Retry
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
 from rl4llm.sync.lora import LoraPublisher
@@ -241,3 +244,78 @@ def test_grpo_learns_an_adapter_through_the_server(client, backend, tokenizer, l
     versions = sorted(path.name for path in (tmp_path / "run" / "weights").glob("v*"))
     assert versions == ["v000024", "v000025"]
     assert (tmp_path / "run" / "weights" / "v000025" / "adapter_model.safetensors").exists()
+
+
+def test_damaged_weights_that_the_server_takes_give_no_sample_and_the_canary_says_so(client, backend, tmp_path):
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        weight_ref = way.write(backend, 60)
+        file = next((tmp_path / "v000060").glob("*.safetensors"))
+        tensors = load_file(file)
+        tensors["model.norm.weight"][:] = float("nan")
+        save_file(tensors, file, metadata={"format": "pt"})
+        await client.load(weight_ref)
+        assert await client.version() == 60  # the server says that all is well
+        with pytest.raises(StaleWeightsError, match="does not hold version 60"):
+            await canary(client).verify(backend, client, weight_ref)
+        client.retry = Retry(2, first_wait_s=0.01)
+        with pytest.raises(DamagedReplyError, match="damaged weights"):
+            await client.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
+        await canary(client).verify(backend, client, await way.publish(backend, 60))
+        assert (await client.generate(PROMPT, SamplingParams(max_tokens=4))).version == 60
+
+    run(client, work)
+
+
+def test_a_refusal_that_changed_the_weights_all_the_same_leaves_no_old_cache_behind(client, backend, tmp_path):
+    class InPlace(SGLangClient):
+        """Keeps requests in their places, over which SGLang cannot forget its cache."""
+
+        async def pause(self):
+            await super().pause("in_place")
+
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        await way.publish(backend, 70)
+        digest = await client.checksum()
+        tasks = [asyncio.create_task(client.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True)))]
+        await asyncio.sleep(0.2)
+        change(backend.model, 7)
+        weight_ref = way.write(backend, 71)
+        rash = InPlace(client.base_url, client._tokenizer, vocab_size=client.vocab_size, context_length=512)
+        with pytest.raises(EngineError, match=r"flush_cache .* a load that failed: .*Weights were updated, but"):
+            await rash.load(weight_ref)
+        assert await client.checksum() != digest
+        await asyncio.gather(*tasks)
+        await client.load(weight_ref)
+        assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+        completion = await client.generate(PROMPT, SamplingParams(max_tokens=32, ignore_eos=True))
+        assert completion.logprobs == pytest.approx(logprobs(backend.model, PROMPT, completion.token_ids), abs=1e-5)
+        await rash.close()
+
+    run(client, work)
+
+
+def test_an_update_that_a_dead_trainer_left_open_does_not_stop_the_next_one(client, backend):
+    async def work():
+        await client.http.post("/begin_weight_update", {})
+        weight_ref = await TensorPublisher(client, "tensor").publish(backend, 80)
+        assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+
+    run(client, work)
+
+
+def test_files_that_show_late_are_waited_for(client, backend, tmp_path):
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        await way.publish(backend, 90)
+        weight_ref = way.write(backend, 91)
+        (tmp_path / "v000091").rename(tmp_path / "hidden")
+        load = asyncio.create_task(client.load(weight_ref))
+        await asyncio.sleep(1)
+        assert await client.version() == 90
+        (tmp_path / "hidden").rename(tmp_path / "v000091")
+        await load
+        assert await client.version() == 91
+
+    run(client, work)
