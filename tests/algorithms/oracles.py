@@ -1,0 +1,400 @@
+"""What the papers say, once more, as loops over single numbers: for what no other framework's numbers were stored.
+
+Each oracle returns the largest difference to what the library makes of the same groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from invariance import TableBackend, groups, look_up, sampled_table, table
+from torch import Tensor
+
+from rl4llm.algorithms import (
+    DAPO,
+    GRPO,
+    OPMD,
+    PPO,
+    VAPO,
+    ClipCov,
+    Distill,
+    ExploreGRPO,
+    GiGPO,
+    KLCov,
+    ReinforcePP,
+    ReMax,
+)
+from rl4llm.algorithms.entropy_cov import token_covariances
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.types import Group, TrainBatch, Trajectory
+from rl4llm.data.pack import pack, totals_of
+from rl4llm.trainers.prepare import Batching, Preparation
+
+GROUPS = groups(seed=3)
+MEMBERS = [one for group in GROUPS for one in group.trajectories]
+SAMPLED = sampled_table(GROUPS)
+OLD, REF, VALUES = SAMPLED + table(1, spread=0.2), SAMPLED + table(5, spread=0.3), table(3)
+NEW = SAMPLED + table(2, spread=0.4)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """The sum over ranks, where there is one."""
+    return tensor
+
+
+def ids(one: Trajectory) -> list[int]:
+    """The policy's tokens, each with an id of its own."""
+    return [token for span in one.policy_spans for token in span.token_ids]
+
+
+def batch_of(credits: Sequence[Tensor]) -> TrainBatch:
+    """All trajectories in one row, every number in float64."""
+    flat = [credit[~credit.isnan()] for credits_G in credits for credit in credits_G.reshape(len(credits_G), -1)]
+    numbers = itertools.count()
+    numbered = [[next(numbers) for _ in turns] if credits[0].dim() == 2 else next(numbers) for turns in flat]
+    totals = totals_of(MEMBERS, constant_length=20)
+    (batch,) = pack(
+        MEMBERS, numbered, max_tokens_per_batch=10**5, layout="packed", aggregation="token", totals=totals, pad_token_id=0
+    )
+    batch.credits_BT = torch.cat(flat).double()[batch.credits_BT.long()] * batch.mask_BT
+    batch.sampled_logprobs_BT = look_up(SAMPLED, batch)
+    batch.old_logprobs_BT, batch.ref_logprobs_BT = look_up(OLD, batch), look_up(REF, batch)
+    batch.values_BT = look_up(VALUES, batch)
+    return batch
+
+
+def assigned(algorithm: BaseAlgorithm) -> TrainBatch:
+    """With the advantages of an algorithm."""
+    batch = batch_of(algorithm.batch_credits(GROUPS, own))
+    algorithm.assign([batch], own)
+    return batch
+
+
+def distance(x_BT: Tensor, batch: TrainBatch, wanted: dict[int, float]) -> float:
+    """The largest difference on the policy's tokens."""
+    ids_N = batch.token_ids_BT[batch.mask_BT].tolist()
+    assert sorted(ids_N) == sorted(wanted)
+    expected = torch.tensor([wanted[token] for token in ids_N], dtype=torch.float64)
+    return (x_BT[batch.mask_BT].double() - expected).abs().max().item()
+
+
+def losses(algorithm: BaseAlgorithm, batch: TrainBatch) -> Tensor:
+    """Of the new log-probs."""
+    return algorithm.token_losses(batch, look_up(NEW, batch), None)[0]
+
+
+def turns(one: Trajectory) -> list[list[int]]:
+    """The token ids of each turn."""
+    return [list(span.token_ids) for span in one.policy_spans]
+
+
+def earned(one: Trajectory) -> list[float]:
+    """What each turn earned, and the episode as a whole at its end."""
+    rewards = list(one.turn_rewards)
+    rewards[-1] += one.reward - sum(rewards)
+    return rewards
+
+
+def token_reward(one: Trajectory, kl_coef: float = 0.0) -> dict[int, float]:
+    """By token id, in order."""
+    found = {}
+    for turn, reward in zip(turns(one), earned(one), strict=True):
+        for token in turn:
+            found[token] = -kl_coef * (OLD[token] - REF[token]).item() + (reward if token == turn[-1] else 0.0)
+    return found
+
+
+def scalar_gae(one: Trajectory, gamma: float, lam: float, kl_coef: float = 0.0) -> dict[int, float]:
+    """Backwards over the policy's tokens."""
+    rewards, found, advantage, value_next = token_reward(one, kl_coef), {}, 0.0, 0.0
+    for token in reversed(ids(one)):
+        value = VALUES[token].item()
+        advantage = rewards[token] + gamma * value_next - value + gamma * lam * advantage
+        found[token], value_next = advantage, value
+    return found
+
+
+def scalar_whitened(numbers: dict[int, float]) -> dict[int, float]:
+    """Mean 0 and sample deviation 1."""
+    mean, deviation = statistics.fmean(numbers.values()), math.sqrt(statistics.variance(numbers.values()) + 1e-8)
+    return {token: (number - mean) / deviation for token, number in numbers.items()}
+
+
+def clipped(token: int, advantage: float, low: float, high: float) -> float:
+    """PPO's loss of one token."""
+    ratio = math.exp((NEW[token] - OLD[token]).item())
+    return max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
+
+
+def compared(rewards: list[float], scale: bool = True) -> list[float]:
+    """GRPO's comparison; a group of one gets 0."""
+    mean = statistics.fmean(rewards)
+    deviation = statistics.stdev(rewards) + 1e-6 if scale and len(rewards) > 1 else 1.0
+    return [(reward - mean) / deviation for reward in rewards]
+
+
+def vapo_advantages() -> float:
+    """Length-adaptive lambda for the policy, 1 for the critic, and both from the rewards of turns."""
+    batch = assigned(VAPO(alpha=0.3, whiten=False))
+    wanted, returns = {}, {}
+    for one in MEMBERS:
+        lam = max(0.0, 1 - 1 / (0.3 * len(ids(one))))
+        wanted |= scalar_gae(one, 1.0, lam)
+        returns |= {token: number + VALUES[token].item() for token, number in scalar_gae(one, 1.0, 1.0).items()}
+        assert abs(returns[ids(one)[0]] - one.reward) < 1e-9  # with lambda 1 a return is what the episode earned
+    return max(distance(batch.advantages_BT, batch, wanted), distance(batch.returns_BT, batch, returns))
+
+
+def vapo_loss() -> float:
+    """Clip-higher, and the likelihood of episodes that were rewarded."""
+    algorithm = VAPO(alpha=0.3, nll_coef=0.2)
+    batch = assigned(algorithm)
+    advantages = {}
+    for one in MEMBERS:
+        advantages |= scalar_gae(one, 1.0, max(0.0, 1 - 1 / (0.3 * len(ids(one)))))
+    advantages = scalar_whitened(advantages)
+    wanted = {}
+    for one in MEMBERS:
+        for token in ids(one):
+            nll = -NEW[token].item() if one.reward > 0 else 0.0
+            wanted[token] = clipped(token, advantages[token], 0.2, 0.28) + 0.2 * nll
+    assert {one.reward > 0 for one in MEMBERS} == {True, False}
+    return distance(losses(algorithm, batch), batch, wanted)
+
+
+def ppo_turns() -> float:
+    """GAE from rewards of turns, with a KL penalty at every token."""
+    batch = assigned(PPO(gamma=0.97, lam=0.9, kl_coef=0.05))
+    advantages = {}
+    for one in MEMBERS:
+        advantages |= scalar_gae(one, 0.97, 0.9, 0.05)
+    returns = {token: number + VALUES[token].item() for token, number in advantages.items()}
+    wanted = scalar_whitened(advantages)
+    return max(distance(batch.advantages_BT, batch, wanted), distance(batch.returns_BT, batch, returns))
+
+
+def reinforce_pp_turns() -> float:
+    """Discounted returns from rewards of turns, with a KL penalty at every token."""
+    batch = assigned(ReinforcePP(gamma=0.9, kl_coef=0.05))
+    wanted = {}
+    for one in MEMBERS:
+        rewards, still = token_reward(one, 0.05), 0.0
+        for token in reversed(ids(one)):
+            still = rewards[token] + 0.9 * still
+            wanted[token] = still
+    return distance(batch.advantages_BT, batch, scalar_whitened(wanted))
+
+
+def opmd() -> float:
+    """Both baselines, and the damped REINFORCE."""
+    worst, tau = 0.0, 0.7
+    for baseline in ("mean", "logavgexp"):
+        algorithm = OPMD(tau=tau, baseline=baseline)
+        batch, wanted = assigned(algorithm), {}
+        for group in GROUPS:
+            rewards = [one.reward for one in group.trajectories]
+            mean = statistics.fmean(rewards)
+            exact = tau * math.log(statistics.fmean(math.exp(reward / tau) for reward in rewards))
+            for one in group.trajectories:
+                advantage = one.reward - (mean if baseline == "mean" else exact)
+                wanted |= {token: -advantage * NEW[token].item() / (1 + tau) for token in ids(one)}
+        worst = max(worst, distance(losses(algorithm, batch), batch, wanted))
+    return worst
+
+
+def remax() -> float:
+    """The greedy episode is the baseline."""
+    algorithm = ReMax()
+    batch, wanted = assigned(algorithm), {}
+    for group in GROUPS:
+        for one in group.trajectories:
+            wanted |= {token: clipped(token, one.reward - group.baseline.reward, 0.2, 0.2) for token in ids(one)}
+    return distance(losses(algorithm, batch), batch, wanted)
+
+
+def _covariances(batch: TrainBatch) -> dict[int, float]:
+    advantage = _by_token(batch.advantages_BT, batch)
+    means = statistics.fmean(OLD[list(advantage)].tolist()), statistics.fmean(advantage.values())
+    return {token: (OLD[token].item() - means[0]) * (number - means[1]) for token, number in advantage.items()}
+
+
+def _by_token(x_BT: Tensor, batch: TrainBatch) -> dict[int, float]:
+    return dict(zip(batch.token_ids_BT[batch.mask_BT].tolist(), x_BT[batch.mask_BT].tolist(), strict=True))
+
+
+def kl_cov() -> float:
+    """The tokens with the highest covariance pay |log ratio|; nothing is clipped."""
+    share, coef = 0.15, 0.5
+    algorithm = KLCov(kl_share=share, cov_coef=coef)
+    batch = assigned(algorithm)
+    covariances, wanted = _covariances(batch), {}
+    apart = distance(token_covariances([batch], own)[0], batch, covariances)
+    held = set(sorted(covariances, key=covariances.get)[-int(share * len(covariances)) :])
+    for token, advantage in _by_token(batch.advantages_BT, batch).items():
+        log_ratio = (NEW[token] - OLD[token]).item()
+        wanted[token] = -advantage * math.exp(log_ratio) + coef * abs(log_ratio) * (token in held)
+    return max(apart, distance(losses(algorithm, batch), batch, wanted))
+
+
+def clip_cov() -> float:
+    """Of the tokens with a high covariance, so many as the share says lose their gradient, and no others."""
+    algorithm = ClipCov(clip_share=0.1, cov_low=0.2, cov_high=2.0)
+    batch = assigned(algorithm)
+    covariances = _covariances(batch)
+    eligible = {token for token, covariance in covariances.items() if 0.2 < covariance < 2.0}
+    held = set(batch.token_ids_BT[batch.marked_BT].tolist())
+    count = min(len(eligible), int(0.1 * len(covariances)))
+    assert held < eligible
+    assert len(held) == count > 2
+    wanted = {}
+    for token, advantage in _by_token(batch.advantages_BT, batch).items():
+        wanted[token] = 0.0 if token in held else clipped(token, advantage, 0.2, 0.2)
+    return distance(losses(algorithm, batch), batch, wanted)
+
+
+def _returns(one: Trajectory, discount: float) -> list[float]:
+    found, still = [], 0.0
+    for reward in reversed(earned(one)):
+        still = reward + discount * still
+        found.append(still)
+    return found[::-1]
+
+
+def _states(one: Trajectory) -> Iterator[tuple[int, ...]]:
+    """The context before each turn."""
+    for before, span in itertools.pairwise(one.spans):
+        if span.author == "policy":
+            yield before.token_ids
+
+
+def gigpo() -> float:
+    """The episode's credit plus the comparison of turns that were taken from the same state."""
+    algorithm = GiGPO(step_coef=0.6, turn_discount=0.9)
+    batch, wanted, recurring = assigned(algorithm), {}, 0
+    for group in GROUPS:
+        episode = compared([one.reward for one in group.trajectories])
+        places = defaultdict(list)
+        for number, one in enumerate(group.trajectories):
+            for turn, (state, still) in enumerate(zip(_states(one), _returns(one, 0.9), strict=True)):
+                places[state].append((number, turn, still))
+        for members in places.values():
+            recurring += len(members) > 1
+            for (number, turn, _), step in zip(members, compared([still for *_, still in members]), strict=True):
+                credit = episode[number] + 0.6 * step
+                wanted |= dict.fromkeys(turns(group.trajectories[number])[turn], credit)
+    assert recurring > len(GROUPS)
+    return distance(batch.advantages_BT, batch, wanted)
+
+
+def turn_credits() -> float:
+    """Each turn is compared with the same turn of the others, by what was still to be earned."""
+    batch, wanted = assigned(GRPO(turn_discount=0.8)), {}
+    for group in GROUPS:
+        returns = [_returns(one, 0.8) for one in group.trajectories]
+        for turn in range(3):
+            there = [number for number, found in enumerate(returns) if len(found) > turn]
+            for number, credit in zip(there, compared([returns[i][turn] for i in there]) if there else [], strict=True):
+                wanted |= dict.fromkeys(turns(group.trajectories[number])[turn], credit)
+    return distance(batch.advantages_BT, batch, wanted)
+
+
+def explore_correction() -> float:
+    """Truncated importance weights between what was sampled and what the trainer says."""
+    algorithm = ExploreGRPO(correction_high=1.2)
+    batch, wanted = assigned(algorithm), {}
+    for group in GROUPS:
+        credits = compared([one.reward for one in group.trajectories])
+        for one, credit in zip(group.trajectories, credits, strict=True):
+            for token in ids(one):
+                weight = min(math.exp((OLD[token] - SAMPLED[token]).item()), 1.2)
+                wanted[token] = weight * clipped(token, credit, 0.2, 0.2)
+    return distance(losses(algorithm, batch), batch, wanted)
+
+
+def distillation() -> float:
+    """The log-ratio to the teacher at each token, and GRPO's credit beside it."""
+    batch, wanted = assigned(Distill(teacher_path="t", reward_coef=0.5)), {}
+    for group in GROUPS:
+        credits = compared([one.reward for one in group.trajectories])
+        for one, credit in zip(group.trajectories, credits, strict=True):
+            wanted |= {token: (REF[token] - OLD[token]).item() + 0.5 * credit for token in ids(one)}
+    return distance(batch.advantages_BT, batch, wanted)
+
+
+def batch_scale() -> float:
+    """Centred in the group, divided by the deviation of all rewards of the step."""
+    batch, wanted = assigned(GRPO(scale_rewards="batch")), {}
+    deviation = statistics.stdev([one.reward for one in MEMBERS]) + 1e-6
+    for group in GROUPS:
+        for one, credit in zip(group.trajectories, compared([one.reward for one in group.trajectories], False), strict=True):
+            wanted |= dict.fromkeys(ids(one), credit / deviation)
+    return distance(batch.advantages_BT, batch, wanted)
+
+
+def adaptive_kl() -> float:
+    """Ziegler et al. 2019: the coefficient follows the measured KL."""
+    algorithm, coefficient, worst = GRPO(kl_coef=0.2, kl_target=0.1, kl_horizon=10), 0.2, 0.0
+    for measured in (0.5, 0.02, 0.1, 0.11, 0.0, 3.0):
+        algorithm.after_step({"kl": measured})
+        error = max(-0.2, min(0.2, measured / 0.1 - 1))
+        coefficient *= 1 + error / 10
+        batch = assigned(algorithm)
+        penalised, plain = losses(algorithm, batch), losses(GRPO(), batch)
+        wanted = {}
+        for token in batch.token_ids_BT[batch.mask_BT].tolist():
+            difference = (REF[token] - NEW[token]).item()
+            wanted[token] = coefficient * (math.exp(difference) - difference - 1)
+        worst = max(worst, distance(penalised - plain, batch, wanted))
+    resumed = GRPO(kl_coef=0.2, kl_target=0.1, kl_horizon=10)
+    resumed.restore(algorithm.state())
+    return max(worst, (losses(resumed, batch) - penalised).abs().max().item())
+
+
+def truncated_and_equal() -> float:
+    """Who was cut off is compared with, but neither trains nor counts; nor do groups without a difference."""
+    algorithm = DAPO(mask_truncated=True)
+    equal = Group("p9", tuple(_equal(GROUPS[0])))
+    kept = [group for group in [*GROUPS, equal] if algorithm.keep(group)]
+    assert kept == GROUPS
+    batching = Batching("packed", "token", 0, 10**5, 10**5)
+    model = TableBackend(OLD)
+    prepared = Preparation(algorithm=algorithm, policy=model, batching=batching).prepare(kept, 0)
+    (batch,) = prepared.updates[0].batches
+    trained = [one for one in MEMBERS if one.stop_reason != "length"]
+    assert 0 < len(trained) < len(MEMBERS)
+    weight = 1 / sum(len(ids(one)) for one in trained)
+    weights = {token: weight for one in trained for token in ids(one)}
+    wanted = {}
+    for group in GROUPS:
+        for one, credit in zip(group.trajectories, compared([one.reward for one in group.trajectories]), strict=True):
+            wanted |= dict.fromkeys(ids(one) if one in trained else [], credit)
+    rounding = 1e-6  # `pack` gives float32
+    apart = max(distance(batch.weights_BT, batch, weights), distance(batch.advantages_BT, batch, wanted))
+    return max(0.0, apart - rounding)
+
+
+def _equal(group: Group) -> list[Trajectory]:
+    return [replace(one, prompt_id="p9", reward=0.1) for one in group.trajectories]
+
+
+ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
+    "clip_cov": (clip_cov,),
+    "dapo": (truncated_and_equal,),
+    "distill": (distillation,),
+    "explore_grpo": (explore_correction,),
+    "gigpo": (gigpo,),
+    "grpo": (turn_credits, batch_scale, adaptive_kl),
+    "kl_cov": (kl_cov,),
+    "opmd": (opmd,),
+    "ppo": (ppo_turns,),
+    "reinforce_pp": (reinforce_pp_turns,),
+    "remax": (remax,),
+    "vapo": (vapo_advantages, vapo_loss),
+}
+"""By the method that they say something of."""
