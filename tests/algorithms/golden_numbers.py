@@ -85,6 +85,36 @@ class Trajectories:
         return self.flat("mask").bool()
 
 
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The stored pairs, chosen answers first; each answer's sums are spread evenly over tokens of its own."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def groups(self) -> list[Group]:
+        """One for each pair."""
+        count = len(self.lengths) // 2
+        return [Group(f"{i}", (self._answer(i, i, 1.0), self._answer(i + count, i, -1.0))) for i in range(count)]
+
+    def _answer(self, number: int, pair: int, reward: float) -> Trajectory:
+        ids = tuple(range(self.starts[number], self.starts[number + 1]))
+        spans = (TokenSpan.context([self.starts[-1] + pair]), TokenSpan(ids, "policy", (0.0,) * len(ids), 0))
+        return Trajectory(f"{pair}", spans, (), {}, reward, "done", {"margin": EXTRA["preference_pairs"]["margin"][pair]})
+
+    def flat(self, key: str) -> Tensor:
+        """An answer's number, spread over its tokens (N,); 0 for what pairs do not have."""
+        pairs = EXTRA["preference_pairs"]
+        if f"{key}_chosen" not in pairs:
+            return torch.zeros(self.starts[-1], dtype=torch.float64)
+        sums = pairs[f"{key}_chosen"] + pairs[f"{key}_rejected"]
+        numbers = [number / size for number, size in zip(sums, self.lengths, strict=True) for _ in range(size)]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
 def spread(flat_N: Tensor, batch: TrainBatch) -> Tensor:
     """(B, T) from (N,): each token's number, and garbage where there is no token of the case."""
     padded = torch.cat([flat_N, flat_N.new_full((1,), GARBAGE)])
@@ -101,11 +131,12 @@ def gathered(batches: Sequence[TrainBatch], values: Sequence[Tensor], like_N: Te
 
 
 def packed(
-    trajectories: Trajectories,
+    trajectories: Trajectories | Pairs,
     credits: Sequence[Tensor],
     layout: str,
     aggregation: str = "token",
     constant_length: int = 0,
+    whole_groups: bool = False,
 ) -> list[TrainBatch]:
     """Batches as `pack` makes them, with float64 numbers in place of float32 ones, of which they must be the rounding."""
     members = [
@@ -117,7 +148,8 @@ def packed(
         members = members[::2] + members[1::2][::-1]
     owned = [one for one, _, _ in members]
     totals = totals_of(owned, constant_length=constant_length)
-    options = {"totals": totals, "aggregation": aggregation, "pad_token_id": 10**6, **_layout(owned, layout)}
+    options = {"totals": totals, "aggregation": aggregation, "pad_token_id": 10**6, "whole_groups": whole_groups}
+    options |= _layout(owned, layout, whole_groups)
     numbers = itertools.count()
     numbered = [[next(numbers) for _ in turns_K] if dim else next(numbers) for _, turns_K, dim in members]
     real = pack(owned, [turns_K.tolist() if dim else turns_K.item() for _, turns_K, dim in members], **options)
@@ -136,8 +168,12 @@ def packed(
     return made
 
 
-def _layout(owned: Sequence[Trajectory], layout: str) -> dict[str, Any]:
-    longest, all_tokens = max(one.num_tokens for one in owned), sum(one.num_tokens for one in owned)
+def _layout(owned: Sequence[Trajectory], layout: str, whole_groups: bool) -> dict[str, Any]:
+    sizes: dict[object, int] = {}
+    for one in owned:
+        piece = one.prompt_id if whole_groups else id(one)
+        sizes[piece] = sizes.get(piece, 0) + one.num_tokens
+    longest, all_tokens = max(sizes.values()), sum(sizes.values())
     kinds = {
         "one row": ("packed", all_tokens),
         "shuffled": ("packed", all_tokens),
@@ -149,7 +185,9 @@ def _layout(owned: Sequence[Trajectory], layout: str) -> dict[str, Any]:
     return {"layout": name, "max_tokens_per_batch": budget}
 
 
-def _weights(owned: Sequence[Trajectory], trajectories: Trajectories, aggregation: str, totals: StepTotals) -> Tensor:
+def _weights(
+    owned: Sequence[Trajectory], trajectories: Trajectories | Pairs, aggregation: str, totals: StepTotals
+) -> Tensor:
     """The aggregation's weight of each token of the case (N,), float64."""
     names = sorted({one.prompt_id for one in owned})
     tokens = np.array([one.num_policy_tokens for one in owned])
@@ -267,6 +305,30 @@ def whitened(name: str, method: str, options: Mapping[str, Any], layout: str) ->
     trajectories, batches = given(name, "token", "token_advantages", layout)
     whiten(batches, own)
     return {"per_token": gathered(batches, [batch.advantages_BT for batch in batches], trajectories.flat("mask"))}
+
+
+def preference(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
+    """The loss of pairs, and its gradient with respect to each answer's sum."""
+    algorithm, stored = make(method, **options), EXTRA["preference_pairs"]
+    valued = algorithm.needs().value_head
+    lengths = [1] * 2 * len(stored["margin"]) if valued else stored["length_chosen"] + stored["length_rejected"]
+    pairs = Pairs(tuple(lengths))
+    credits = algorithm.batch_credits(pairs.groups(), own)
+    if name == "rm.pairwise":
+        credits = [credits_G.sign() for credits_G in credits]  # without the margins
+    batches = packed(pairs, credits, layout, algorithm.aggregation, whole_groups=True)
+    numbers_N = pairs.flat("reward" if valued else "policy").requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        batch.ref_logprobs_BT = spread(pairs.flat("ref"), batch)
+        losses_BT, _ = algorithm.token_losses(batch, spread(numbers_N, batch), None)
+        total = total + (losses_BT * batch.weights_BT).sum()
+    (gradient_N,) = torch.autograd.grad(total, numbers_N)
+    answers = gradient_N.split(lengths)
+    same = [one[0] if (one - one[0]).abs().max() < 1e-12 else one.new_tensor(torch.inf) for one in answers]
+    chosen, rejected = torch.stack(same).chunk(2)
+    kind = "reward" if valued else "policy"
+    return {"scalar": total.detach(), f"grad_{kind}_chosen": chosen, f"grad_{kind}_rejected": rejected}
 
 
 def value_loss(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
@@ -432,6 +494,18 @@ CHECKS: dict[str, Check] = {
     "logprob.from_logits": Check(from_logits, {"grpo": {}}),
     "overlong.dapo.large": Check(overlong, {"dapo": {}}),
     "overlong.dapo.small": Check(overlong, {"dapo": {}}),
+    **{
+        f"dpo.{name}": Check(preference, {"dpo": options, "online_dpo": options})
+        for name, options in {
+            "sigmoid": {},
+            "label_smoothing": {"label_smoothing": 0.1},
+            "ipo_sum": {"loss": "ipo"},
+            "ipo_token_mean": {"loss": "ipo", "length_normalized": True},
+            "sigmoid_token_mean": {"length_normalized": True},
+        }.items()
+    },
+    "rm.pairwise": Check(preference, {"reward_model": {}}),
+    "rm.pairwise_margin": Check(preference, {"reward_model": {}}),
     "sft.token_mean": Check(loss, {"sft": {}}),
     "sft.seq_mean_token_mean": Check(loss, {"sft": {"aggregation": "sequence"}}),
 }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl4llm.algorithms import ALGORITHMS
 from rl4llm.api import PolicyTrainer
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.quickstart.model import build_model, build_tokenizer
@@ -74,14 +75,16 @@ class Recipe:
         overrides: of the run's configuration.
         invariance: sets of the algorithm's options, each tested by itself, besides the defaults.
         exempt: arrangements that do matter to it, each with the reason.
-        learn: of a method that does not sample for itself; gets the name, a directory and whether it may learn.
+        learn: of a method that does not sample for itself; gets the name, the options, a directory and whether it may learn.
+        measure: what a curve shows.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     invariance: tuple[Mapping[str, Any], ...] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
-    learn: Callable[[str, Path, bool], Curve] | None = None
+    learn: Callable[[str, Mapping[str, Any], Path, bool], Curve] | None = None
+    measure: str = "reward"
 
 
 def prompts(count: int = 4) -> list[dict[str, Any]]:
@@ -106,7 +109,7 @@ def start() -> str:
 def teacher() -> str:
     """The directory of a model that learned the task."""
     directory = Path(tempfile.mkdtemp(prefix="rl4llm-teacher-"))
-    trainer = episodes("grpo", {}, directory / "run", max_steps=40)
+    trainer = episodes("grpo", {}, directory / "run", max_steps=16)
     trainer.train()
     trainer.save_pretrained(directory / "model")
     return str(directory / "model")
@@ -119,7 +122,7 @@ def episodes(
     kind = type("Trainer", (PolicyTrainer,), {"algorithm": method})
     made = {key: value() if callable(value) else value for key, value in options.items()}
     settings = {
-        "max_steps": 20,
+        "max_steps": 12,
         "rollout.prompts": 4,
         "rollout.group_size": 8,
         "rollout.max_tokens": 6,
@@ -136,8 +139,11 @@ def episodes(
 
 def rewards_of(directory: Path) -> tuple[float, ...]:
     """The mean reward of each step of a run."""
-    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return tuple(row["reward/mean"] for row in rows if "reward/mean" in row)
+    return tuple(row["reward/mean"] for row in _metrics(directory) if "reward/mean" in row)
+
+
+def _metrics(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def played(model: str, directory: Path) -> float:
@@ -149,7 +155,7 @@ def played(model: str, directory: Path) -> float:
 def learn(method: str, recipe: Recipe, directory: Path, *, learns: bool = True) -> Curve:
     """The curve of a method; without `learns` of the same run whose learning rates are 0."""
     if recipe.learn is not None:
-        return recipe.learn(method, directory, learns)
+        return recipe.learn(method, recipe.options, directory, learns)
     options = dict(recipe.options)
     if not learns and "critic_lr" in options:
         options["critic_lr"] = 0.0
@@ -160,17 +166,43 @@ def learn(method: str, recipe: Recipe, directory: Path, *, learns: bool = True) 
     return Curve(rewards_of(directory), time.perf_counter() - begin)
 
 
-def imitate(method: str, directory: Path, learns: bool) -> Curve:
-    """A method that learns from demonstrations: of words that are all vowels. Played before and after."""
-    said = ["aeiou", "eau oui", "aie oue", "oui eau"]
-    rows = [
-        {"prompt_id": str(i), "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
-        for i, (row, answer) in enumerate(itertools.product(prompts(), said))
-    ]
+GOOD = ("aeiou", "eau oui", "aie oue", "oui eau")
+BAD = ("bcdfg", "hgf bcd", "gfh dcb", "Answer: 85")
+
+
+def answered(kind: str) -> list[dict[str, Any]]:
+    """Rows with answers: demonstrations, pairs or labels, by which words of vowels are the good ones."""
+    rows = []
+    for row, good, bad in itertools.product(prompts(), GOOD, BAD):
+        answer = [*row["messages"], {"role": "assistant", "content": good}]
+        rows += {
+            "demonstrations": [{"messages": answer}],
+            "pairs": [{**row, "chosen": good, "rejected": bad}],
+            "labels": [{**row, "completion": good, "label": True}, {**row, "completion": bad, "label": False}],
+        }[kind]
+    return [{**row, "prompt_id": str(number)} for number, row in enumerate(rows)]
+
+
+def reader(method: str, options: Mapping[str, Any], directory: Path, lr: float) -> PolicyTrainer:
+    """A run that learns from a dataset."""
     kind = type("Trainer", (PolicyTrainer,), {"algorithm": method})
-    settings = {**QUIET, "max_steps": 20, "rollout.prompts": 8, "training.lr": 3e-3 if learns else 0.0}
+    rows = answered(ALGORITHMS[method]().needs().learns_from)
+    settings = {**QUIET, "max_steps": 40, "rollout.prompts": 8, "training.lr": lr}
+    return kind(start(), rows, algorithm=dict(options), output={"dir": str(directory)}, **settings)
+
+
+def read(method: str, options: Mapping[str, Any], directory: Path, learns: bool) -> Curve:
+    """A method that learns from a dataset: its model plays before and after."""
     begin = time.perf_counter()
-    trainer = kind(start(), rows, output={"dir": str(directory / "run")}, **settings).train()
+    trainer = reader(method, options, directory / "run", 3e-3 if learns else 0.0).train()
     seconds = time.perf_counter() - begin
     trainer.save_pretrained(directory / "model")
     return Curve((played(start(), directory / "before"), played(str(directory / "model"), directory / "after")), seconds)
+
+
+def ranked(method: str, options: Mapping[str, Any], directory: Path, learns: bool) -> Curve:
+    """A reward model: the share of pairs that it ranks right, less than the half that guessing would."""
+    begin = time.perf_counter()
+    reader(method, options, directory, 1e-3 if learns else 0.0).train()
+    shares = [row["rm/accuracy"] for row in _metrics(directory)]
+    return Curve(tuple(max(0.0, share - 0.5) for share in shares), time.perf_counter() - begin)

@@ -19,6 +19,7 @@ from torch import Tensor
 from rl4llm.algorithms import (
     DAPO,
     GRPO,
+    KTO,
     OPMD,
     PPO,
     VAPO,
@@ -27,6 +28,7 @@ from rl4llm.algorithms import (
     ExploreGRPO,
     GiGPO,
     KLCov,
+    OnlineDPO,
     ReinforcePP,
     ReMax,
 )
@@ -383,6 +385,36 @@ def _equal(group: Group) -> list[Trajectory]:
     return [replace(one, prompt_id="p9", reward=0.1) for one in group.trajectories]
 
 
+def kto() -> float:
+    """Ethayarajh et al. 2024, equation 8, with a divergence that is given."""
+    algorithm = KTO(beta=0.2, desirable_weight=1.33, undesirable_weight=0.7)
+    batch, wanted = batch_of([torch.where(group.rewards_G > 0, 1.0, -1.0) for group in GROUPS]), {}
+    batch.divergence = torch.tensor(0.4, dtype=torch.float64)
+    for one in MEMBERS:
+        drift = sum((NEW[token] - REF[token]).item() for token in ids(one))
+        weight, sign = (1.33, 1) if one.reward > 0 else (0.7, -1)
+        wanted |= dict.fromkeys(ids(one), weight * (1 - 1 / (1 + math.exp(-sign * 0.2 * (drift - 0.4)))))
+    return distance(losses(algorithm, batch), batch, wanted)
+
+
+def online_pairs() -> float:
+    """Of each group the best against the worst."""
+    found, wanted = assigned_or_absent(OnlineDPO()), {}
+    for group in GROUPS:
+        ordered = sorted(group.trajectories, key=lambda one: one.reward)
+        wanted |= dict.fromkeys(ids(ordered[-1]), 1.0) | dict.fromkeys(ids(ordered[0]), -1.0)
+    return max(abs(found[token] - wanted[token]) for token in wanted) if found.keys() == wanted.keys() else math.inf
+
+
+def assigned_or_absent(algorithm: BaseAlgorithm) -> dict[int, float]:
+    """The credit of each token that trains."""
+    batching = Batching("packed", algorithm.aggregation, 0, 10**5, 10**5, whole_groups=algorithm.needs().whole_groups)
+    model = TableBackend(OLD)
+    preparation = Preparation(algorithm=algorithm, policy=model, reference=model, batching=batching)
+    (batch,) = preparation.prepare(GROUPS, 0).updates[0].batches
+    return _by_token(batch.credits_BT, batch)
+
+
 ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
     "clip_cov": (clip_cov,),
     "dapo": (truncated_and_equal,),
@@ -391,6 +423,8 @@ ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
     "gigpo": (gigpo,),
     "grpo": (turn_credits, batch_scale, adaptive_kl),
     "kl_cov": (kl_cov,),
+    "kto": (kto,),
+    "online_dpo": (online_pairs,),
     "opmd": (opmd,),
     "ppo": (ppo_turns,),
     "reinforce_pp": (reinforce_pp_turns,),

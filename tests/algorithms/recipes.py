@@ -5,7 +5,7 @@ A method without a recipe fails the tests, so that a new one comes with its proo
 
 from __future__ import annotations
 
-from learning import Recipe, imitate, teacher
+from learning import Recipe, ranked, read, teacher
 
 EVERYTHING = {
     "scale_rewards": "batch",
@@ -26,6 +26,7 @@ AGGREGATIONS = tuple({"aggregation": name} for name in ("token", "sequence", "pr
 SHARED = (EVERYTHING, IN_REWARD, *AGGREGATIONS)
 """Options of every policy-gradient method."""
 CRITIC = {"critic_lr": 4e-3, "critic_epochs": 2, "critic_warmup_steps": 2}
+LONGER = {"max_steps": 20}
 
 RECIPES: dict[str, Recipe] = {
     **{
@@ -43,11 +44,19 @@ RECIPES: dict[str, Recipe] = {
     ),
     "explore_grpo": Recipe(invariance=SHARED),
     "gigpo": Recipe(invariance=SHARED),
-    "ppo": Recipe(options=CRITIC, invariance=SHARED),
+    "ppo": Recipe(options=CRITIC, overrides=LONGER, invariance=SHARED),
     "reinforce_pp": Recipe(invariance=(*SHARED, {"gamma": 0.9})),
     "reinforce_pp_baseline": Recipe(invariance=(*SHARED, TURNS)),
-    "remax": Recipe(invariance=SHARED),
+    "remax": Recipe(overrides=LONGER, invariance=SHARED),
     # Answers of 12 tokens are so short that the paper's alpha of 0.05 would give a lambda of 0.
-    "vapo": Recipe(options={**CRITIC, "alpha": 0.5}, invariance=({"alpha": 0.5}, *SHARED)),
-    "sft": Recipe(learn=imitate, invariance=({"aggregation": "sequence"},)),
+    "vapo": Recipe(options={**CRITIC, "alpha": 0.5}, overrides=LONGER, invariance=({"alpha": 0.5}, *SHARED)),
+    "sft": Recipe(learn=read, invariance=({"aggregation": "sequence"},)),
+    "dpo": Recipe(
+        learn=read,
+        options={"nll_coef": 0.2},
+        invariance=({"loss": "ipo", "length_normalized": True}, {"label_smoothing": 0.1}, {"nll_coef": 0.5}),
+    ),
+    "online_dpo": Recipe(options={"beta": 0.5}, invariance=({"nll_coef": 0.5},)),
+    "kto": Recipe(learn=read, options={"beta": 0.5}, invariance=({"desirable_weight": 1.3},)),
+    "reward_model": Recipe(learn=ranked, measure="pairs ranked right, above one half"),
 }
