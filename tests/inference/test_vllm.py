@@ -378,6 +378,25 @@ def test_a_server_whose_load_failed_goes_on_and_the_failure_is_raised(tokenizer,
     assert server.bodies("/resume") == [{}]
 
 
+def test_files_that_a_shared_file_system_shows_late_are_waited_for_and_for_nothing_else(tokenizer):
+    server = Server()
+    unseen = (500, {"error": {"message": "/weights/v000012 holds no safetensors files, seen from the server."}})
+    answers = [unseen, unseen, (500, {"error": {"message": "out of memory"}})]
+    held = {"results": server.workers}
+    server.on_collective_rpc = lambda body: answers.pop(0) if body["method"] == "rl4llm_load" else held
+    with pytest.raises(EngineError, match="out of memory"):
+        play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
+    assert answers == []
+    assert len(server.bodies("/resume")) == 3
+
+
+def test_special_tokens_among_the_stop_strings_are_sent_as_tokens_since_vllm_sees_no_text_of_them(tokenizer):
+    server = Server()
+    params = SAMPLED.replace(stop=("###", tokenizer.eos_token))
+    play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params))
+    assert server.bodies("/v1/completions")[0]["stop_token_ids"] == [tokenizer.eos_token_id]
+
+
 def test_a_load_that_the_server_did_not_carry_out_is_an_error(tokenizer):
     with pytest.raises(EngineError, match="holds version 3 instead"):
         play(Server(), tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
@@ -690,6 +709,37 @@ def damaged_copy(source, target, damage):
     if damage == "another shape":
         tensors["model.norm.weight"] = torch.ones(64)
     save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.vllm
+def test_a_version_that_shows_late_is_loaded_when_it_shows(real, run, full, tmp_path):
+    late = WeightRef(81, "full", str(tmp_path / "v000081"))
+
+    async def script(client):
+        await client.load(full(0, 80))
+        load = asyncio.create_task(client.load(late))
+        await asyncio.sleep(1)
+        held = await client.version()
+        Path(late.path).symlink_to(full(1, 81).path)
+        await load
+        return held, await client.version()
+
+    assert run(script) == (80, 81)
+
+
+@pytest.mark.vllm
+def test_a_special_token_among_the_stop_strings_ends_a_completion_of_the_real_server(real, run, full):
+    async def script(client):
+        await client.load(full(0, 85))
+        params = SamplingParams(max_tokens=LONG, stop=("<|im_end|>",), ignore_eos=True, temperature=2.0)
+        return await asyncio.gather(*(client.generate(PROMPTS[0], params.replace(seed=seed)) for seed in range(8)))
+
+    end = real.models[0].config.eos_token_id
+    completions = run(script)
+    assert "stop" in {completion.finish_reason for completion in completions}
+    for completion in completions:
+        assert end not in completion.token_ids[:-1]
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == end)
 
 
 @pytest.mark.vllm
