@@ -10,6 +10,7 @@ from torch import Tensor
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.core.base_algorithm import Needs
+from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TrainBatch
 
@@ -38,6 +39,10 @@ class Distill(GRPO):
     def advantages(self, batch: TrainBatch) -> Tensor:
         teacher_BT = (batch.ref_logprobs_BT - batch.old_logprobs_BT) * batch.mask_BT
         return teacher_BT + self.reward_coef * batch.credits_BT
+
+    def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
+        loss_BT, metrics = GRPO.surrogate(self, batch, logprobs_BT)
+        return loss_BT, metrics | {"teacher_kl": batch.old_logprobs_BT - batch.ref_logprobs_BT}
 
     def credits(self, group: Group) -> Tensor:
         return GRPO.credits(self, group) * (self.reward_coef > 0)

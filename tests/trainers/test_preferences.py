@@ -1,0 +1,355 @@
+"""Training on pairs, labels and worlds: it learns what it is shown, however batches are cut, and one run follows another."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from rl4llm.api import PolicyTrainer
+from rl4llm.backends.learned_reward import LearnedReward
+from rl4llm.build import build_trainer
+from rl4llm.config import load_config
+from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.errors import ConfigError, DataError, ModelError
+from rl4llm.core.types import ChatMessage
+from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
+from rl4llm.rewards import RewardFailure, weighted_sum
+from rl4llm.rewards.score import score
+
+QUIET = {"checkpoint": {"every": 0}, "tracking": {"tensorboard": False}, "deterministic": True}
+LETTERS = "aeioubcdfghjklmnpqrstvwxyz ,.?!"
+
+
+def vowels(text):
+    return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+
+class Vowels(BaseRewardFunction):
+    """The share of vowels in what was said last."""
+
+    def __init__(self, name="vowels"):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return vowels(messages[-1].content)
+
+
+def text(choose):
+    share = choose.random()
+    letters = (choose.choice("aeiou") if choose.random() < share else choose.choice(LETTERS) for _ in range(99))
+    return "".join(letter for letter, _ in zip(letters, range(choose.randint(3, 8)), strict=False))
+
+
+def pairs(count, seed, apart=0.25):
+    """Two texts, of which the one with more vowels is preferred."""
+    choose, found = random.Random(seed), []
+    while len(found) < count:
+        rejected, chosen = sorted((text(choose), text(choose)), key=vowels)
+        if vowels(chosen) - vowels(rejected) > apart and rejected.strip():
+            found.append({"prompt": f"Say {choose.randint(0, 9)}.", "chosen": chosen, "rejected": rejected})
+    return found
+
+
+def labels(count, seed):
+    """Texts of which those with many vowels are good."""
+    sides = [("chosen", "rejected")[number % 2] for number in range(count)]
+    rows = zip(pairs(count, seed), sides, strict=True)
+    return [{"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row, side in rows]
+
+
+def prompts(count=8):
+    return [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(count)]
+
+
+def conversations(count, seed=0):
+    choose = random.Random(seed)
+    roles = ("user", "assistant", "user", "assistant")
+    return [{"messages": [{"role": role, "content": text(choose)} for role in roles]} for _ in range(count)]
+
+
+class OnlineDPOTrainer(PolicyTrainer):
+    algorithm = "online_dpo"
+
+
+def make(kind, model, dataset, directory, **overrides):
+    options = {**QUIET, "max_steps": 1, "training": {"lr": 1e-3}, **overrides}
+    return kind(str(model), dataset, output={"dir": str(directory)}, **options)
+
+
+def metrics(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def column(directory, key, name="metrics.jsonl"):
+    return [row[key] for row in metrics(directory, name) if key in row]
+
+
+KINDS = {
+    "sft": (SFTTrainer, conversations(8), {}),
+    "world": (SFTTrainer, conversations(8), {"algorithm": {"learn": "context"}}),
+    "dpo": (DPOTrainer, pairs(8, 0), {"algorithm": {"nll_coef": 0.1}}),
+    "ipo": (DPOTrainer, pairs(8, 0), {"algorithm": {"loss": "ipo", "length_normalized": True, "beta": 1.0}}),
+    "kto": (KTOTrainer, labels(8, 0), {}),
+    "reward_model": (RewardTrainer, [row | {"margin": 0.5} for row in pairs(8, 0)], {}),
+    "online_dpo": (OnlineDPOTrainer, prompts(4), {"reward_functions": [Vowels()]}),
+}
+
+
+def parameters(backend):
+    own = dict(backend.model.named_parameters())
+    if backend.value_head is not None:
+        own |= {f"value_head.{name}": tensor for name, tensor in backend.value_head.named_parameters()}
+    return own
+
+
+def gradient(model, directory, name, **overrides):
+    """The gradient of one step's loss, of a policy that has moved away from its reference."""
+    kind, dataset, options = KINDS[name]
+    options = options | {"rollout": {"prompts": 8 if name != "online_dpo" else 4, "group_size": 4, "max_tokens": 6}}
+    run = make(kind, model, overrides.pop("dataset", dataset), directory, **(options | overrides))
+    loop = run.trainer
+    with torch.no_grad():
+        for number, tensor in enumerate(parameters(loop.backend).values()):
+            tensor += 0.02 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
+    loop.publish()
+    parts = [loop.forward_backward(batch) for update in loop.prepare(loop.collect()) for batch in update.batches]
+    loop.close()
+    return {name: tensor.grad.clone() for name, tensor in parameters(loop.backend).items() if tensor.grad is not None}, parts
+
+
+def assert_same(found, expected):
+    assert any(tensor.abs().max() > 1e-4 for tensor in expected.values())
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_packing_and_micro_batches_do_not_change_the_gradient_or_the_metrics(name, model_dir, tmp_path):
+    def computed(layout, budget):
+        training = {"lr": 1e-3, "layout": layout, "max_tokens_per_batch": budget}
+        return gradient(model_dir, tmp_path / f"{layout}{budget}", name, training=training)
+
+    def means(parts):
+        named = [key for key in parts[0] if key.endswith("/weighted")]
+        return {key: sum(part[key] for part in parts) for key in ("loss", *named)}
+
+    expected, whole = computed("sorted", 4096)
+    assert len(whole) == 1
+    for layout, budget in (("sorted", 64), ("packed", 64), ("packed", 4096), ("shared", 64), ("shared", 4096)):
+        found, parts = computed(layout, budget)
+        assert_same(found, expected)
+        assert means(parts) == pytest.approx(means(whole), abs=1e-5)
+        assert len(parts) > 1 or budget > 64
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "online_dpo"])
+def test_neither_order_nor_repetition_changes_the_gradient(name, model_dir, tmp_path):
+    rows = KINDS[name][1]
+    order = {"data.shuffle": False}
+    expected, _ = gradient(model_dir, tmp_path / "a", name, **order)
+    found, _ = gradient(model_dir, tmp_path / "b", name, dataset=rows[::-1], **order)
+    assert_same(found, expected)
+    if name != "kto":  # its estimate would pair an answer with its own prompt
+        once, _ = gradient(model_dir, tmp_path / "c", name, dataset=rows[:4], rollout={"prompts": 4}, **order)
+        twice, _ = gradient(model_dir, tmp_path / "d", name, dataset=rows[:4], rollout={"prompts": 8}, **order)
+        assert_same(twice, once)
+
+
+def test_dpo_prefers_the_chosen_answers_of_pairs_it_has_not_seen(model_dir, tmp_path):
+    options = {"rollout": {"prompts": 16}, "max_steps": 30, "eval": {"every": 30}, "eval_dataset": pairs(64, 1)}
+    make(DPOTrainer, model_dir, pairs(480, 0), tmp_path, **options).train()
+    accuracy, margin = (column(tmp_path, f"dpo/{key}", "eval.jsonl") for key in ("accuracy", "margin"))
+    assert (accuracy[0], margin[0]) == (0.0, 0.0)
+    assert accuracy[-1] > 0.85
+    assert margin[-1] > 0.3
+    assert column(tmp_path, "eval/dpo/accuracy") == accuracy
+    assert column(tmp_path, "dpo/margin")[-1] > 0.3
+
+
+def test_kto_tells_good_answers_it_has_not_seen_from_bad_ones(model_dir, tmp_path):
+    options = {"rollout": {"prompts": 16}, "max_steps": 30, "eval": {"every": 30}, "eval_dataset": labels(64, 1)}
+    make(KTOTrainer, model_dir, labels(480, 0), tmp_path, **options).train()
+    assert column(tmp_path, "loss", "eval.jsonl")[0] == pytest.approx(0.5)
+    assert column(tmp_path, "loss", "eval.jsonl")[-1] < 0.45
+    assert column(tmp_path, "kto/margin", "eval.jsonl")[-1] > 0.2
+    assert max(column(tmp_path, "kto/kl")) > 0
+
+
+def test_online_dpo_raises_the_reward_of_an_environment(model_dir, tmp_path):
+    rollout = {"prompts": 4, "group_size": 16, "max_tokens": 8}
+    options = {"rollout": rollout, "max_steps": 25, "training": {"lr": 5e-3}, "reward_functions": [Vowels()]}
+    make(OnlineDPOTrainer, model_dir, prompts(), tmp_path, **options).train()
+    rewards = column(tmp_path, "reward/mean")
+    assert sum(rewards[-3:]) / 3 > 0.5 > 0.2 > rewards[0]
+
+
+def test_a_reward_model_ranks_pairs_it_has_not_seen_and_its_reward_teaches_what_it_learned(model_dir, tmp_path):
+    options = {"rollout": {"prompts": 16}, "training": {"lr": 3e-3}, "max_steps": 50}
+    options |= {"eval": {"every": 50}, "eval_dataset": pairs(128, 1)}
+    make(RewardTrainer, model_dir, pairs(800, 0), tmp_path / "rm", **options).train()
+    assert column(tmp_path / "rm", "rm/accuracy", "eval.jsonl")[-1] > 0.9
+
+    rewards = [{"name": "reward_model", "path": str(tmp_path / "rm")}, Vowels()]  # the second is only watched
+    transform = weighted_sum({"reward_model": 1.0, "vowels": 0.0})
+    rollout = {"prompts": 4, "group_size": 16, "max_tokens": 8}
+    options = {"rollout": rollout, "max_steps": 25, "training": {"lr": 6e-3}}
+    options |= {"reward_functions": rewards, "reward_transform_fn": transform}
+    make(GRPOTrainer, model_dir, prompts(), tmp_path / "grpo", **options).train()
+    learned, seen = (column(tmp_path / "grpo", f"reward/{name}") for name in ("reward_model", "vowels"))
+    assert learned[-1] > learned[0] + 1
+    assert sum(seen[-3:]) / 3 > 0.4 > 0.2 > seen[0]
+
+
+def test_a_reward_model_gives_in_later_runs_the_numbers_that_its_training_compared(model_dir, tmp_path):
+    rows = pairs(8, 0)
+    run = make(RewardTrainer, model_dir, rows, tmp_path, max_steps=5, rollout={"prompts": 8}, training={"lr": 3e-3}).train()
+    loop = run.trainer
+    groups = [loop.read(row, row["prompt_id"]) for row in loop.dataset]
+    trained = []
+    for update in loop.measuring.prepare(groups, 0).updates:
+        for batch in update.batches:
+            values_BT, mask_BT = loop.backend.forward(batch), batch.mask_BT
+            trained += sorted(values_BT[mask_BT].tolist())
+    reward = LearnedReward(str(tmp_path), max_tokens_per_batch=64)
+    samples = []
+    for row in loop.dataset:
+        prompt = [ChatMessage.from_dict(message) for message in row["messages"]]
+        for side in ("chosen", "rejected"):
+            sample = SampleState(row["prompt_id"], 0, list(prompt), None)
+            sample.messages += [ChatMessage.from_dict(message) for message in row[side]]
+            samples.append(sample)
+    scored = reward.score_batch(samples)
+    assert sorted(scored) == pytest.approx(sorted(trained), abs=1e-5)
+    assert max(scored) - min(scored) > 0.1
+    alone = [reward(sample.messages, None) for sample in samples]
+    assert alone == pytest.approx(scored, abs=1e-5)
+
+
+def test_a_conversation_too_long_for_a_reward_model_is_left_out_and_never_cut(model_dir, tmp_path):
+    make(RewardTrainer, model_dir, pairs(4, 0), tmp_path, rollout={"prompts": 4}).train()
+    reward = LearnedReward(str(tmp_path))
+    conversation = [ChatMessage("user", "Say 1."), ChatMessage("assistant", "a e " * 600)]
+    long, short = (SampleState(name, 0, conversation[:1], None) for name in ("long", "short"))
+    long.messages, short.messages = conversation, [conversation[0], ChatMessage("assistant", "a")]
+    scores = score([long, short], [reward])
+    assert "tokens for the reward model, whose context is 512" in long.failure
+    assert short.failure is None
+    assert scores.reward.isnan().tolist() == [True, False]
+    with pytest.raises(RewardFailure, match="whose context is 512"):
+        reward(conversation, None)
+
+
+def test_a_model_without_a_value_head_is_no_reward_model(model_dir):
+    with pytest.raises(ModelError, match=r"has no value_head\.safetensors, so it is no reward model"):
+        LearnedReward(str(model_dir))
+
+
+def test_a_world_model_predicts_the_environment_better(model_dir, tmp_path):
+    """The environment echoes what the assistant said; the assistant's own words are chance."""
+
+    def echoes(count, seed):
+        choose, found = random.Random(seed), []
+        for _ in range(count):
+            said = choose.choice("abcdef")
+            messages = [("user", "Go."), ("assistant", said), ("user", f"{said}{said}!"), ("assistant", said)]
+            found.append({"messages": [{"role": role, "content": content} for role, content in messages]})
+        return found
+
+    options = {"rollout": {"prompts": 16}, "max_steps": 200, "training": {"lr": 5e-3}, "eval": {"every": 200}}
+    options |= {"eval_dataset": echoes(32, 1), "algorithm": {"learn": "context"}}
+    make(SFTTrainer, model_dir, echoes(3200, 0), tmp_path, **options).train()
+    before, after = column(tmp_path, "nll", "eval.jsonl")
+    assert before > 5
+    assert after < 0.1  # a guess at the echo would cost 0.15 a token
+
+
+def test_one_method_goes_on_where_another_ended(model_dir, tmp_path):
+    """SFT, DPO and GRPO, each from the run directory of the one before."""
+    answers = [{"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]}
+               for row in pairs(240, 0)]  # fmt: skip
+    options = {"max_steps": 30, "training": {"lr": 4e-3}, "rollout": {"prompts": 8}}
+    make(SFTTrainer, model_dir, answers, tmp_path / "sft", **options).train()
+    make(DPOTrainer, tmp_path / "sft", pairs(160, 1), tmp_path / "dpo", max_steps=10, rollout={"prompts": 8}).train()
+    rollout = {"prompts": 4, "group_size": 8, "max_tokens": 8}
+    options = {"rollout": rollout, "max_steps": 5, "reward_functions": [Vowels()]}
+    make(GRPOTrainer, tmp_path / "dpo", prompts(), tmp_path / "grpo", **options).train()
+    make(GRPOTrainer, model_dir, prompts(), tmp_path / "fresh", **options).train()
+    assert column(tmp_path / "sft", "nll")[-1] < column(tmp_path / "sft", "nll")[0] - 1
+    assert column(tmp_path / "dpo", "loss")[0] == pytest.approx(math.log(2), abs=1e-4)  # its reference is SFT's model
+    assert column(tmp_path / "grpo", "reward/mean")[0] > column(tmp_path / "fresh", "reward/mean")[0] + 0.1
+
+
+def test_a_resumed_run_on_pairs_takes_the_same_steps_and_keeps_its_reference(model_dir, tmp_path):
+    def steps(name, count):
+        return make(DPOTrainer, model_dir, pairs(16, 0), tmp_path / name, max_steps=count, rollout={"prompts": 4}).train()
+
+    whole = steps("whole", 4)
+    steps("parts", 2)
+    parts = steps("parts", 4)
+    for (name, tensor), (_, other) in zip(whole.trainer.backend.weights(), parts.trainer.backend.weights(), strict=True):
+        assert torch.equal(tensor, other), name
+    assert column(tmp_path / "whole", "dpo/margin") == column(tmp_path / "parts", "dpo/margin")
+
+
+def distill(model, teacher, directory, **overrides):
+    options = {"rollout": {"prompts": 8, "group_size": 4, "max_tokens": 8}, "reward_functions": [Vowels()], **overrides}
+    options["algorithm"] = {"name": "distill", "teacher_path": str(teacher)}
+    return make(GRPOTrainer, model, prompts(), directory, **options)
+
+
+def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_path):
+    """Measured on what the student itself says: the reverse divergence, in nats per token."""
+    answers = [{"messages": [*row["messages"], {"role": "assistant", "content": "aeiou"}]} for row in prompts()]
+    options = {"max_steps": 25, "training": {"lr": 5e-3}}
+    make(SFTTrainer, model_dir, answers, tmp_path / "teacher", rollout={"prompts": 8}, **options).train()
+    distill(model_dir, tmp_path / "teacher", tmp_path / "student", **options).train()
+    kl = column(tmp_path / "student", "teacher_kl")
+    assert kl[0] > 1
+    assert sum(kl[-3:]) / 3 < 0.6 * kl[0]
+
+
+def test_a_teacher_with_other_tokens_is_refused_before_the_run(model_dir, tmp_path):
+    tokenizer = build_tokenizer(["some other words, so other tokens"] * 9, vocab_size=300)
+    save_model(build_model(tokenizer, seed=1, hidden_size=32, num_layers=1), tokenizer, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"The tokenizer of .*other' is another than that of model\.path"):
+        distill(model_dir, tmp_path / "other", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_learned_from_is_refused_before_anything_is_written(model_dir, tmp_path):
+    rows = pairs(4, 0)
+    cases = [
+        (DPOTrainer, [{"prompt": "p", "chosen": "a"}], {}, DataError, "there is no 'rejected' here"),
+        (DPOTrainer, rows, {"reward_functions": [Vowels()]}, ConfigError, "reward_functions is not accepted"),
+        (DPOTrainer, rows, {"algorithm": {"aggregation": "token"}}, ConfigError, "aggregation"),
+        (DPOTrainer, [rows[0] | {"chosen": "a e " * 600}], {}, DataError, r"conversation of \d+ tokens"),
+        (RewardTrainer, [rows[0] | {"margin": -2.0}], {}, DataError, "margin=-2.0"),
+        (KTOTrainer, labels(4, 0), {"rollout": {"prompts": 1}}, ConfigError, "rollout.prompts=1 is not accepted"),
+        (KTOTrainer, [{"prompt": "p", "completion": "a"}], {}, DataError, "label=None"),
+        (SFTTrainer, rows, {}, DataError, "messages"),
+    ]
+    for number, (kind, dataset, overrides, error, reason) in enumerate(cases):
+        with pytest.raises(error, match=reason):
+            make(kind, model_dir, dataset, tmp_path / str(number), **overrides)
+        assert not (tmp_path / str(number)).exists(), reason
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_the_configurations_of_these_methods_train(name, model_dir, tmp_path):
+    from pathlib import Path
+
+    dataset = conversations(40) if name == "sft" else pairs(40, 0)
+    for split, rows in (("train", dataset[:32]), ("test", dataset[32:])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = {
+        "model.path": str(model_dir), "data.path": str(tmp_path), "output.dir": str(tmp_path / "run"), "max_steps": 2,
+        "model.autocast": "none", "rollout.prompts": 4, "eval.every": 1,
+    }  # fmt: skip
+    with build_trainer(load_config(Path(__file__).parents[2] / "configs" / f"{name}.yaml", overrides)) as trainer:
+        trainer.train()
+    assert len(metrics(tmp_path / "run", "eval.jsonl")) == 3
+    assert (tmp_path / "run" / "model" / "value_head.safetensors").is_file() == (name == "reward_model")
