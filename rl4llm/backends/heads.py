@@ -7,11 +7,9 @@ tokens of the policy are asked about, so the logits of prompts are never compute
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl4llm.core.kernels import linear, weight_gradient
@@ -49,13 +47,8 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def save(self, directory: Path) -> None:
-        """Write it beside the model it belongs to."""
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, directory / VALUE_HEAD_FILE)
-
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        return self.linear(hidden_ND.to(self.linear.weight.dtype)).squeeze(-1).float()
+        return self.linear(hidden_ND.to(self.linear.weight.dtype)).sum(-1).float()  # over one; FSDP2 wants no view
 
 
 def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor]:
@@ -141,8 +134,9 @@ def _previous(batch: TrainBatch) -> Tensor:
 
 
 def _spread(values_N: Tensor, positions_N: Tensor, batch: TrainBatch) -> Tensor:
-    flat = values_N.new_zeros(batch.token_ids_BT.numel()).index_copy(0, positions_N, values_N)
-    return flat.view(batch.token_ids_BT.shape)
+    columns = batch.token_ids_BT.shape[1]
+    rows_N = positions_N.div(columns, rounding_mode="floor")
+    return values_N.new_zeros(batch.token_ids_BT.shape).index_put((rows_N, positions_N - rows_N * columns), values_N)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rl4llm.backends.dtensor import whole
 from rl4llm.core.base_backend import BaseAdapter
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.seeds import derive_seed
+from rl4llm.core.tensor_file import tensor_bytes
 from rl4llm.core.types import TensorSpec
 
 NAME = "default"  # PEFT's for the only adapter of a model
@@ -41,24 +42,21 @@ class LoraAdapter(BaseAdapter):
     def rank(self) -> int:
         return self._options.r
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """A and B of each layer under the names of a PEFT file."""
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B of each layer under the names of a PEFT file, as they are here, perhaps sharded."""
         for name, parameter in self.model.named_parameters():
             if self._is_own(name):
                 yield f"base_model.model.{name.replace(f'.{NAME}.', '.')}", parameter.detach()
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, whole(parameter)) for name, parameter in self.parameters())
+
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec.of(name, tensor) for name, tensor in self.weights()]
+        return [TensorSpec.of(name, tensor) for name, tensor in self.parameters()]
 
     def write_config(self, directory: Path) -> None:
         options = {key: _jsonable(value) for key, value in self._options.to_dict().items()} | {"inference_mode": True}
         (directory / CONFIG).write_text(json.dumps(options, indent=1, sort_keys=True))
-
-    def write(self, directory: Path) -> None:
-        """An ordinary PEFT directory, as `peft.PeftModel.from_pretrained` and inference servers read it."""
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.weights()}
-        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-        self.write_config(directory)
 
     def base_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The frozen model's parameters under their Hugging Face names."""
@@ -68,7 +66,7 @@ class LoraAdapter(BaseAdapter):
 
     @torch.no_grad()
     def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of the plain model that computes the same, one at a time."""
+        """The parameters of the plain model that computes the same, one at a time; sharded where the model is."""
         for name, parameter in self.base_parameters():
             layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
             yield name, parameter if layer is None else (parameter + layer.get_delta_weight(NAME)).to(parameter.dtype)
@@ -79,7 +77,7 @@ class LoraAdapter(BaseAdapter):
             digest = xxhash.xxh3_64()
             for name, tensor in self.base_parameters():
                 digest.update(name.encode())
-                digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+                digest.update(tensor_bytes(whole(tensor).cpu()))
             self._digest = digest.hexdigest()
         return self._digest
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from rl4llm.backends.dtensor import part, part_like
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.registry import Registry
 
@@ -53,7 +56,10 @@ class OptimizerOptions:
 
 
 class Optimizer:
-    """Steps the parameters that need gradients; `parameters` is by name."""
+    """Steps the parameters that need gradients; `parameters` is by name.
+
+    Where they are sharded, so are gradients and moments, and every method but `to` needs every rank.
+    """
 
     def __init__(self, parameters: dict[str, nn.Parameter], options: OptimizerOptions):
         self.options = options
@@ -72,11 +78,12 @@ class Optimizer:
         """Clip, step, zero the gradients; gradients that are not finite are thrown away and counted as "skipped"."""
         lr = self.options.lr_at(self.step_number)
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        norm = _norm(gradients)
         metrics = {"grad_norm": norm.item(), "lr": lr}
         if math.isfinite(metrics["grad_norm"]):
             if 0 < self.options.max_grad_norm < metrics["grad_norm"]:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.options.max_grad_norm, norm)
+                scale = self.options.max_grad_norm / (metrics["grad_norm"] + 1e-6)
+                torch._foreach_mul_([part(gradient) for gradient in gradients], scale)
             for group in self._adam.param_groups:
                 group["lr"] = lr
             self._adam.step()
@@ -92,21 +99,31 @@ class Optimizer:
         moments = {f"{name}.{moment}": state[moment] for name, state in states.items() for moment in MOMENTS}
         return moments, {name: int(state["step"].item()) for name, state in states.items()}
 
-    def restore(self, moments: dict[str, Tensor], steps: dict[str, int], step_number: int) -> None:
-        """Take over what `state` returned; raises CheckpointError when it is not of these parameters."""
+    def check(self, moments: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:
+        """Raise CheckpointError when they are not the whole moments, by name, and the steps of these parameters."""
         unknown = sorted(steps.keys() - self.parameters.keys())
         if unknown:
             raise CheckpointError(f"The optimizer state has parameters that are not trained here: {', '.join(unknown[:3])}.")
+        for name in steps:
+            shape = self.parameters[name].shape
+            for moment in MOMENTS:
+                saved = moments.get(f"{name}.{moment}")
+                if saved is None or saved.shape != shape:
+                    raise CheckpointError(f"The optimizer state has no {moment} of {tuple(shape)} for {name}.")
+
+    def restore(self, moments: Mapping[str, Tensor], steps: Mapping[str, int], step_number: int) -> None:
+        """Take over what `state` returned, made whole; of each moment this rank keeps its part.
+
+        Raises CheckpointError when it is not of these parameters.
+        """
+        self.check(moments, steps)
         self._adam.state.clear()
         for name, step in steps.items():
             parameter = self.parameters[name]
-            state = {"step": torch.tensor(float(step), device=parameter.device)}
-            for moment in MOMENTS:
-                saved = moments.get(f"{name}.{moment}")
-                if saved is None or saved.shape != parameter.shape:
-                    raise CheckpointError(f"The optimizer state has no {moment} of {tuple(parameter.shape)} for {name}.")
-                state[moment] = saved.to(parameter.device).clone()
-            self._adam.state[parameter] = state
+            self._adam.state[parameter] = {
+                "step": torch.tensor(float(step), device=parameter.device),
+                **{moment: part_like(moments[f"{name}.{moment}"], parameter) for moment in MOMENTS},
+            }
         self.step_number = step_number
 
     def to(self, device: torch.device | str) -> None:
@@ -114,3 +131,16 @@ class Optimizer:
         for state in self._adam.state.values():
             for name, value in state.items():
                 state[name] = value.to(device)
+
+
+def _norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together, over all ranks where they are sharded: one number is exchanged."""
+    gradients = list(gradients)
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.nn.utils.get_total_norm([part(gradient) for gradient in gradients])
+    if isinstance(gradients[0], DTensor):
+        squared = norm.double().square()
+        dist.all_reduce(squared, group=gradients[0].device_mesh.get_group())
+        norm = squared.sqrt()
+    return norm

@@ -23,13 +23,14 @@ class Runner:
     """`streams`: batches run as one row without padding (else one padded row per trajectory).
 
     `splits`: the output layer can be applied to chosen hidden states (else the model computes all logits itself).
+    `probe`: the few tokens that were tried.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        batch = _probe_batch(model)
-        self.splits = self._output_layer_is_all(batch)
-        self.streams = self._can_stream(batch)
+        self.probe = _probe_batch(model)
+        self.splits = self._output_layer_is_all(self.probe)
+        self.streams = self._can_stream(self.probe)
 
     def hidden(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Hidden states (S, D) after the last norm, and `place_BT`, which of them is each token's."""

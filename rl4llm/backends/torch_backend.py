@@ -1,37 +1,42 @@
-"""One process, one model: the policy or the critic, its optimizer, and one number per token."""
+"""One model on one rank or many: the policy or the critic, its optimizer, and one number per token."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl4llm.backends.heads import ValueHead, asked_tokens, token_logprobs, token_values
+from rl4llm.backends.dtensor import put, whole
+from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
+from rl4llm.backends.lora import WEIGHTS as ADAPTER
 from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.models import without_progress_bars
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
-from rl4llm.backends.runner import Runner
+from rl4llm.backends.sharding import shared_by
+from rl4llm.backends.token_numbers import TokenNumbers, has_work, nothing_of
 from rl4llm.core.base_backend import BaseBackend, TokenLosses, TokenMetrics
-from rl4llm.core.errors import CheckpointError, ConfigError, unknown
+from rl4llm.core.errors import CheckpointError, ConfigError, WeightsError, unknown
+from rl4llm.core.ranks import Ranks
+from rl4llm.core.tensor_file import TensorFile, write_tensors
 from rl4llm.core.types import TensorSpec, TrainBatch
 
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "backend.json"
 FORMAT = 1
+T = TypeVar("T")
 VALUE_HEAD = "value_head."
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
 
 
 class TorchBackend(BaseBackend):
-    """A causal language model on one device.
+    """A causal language model on one device, or on one of each rank.
 
     >>> backend = TorchBackend(load_model("models/tiny"), lr=1e-5, schedule="cosine", total_steps=100)
     >>> for batch in batches:
@@ -42,6 +47,11 @@ class TorchBackend(BaseBackend):
     `value_head` it is a critic, and what `forward` and the losses see are values instead of log-probs. With an `adapter`
     only that trains and is saved; `weights` and `export` give the merged model. Further options are those of
     `OptimizerOptions`.
+
+    `ranks` train the model together, each on its own batches, as many as the others: with `shard` "ddp" each has all of
+    the model, with "fsdp2" a part of every tensor. Then all methods but `info`, `weight_specs`, `write_config` and, but
+    for "fsdp2", `forward` need every rank, and only the first one writes files, which are the same for any number of
+    ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in the memory of the CPU and steps them there.
     """
 
     def __init__(
@@ -51,6 +61,9 @@ class TorchBackend(BaseBackend):
         autocast: str = "none",
         value_head: ValueHead | None = None,
         adapter: LoraAdapter | None = None,
+        ranks: Ranks | None = None,
+        shard: str = "none",
+        cpu_offload: bool = False,
         **optimizer: Any,
     ):
         if autocast not in AUTOCAST:
@@ -60,45 +73,55 @@ class TorchBackend(BaseBackend):
         self.device = next(model.parameters()).device
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._autocast = AUTOCAST[autocast]
-        self._runner = Runner(model)
+        self._ranks = ranks or Ranks()
+        self._shard, self._cpu_offload = shard, cpu_offload
+        self._module = TokenNumbers(model, self.value_head, self._autocast)
+        self._shared = shared_by(self._module, self._ranks, shard, cpu_offload)
         self._optimizer = Optimizer(self._named_parameters(), OptimizerOptions(**optimizer))
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        return self._numbers(batch.to(self.device), temperature, entropy=False)[0]
+        return self._shared.numbers(batch.to(self.device), temperature, entropy=False)[0]
 
     def forward_backward(
-        self, batch: TrainBatch, token_losses: TokenLosses, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: TrainBatch,
+        token_losses: TokenLosses,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        last: bool = True,
     ) -> dict[str, float]:
         batch = batch.to(self.device)
-        numbers_BT, entropy_BT = self._numbers(batch, temperature, entropy)
-        losses_BT, metrics = token_losses(batch, numbers_BT, entropy_BT)
-        loss = (losses_BT * batch.weights_BT).sum()
-        if loss.requires_grad:
-            loss.backward()
+        with self._shared.accumulating(last):
+            numbers_BT, entropy_BT = self._shared.numbers(batch, temperature, entropy)
+            losses_BT, metrics = token_losses(batch, numbers_BT, entropy_BT)
+            loss = (losses_BT * batch.weights_BT).sum()
+            if torch.is_grad_enabled():
+                self._backward(loss, numbers_BT, teaches=loss.requires_grad and has_work(batch))
         return _reduced(loss.detach(), metrics, batch)
 
     def optim_step(self) -> dict[str, float]:
         return self._optimizer.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.adapter is None:
-            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-        else:
-            yield from self.adapter.merged_parameters()
+        parameters = self.model.named_parameters() if self.adapter is None else self.adapter.merged_parameters()
+        yield from ((name, whole(tensor)) for name, tensor in parameters)
         yield from self._buffers()
 
     @torch.no_grad()
     def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        own = dict(self.weights())
+        own = {**dict(self.model.named_parameters()), **dict(self._buffers())}
         for name, tensor in weights:
-            own[name].copy_(tensor)
+            put(own[name], tensor)
 
     def weight_specs(self) -> list[TensorSpec]:
         parameters = self.model.named_parameters() if self.adapter is None else self.adapter.base_parameters()
         return [TensorSpec.of(name, tensor) for name, tensor in (*parameters, *self._buffers())]
 
     def write_config(self, directory: Path) -> None:
+        if not self._ranks.is_first:
+            return
         self.model.config.save_pretrained(directory)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(directory)
@@ -108,36 +131,36 @@ class TorchBackend(BaseBackend):
         state = {"format": FORMAT, "step": self._optimizer.step_number, "parameter_steps": steps}
         if self.adapter is not None:
             state["base"] = self.adapter.base_digest()
-        save_file(_packed(self._tensors()), directory / WEIGHTS)
-        save_file(_packed(moments), directory / MOMENTS)
-        (directory / STATE).write_text(json.dumps(state, indent=1))
+        self._write(directory / WEIGHTS, self._tensors())
+        self._write(directory / MOMENTS, moments)
+        self._on_first(lambda: (directory / STATE).write_text(json.dumps(state, indent=1)))
 
     def load(self, directory: Path) -> None:
         """Read back what `save` wrote, into the tensors that are there, so that whoever shares them sees it too."""
-        weights, moments, state = _read(directory)
+        base = None if self.adapter is None else self.adapter.base_digest()
         tensors = self._tensors()
-        _check_names(directory, tensors, weights)
-        if self.adapter is not None and state.get("base") != self.adapter.base_digest():
-            raise CheckpointError(
-                f"{directory} holds an adapter that was trained beside another base model than the one in model.path. "
-                "Resume with that model, unchanged."
-            )
+        weights, moments, state = self._agreed(lambda: self._checked(directory, tensors, base))
         self._optimizer.restore(moments, state["parameter_steps"], state["step"])
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(weights[name])
+                put(tensor, weights[name])
 
     def write_adapter(self, directory: Path) -> None:
         """Write the adapter alone as an ordinary PEFT directory; raises ConfigError where the whole model trains."""
         if self.adapter is None:
             raise ConfigError("There is no adapter to write, since the whole model trains. Set model.lora.rank, e.g. to 16.")
-        self.adapter.write(directory)
+        self._write(directory / ADAPTER, dict(self.adapter.parameters()))
+        self._on_first(lambda: self.adapter.write_config(directory))
 
     def export(self, directory: Path) -> None:
+        tensors = {}  # transformers wants all at once, in the memory of the CPU; other ranks keep none
+        for name, tensor in self.weights():
+            if self._ranks.is_first:
+                tensors[name] = _packed(tensor)
         with without_progress_bars():
-            self.model.save_pretrained(directory, state_dict=_packed(dict(self.weights())))
+            self._on_first(lambda: self.model.save_pretrained(directory, state_dict=tensors))
         if self.value_head is not None:
-            self.value_head.save(directory)
+            self._write(directory / VALUE_HEAD_FILE, dict(self.value_head.named_parameters()))
 
     def info(self) -> dict[str, Any]:
         parameters = list(self._named_parameters().values())
@@ -148,7 +171,8 @@ class TorchBackend(BaseBackend):
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "autocast": next(name for name, dtype in AUTOCAST.items() if dtype is self._autocast),
             "device": str(self.device),
-            "batches as": "one row without padding" if self._runner.streams else "padded rows",
+            "ranks": f"{self._ranks.size} ({self._shard})" if self._ranks.size > 1 else "1",
+            "batches as": "one row without padding" if self._module.runner.streams else "padded rows",
             "gradient_checkpointing": any(
                 layer.gradient_checkpointing and layer.training
                 for layer in self.model.modules()
@@ -162,22 +186,61 @@ class TorchBackend(BaseBackend):
     def onload(self) -> None:
         self._move(self.device)
 
-    def _numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        if not _has_work(batch):
-            zeros_BT = torch.zeros(batch.mask_BT.shape, device=self.device)
-            return zeros_BT, zeros_BT if entropy else None
-        with self._precision():
-            run = self._runner.hidden if self._runner.splits or self.value_head is not None else self._runner.logits
-            states_SD, place_BT = run(batch)
-        if self.value_head is not None:
-            return token_values(states_SD, place_BT, batch, self.value_head), None
-        output = self._runner.output_layer() if self._runner.splits else None
-        return token_logprobs(
-            states_SD, place_BT, batch, output, temperature=temperature, entropy=entropy, dtype=self._autocast
-        )
+    def _backward(self, loss: Tensor, numbers_BT: Tensor, *, teaches: bool) -> None:
+        """Ranks that wait for each other all run a backward pass; one that has nothing to teach adds exactly 0."""
+        if self._shared.waits:
+            scaled = loss * self._shared.gradient_scale if teaches else 0.0
+            (nothing_of(numbers_BT) + scaled).backward()
+        elif teaches:
+            loss.backward()
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=self._autocast or torch.bfloat16, enabled=self._autocast is not None)
+    def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        """The first rank writes the tensors, one at a time; the others help to make them whole."""
+        specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
+        wholes = ((name, whole(tensor)) for name, tensor in tensors.items())
+        self._on_first(lambda: write_tensors(path, specs, wholes), finish=lambda: deque(wholes, maxlen=0))
+
+    def _on_first(self, write: Callable[[], Any], finish: Callable[[], Any] = lambda: None) -> None:
+        """`write` on the first rank, then `finish` on all; what fails there fails on all."""
+        problem = None
+        try:
+            if self._ranks.is_first:
+                write()
+        except (OSError, SafetensorError, WeightsError) as error:
+            problem = error
+        finish()  # ranks that wait for each other are not left waiting
+        told = self._ranks.share(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise CheckpointError(f"The first rank could not write: {told}")
+
+    def _agreed(self, read: Callable[[], T]) -> T:
+        """What `read` returns, or CheckpointError on every rank when it raises that on any."""
+        try:
+            found, problem = read(), None
+        except CheckpointError as error:
+            found, problem = None, error
+        failed = self._ranks.largest(int(problem is not None))
+        if problem is not None:
+            raise problem
+        if failed:
+            raise CheckpointError("Another rank could not read the checkpoint; its own message says why.")
+        return found
+
+    def _checked(
+        self, directory: Path, tensors: dict[str, Tensor], base: str | None
+    ) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
+        """The files of a checkpoint of this model, of which no tensor is read yet."""
+        weights, moments, state = _opened(directory)
+        _check_names(directory, tensors, weights)
+        if base is not None and state.get("base") != base:
+            raise CheckpointError(
+                f"{directory} holds an adapter that was trained beside another base model than the one in model.path. "
+                "Resume with that model, unchanged."
+            )
+        self._optimizer.check(moments, state["parameter_steps"])
+        return weights, moments, state
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         kept = self.model.state_dict(keep_vars=True)
@@ -197,22 +260,16 @@ class TorchBackend(BaseBackend):
         return named if self.adapter is None else {name: item for name, item in named.items() if item.requires_grad}
 
     def _tensors(self) -> dict[str, Tensor]:
-        whole = dict(self.weights()) if self.adapter is None else {}
-        return whole | {name: parameter.detach() for name, parameter in self._trained().items()}
+        """What a checkpoint holds, as it is here, perhaps sharded."""
+        whole_model = dict(self._named_parameters()) | dict(self._buffers()) if self.adapter is None else {}
+        return {name: tensor.detach() for name, tensor in (whole_model | self._trained()).items()}
 
     def _move(self, device: torch.device | str) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self._cpu_offload:
             return
-        self.model.to(device)
-        if self.value_head is not None:
-            self.value_head.to(device)
+        self._module.to(device)
         self._optimizer.to(device)
         torch.cuda.empty_cache()
-
-
-def _has_work(batch: TrainBatch) -> bool:
-    """Whether any token's number depends on the model."""
-    return len(asked_tokens(batch)[0]) > 0
 
 
 def _reduced(loss: Tensor, metrics: TokenMetrics, batch: TrainBatch) -> dict[str, float]:
@@ -232,15 +289,15 @@ def _reduced(loss: Tensor, metrics: TokenMetrics, batch: TrainBatch) -> dict[str
     return dict(zip(names, torch.stack([value.double() for value in values]).tolist(), strict=True))
 
 
-def _packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of their own, since safetensors refuses tensors that share storage, and engines fuse weights in place."""
-    return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+def _packed(tensor: Tensor) -> Tensor:
+    """A copy of its own, since safetensors refuses tensors that share storage, and engines fuse weights in place."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def _opened(directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
     try:
         state = json.loads((directory / STATE).read_text())
-        weights, moments = load_file(directory / WEIGHTS), load_file(directory / MOMENTS)
+        weights, moments = TensorFile(directory / WEIGHTS), TensorFile(directory / MOMENTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model state in {directory} cannot be read: {error}. Use an older one.") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -248,14 +305,14 @@ def _read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[s
     return weights, moments, state
 
 
-def _check_names(directory: Path, tensors: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+def _check_names(directory: Path, tensors: dict[str, Tensor], weights: TensorFile) -> None:
     missing, extra = sorted(tensors.keys() - weights.keys()), sorted(weights.keys() - tensors.keys())
     if missing or extra:
         what = f"lacks {', '.join(missing[:3])}" if missing else f"has unknown {', '.join(extra[:3])}"
         raise CheckpointError(f"{directory / WEIGHTS} {what}. It belongs to another model.")
     for name, tensor in tensors.items():
-        if weights[name].shape != tensor.shape:
+        if weights.shape(name) != tensor.shape:
             raise CheckpointError(
-                f"{directory / WEIGHTS}: {name} has shape {tuple(weights[name].shape)}, the model's has "
+                f"{directory / WEIGHTS}: {name} has shape {tuple(weights.shape(name))}, the model's has "
                 f"{tuple(tensor.shape)}. It belongs to another model."
             )

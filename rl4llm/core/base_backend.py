@@ -36,7 +36,8 @@ class BaseBackend(ABC):
     """A model that is trained, and the head that turns its output into one number per token.
 
     The loss of an optimizer step is the sum of ``losses_BT * batch.weights_BT`` over the `forward_backward` calls since
-    the last `optim_step`; nothing else scales it. Where only an `adapter` trains, `weights` are the merged ones.
+    the last `optim_step`, on all ranks together; nothing else scales it. A batch whose mask is False everywhere adds exactly
+    0: a rank that has fewer than the others gives such ones. Where only an `adapter` trains, `weights` are the merged ones.
     """
 
     adapter: BaseAdapter | None = None
@@ -47,7 +48,13 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, batch: TrainBatch, token_losses: TokenLosses, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: TrainBatch,
+        token_losses: TokenLosses,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        last: bool = True,
     ) -> dict[str, float]:
         """Add this batch's gradient; returns "loss", "tokens" (of the policy), and each token metric by its name: the mean
         over those tokens, the maximum where the name ends in "/max", and where it ends in "/weighted" the sum with the
@@ -55,6 +62,9 @@ class BaseBackend(ABC):
 
         `entropy` asks for entropy_BT (with gradient), which costs time and is None otherwise. Under `torch.no_grad()` it
         only measures.
+
+        `last` False tells that more batches of this optimizer step follow, so that ranks need not exchange gradients yet;
+        with True each time they are the same, only slower. All ranks give as many batches and say the same of them.
         """
 
     @abstractmethod

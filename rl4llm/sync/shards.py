@@ -1,31 +1,24 @@
 """Safetensors files written one tensor at a time, hashed and checked on the way, so that no second pass reads them again.
 
-The library writes a file from tensors that are all in memory at once. The format is an 8-byte length, a JSON header with
-each tensor's dtype, shape and place, and the tensors' bytes in that order.
+What such a file looks like, `rl4llm.core.tensor_file` says.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import xxhash
 from torch import Tensor
 
 from rl4llm.core.errors import WeightsError
+from rl4llm.core.tensor_file import header, tensor_bytes, write_all
 from rl4llm.core.types import TensorSpec
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 FLUSH_BYTES = 32 << 20
-ALIGNMENT = 8  # of the first tensor, so that readers can map them
 
 
 def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
@@ -49,14 +42,14 @@ def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple
     """
     digest = xxhash.xxh3_64()
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        header = _header(specs)
-        digest.update(header)
-        _write_all(file, memoryview(header))
+        head = header(specs)
+        digest.update(head)
+        write_all(file, memoryview(head))
         flush, waiting = None, 0
         for _, tensor in _checked(specs, tensors):
-            data = _bytes(tensor.to("cpu"))
+            data = tensor_bytes(tensor.to("cpu"))
             digest.update(data)
-            _write_all(file, data)
+            write_all(file, data)
             waiting += len(data)
             if waiting >= FLUSH_BYTES and (flush is None or flush.done()):
                 _raise_failure(flush)
@@ -111,26 +104,3 @@ def _check_finite(name: str, tensor: Tensor) -> None:
             f"{name} holds {int((~torch.isfinite(tensor)).sum()):,} values that are not finite. The weights are not "
             "published; the last version stays. Next: resume from a checkpoint before it, with a lower training.lr."
         )
-
-
-def _header(specs: Sequence[TensorSpec]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for spec in specs:
-        start, end = end, end + spec.num_bytes
-        if spec.dtype not in DTYPES:
-            raise WeightsError(f"{spec} cannot be published: safetensors files here hold {', '.join(map(str, DTYPES))}.")
-        entries[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    """The kernel takes at most 2 GiB at a time."""
-    while len(data):
-        data = data[file.write(data) :]

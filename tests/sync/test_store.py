@@ -329,7 +329,7 @@ def test_a_failure_of_the_disk_is_told_though_the_kernel_says_it_once_and_beside
 
 
 def test_a_dtype_that_the_files_cannot_hold_is_named(tmp_path):
-    with pytest.raises(WeightsError, match=r"w \[2\] complex64 cannot be published"):
+    with pytest.raises(WeightsError, match=r"w \[2\] complex64 cannot be written"):
         write(WeightStore(tmp_path), 1, {"w": torch.zeros(2, dtype=torch.complex64)})
 
 

@@ -1,0 +1,130 @@
+"""How ranks share the training of one model: torch's DistributedDataParallel and FSDP2 (`fully_shard`).
+
+Either averages gradients over the ranks, while a step's loss is the sum over them; `gradient_scale` makes up for that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rl4llm.backends.token_numbers import TokenNumbers
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.ranks import Ranks
+from rl4llm.core.registry import Registry
+from rl4llm.core.types import TrainBatch
+
+
+class Alone:
+    """One rank has all of the model and trains it, or does not train it at all."""
+
+    gradient_scale = 1.0
+    waits = False  # whether a gradient pass needs every rank
+
+    def __init__(self, module: TokenNumbers, ranks: Ranks, *, cpu_offload: bool = False):
+        self.module = module
+
+    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """One pass of the module, with a gradient where torch's is enabled."""
+        return self.module(batch, temperature, entropy)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around a forward and its backward pass, of which the `last` one of an optimizer step is told so."""
+        return nullcontext()
+
+
+class Replicated(Alone):
+    """DistributedDataParallel: every rank has all of the model; gradients meet in the last backward pass of a step.
+
+    Parameters that do not train are no part of it, and every other one takes part in every pass.
+    """
+
+    waits = True
+
+    def __init__(self, module: TokenNumbers, ranks: Ranks, *, cpu_offload: bool = False):
+        super().__init__(module, ranks)
+        self.gradient_scale = float(ranks.size)
+        module.always_runs = True
+        with warnings.catch_warnings():  # the new name of the first option does not exist in every version
+            warnings.simplefilter("ignore", FutureWarning)
+            # Buffers are constants here. Gradients that are views of what is sent need no memory of their own.
+            self._trained = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        return (self._trained if torch.is_grad_enabled() else self.module)(batch, temperature, entropy)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._trained.no_sync()
+
+
+class Sharded(Alone):
+    """FSDP2: of every parameter, its gradient and its moments, each rank holds a part; layers are put together while they
+    run. Gradients meet in every backward pass, so that none is ever held whole.
+
+    Under autocast the layers are put together in its dtype; embeddings, the output layer and heads in their own.
+    """
+
+    waits = True
+
+    def __init__(self, module: TokenNumbers, ranks: Ranks, *, cpu_offload: bool = False):
+        super().__init__(module, ranks)
+        self.gradient_scale = float(ranks.size)
+        module.always_runs = True
+        device = next(module.parameters()).device
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+        options = {"mesh": init_device_mesh(device.type, (ranks.size,)), "offload_policy": offload}
+        # Hidden states between layers keep their dtype, as they do under autocast.
+        precision = MixedPrecisionPolicy(module.autocast, torch.float32, cast_forward_inputs=False)
+        for layer in _layers(module):
+            fully_shard(layer, **options, **({"mp_policy": precision} if module.autocast else {}))
+        if module.value_head is not None:  # its dtype may be another than the model's, which one group cannot have
+            fully_shard(module.value_head, **options)
+        fully_shard(module, **options)
+
+    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        found = self.module(batch, temperature, entropy)
+        if not torch.is_grad_enabled():
+            self.module.reshard()  # FSDP2 keeps what is outside the layers for a backward pass, which does not come
+        return found
+
+
+SHARDS: Registry[type[Alone]] = Registry("backend.shard")
+SHARDS.register("none")(Alone)
+SHARDS.register("ddp")(Replicated)
+SHARDS.register("fsdp2")(Sharded)
+
+
+def shared_by(module: TokenNumbers, ranks: Ranks, shard: str, cpu_offload: bool) -> Alone:
+    """The module, ready to be trained by these ranks together; one rank alone needs no sharding, whatever it is called."""
+    kind = SHARDS[shard]
+    if ranks.size > 1 and kind is Alone:
+        raise ConfigError(
+            f"backend.shard='none' is not accepted for {ranks.size} ranks that train one model: each would go its own way. "
+            "Accepted: ddp, or fsdp2 for a model that is too large for one device."
+        )
+    if cpu_offload and (kind is not Sharded or ranks.size == 1):
+        raise ConfigError(
+            f"backend.cpu_offload=true is not accepted with backend.shard={shard!r} and {ranks.size} "
+            f"{'rank' if ranks.size == 1 else 'ranks'}. Accepted: shard=fsdp2 with 2 ranks or more."
+        )
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    if ranks.size == 1 or (kind is Replicated and not trains):
+        kind = Alone
+    return kind(module, ranks, cpu_offload=cpu_offload)
+
+
+def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """What transformers checkpoints one at a time, the outermost ones; inner ones first is how FSDP2 wants its calls."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(child, GradientCheckpointingLayer) and not inside:
+            found[name] = child
+    return list(found.values())
