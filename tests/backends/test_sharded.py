@@ -66,7 +66,7 @@ def split(batches, of_first):
 
 def gradients(backend):
     named = {**dict(backend.model.named_parameters()), **backend._named_parameters()}
-    return {name: None if item.grad is None else whole(item.grad).clone() for name, item in named.items() if item.requires_grad}
+    return {name: whole(item.grad).clone() for name, item in named.items() if item.requires_grad}
 
 
 def step(backend, batches, **options):
