@@ -114,6 +114,8 @@ def pack(
     `whole_groups` the trajectories of a prompt stand in the same micro-batch.
     Raises ConfigError when what cannot be cut exceeds the budget.
     """
+    if not trajectories:
+        return []
     prompts = _numbered([trajectory.prompt_id for trajectory in trajectories])
     policy_tokens = np.array([trajectory.num_policy_tokens for trajectory in trajectories], np.int64)
     weights = AGGREGATIONS[aggregation](policy_tokens, prompts, totals)

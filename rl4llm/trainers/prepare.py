@@ -210,11 +210,11 @@ class Preparation:
             replace(one, prompt_id=f"{number}", spans=(one.spans[0], _first_policy_span(other)))
             for number, (one, other) in enumerate(zip(members, members[1:] + members[:1], strict=True))
         ]
-        drifts = torch.zeros(len(mismatched))
+        drifts = torch.zeros(len(mismatched), dtype=torch.float64)
         for batch, owners_BT in self._owned(mismatched):
             drift_BT = self._numbers(self.policy, batch) - self._numbers(self.reference, batch)
-            drifts.index_add_(0, owners_BT[batch.mask_BT], drift_BT[batch.mask_BT])
-        summed, count = self.total(torch.stack([drifts.sum(), torch.tensor(float(len(drifts)))]))
+            drifts.index_add_(0, owners_BT[batch.mask_BT], drift_BT[batch.mask_BT].double())
+        summed, count = self.total(torch.stack([drifts.sum(), drifts.new_tensor(len(drifts))]))
         return (summed / count.clamp(min=1)).clamp(min=0)
 
     def _owned(self, trajectories: Sequence[Trajectory]) -> list[tuple[TrainBatch, Tensor]]:

@@ -66,7 +66,7 @@ def _group(name: str, size: int, draw: random.Random, fresh: Any, learns_from: s
     prompt = TokenSpan.context([draw.randrange(1, 50) for _ in range(draw.randrange(2, 6))])
     members = [_trajectory(name, prompt, draw, fresh) for _ in range(size + (learns_from == "episodes"))]
     if learns_from != "episodes":
-        signs = [1.0, -1.0] if size == 2 else [draw.choice([1.0, -1.0])]
+        signs = [1.0, -1.0] if size == 2 else [1.0 if name in ("p0", "p3") else -1.0]
         members = [replace(one, reward=sign, turn_rewards=()) for one, sign in zip(members, signs, strict=True)]
         return Group(name, tuple(members))
     return Group(name, tuple(members[:-1]), baseline=members[-1])
@@ -252,12 +252,12 @@ def _loss(algorithm: BaseAlgorithm, batch: TrainBatch, logprobs: Tensor, new_val
 
 
 def fitting(method: str, exempt: Mapping[str, str]) -> list[str]:
-    """The arrangements that must not matter; a divergence estimated between neighbours depends on who they are."""
+    """The arrangements that must not matter; a divergence is estimated between neighbours, of whom ranks have others."""
     mismatched = ALGORITHMS[method]().needs().mismatched
     return [
         name
         for name, one in ARRANGEMENTS.items()
-        if name not in exempt and not (mismatched and (one.shuffled or one.ranks))
+        if name not in exempt and not (mismatched and one.ranks)
     ]
 
 

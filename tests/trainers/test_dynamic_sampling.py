@@ -1,0 +1,101 @@
+"""Dynamic sampling: prompts are sampled in place of groups that teach nothing, never without end, never in silence."""
+
+import json
+
+import pytest
+import torch
+from vowels import Vowels
+
+from rl4llm.api import DAPOTrainer
+from rl4llm.core.base_env import BaseRewardFunction
+
+
+class SomeEqual(Vowels):
+    """All answers to odd prompts are worth the same."""
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return 0.7 if int(ground_truth) % 2 else super().__call__(messages, ground_truth) + 1e-3 * len(messages[-1].content)
+
+
+class AllEqual(BaseRewardFunction):
+    """Every answer is worth the same."""
+
+    def __init__(self, name="equal", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return 0.7
+
+
+def run(model_dir, directory, reward, max_steps=2, **algorithm):
+    rows = [
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
+        for i in range(8)
+    ]
+    made = DAPOTrainer(
+        str(model_dir),
+        rows,
+        [reward],
+        algorithm=algorithm,
+        rollout={"prompts": 4, "group_size": 4, "max_tokens": 5},
+        training={"lr": 3e-3},
+        output={"dir": str(directory)},
+        max_steps=max_steps,
+        deterministic=True,
+    )
+    before = {name: tensor.clone() for name, tensor in made.trainer.backend.weights()}
+    made.train()
+    moved = any(not torch.equal(tensor, before[name]) for name, tensor in made.trainer.backend.weights())
+    return moved, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("refills", [0, 1, 3])
+def test_where_no_group_ever_differs_a_step_ends_after_so_many_rounds_and_says_so(model_dir, tmp_path, refills):
+    moved, metrics = run(model_dir, tmp_path, AllEqual(), refills=refills)
+    assert not moved
+    assert len(metrics) == 2
+    for row in metrics:
+        assert row["trajectories"] == (1 + refills) * 4 * 4
+        assert row["reward/mean"] == pytest.approx(0.7)  # of what was sampled, not 0 of what was kept
+        assert row["groups/zero_spread"] == 1
+        assert row["update/empty"] == 1
+        assert "loss" not in row
+        if refills:
+            assert row["groups/refills"] == refills
+            assert row["groups/dropped"] == (1 + refills) * 4
+
+
+def test_dropped_groups_are_replaced_until_the_step_has_its_prompts(model_dir, tmp_path):
+    moved, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=3, refills=10)
+    assert moved
+    for row in metrics:
+        played = row["trajectories"] / 4
+        assert 0 < row["groups/refills"] < 10
+        assert row["groups/dropped"] == played - 4  # what trained is what was wanted
+        assert row["groups/zero_spread"] == pytest.approx(row["groups/dropped"] / played)
+        assert "update/empty" not in row
+
+
+def test_the_reward_that_is_logged_is_that_of_all_that_was_sampled(model_dir, tmp_path):
+    _, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=1, refills=10)
+    (row,) = metrics
+    dropped = row["groups/dropped"] / (row["trajectories"] / 4)
+    assert dropped > 0
+    assert row["reward/mean"] > 0.7 * dropped
+
+
+def test_without_refills_a_step_trains_on_what_is_left(model_dir, tmp_path):
+    moved, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=1, refills=0)
+    assert moved
+    (row,) = metrics
+    assert row["trajectories"] == 16
+    assert "groups/refills" not in row
+    assert 0 < row["groups/zero_spread"] < 1
+
+
+def test_a_step_that_drops_everything_does_not_divide_by_what_is_not_there(model_dir, tmp_path):
+    for number, aggregation in enumerate(("token", "sequence", "prompt", "constant")):
+        options = {"aggregation": aggregation, "whiten": True, "scale_rewards": "batch", "refills": 1}
+        moved, metrics = run(model_dir, tmp_path / str(number), AllEqual(), max_steps=1, **options)
+        assert not moved
+        assert metrics[0]["update/empty"] == 1
