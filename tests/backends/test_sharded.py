@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 
-from rl4llm.backends.dtensor import whole
+from rl4llm.backends.dtensor import part, whole
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.ranks import Ranks
+from rl4llm.core.types import TensorSpec
 from rl4llm.data.pack import pack, totals_of
 
 SHARDS = ["ddp", "fsdp2"]
@@ -105,3 +107,229 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, build, trajectories, shard, k
         assert_close(grads, alone[1], 1e-6)
         assert metrics == pytest.approx(alone[2], rel=1e-5)
         assert_close(weights, alone[3], 1e-5)
+
+
+def first_gradients(ranks, model, parts_of, shard, options, passes):
+    """Loss and gradient of each layout's batches, none of whose steps is taken."""
+    backend = backend_of(ranks, model, shard, **options)
+    found = []
+    for parts in parts_of:
+        loss, grads, _ = step(backend, parts[ranks.rank], **passes)
+        found.append((ranks.total(torch.tensor(loss, dtype=torch.float64)).item(), grads))
+    return found
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_no_layout_and_no_split_over_ranks_changes_the_gradient(on_ranks, build, trajectories, shard):
+    options, passes = {"lr": 0.0, "dtype": torch.float64}, {"temperature": 0.7, "entropy": True}
+    layouts = {layout: packed(trajectories, layout) for layout in ("sorted", "packed", "shared")}
+    ((loss, expected),) = first_gradients(Ranks(), build(), [[layouts["shared"]]], "none", options, passes)
+    parts_of = [split(batches, number) for batches in layouts.values() for number in (0, 1, 4)]
+    for found in on_ranks(first_gradients, build(), parts_of, shard, options, passes):
+        for total, grads in found:
+            assert total == pytest.approx(loss, abs=1e-6)  # the algorithm's numbers are fp32
+            assert_close(grads, expected, 1e-6)
+
+
+def first_step_in_parts(ranks, model, parts, shard, lasts):
+    backend = backend_of(ranks, model, shard)
+    for batch, last in zip(parts[ranks.rank], lasts, strict=True):
+        backend.forward_backward(batch, losses, last=last)
+    return gradients(backend)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_exchanging_gradients_early_or_late_gives_the_same(on_ranks, build, trajectories, shard):
+    parts = split(packed(trajectories), 3)
+    late, early = ([False] * (len(parts[0]) - 1) + [True], [True] * len(parts[0]))
+    expected, _ = on_ranks(first_step_in_parts, build(), parts, shard, late)
+    assert all(gradient.abs().max() > 0 for gradient in expected.values())
+    for grads in on_ranks(first_step_in_parts, build(), parts, shard, early):
+        assert_close(grads, expected, 1e-6)
+
+
+def not_finite_on_the_second(ranks, model, parts, shard):
+    backend = backend_of(ranks, model, shard)
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    for number, batch in enumerate(parts[ranks.rank]):
+        broken = batch.map(torch.clone)
+        broken.credits_BT *= float("nan") if number == 0 and ranks.rank == 1 else 1.0
+        backend.forward_backward(broken, losses, last=number == len(parts[0]) - 1)
+    metrics = backend.optim_step()
+    same = all(torch.equal(before[name], tensor) for name, tensor in backend.weights())
+    _, _, after = step(backend, parts[ranks.rank])
+    return metrics, same, after
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(on_ranks, build, trajectories, shard):
+    for metrics, same, after in on_ranks(not_finite_on_the_second, build(), split(packed(trajectories), 3), shard):
+        assert metrics["skipped"] == 1.0
+        assert same
+        assert "skipped" not in after  # nothing of it is left
+
+
+def only_broken_losses(ranks, model, batches, shard):
+    """Gradients where the second rank has no work, and losses that are not finite."""
+
+    def broken(batch, numbers_BT, entropy_BT):
+        return losses(batch, numbers_BT, None)[0] * (1.0 if batch.mask_BT.any() else float("nan")), {}
+
+    backend = backend_of(ranks, model, shard)
+    backend.forward_backward(batches[0] if ranks.is_first else filler(batches[0]), broken)
+    return gradients(backend)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_rank_without_work_adds_exactly_zero_whatever_its_losses(on_ranks, build, trajectories, shard):
+    batches = packed(trajectories)
+    expected = only_broken_losses(Ranks(), build(), batches, "none")
+    for grads in on_ranks(only_broken_losses, build(), batches, shard):
+        assert_close(grads, expected, 1e-6)
+
+
+def logprobs(ranks, model, parts, shard, options):
+    backend = backend_of(ranks, model, shard, **options)
+    with torch.no_grad():
+        measured = [backend.forward_backward(batch, losses)["loss"] for batch in parts[ranks.rank]]
+    found = [backend.forward(batch, temperature=0.7) for batch in parts[ranks.rank]]
+    return measured, found, {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_passes_without_a_gradient_leave_the_weights_in_parts(on_ranks, build, trajectories, shard):
+    model, parts = build("qwen2"), split(packed(trajectories), 4)
+    for rank, (measured, found, weights) in enumerate(on_ranks(logprobs, model, parts, shard, {})):
+        expected = logprobs(Ranks(), model, [parts[rank]], "none", {})
+        assert measured == pytest.approx(expected[0], abs=1e-6)
+        for one, other in zip(found, expected[1], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+        assert_close(weights, expected[2], 0.0)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("options", [{}, {"critic": True, "dtype": "bfloat16"}, {"rank": 4, "dtype": "bfloat16"}])
+def test_bf16_comes_close_to_that_of_one_rank(on_ranks, build, trajectories, shard, options):
+    options = {"autocast": "bfloat16", "lr": 0.0, **options}
+    batches = packed(trajectories)
+    ((_, expected),) = first_gradients(Ranks(), build(), [[batches]], "none", options, {})
+    for ((_, grads),) in on_ranks(first_gradients, build(), [split(batches, 4)], shard, options, {}):
+        assert {name: grad.dtype for name, grad in grads.items()} == {name: grad.dtype for name, grad in expected.items()}
+        one, other = (torch.cat([grad.float().flatten() for grad in named.values()]) for named in (grads, expected))
+        assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.999
+        assert one.norm().item() == pytest.approx(other.norm().item(), rel=0.02)
+
+
+def saved_then_trained(ranks, model, parts, shard, options, directories, steps=2):
+    """Weights after `steps`, a save, and as many more; after a load of what was saved, the loss and the weights again."""
+    backend = backend_of(ranks, model, shard, **options)
+    for _ in range(steps):
+        step(backend, parts[ranks.rank])
+    backend.save(directories[0])
+    backend.export(directories[1])
+    backend.write_config(directories[1])
+    return loaded_then_trained(ranks, backend, parts, None)
+
+
+def loaded_then_trained(ranks, backend, parts, directory, steps=2):
+    if directory is not None:
+        backend.load(directory)
+    taken = [step(backend, parts[ranks.rank])[0] for _ in range(steps)]
+    totals = [ranks.total(torch.tensor(loss, dtype=torch.float64)).item() for loss in taken]
+    return totals, {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+def resumed(ranks, model, parts, shard, options, directory):
+    return loaded_then_trained(ranks, backend_of(ranks, model, shard, **options), parts, directory)
+
+
+@pytest.mark.parametrize("kind", ["policy", "adapted critic"])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_checkpoint_goes_on_bit_for_bit_on_two_ranks_and_alike_on_one_and_back(
+    on_ranks, build, trajectories, tmp_path, shard, kind
+):
+    model, batches, options = build("qwen2"), packed(trajectories), KINDS[kind]
+    parts = split(batches, 4)
+    places = [tmp_path / name for name in ("saved", "exported", "of one", "exported of one")]
+    for place in places:
+        place.mkdir()
+    whole_run = on_ranks(saved_then_trained, model, parts, shard, options, places[:2])
+    again = on_ranks(resumed, model, parts, shard, options, places[0])
+    for (totals, weights), (same_totals, same_weights) in zip(whole_run, again, strict=True):
+        assert totals == same_totals
+        assert_close(same_weights, weights, 0.0)
+    totals, weights = resumed(Ranks(), model, [batches], "none", options, places[0])
+    assert totals == pytest.approx(whole_run[0][0], abs=1e-5)
+    alone = saved_then_trained(Ranks(), model, [batches], "none", options, places[2:])
+    other = on_ranks(resumed, model, parts, "fsdp2" if shard == "ddp" else "ddp", options, places[2])[0]
+    assert other[0] == pytest.approx(alone[0], abs=1e-5)
+    assert {path.name for path in places[1].iterdir()} == {path.name for path in places[3].iterdir()}
+    exported, of_one = (dict(load_model(place).named_parameters()) for place in (places[1], places[3]))
+    assert_close(exported, of_one, 1e-5)
+
+
+def failing_files(ranks, model, shard, here, full):
+    """What each rank is told: of a directory that the first cannot write to, and of one that the second cannot read."""
+    backend = backend_of(ranks, model, shard)
+    backend.save(here)
+    told = []
+    for call in (lambda: backend.save(full), lambda: backend.load(here if ranks.is_first else full)):
+        try:
+            call()
+        except (OSError, CheckpointError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_file_that_fails_on_one_rank_is_an_error_on_all(on_ranks, build, tmp_path, shard):
+    first, second = on_ranks(failing_files, build(), shard, tmp_path, tmp_path / "missing")
+    assert first[0].startswith("FileNotFoundError") and first[1].startswith("CheckpointError: Another rank")
+    assert second[0].startswith("CheckpointError: The first rank") and "cannot be read" in second[1]
+
+
+def what_is_held(ranks, model, shard):
+    """The share of the model here, whether specs say what weights are, and whether another model can take them."""
+    backend = backend_of(ranks, model, shard)
+    specs = backend.weight_specs()
+    held = sum(part(item).numel() for item in backend.model.parameters())
+    count = sum(item.numel() for item in backend.model.parameters())
+    found = [TensorSpec.of(name, tensor) for name, tensor in backend.weights()]
+    other = backend_of(ranks, model, shard)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.zero_()
+    other.take_weights(backend.weights())
+    taken = all(torch.equal(one, two) for (_, one), (_, two) in zip(other.weights(), backend.weights(), strict=True))
+    return held / count, specs == found, taken
+
+
+def test_fsdp2_holds_half_of_the_model_and_gives_the_whole(on_ranks, build):
+    for held, alike, taken in on_ranks(what_is_held, build("gpt2"), "fsdp2"):
+        assert held == pytest.approx(0.5, abs=0.05)
+        assert alike and taken
+
+
+def offloaded(ranks, model, parts):
+    return trained(ranks, model, parts, "fsdp2", {"cpu_offload": True})
+
+
+def test_cpu_offload_takes_the_same_steps(on_ranks, build, trajectories):
+    batches = packed(trajectories)
+    alone = trained(Ranks(), build(), [batches], "none", {})
+    for _, _, metrics, weights in on_ranks(offloaded, build(), split(batches, 4)):
+        assert metrics == pytest.approx(alone[2], rel=1e-5)
+        assert_close(weights, alone[3], 1e-5)
+
+
+class TwoRanks(Ranks):
+    size = 2
+
+
+def test_what_cannot_train_together_is_refused_by_name(build):
+    with pytest.raises(ConfigError, match=r"backend\.shard='none' is not accepted for 2 ranks.*ddp, or fsdp2"):
+        backend_of(TwoRanks(), build())
+    with pytest.raises(ConfigError, match=r"backend\.cpu_offload=true.*'ddp' and 2 ranks.*shard=fsdp2"):
+        backend_of(TwoRanks(), build(), "ddp", cpu_offload=True)
+    with pytest.raises(ConfigError, match=r"backend\.shard='fsdp' is unknown.*fsdp2"):
+        backend_of(Ranks(), build(), "fsdp")
