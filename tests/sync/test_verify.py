@@ -108,6 +108,19 @@ def test_the_tolerance_is_that_of_the_dtype_unless_it_is_given(backend, engine, 
                 asyncio.run(compare(expected, engine, REF))
 
 
+@pytest.mark.parametrize("place", [0, 7, -1])
+def test_a_single_token_that_is_off_is_enough(backend, engine, place):
+    class Off(Engine):
+        async def score(self, token_ids):
+            scores = await super().score(token_ids)
+            scores[place] += 1.1 * TOLERANCES["float32"]
+            return scores
+
+    engine.__class__ = Off
+    with pytest.raises(StaleWeightsError, match="more than 0.001"):
+        verify(canary(engine), backend, engine)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_scores_that_are_no_numbers_are_beyond_every_tolerance(backend, engine, value):
     class Broken(Engine):
