@@ -39,8 +39,9 @@ from rl4llm.core.base_algorithm import Needs  # noqa: E402
 
 BLUE = "#1f6feb"
 STORED_WITHIN, ARRANGED_WITHIN = 1e-9, 1e-6
-COLUMNS = ("method", "needs", "stored numbers", "oracles", "arrangements", "learned", "seconds")
-MIN_WIDTH = 110
+COLUMNS = ("method", "needs", "stored numbers: error", "oracles: error", "arrangements: error", "learned", "seconds")
+MIN_WIDTH = 120
+STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def prove(name: str, directory: Path) -> Proof:
     oracles = [oracle() for oracle in ORACLES.get(name, ())]
     cases = ({}, *recipe.invariance)
     arranged = [invariance_error(name, options, recipe.exempt) for options in cases]
-    curve = learning.learn(name, recipe, directory)
+    curve = learning.learn(name, recipe, directory, steps=STEPS)
     return Proof(
         name=name,
         needs=needs(name),
@@ -149,19 +150,20 @@ def draw(proofs: list[Proof], still: learning.Curve, path: Path) -> None:
         if proof.measure == "reward":
             axis.plot(range(1, len(still.rewards) + 1), still.rewards, color="0.75", linewidth=1.2)
         if len(proof.rewards) == 2:  # a method that reads a dataset plays before and after
-            axis.plot([1, len(still.rewards)], proof.rewards, "o--", color=BLUE, linewidth=1.2, markersize=3)
+            axis.plot([1, STEPS], proof.rewards, "o--", color=BLUE, linewidth=1.2, markersize=3)
         else:
-            axis.plot(range(1, len(proof.rewards) + 1), proof.rewards, color=BLUE, linewidth=1.6)
+            shown = proof.rewards[:STEPS]
+            axis.plot(range(1, len(shown) + 1), shown, color=BLUE, linewidth=1.6)
         axis.set_title(proof.name, fontsize=9)
         axis.set_ylim(0, 1)
         axis.set_yticks([0, 0.5, 1])
-        axis.set_xticks([])
+        axis.set_xticks([1, STEPS // 2, STEPS])
         axis.tick_params(labelsize=7)
         axis.annotate(f"{proof.after:.2f}", (0.97, 0.06), xycoords="axes fraction", ha="right", fontsize=8, color=BLUE)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     figure.suptitle(
-        "Reward over 12 or 20 steps (share of vowels in two turns; reward_model: pairs ranked right above one half)\n"
+        f"Reward over {STEPS} steps (share of vowels in two turns; reward_model: pairs ranked right, above one half)\n"
         "dashed: played before and after learning from a dataset; grey: learning rate 0; dotted: threshold",
         fontsize=9,
     )
@@ -180,7 +182,7 @@ def main() -> int:
     console.width = max(console.width, MIN_WIDTH)
     with tempfile.TemporaryDirectory() as scratch, quiet():
         runs = Path(scratch)
-        still = learning.learn("grpo", learning.Recipe(overrides={"max_steps": 20}), runs / "still", learns=False)
+        still = learning.learn("grpo", learning.Recipe(), runs / "still", learns=False, steps=STEPS)
         proofs = [prove(name, runs / name) for name in track(names, "proving", console=console, transient=True)]
     options.out.mkdir(parents=True, exist_ok=True)
     write(proofs, still, options.out)
@@ -209,7 +211,7 @@ def write(proofs: list[Proof], still: learning.Curve, directory: Path) -> None:
 
 
 def _shown(count: int, error: float | None) -> str:
-    return "-" if error is None else f"{count}, error {error:.0e}"
+    return "-" if error is None else f"{count}: {error:.0e}"
 
 
 if __name__ == "__main__":

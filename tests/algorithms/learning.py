@@ -152,15 +152,21 @@ def played(model: str, directory: Path) -> float:
     return sum(rewards_of(directory)) / 2
 
 
-def learn(method: str, recipe: Recipe, directory: Path, *, learns: bool = True) -> Curve:
-    """The curve of a method; without `learns` of the same run whose learning rates are 0."""
+def learn(
+    method: str, recipe: Recipe, directory: Path, *, learns: bool = True, steps: int | None = None
+) -> Curve:
+    """The curve of a method; without `learns` of the same run whose learning rates are 0.
+
+    `steps` is how many a method that samples takes, if not those of its recipe.
+    """
     if recipe.learn is not None:
         return recipe.learn(method, recipe.options, directory, learns)
     options = dict(recipe.options)
     if not learns and "critic_lr" in options:
         options["critic_lr"] = 0.0
     still = {} if learns else {"training.lr": 0.0}
-    trainer = episodes(method, options, directory, **{**recipe.overrides, **still})
+    length = {} if steps is None else {"max_steps": steps}
+    trainer = episodes(method, options, directory, **{**recipe.overrides, **still, **length})
     begin = time.perf_counter()
     trainer.train()
     return Curve(rewards_of(directory), time.perf_counter() - begin)
