@@ -18,8 +18,8 @@ from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import TrainBatch, WeightRef
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
-"""Largest accepted difference of a log-prob (nats) by the coarser dtype of the two sides; random tokens are improbable
-ones, where rounding shows most."""
+"""Largest accepted difference of a log-prob (nats) by the dtype that the trainer computes in, which the engine's should be;
+random tokens are improbable ones, where rounding shows most."""
 NOISE = {"float32": 1e-6, "bfloat16": 0.05, "float16": 0.01}
 """A change of the trainer's log-probs (nats) that must show in an engine, where it is more than rounding."""
 ROUNDS = 3  # of questions that nobody answers
@@ -78,7 +78,7 @@ class Canary:
             raise StaleWeightsError(
                 f"{engine} does not hold version {version}: its log-probs of the canary's tokens differ from "
                 f"the trainer's by {difference:.3g}, more than {self._tolerance:g}. Training stops; check how the weights "
-                "reach the engine, and its dtype."
+                "reach the engine. Where its dtype is coarser than the trainer's, set sync.tolerance (0.25 for bfloat16)."
             )
         self._check_moved(engine, scored_BT, expected_BT, version)
         return difference

@@ -117,7 +117,7 @@ def test_a_single_token_that_is_off_is_enough(backend, engine, place):
             return scores
 
     engine.__class__ = Off
-    with pytest.raises(StaleWeightsError, match="more than 0.001"):
+    with pytest.raises(StaleWeightsError, match=r"more than 0\.001"):
         verify(canary(engine), backend, engine)
 
 
