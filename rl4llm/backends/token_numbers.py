@@ -33,12 +33,12 @@ class TokenNumbers(nn.Module):
 
     def forward(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(B, T) each; the entropies are None unless asked for, and of a critic."""
-        if has_work(batch):
+        if len(asked_tokens(batch)[0]):
             return self._numbers(batch, temperature, entropy)
         zeros_BT = torch.zeros(batch.mask_BT.shape, device=batch.mask_BT.device)
         if self.always_runs:
             numbers_BT, _ = self._numbers(self.runner.probe, 1.0, False)
-            zeros_BT = zeros_BT + nothing_of(numbers_BT)
+            zeros_BT = zeros_BT + nothing_of(numbers_BT)  # stops even gradients that are not finite
         return zeros_BT, zeros_BT if entropy else None
 
     def _numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -63,11 +63,6 @@ def _freeze_output_layer(model: PreTrainedModel) -> None:
     used = [] if inner is None else [id(parameter) for parameter in inner.parameters()]
     for parameter in [] if outer is None else outer.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in used)
-
-
-def has_work(batch: TrainBatch) -> bool:
-    """Whether any token's number depends on the model."""
-    return len(asked_tokens(batch)[0]) > 0
 
 
 def nothing_of(numbers: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.models import without_progress_bars
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.sharding import shared_by
-from rl4llm.backends.token_numbers import TokenNumbers, has_work, nothing_of
+from rl4llm.backends.token_numbers import TokenNumbers, nothing_of
 from rl4llm.core.base_backend import BaseBackend, TokenLosses, TokenMetrics
 from rl4llm.core.errors import CheckpointError, ConfigError, WeightsError, unknown
 from rl4llm.core.ranks import Ranks
@@ -98,7 +98,7 @@ class TorchBackend(BaseBackend):
             losses_BT, metrics = token_losses(batch, numbers_BT, entropy_BT)
             loss = (losses_BT * batch.weights_BT).sum()
             if torch.is_grad_enabled():
-                self._backward(loss, numbers_BT, teaches=loss.requires_grad and has_work(batch))
+                self._backward(loss, numbers_BT)
         return _reduced(loss.detach(), metrics, batch)
 
     def optim_step(self) -> dict[str, float]:
@@ -186,12 +186,11 @@ class TorchBackend(BaseBackend):
     def onload(self) -> None:
         self._move(self.device)
 
-    def _backward(self, loss: Tensor, numbers_BT: Tensor, *, teaches: bool) -> None:
-        """Ranks that wait for each other all run a backward pass; one that has nothing to teach adds exactly 0."""
+    def _backward(self, loss: Tensor, numbers_BT: Tensor) -> None:
+        """Ranks that wait for each other all run a backward pass; a loss that depends on nothing adds exactly 0."""
         if self._shared.waits:
-            scaled = loss * self._shared.gradient_scale if teaches else 0.0
-            (nothing_of(numbers_BT) + scaled).backward()
-        elif teaches:
+            (nothing_of(numbers_BT) + loss * self._shared.gradient_scale).backward()
+        elif loss.requires_grad:
             loss.backward()
 
     def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:

@@ -193,18 +193,20 @@ def logprobs(ranks, model, parts, shard, options):
     with torch.no_grad():
         measured = [backend.forward_backward(batch, losses)["loss"] for batch in parts[ranks.rank]]
     found = [backend.forward(batch, temperature=0.7) for batch in parts[ranks.rank]]
-    return measured, found, {name: tensor.clone() for name, tensor in backend.weights()}
+    held = sum(part(item).numel() for item in backend.model.parameters())
+    return measured, found, {name: tensor.clone() for name, tensor in backend.weights()}, held
 
 
-@pytest.mark.parametrize("shard", SHARDS)
-def test_passes_without_a_gradient_leave_the_weights_in_parts(on_ranks, build, trajectories, shard):
+@pytest.mark.parametrize(("shard", "share"), [("ddp", 1.0), ("fsdp2", 0.5)])
+def test_passes_without_a_gradient_measure_the_same_and_leave_weights_in_parts(on_ranks, build, trajectories, shard, share):
     model, parts = build("qwen2"), split(packed(trajectories), 4)
-    for rank, (measured, found, weights) in enumerate(on_ranks(logprobs, model, parts, shard, {})):
+    for rank, (measured, found, weights, held) in enumerate(on_ranks(logprobs, model, parts, shard, {})):
         expected = logprobs(Ranks(), model, [parts[rank]], "none", {})
         assert measured == pytest.approx(expected[0], abs=1e-6)
         for one, other in zip(found, expected[1], strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
         assert_close(weights, expected[2], 0.0)
+        assert held == pytest.approx(share * expected[3], rel=0.1)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
