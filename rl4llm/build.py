@@ -16,7 +16,7 @@ import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.backends.learned_reward import LearnedReward
-from rl4llm.backends.lora import add_adapter
+from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config, flatten, to_yaml
@@ -48,6 +48,7 @@ from rl4llm.inference.sglang import SGLangClient
 from rl4llm.inference.vllm import VLLMClient
 from rl4llm.rewards import as_reward_function, register_reward, weighted_sum
 from rl4llm.rewards.score import check_examples
+from rl4llm.sync.claim import ClaimingPublisher
 from rl4llm.sync.cohost import CohostedClient, CohostPublisher
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
@@ -168,6 +169,12 @@ def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBack
 def _check_names(config: Config) -> None:
     """What can be wrong without opening a single file is said first."""
     ENVIRONMENTS[config.env["name"]]
+    _check_sync(config)
+    if "lora" in (config.sync.name, config.sync.fallback):
+        _check_adapter_alone(config)
+
+
+def _check_sync(config: Config) -> None:
     engine = ENGINES[config.inference["name"]]
     for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
         if name in ("auto", None):
@@ -180,8 +187,11 @@ def _check_names(config: Config) -> None:
             )
     if config.inference.get("cohost") and (config.sync.name not in ("auto", "filesystem") or config.sync.fallback):
         raise ConfigError("inference.cohost=true publishes through files: leave sync.name and sync.fallback out.")
-    if "lora" in (config.sync.name, config.sync.fallback):
-        _check_adapter_alone(config)
+    if config.sync.dir and Path(config.sync.dir).resolve() == Path(config.output.dir).resolve():
+        raise ConfigError(
+            f"sync.dir={config.sync.dir!r} is output.dir, which belongs to the run. Leave sync.dir out, for weights/ in it, "
+            "or give another directory."
+        )
 
 
 def _check_adapter_alone(config: Config) -> None:
@@ -288,7 +298,7 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
     start = copy.deepcopy(given.model) if needs.reference else None  # before the policy's weights move
     backend = _backend(config, algorithm, given.model)
-    reference = _reference(config, algorithm, start, tokenizer)
+    reference = _reference(config, algorithm, backend, start, tokenizer)
     prepared = partial(Preparation, algorithm=algorithm, policy=backend, reference=reference)
     batching = _batching(config, algorithm, tokenizer)
     context_length = backend.model.config.get_text_config().max_position_embeddings
@@ -367,7 +377,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         batching=batching,
         temperature=config.rollout.temperature or 1.0,
         critic=_critic(config, algorithm, start),
-        reference=_reference(config, algorithm, start, tokenizer),
+        reference=_reference(config, algorithm, backend, start, tokenizer),
     )
     plan = _plan(config, batching, dataset, renderer, new_tokens, client.context_length)
     runner = asyncio.Runner()
@@ -403,8 +413,8 @@ def _client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
     engine = ENGINES[options.pop("name")]
     if not issubclass(engine, ServerClient):
         return with_options("inference", engine, options, model, tokenizer, deterministic=config.deterministic)
-    cohost = options.pop("cohost", False)
-    urls, router = options.pop("url", engine.usual_url()), options.pop("router", None)
+    cohost, router, urls = options.pop("cohost", False), options.pop("router", None), server_urls(config)
+    options.pop("url", None)
     text = model.config.get_text_config()
     options.setdefault("context_length", text.max_position_embeddings)
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -412,9 +422,17 @@ def _client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
     def make(url: str) -> ServerClient:
         return with_options("inference", engine, options, url, tokenizer, vocab_size=vocab_size)
 
-    clients = [make(url) for url in ([urls] if isinstance(urls, str) else urls)]
-    fleet = FleetClient(clients, router=make(router) if router else None)
+    fleet = FleetClient([make(url) for url in urls], router=make(router) if router else None)
     return CohostedClient(fleet) if cohost else fleet
+
+
+def server_urls(config: Config) -> list[str]:
+    """Where the servers are; none for the embedded engine."""
+    engine = ENGINES[config.inference["name"]]
+    if not issubclass(engine, ServerClient):
+        return []
+    urls = config.inference.get("url", engine.usual_url())
+    return [urls] if isinstance(urls, str) else list(urls)
 
 
 def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any, tracker: RunTracker) -> BasePublisher:
@@ -422,11 +440,13 @@ def _publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any, 
     sync = config.sync
     store = WeightStore(Path(sync.dir) if sync.dir else run.weights_dir, keep=sync.keep)
     if isinstance(client, CohostedClient):
-        return CohostPublisher(client, FilesystemPublisher(client, store, tokenizer.save_pretrained))
-    first = PUBLISHERS[client.publishers[0] if sync.name == "auto" else sync.name](client, store, tokenizer)
-    if sync.fallback is None:
-        return first
-    return FallbackPublisher(first, PUBLISHERS[sync.fallback](client, store, tokenizer), tracker.warn)
+        publisher: BasePublisher = CohostPublisher(client, FilesystemPublisher(client, store, tokenizer.save_pretrained))
+    else:
+        publisher = PUBLISHERS[client.publishers[0] if sync.name == "auto" else sync.name](client, store, tokenizer)
+    if sync.fallback is not None:
+        publisher = FallbackPublisher(publisher, PUBLISHERS[sync.fallback](client, store, tokenizer), tracker.warn)
+    urls = server_urls(config)
+    return ClaimingPublisher(publisher, urls) if urls else publisher
 
 
 def _canary(config: Config, client: BaseClient) -> Canary | None:
@@ -463,11 +483,15 @@ def _backend(config: Config, algorithm: BaseAlgorithm, given: Any) -> TorchBacke
     return TorchBackend(model, adapter=adapter, value_head=value_head, autocast=config.model.autocast, **options)
 
 
-def _reference(config: Config, algorithm: BaseAlgorithm, start: Any, tokenizer: Any) -> TorchBackend | None:
+def _reference(
+    config: Config, algorithm: BaseAlgorithm, policy: TorchBackend, start: Any, tokenizer: Any
+) -> TorchBackend | FrozenModel | None:
     """The model that log-probs are compared with; it never trains."""
     needs = algorithm.needs()
     if not needs.reference:
         return None
+    if policy.adapter is not None and needs.reference_path is None and not needs.reference_every:
+        return FrozenModel(policy, policy.adapter)
     if needs.reference_path is not None:
         _check_same_tokens(tokenizer, needs.reference_path, config.model.pad_token)
     model = _model(config, start if needs.reference_path is None else None, needs.reference_path)

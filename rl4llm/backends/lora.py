@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl4llm.backends.dtensor import whole
-from rl4llm.core.base_backend import BaseAdapter
+from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.seeds import derive_seed
 from rl4llm.core.tensor_file import tensor_bytes
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.types import TensorSpec, TrainBatch
 
 NAME = "default"  # PEFT's for the only adapter of a model
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -81,10 +82,34 @@ class LoraAdapter(BaseAdapter):
             self._digest = digest.hexdigest()
         return self._digest
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The frozen model computes alone; nothing may be trained meanwhile."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
     def _is_own(self, name: str) -> bool:
         """Whether a parameter is the adapter's: its layer's name, lora_A or lora_B, the adapter's name, weight."""
         layer, _, matrix = name.removesuffix(f".{NAME}.weight").rpartition(".")
         return matrix in ("lora_A", "lora_B") and layer in self._layers
+
+
+class FrozenModel:
+    """The model under a backend's adapter, which is what the policy began as: its reference, without a second model."""
+
+    def __init__(self, backend: BaseBackend, adapter: LoraAdapter):
+        self._backend = backend
+        self._adapter = adapter
+
+    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        """What `BaseBackend.forward` gives without the adapter."""
+        with self._adapter.off():
+            return self._backend.forward(batch, temperature=temperature)
 
 
 def add_adapter(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl4llm.backends.heads import ValueHead
-from rl4llm.backends.lora import add_adapter
+from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError
@@ -151,6 +151,32 @@ def test_a_checkpoint_beside_another_base_or_of_another_kind_is_refused(build, t
         adapted(build(), rank=2).load(tmp_path)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         TorchBackend(load_model(build()), lr=1e-3).load(tmp_path)
+
+
+def test_the_frozen_model_is_the_reference_of_its_own_policy_whatever_the_adapter_learned(build, trajectories):
+    batches = batches_of(trajectories)
+    plain = TorchBackend(load_model(build()), lr=1e-3)
+    backend, alone = adapted(build(), seed=1), adapted(build(), seed=1)
+    reference = FrozenModel(backend, backend.adapter)
+    for _ in range(2):
+        train(backend, batches, steps=1)
+        train(alone, batches, steps=1)
+        assert torch.equal(logprobs(reference, batches), logprobs(plain, batches))
+        assert torch.equal(logprobs(backend, batches), logprobs(alone, batches))
+    assert (logprobs(backend, batches) - logprobs(plain, batches)).abs().max() > 1e-2
+    assert {name for name, item in backend.model.named_parameters() if item.requires_grad} == {
+        name for name, item in alone.model.named_parameters() if item.requires_grad
+    }
+
+
+def test_a_reference_that_fails_leaves_the_adapter_on(build, trajectories):
+    batches = batches_of(trajectories)
+    backend = adapted(build())
+    train(backend, batches)
+    before = logprobs(backend, batches)
+    with pytest.raises(ZeroDivisionError), backend.adapter.off():
+        _ = 1 / 0
+    assert torch.equal(logprobs(backend, batches), before)
 
 
 def test_the_adapter_comes_from_the_seed_alone(build):

@@ -1,0 +1,83 @@
+"""What a configuration is put together from, and which combinations are refused before anything is opened."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from vowels import Vowels
+
+from rl4llm.api import GRPOTrainer
+from rl4llm.backends.lora import FrozenModel
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.evaluate import evaluate
+from rl4llm.sync.claim import ClaimingPublisher
+from rl4llm.sync.memory import MemoryPublisher
+
+ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
+WAYS = {
+    "local": ("memory",),
+    "sglang": ("filesystem", "tensor", "distributed", "lora"),
+    "vllm": ("filesystem", "lora"),
+}
+ALL_WAYS = ("memory", "filesystem", "tensor", "distributed", "lora")
+SMALL = {"prompts": 2, "group_size": 2, "max_tokens": 4}
+
+
+def trainer(model_dir, directory, **keys):
+    return GRPOTrainer(str(model_dir), ROWS, [Vowels()], output={"dir": str(directory)}, rollout=SMALL, **keys)
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("engine", WAYS)
+def test_an_engine_takes_weights_in_the_ways_that_are_tested_and_refuses_the_others_by_name(
+    model_dir, tmp_path, engine, way
+):
+    keys = {"inference.name": engine, "sync.name": way, "model.lora.rank": 4}
+    if way in WAYS[engine]:
+        trainer(model_dir, tmp_path / "run", **keys).trainer.close()
+        return
+    accepted = rf"sync\.name='{way}' is not accepted with inference\.name='{engine}'. Accepted: {', '.join(WAYS[engine])}\."
+    with pytest.raises(ConfigError, match=accepted):
+        trainer(model_dir, tmp_path / "run", **keys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("written", ["{run}", "{run}/", "{run}/weights/.."])
+def test_the_directory_of_the_run_is_no_weight_store(model_dir, tmp_path, written):
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"sync\.dir=.* is output\.dir"):
+        trainer(model_dir, run, **{"inference.name": "sglang", "sync.dir": written.format(run=run)})
+    assert not run.exists()
+
+
+def test_the_reference_of_an_adapter_is_the_model_under_it_and_no_second_one(model_dir, tmp_path):
+    keys = {"algorithm": {"kl_coef": 0.1}, "max_steps": 1}
+    with trainer(model_dir, tmp_path / "adapter", **keys, **{"model.lora.rank": 4}).trainer as adapted:
+        assert isinstance(adapted.preparation.reference, FrozenModel)
+        adapted.train()
+    with trainer(model_dir, tmp_path / "whole", **keys).trainer as whole:
+        assert isinstance(whole.preparation.reference, TorchBackend)
+        assert whole.preparation.reference.model is not whole.backend.model
+
+
+def test_a_server_that_a_run_trains_through_is_not_given_a_checkpoint_to_measure(model_dir, tmp_path):
+    url = "http://127.0.0.1:9"  # nobody is there, and nobody is asked
+    keys = {
+        "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
+        "inference": {"name": "sglang", "url": url},
+    }  # fmt: skip
+    running = ClaimingPublisher(MemoryPublisher(_Silent()), [url])
+    asyncio.run(running.publish(None, 0))
+    try:
+        with pytest.raises(EngineError, match=r"Another run gives .*inference\.url.*inference\.name=local"):
+            evaluate(load_config(overrides=keys))
+    finally:
+        asyncio.run(running.close())
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+class _Silent:
+    async def load(self, weight_ref):
+        pass
