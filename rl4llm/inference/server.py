@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
+from rl4llm.inference.stops import stop_tokens
 from rl4llm.inference.transport import Retry, Transport
 
 LOGPROBS = (-1e30, 1e-3)  # the least that is a number, and how far above 0 rounding may lift one
@@ -132,7 +133,10 @@ class ServerClient(BaseClient):
     async def attempt(self, prompt_ids: Sequence[int], sampling_params: SamplingParams, request_id: str) -> Completion:
         """One attempt at a completion, under an id that was never used before."""
         room = self.context_length - len(prompt_ids)
-        params = self.with_stop_tokens(sampling_params.replace(max_tokens=min(sampling_params.max_tokens, room)))
+        params = sampling_params.replace(
+            max_tokens=min(sampling_params.max_tokens, room),
+            stop_token_ids=stop_tokens(self._tokenizer, sampling_params),  # a server knows only its own model's
+        )
         try:
             sampled = await self.sample(list(prompt_ids), params, request_id)
         except RefusedError as error:
@@ -219,18 +223,6 @@ class ServerClient(BaseClient):
             raise EngineError(
                 f"generate: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length}."
             )
-
-    def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Stop tokens that a server does not know of by itself.
-
-        The tokenizer's end token, since a server knows only its own model's configuration, and special tokens among the stop
-        strings, which have no text on every server.
-        """
-        end = self._tokenizer.eos_token_id
-        own = () if params.ignore_eos or end is None else (end,)
-        special = self._tokenizer.all_special_tokens
-        named = [self._tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
-        return params.replace(stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *own, *named))))
 
     def _check_sampled(self, sampled: Sampled, request_id: str) -> None:
         where = f"{self.base_url} answered request {request_id}"

@@ -27,6 +27,15 @@ class StopTable(NamedTuple):
         return self.codes.index_select(0, self.offsets_B + tokens_B)
 
 
+def stop_tokens(tokenizer: Any, params: SamplingParams) -> tuple[int, ...]:
+    """The tokens that end a completion: those given, the tokenizer's end token, special tokens among the stop strings."""
+    end = tokenizer.eos_token_id
+    own = () if params.ignore_eos or end is None else (end,)
+    special = tokenizer.all_special_tokens
+    named = [tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
+    return tuple(dict.fromkeys((*params.stop_token_ids, *own, *named)))
+
+
 class StopRules:
     """What ends a completion, for any mixture of requests, at one table look-up per step.
 
@@ -41,12 +50,9 @@ class StopRules:
 
     def rule(self, params: SamplingParams) -> Rule:
         """What ends this request, apart from its length."""
-        end = self._tokenizer.eos_token_id
-        own = () if params.ignore_eos or end is None else (end,)
         special = self._tokenizer.all_special_tokens
-        named = [self._tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
         strings = tuple(text for text in params.stop if text and text not in special)
-        return frozenset((*params.stop_token_ids, *own, *named)), strings
+        return frozenset(stop_tokens(self._tokenizer, params)), strings
 
     def table(self, rules: Sequence[Rule]) -> StopTable | None:
         """The codes of these requests' tokens; None where nothing but length ends any of them."""
