@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; where it is sharded, every rank has to ask for it."""
+    """All of a tensor; where it is sharded, every rank has to ask for it.
+
+    Takes no more memory than the result: each rank's rows go to their place in it, while `full_tensor` collects them in
+    other buffers first and needs two to three times as much.
+    """
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.placements != (Shard(0),):
+        return tensor.full_tensor()
+    group, own = tensor.device_mesh.get_group(), tensor.to_local()
+    found = own.new_empty(tensor.shape)
+    height = -(-len(found) // group.size())
+    for rank, rows in enumerate(found.split(height)):
+        if rank == group.rank():
+            rows.copy_(own)
+        dist.broadcast(rows, dist.get_global_rank(group, rank), group=group)
+    return found
 
 
 def part(tensor: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
 """Two ranks that train one model together take the steps that one rank takes, and leave the files that it leaves."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl4llm.backends.dtensor import part, whole
 from rl4llm.backends.heads import ValueHead
@@ -96,13 +99,13 @@ def assert_close(found, expected, tolerance):
         assert (tensor - expected[name]).abs().max() <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_take_the_steps_of_one(on_ranks, build, trajectories, shard, kind):
+def test_two_ranks_take_the_steps_of_one(on_ranks, build, trajectories, kind):
     model = build("qwen2" if "adapter" in kind else "llama")
     batches = packed(trajectories)
     alone = trained(Ranks(), model, [batches], "none", KINDS[kind])
-    for loss, grads, metrics, weights in on_ranks(trained, model, split(batches, 4), shard, KINDS[kind]):
+    of_two = [on_ranks(trained, model, split(batches, 4), shard, KINDS[kind]) for shard in SHARDS]
+    for loss, grads, metrics, weights in of_two[0] + of_two[1]:
         assert loss == pytest.approx(alone[0], abs=1e-6)
         assert_close(grads, alone[1], 1e-6)
         assert metrics == pytest.approx(alone[2], rel=1e-5)
@@ -310,6 +313,28 @@ def test_fsdp2_holds_half_of_the_model_and_gives_the_whole(on_ranks, build):
     for held, alike, taken in on_ranks(what_is_held, build("gpt2"), "fsdp2"):
         assert held == pytest.approx(0.5, abs=0.05)
         assert alike and taken
+
+
+def peak_of_making_whole(ranks, count):
+    """Memory that this rank needed beyond what it had, in bytes, to make a tensor of `count` rows of 1 MiB whole."""
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    tensor = distribute_tensor(torch.arange(count)[:, None].expand(count, 1 << 17), mesh, [Shard(0)], src_data_rank=None)
+    assert whole(tensor)[:, -1].tolist() == list(range(count))
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    whole(tensor)
+    return _status("VmHWM") - before
+
+
+def _status(key):
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.partition(f"{key}:")[2].split()[0])
+
+
+@pytest.mark.parametrize("count", [64, 63])
+def test_making_a_tensor_whole_needs_no_more_memory_than_the_tensor(on_ranks, count):
+    for peak in on_ranks(peak_of_making_whole, count):
+        assert peak < 1.3 * (count << 20)
 
 
 def offloaded(ranks, model, parts):
