@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").read_text()).group(1)
 
 EXTRAS = {
-    "deepspeed": ["deepspeed>=0.16,<1"],
+    "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "wandb": ["wandb>=0.31,<1"],
     "lora": ["peft>=0.15,<1"],
     "sglang": ["sglang>=0.5.2", "torch-memory-saver>=0.0.8"],

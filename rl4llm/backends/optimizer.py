@@ -72,7 +72,7 @@ class Optimizer:
             for params, decay in ((decayed, options.weight_decay), (others, 0.0))
             if params
         ]
-        self._adam = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
+        self.adam = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
 
     def step(self) -> dict[str, float]:
         """Clip, step, zero the gradients; gradients that are not finite are thrown away and counted as "skipped"."""
@@ -84,18 +84,18 @@ class Optimizer:
             if 0 < self.options.max_grad_norm < metrics["grad_norm"]:
                 scale = self.options.max_grad_norm / (metrics["grad_norm"] + 1e-6)
                 torch._foreach_mul_([part(gradient) for gradient in gradients], scale)
-            for group in self._adam.param_groups:
+            for group in self.adam.param_groups:
                 group["lr"] = lr
-            self._adam.step()
+            self.adam.step()
             self.step_number += 1
         else:
             metrics["skipped"] = 1.0
-        self._adam.zero_grad(set_to_none=True)
+        self.adam.zero_grad(set_to_none=True)
         return metrics
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Moments by name, and how many steps each parameter has taken."""
-        states = {name: self._adam.state[p] for name, p in self.parameters.items() if self._adam.state.get(p)}
+        states = {name: self.adam.state[p] for name, p in self.parameters.items() if self.adam.state.get(p)}
         moments = {f"{name}.{moment}": state[moment] for name, state in states.items() for moment in MOMENTS}
         return moments, {name: int(state["step"].item()) for name, state in states.items()}
 
@@ -117,10 +117,10 @@ class Optimizer:
         Raises CheckpointError when it is not of these parameters.
         """
         self.check(moments, steps)
-        self._adam.state.clear()
+        self.adam.state.clear()
         for name, step in steps.items():
             parameter = self.parameters[name]
-            self._adam.state[parameter] = {
+            self.adam.state[parameter] = {
                 "step": torch.tensor(float(step), device=parameter.device),
                 **{moment: part_like(moments[f"{name}.{moment}"], parameter) for moment in MOMENTS},
             }
@@ -128,7 +128,7 @@ class Optimizer:
 
     def to(self, device: torch.device | str) -> None:
         """Move the moments."""
-        for state in self._adam.state.values():
+        for state in self.adam.state.values():
             for name, value in state.items():
                 state[name] = value.to(device)
 

@@ -1,0 +1,493 @@
+"""Many devices through DeepSpeed: the policy, the critic or a reference, sharded as ZeRO stages 0 to 3 say.
+
+This is the only file that imports deepspeed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl4llm.backends.builds import watched_builds
+from rl4llm.backends.deepspeed_config import Demands, ZeroOptions, engine_config
+from rl4llm.backends.heads import ValueHead
+from rl4llm.backends.lora import LoraAdapter
+from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, reduced
+from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
+from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
+from rl4llm.backends.token_numbers import nothing_of
+from rl4llm.core.base_backend import BaseAdapter, TokenLosses
+from rl4llm.core.errors import CheckpointError, ConfigError
+from rl4llm.core.ranks import Ranks
+from rl4llm.core.tensor_file import TensorFile
+from rl4llm.core.types import TensorSpec, TrainBatch
+
+OFFLOADS = ("offload_optimizer", "offload_param")
+START_S = 900.0  # for DeepSpeed to start, with the extensions that a configuration asks for
+
+
+class DeepSpeedBackend(ModelBackend):
+    """A causal language model that several ranks train together.
+
+    >>> ranks = join_ranks(timeout_s=600)
+    >>> backend = DeepSpeedBackend(load_model("models/tiny"), ranks=ranks, zero_stage=3, lr=1e-5)
+    >>> for batch in batches:                       # as many on every rank
+    ...     backend.forward_backward(batch, algorithm.token_losses)
+    >>> backend.optim_step()["grad_norm"]
+
+    `zero_stage` 0 copies everything to every rank, 1 shards the optimizer, 2 the gradients too, 3 the weights too; without
+    it, the stage is that of `config` or 2. `config` is DeepSpeed's own: a mapping, a JSON or a YAML file. A model in bf16
+    trains with fp32 master weights. `trains=False` is for a reference, which has no optimizer.
+
+    All other options are those of `TorchBackend`, and so are the files that `save` writes: another number of ranks, another
+    stage and the other backend go on from them. All ranks call its methods together, but for `info`, `weight_specs`,
+    `write_config`, `offload` and `onload`; the first one writes files.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        ranks: Ranks,
+        zero_stage: int | None = None,
+        offload_optimizer: bool = False,
+        offload_param: bool = False,
+        config: Mapping[str, Any] | str | Path | None = None,
+        autocast: str = "none",
+        value_head: ValueHead | None = None,
+        adapter: LoraAdapter | None = None,
+        trains: bool = True,
+        **optimizer: Any,
+    ):
+        options = OptimizerOptions(**({"lr": 0.0} | optimizer))
+        zero = ZeroOptions(zero_stage, offload_optimizer, offload_param)
+        self._settings = engine_config(config, zero, Demands(model.dtype == torch.bfloat16, options.max_grad_norm))
+        self.stage: int = self._settings["zero_optimization"]["stage"]
+        _check_precision(model, self.stage, trains)
+        self._deepspeed = _import_deepspeed(self._settings)
+        _check_device(model, self._deepspeed)
+        super().__init__(model, ranks=ranks, autocast=autocast, value_head=value_head)
+        self._module.always_runs = True
+        if adapter is not None:
+            self.adapter = _GatheredAdapter(adapter, self._gathered)
+        self._optimizer = self._start(options) if trains else self._start_frozen()
+
+    @torch.no_grad()
+    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        return self._engine(batch.to(self.device), temperature, False)[0]
+
+    def forward_backward(
+        self,
+        batch: TrainBatch,
+        token_losses: TokenLosses,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        last: bool = True,
+    ) -> dict[str, float]:
+        batch = batch.to(self.device)
+        numbers_BT, entropy_BT = self._engine(batch, temperature, entropy)
+        losses_BT, metrics = token_losses(batch, numbers_BT, entropy_BT)
+        loss = (losses_BT * batch.weights_BT).sum()
+        if torch.is_grad_enabled():
+            # DeepSpeed averages over the ranks what is to be added up; and each of them has to run a backward pass.
+            self._engine.backward(nothing_of(numbers_BT) + loss * float(self._ranks.size), scale_wrt_gas=False)
+        return reduced(loss.detach(), metrics, batch)
+
+    def optim_step(self) -> dict[str, float]:
+        return self._optimizer.step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        named = dict(self.model.named_parameters())
+        yield from self._wholes(named) if self.adapter is None else self.adapter.merged(named)
+        yield from self._buffers()
+
+    @torch.no_grad()
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        own = dict(self.model.named_parameters()) | dict(self._buffers())
+        for name, tensor in weights:
+            self._put(own[name], tensor)
+
+    def weight_specs(self) -> list[TensorSpec]:
+        named = dict(self.model.named_parameters())
+        if self.adapter is not None:
+            named = self.adapter.frozen(named)
+        return [self._spec(name, tensor) for name, tensor in (*named.items(), *self._buffers())]
+
+    def save(self, directory: Path) -> None:
+        state = {"format": FORMAT, "step": self._trained.step_number, "parameter_steps": self._trained.steps()}
+        if self.adapter is not None:
+            state["base"] = self.adapter.base_digest()
+        specs = [_master_spec(self._spec(name, tensor), tensor) for name, tensor in self._tensors().items()]
+        self._write(directory / WEIGHTS, specs, self._masters())
+        self._write(directory / MOMENTS, self._trained.moment_specs(), self._trained.moments())
+        self._on_first(lambda: (directory / STATE).write_text(json.dumps(state, indent=1)))
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """Read back what `save` wrote. Where parameters have taken different numbers of steps, as only plain torch counts
+        them, the largest counts for all."""
+        weights, moments, state = self._agreed(lambda: self._checked(directory))
+        self._trained.restore(moments, state["parameter_steps"], state["step"])
+        for name, tensor in self._tensors().items():
+            self._put(tensor, weights[name])
+
+    def info(self) -> dict[str, Any]:
+        zero = self._settings["zero_optimization"]
+        kept = {key.removeprefix("offload_"): zero.get(key, {}).get("device", "none") for key in OFFLOADS}
+        away = [f"{what} on the {place}" for what, place in kept.items() if place != "none"]
+        return super().info() | ({"offloaded": ", ".join(away)} if away else {})
+
+    def offload(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.offload()
+        elif self.stage < 3:  # what does not train and is sharded stays; offload_param keeps it off the device all the time
+            self._module.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.onload()
+        elif self.stage < 3:
+            self._module.to(self.device)
+
+    def _start(self, options: OptimizerOptions) -> _Replicated | _Zero:
+        inner = Optimizer(self._named_parameters(), options)
+        self._engine = self._initialize(optimizer=inner.adam)
+        if self.stage == 0:
+            return _Replicated(self._engine, inner, self.device)
+        return _Zero(self._engine, inner, self._deepspeed, self._take_no_step)
+
+    def _start_frozen(self) -> None:
+        """Only stage 3 shards what does not train; below it, every rank keeps the model as it is."""
+        self._engine = self._initialize() if self.stage == 3 else self._module
+
+    def _initialize(self, **given: Any) -> Any:
+        _join_alone()
+        with watched_builds("DeepSpeed's start", START_S):
+            try:
+                engine = self._deepspeed.initialize(model=self._module, config=self._settings, **given)[0]
+            except (ValueError, AssertionError, self._deepspeed.DeepSpeedConfigError) as error:
+                raise ConfigError(f"DeepSpeed refuses its configuration: {error}") from error
+        output = self.model.get_output_embeddings()
+        if self.stage == 3 and output is not None and self.value_head is None:
+            for parameter in output.parameters():  # their values are used outside their layer
+                self._deepspeed.zero.register_external_parameter(self._module, parameter)
+        return engine
+
+    @property
+    def _trained(self) -> _Replicated | _Zero:
+        if self._optimizer is None:
+            raise ConfigError("A model with trains=False has no state to save or load; it is the one in its directory.")
+        return self._optimizer
+
+    def _take_no_step(self) -> None:
+        """A whole step whose gradient is 0 everywhere."""
+        probe = self._module.runner.probe
+        asks_nothing = dataclasses.replace(probe, mask_BT=torch.zeros_like(probe.mask_BT))
+        with torch.enable_grad():
+            self.forward_backward(asks_nothing, lambda batch, numbers_BT, _: (numbers_BT, {}))
+        self._engine.step()
+
+    def _gathered(self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+        """Where parameters are sharded, put them together for a while."""
+        return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank)
+
+    def _sharing(self) -> str:
+        return f"{self._ranks.size} (DeepSpeed ZeRO-{self.stage})"
+
+    def _wholes(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named.items():
+            with self._gathered([tensor]):
+                yield name, tensor.detach()
+
+    def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
+        return TensorSpec(name, _shape(tensor), tensor.dtype)
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds, each tensor whole and in the precision that trains."""
+        for name, tensor in self._tensors().items():
+            if tensor.requires_grad:
+                yield name, self._trained.master(tensor)
+            else:
+                yield from self._wholes({name: tensor})
+
+    def _put(self, own: Tensor, tensor: Tensor) -> None:
+        with self._gathered([own], modifier_rank=0):
+            own.data.copy_(tensor)
+        if own.requires_grad and self._optimizer is not None:
+            self._optimizer.put(own, tensor.to(self.device, torch.float32))
+
+    def _checked(self, directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
+        weights, moments, state = super()._checked(directory)
+        self._trained.check(moments, state["parameter_steps"])
+        return weights, moments, state
+
+
+class _Replicated:
+    """Stage 0: every rank has the whole optimizer, and steps with the same gradient."""
+
+    def __init__(self, engine: Any, inner: Optimizer, device: torch.device):
+        self._engine, self._inner, self._device = engine, inner, device
+        self.check, self.restore = inner.check, inner.restore
+
+    @property
+    def step_number(self) -> int:
+        return self._inner.step_number
+
+    def step(self) -> dict[str, float]:
+        self._engine.buffered_allreduce_fallback()
+        return self._inner.step()
+
+    def steps(self) -> dict[str, int]:
+        return self._inner.state()[1]
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._inner.state()[0].items()
+
+    def moment_specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, tensor) for name, tensor in self.moments()]
+
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach()
+
+    def put(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+        """The parameter is all that there is."""
+
+    def offload(self) -> None:
+        self._engine.module.to("cpu")
+        self._inner.to("cpu")
+
+    def onload(self) -> None:
+        self._engine.module.to(self._device)
+        self._inner.to(self._device)
+
+
+class _Zero:
+    """Stages 1 to 3: DeepSpeed has cut the parameters' fp32 copies and moments into parts, one for each rank.
+
+    `inner` made the optimizer, whose parameters are those parts now. `take_no_step` makes moments where there are none.
+    """
+
+    def __init__(self, engine: Any, inner: Optimizer, deepspeed: Any, take_no_step: Callable[[], None]):
+        self._engine, self._deepspeed, self._take_no_step = engine, deepspeed, take_no_step
+        self._access = deepspeed.utils
+        self._options, self._parameters, self._adam = inner.options, inner.parameters, inner.adam
+        self.step_number = 0
+        self._linked = False  # whether DeepSpeed knows where the moments are, which it finds out in its first step
+        self._give_moments()
+
+    def step(self) -> dict[str, float]:
+        lr = self._options.lr_at(self.step_number)
+        self._set_lr(lr)
+        self._engine.step()
+        self._linked = self._linked or self._engine.was_step_applied()
+        metrics = {"grad_norm": float(self._engine.get_global_grad_norm()), "lr": lr}
+        if self._engine.was_step_applied():
+            self.step_number += 1
+        else:
+            metrics["skipped"] = 1.0
+        return metrics
+
+    def steps(self) -> dict[str, int]:
+        return dict.fromkeys(self._parameters, self.step_number) if self.step_number else {}
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.steps():
+            for moment in MOMENT_NAMES:
+                yield f"{name}.{moment}", self._access.safe_get_full_optimizer_state(self._parameters[name], moment)
+
+    def moment_specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(f"{name}.{moment}", _shape(self._parameters[name]), torch.float32)
+            for name in self.steps()
+            for moment in MOMENT_NAMES
+        ]
+
+    def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
+        """Raise CheckpointError when they are not the moments and the steps of these parameters."""
+        unknown_names = sorted(steps.keys() - self._parameters.keys())
+        if unknown_names:
+            raise CheckpointError(f"The optimizer state has parameters that are not trained here: {unknown_names[0]}.")
+        for name in steps:
+            for moment in MOMENT_NAMES:
+                shape = _shape(self._parameters[name])
+                if f"{name}.{moment}" not in moments or tuple(moments.shape(f"{name}.{moment}")) != shape:
+                    raise CheckpointError(f"The optimizer state has no {moment} of {shape} for {name}.")
+
+    def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
+        if not self._linked:
+            self._set_lr(0.0)
+            self._take_no_step()
+            self._linked = True
+        for name, parameter in self._parameters.items():
+            for moment in MOMENT_NAMES:
+                value = moments[f"{name}.{moment}"] if name in steps else torch.zeros(_shape(parameter))
+                self._access.safe_set_full_optimizer_state(parameter, value.to(parameter.device), moment)
+        for state in self._adam.state.values():
+            state["step"].fill_(max(steps.values(), default=0))
+        self.step_number = step_number
+
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        return self._access.safe_get_full_fp32_param(parameter)
+
+    def put(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+        self._access.safe_set_full_fp32_param(parameter, tensor)
+
+    def offload(self) -> None:
+        if not hasattr(self._engine.optimizer, "offload_states"):
+            raise ConfigError(
+                "zero_stage=1 of a bf16 model cannot leave the device between updates. Set zero_stage to 2 or 3."
+            )
+        if self._engine.zero_offload_param() is not None:
+            return  # DeepSpeed keeps the weights elsewhere and moves nothing then
+        pinned = self._device().type == "cuda"
+        if self._engine.zero_optimization_stage() < 3:
+            self._engine.offload_states(pin_memory=pinned)
+        else:
+            kinds = self._deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+            gradients = [] if self._engine.zero_use_cpu_optimizer() else [kinds.lp_grads]
+            include = [kinds.lp_params, *gradients, kinds.contiguous_grad_buffer]
+            self._engine.offload_states(include=include, pin_memory=pinned)
+            self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        if self._engine.zero_offload_param() is not None:
+            return
+        self._engine.reload_states()
+        if self._engine.zero_optimization_stage() == 3 and not self._engine.zero_use_cpu_optimizer():
+            self._move(self._device())
+
+    def _move(self, device: torch.device) -> None:
+        """Move what DeepSpeed moves in stage 3 only for an optimizer of its own: fp32 weights and moments."""
+        for part in self._engine.optimizer.fp32_partitioned_groups_flat:
+            part.data = part.data.to(device)
+        for state in self._adam.state.values():
+            for name, tensor in state.items():
+                state[name] = tensor.to(device)
+
+    def _device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    def _give_moments(self) -> None:
+        """DeepSpeed looks for moments once, in the first step, when only the first group of parameters has got them."""
+        for group in self._adam.param_groups:
+            for part in group["params"]:
+                moments = {moment: torch.zeros_like(part) for moment in MOMENT_NAMES}
+                self._adam.state[part] = {"step": torch.zeros((), device=part.device)} | moments
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+
+
+class _GatheredAdapter(BaseAdapter):
+    """An adapter and a model that may be sharded: what is asked for is put together for that long.
+
+    `inner` looks at a parameter only when it is asked for the next tensor.
+    """
+
+    def __init__(self, inner: LoraAdapter, gathered: Callable[[Sequence[Tensor]], AbstractContextManager[Any]]):
+        self._inner, self._gathered = inner, gathered
+        self._own = [parameter for parameter in inner.model.parameters() if parameter.requires_grad]
+        self._names = [name for name, _ in inner.base_parameters()]
+        self._digest = inner.base_digest()  # while all of the model is here
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        inner = self._inner.weights()
+        for parameter in self._own:
+            with self._gathered([parameter]):
+                yield next(inner)
+
+    def specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(spec.name, _shape(own), own.dtype) for spec, own in zip(self._inner.specs(), self._own, strict=True)
+        ]
+
+    def write_config(self, directory: Path) -> None:
+        self._inner.write_config(directory)
+
+    def base_digest(self) -> str:
+        return self._digest
+
+    def frozen(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The frozen ones of the model's parameters under their Hugging Face names."""
+        frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
+        return dict(zip(self._names, frozen, strict=True))
+
+    @torch.no_grad()
+    def merged(self, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+        """What the adapter makes of each frozen parameter."""
+        inner = self._inner.merged_parameters()
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                continue
+            layer = name.removesuffix("base_layer.weight")
+            beside = [own for other, own in named.items() if own.requires_grad and other.startswith(layer)]
+            with self._gathered([parameter, *beside]):
+                yield next(inner)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the whole, which ZeRO-3 keeps beside a parameter that is elsewhere."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _master_spec(spec: TensorSpec, tensor: Tensor) -> TensorSpec:
+    return dataclasses.replace(spec, dtype=torch.float32) if tensor.requires_grad else spec
+
+
+def _check_precision(model: PreTrainedModel, stage: int, trains: bool) -> None:
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"model.dtype={model.dtype} is not accepted with DeepSpeed here. Accepted: float32, bfloat16.")
+    if trains and stage == 0 and model.dtype == torch.bfloat16:
+        raise ConfigError(
+            "zero_stage=0 with model.dtype=bfloat16 is not accepted: DeepSpeed adds up gradients in bf16 then, which is 2 "
+            "to 5 % off. Set zero_stage to 1, or model.dtype=float32 with model.autocast=bfloat16."
+        )
+
+
+def _import_deepspeed(settings: Mapping[str, Any]) -> Any:
+    try:
+        import deepspeed  # noqa: PLC0415, TID251 - an extra that takes seconds to import
+    except ImportError as error:
+        raise ConfigError("This needs DeepSpeed. Next: pip install 'rl4llm[deepspeed]'.") from error
+    if "log_level" not in settings:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")  # of its calls
+    # On a CPU it would compile collectives of its own at the start, for up to a minute, which only its inference uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _check_device(model: PreTrainedModel, deepspeed: Any) -> None:
+    device = next(model.parameters()).device.type
+    accelerator = deepspeed.accelerator.get_accelerator().device_name()
+    if device != accelerator:
+        raise ConfigError(
+            f"model.device is {device}, but DeepSpeed uses {accelerator} on this machine. Set the environment variable "
+            f"DS_ACCELERATOR={device}, or model.device={accelerator}."
+        )
+
+
+def _join_alone() -> None:
+    """DeepSpeed wants a process group, also of one process that nobody launched."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,74 @@
+"""Extensions that are compiled at the start: no dead lock is waited for, and no build goes on for ever in silence."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rl4llm.backends.builds import STALE_S, build_root, remove_dead_locks, watched_builds
+from rl4llm.core.errors import ConfigError
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    """lock(age_s): the lock of an extension, as torch leaves it, in the directory where extensions are compiled."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def make(age_s):
+        directory = tmp_path / "py311_cpu" / "some_op"
+        directory.mkdir(parents=True)
+        (directory / "lock").touch()
+        os.utime(directory / "lock", (time.time() - age_s,) * 2)
+        return directory / "lock"
+
+    return make
+
+
+def test_the_lock_of_a_builder_that_was_killed_is_removed_and_said(lock, caplog):
+    dead = lock(age_s=STALE_S + 1)
+    assert remove_dead_locks(build_root()) == [dead]
+    assert not dead.exists()
+    assert "some_op" in caplog.text
+
+
+def test_the_lock_of_a_build_that_has_just_begun_stays(lock):
+    young = lock(age_s=STALE_S - 30)
+    assert remove_dead_locks(build_root()) == []
+    assert young.exists()
+
+
+def test_the_lock_of_a_builder_that_works_in_its_directory_stays(lock):
+    old = lock(age_s=3600)
+    builder = subprocess.Popen([sys.executable, "-c", "input()"], cwd=old.parent, stdin=subprocess.PIPE)
+    try:
+        assert remove_dead_locks(build_root()) == []
+    finally:
+        builder.communicate(b"\n")
+    assert remove_dead_locks(build_root()) == [old]
+
+
+def test_a_start_that_hangs_says_what_it_waits_for_and_ends_at_its_deadline(lock, caplog):
+    held = lock(age_s=0)
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(ConfigError, match=r"The start was not done after .*Being compiled: .*some_op.*TORCH_EXTENSIONS_DIR"),
+        watched_builds("The start", deadline_s=0.3, say_every_s=0.1),
+    ):
+        while held.exists():  # as torch waits
+            time.sleep(0.01)
+    assert caplog.text.count("The start has taken") >= 2
+
+
+def test_a_user_who_interrupts_the_start_is_not_told_about_deadlines(lock):
+    with pytest.raises(KeyboardInterrupt), watched_builds("The start", deadline_s=60.0):
+        raise KeyboardInterrupt
+
+
+def test_a_start_that_ends_in_time_says_nothing(lock, caplog):
+    lock(age_s=0)
+    with watched_builds("The start", deadline_s=60.0):
+        pass
+    assert not caplog.text
