@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Installs rl4llm with what the tests need, checks the style, and runs the tests: scripts/test.sh [--fast] [pytest arguments]
 #
-#   --fast           without the tests that need a real inference server
+#   --fast           without the tests that need a real inference server or DeepSpeed
 #   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once
 set -euo pipefail
-fast=""
+fast="" extras="dev deepspeed"
 if [ "${1:-}" = --fast ]; then
-  fast=1
+  fast=1 extras=dev
   shift
 fi
-. "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh" $extras
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # small tensors: more threads only wait for each other
 ruff check .
 
 if [ -n "$fast" ]; then
-  exec python -m pytest -m "not sglang and not vllm" "$@"
+  exec python -m pytest -m "not sglang and not vllm and not deepspeed" "$@"
 fi
 servers="${RL4LLM_SERVERS:-$HOME/.cache/rl4llm/servers}"
 mkdir -p "$servers"
