@@ -105,15 +105,21 @@ def parameters(backend):
     return own
 
 
+@torch.no_grad()
+def move(backend, size):
+    for number, tensor in enumerate(parameters(backend).values()):
+        tensor += size * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
+
+
 def gradient(model, directory, name, **overrides):
-    """The gradient of one step's loss, of a policy that has moved away from its reference."""
+    """The gradient of one step's loss, of a policy that is away from its reference."""
     kind, dataset, options = KINDS[name]
     options = options | {"rollout": {"prompts": 8 if name != "online_dpo" else 4, "group_size": 4, "max_tokens": 6}}
     run = make(kind, model, overrides.pop("dataset", dataset), directory, **(options | overrides))
     loop = run.trainer
-    with torch.no_grad():
-        for number, tensor in enumerate(parameters(loop.backend).values()):
-            tensor += 0.02 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
+    move(loop.backend, 0.02)
+    if loop.preparation.reference is not None:  # further off, so that KTO's estimate of the divergence is not below 0
+        move(loop.preparation.reference, 0.06)
     loop.publish()
     parts = [loop.forward_backward(batch) for update in loop.prepare(loop.collect()) for batch in update.batches]
     loop.close()
@@ -150,13 +156,28 @@ def test_packing_and_micro_batches_do_not_change_the_gradient_or_the_metrics(nam
 def test_neither_order_nor_repetition_changes_the_gradient(name, model_dir, tmp_path):
     rows = KINDS[name][1]
     order = {"data.shuffle": False}
-    expected, _ = gradient(model_dir, tmp_path / "a", name, **order)
+    expected, parts = gradient(model_dir, tmp_path / "a", name, **order)
+    assert name != "kto" or parts[0]["kto/kl"] > 0
     found, _ = gradient(model_dir, tmp_path / "b", name, dataset=rows[::-1], **order)
     assert_same(found, expected)
     if name != "kto":  # its estimate would pair an answer with its own prompt
         once, _ = gradient(model_dir, tmp_path / "c", name, dataset=rows[:4], rollout={"prompts": 4}, **order)
         twice, _ = gradient(model_dir, tmp_path / "d", name, dataset=rows[:4], rollout={"prompts": 8}, **order)
         assert_same(twice, once)
+
+
+def test_pairs_of_an_environment_are_a_mean_over_pairs_however_many_answers_were_sampled(model_dir, tmp_path):
+    _, _, options = KINDS["online_dpo"]
+    rollout = {"prompts": 4, "group_size": 6, "max_tokens": 6}
+    loop = make(OnlineDPOTrainer, model_dir, prompts(4), tmp_path, rollout=rollout, **options).trainer
+    loop.publish()
+    (update,) = loop.prepare(loop.collect())
+    weights = torch.cat([batch.weights_BT[batch.mask_BT] for batch in update.batches])
+    credits = torch.cat([batch.credits_BT[batch.mask_BT] for batch in update.batches])
+    assert weights.sum() == pytest.approx(1)
+    assert weights[credits > 0].sum() == pytest.approx(0.5)
+    assert credits.unique().tolist() == [-1.0, 1.0]
+    loop.close()
 
 
 def test_dpo_prefers_the_chosen_answers_of_pairs_it_has_not_seen(model_dir, tmp_path):
@@ -225,7 +246,8 @@ def test_a_reward_model_gives_in_later_runs_the_numbers_that_its_training_compar
     scored = reward.score_batch(samples)
     assert sorted(scored) == pytest.approx(sorted(trained), abs=1e-5)
     assert max(scored) - min(scored) > 0.1
-    alone = [reward(sample.messages, None) for sample in samples]
+    thanks = [ChatMessage("user", "Thanks.")]  # what follows on the last answer is not judged
+    alone = [reward([*sample.messages, *thanks], None) for sample in samples]
     assert alone == pytest.approx(scored, abs=1e-5)
 
 
