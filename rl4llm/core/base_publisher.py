@@ -18,5 +18,8 @@ class BasePublisher(ABC):
     async def lend_device(self, backend: BaseBackend) -> None:
         """The trainer is about to compute; engines that share its device make room. May be called again at any time."""
 
+    def follow(self, backend: BaseBackend) -> None:
+        """What every other rank does when the first one has published; its share of the weights is given by then."""
+
     async def close(self) -> None:
         """Release what publishing needed."""

@@ -16,6 +16,7 @@ from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.checkpoint import latest_checkpoint, save_checkpoint, unfinished_saves
 from rl4llm.core.errors import CheckpointError, NotFiniteError
 from rl4llm.core.failed_update import save_update
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.rng import restore_rng, rng_state
 from rl4llm.core.run_dir import RunDir, replace_directory
 from rl4llm.core.types import TrainBatch, Update
@@ -49,15 +50,26 @@ class BaseTrainer(ABC, Generic[Collected]):
     A step is one turn of the loop. `step` counts finished ones and is the version of the weights.
     """
 
-    def __init__(self, *, algorithm: BaseAlgorithm, backend: BaseBackend, clock: Clock, schedule: Schedule, run: RunDir):
+    def __init__(
+        self,
+        *,
+        algorithm: BaseAlgorithm,
+        backend: BaseBackend,
+        clock: Clock,
+        schedule: Schedule,
+        run: RunDir,
+        ranks: Ranks | None = None,
+    ):
         self.algorithm = algorithm
         self.backend = backend
         self.clock = clock
         self.schedule = schedule
         self.run = run
+        self.ranks = ranks or Ranks()
         self.step = 0
         self.stopped = False  # by a signal, before max_steps
         self._stop_requested = threading.Event()
+        self._stopping = False  # all ranks
         self._skipped: dict[str, int] = {}  # optimizer steps in a row, by model
 
     def train(self) -> None:
@@ -69,7 +81,7 @@ class BaseTrainer(ABC, Generic[Collected]):
         if self.step >= self.schedule.max_steps:
             self.warn(f"Nothing to do: {self.step} steps are done, and max_steps={self.schedule.max_steps}.")
         with self._stop_on_signals():
-            while self.step < self.schedule.max_steps and not self._stop_requested.is_set():
+            while self.step < self.schedule.max_steps and not self._stopping:
                 with self.clock("step"):
                     collected = self.collect()
                     updates = self.prepare(collected)
@@ -77,13 +89,14 @@ class BaseTrainer(ABC, Generic[Collected]):
                     self.step += 1
                     self.publish()
                 self.report(collected, metrics)
+                self._stopping = self.ranks.largest(self._stop_requested.is_set()) > 0  # a signal may reach one rank first
                 if self._due(self.schedule.evaluate_every):
                     self.evaluate()
-                if self._due(self.schedule.checkpoint_every) or self._is_last() or self._stop_requested.is_set():
+                if self._due(self.schedule.checkpoint_every) or self._is_last() or self._stopping:
                     self.save()
         self.stopped = self.step < self.schedule.max_steps
         if not self.stopped:
-            replace_directory(self.run.model_dir, self.export)
+            self._write_model()
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +134,7 @@ class BaseTrainer(ABC, Generic[Collected]):
             return {"update/empty": 1.0}
         with self.clock("update"):
             parts = [self.forward_backward(batch) for batch in update.batches]
-            metrics = merge(parts) | self.backend.optim_step()
+            metrics = self.ranks.merge(merge(parts)) | self.backend.optim_step()
             self.watch(update, metrics, "model")
             return metrics
 
@@ -136,6 +149,8 @@ class BaseTrainer(ABC, Generic[Collected]):
             return
         directory = self.run.failed_dir / f"step-{self.step + 1:06d}"
         shown = {name: repr(value) for name, value in metrics.items()}  # JSON has no NaN
+        if not self.ranks.is_first:
+            directory = directory.with_name(f"{directory.name}-rank{self.ranks.rank}")
         facts = {"step": self.step + 1, "model": model, "algorithm": self.algorithm.state(), "metrics": shown}
         save_update(directory, update.batches, self.models()[model], facts)
         raise NotFiniteError(
@@ -148,17 +163,19 @@ class BaseTrainer(ABC, Generic[Collected]):
     def save(self) -> None:
         """Write a checkpoint: weights, optimizer, schedule, random states, prompt cursor, step."""
         with self.clock("checkpoint"):
+            rng = self.ranks.gather(rng_state())
             save_checkpoint(
                 self.run.checkpoints_dir,
                 self.step,
                 self.write_checkpoint,
-                state={"step": self.step, "rng": rng_state(), "algorithm": self.algorithm.state(), **self.state()},
+                state={"step": self.step, "rng": rng, "algorithm": self.algorithm.state(), **self.state()},
                 keep=self.schedule.keep_checkpoints,
+                ranks=self.ranks,
             )
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that is whole; without any, start at step 0."""
-        checkpoint = latest_checkpoint(self.run.checkpoints_dir)
+        checkpoint = self.ranks.share(latest_checkpoint(self.run.checkpoints_dir) if self.ranks.is_first else None)
         if checkpoint is None:
             self.begin(-1)
             for partial in unfinished_saves(self.run.checkpoints_dir):
@@ -168,8 +185,7 @@ class BaseTrainer(ABC, Generic[Collected]):
             if not (checkpoint.path / name).is_dir():
                 raise CheckpointError(f"{checkpoint.path} holds no {name}: it is of a run without one. Begin a new run.")
             model.load(checkpoint.path / name)
-        for lost in restore_rng(checkpoint.state["rng"]):
-            self.warn(lost)
+        self._restore_rng(checkpoint.state["rng"])
         self.step = checkpoint.state["step"]
         self.algorithm.restore(checkpoint.state.get("algorithm", {}))
         self.restore(checkpoint.state)
@@ -180,7 +196,9 @@ class BaseTrainer(ABC, Generic[Collected]):
     def write_checkpoint(self, directory: Path) -> None:
         """Fill the directory of a new checkpoint."""
         for name, model in self.models().items():
-            (directory / name).mkdir()
+            if self.ranks.is_first:
+                (directory / name).mkdir()
+            self.ranks.wait()
             model.save(directory / name)
 
     def models(self) -> dict[str, BaseBackend]:
@@ -206,6 +224,21 @@ class BaseTrainer(ABC, Generic[Collected]):
     @abstractmethod
     def warn(self, text: str) -> None:
         """Tell the user something that must not be overlooked."""
+
+    def _write_model(self) -> None:
+        """Put what was trained into the run's directory; the first rank writes, the others give their share."""
+        if self.ranks.is_first:
+            replace_directory(self.run.model_dir, self.export)
+        else:
+            self.export(self.run.model_dir)
+        self.ranks.wait()
+
+    def _restore_rng(self, states: list[dict[str, Any]]) -> None:
+        if len(states) != self.ranks.size:
+            self.warn(f"The checkpoint is of {len(states)} ranks, not {self.ranks.size}: random states are not restored.")
+            return
+        for lost in restore_rng(states[self.ranks.rank]):
+            self.warn(lost)
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self._is_last() or self.step % every == 0)

@@ -22,6 +22,7 @@ from typing import Any
 
 from rl4llm.core import manifest
 from rl4llm.core.errors import CheckpointError, RunDirError
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.run_dir import is_full, space, sync_directory, write_atomically
 
 FINAL = re.compile(r"step-(\d{6,})(\.old-[0-9a-f]+)?")
@@ -39,15 +40,23 @@ class Checkpoint:
     skipped: tuple[str, ...] = ()
 
 
-def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], state: dict[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    root: Path, step: int, write: Callable[[Path], None], state: dict[str, Any], keep: int, ranks: Ranks | None = None
+) -> Path:
     """Save step `step`: `write` fills a new directory, `state` is what JSON can hold; the newest `keep` remain.
 
-    Raises CheckpointError when the disk is full or a file cannot be written; earlier checkpoints are then as they were.
+    All ranks call `write`; the directory and the state are the first one's. Raises CheckpointError when the disk is full or
+    a file cannot be written; earlier checkpoints are then as they were.
     """
-    directory = begin_checkpoint(root, step)
+    ranks = ranks or Ranks()
+    directory = ranks.share(begin_checkpoint(root, step) if ranks.is_first else None)
     try:
         write(directory)
-        return commit_checkpoint(directory, state, keep)
+        ranks.wait()
+        if ranks.is_first:
+            commit_checkpoint(directory, state, keep)
+        ranks.wait()
+        return _final(directory)
     except Exception as error:
         written = abort_checkpoint(directory)
         if isinstance(error, OSError | RunDirError) or is_full(error):
@@ -72,15 +81,14 @@ def commit_checkpoint(directory: Path, state: dict[str, Any], keep: int) -> Path
     """Seal a directory from `begin_checkpoint`, give it its final name, and delete what is older than the last `keep`."""
     if keep < 1:
         raise CheckpointError(f"checkpoint.keep={keep} is not accepted: at least 1.")
-    root, name = directory.parent, directory.name.partition(".")[0]
+    root, final = directory.parent, _final(directory)
     (directory / "state.json").write_text(_json(state))
     manifest.seal(directory, step=_step(directory))
-    final = root / name
     if final.exists():  # saved before, and perhaps damaged since: `.old-` is still found if we die between the renames
-        final.rename(root / f"{name}.old-{secrets.token_hex(4)}")
+        final.rename(root / f"{final.name}.old-{secrets.token_hex(4)}")
     directory.rename(final)
     sync_directory(root)
-    write_atomically(root / "latest", name + "\n")
+    write_atomically(root / "latest", final.name + "\n")
     _prune(root, final, keep)
     return final
 
@@ -160,6 +168,11 @@ def _failure(root: Path, step: int, written: int, error: Exception) -> str:
         f"The earlier checkpoints are intact ({', '.join(kept) or 'there are none'}). "
         "Next: free some space, or save less often or keep fewer (checkpoint.every, checkpoint.keep)."
     )
+
+
+def _final(directory: Path) -> Path:
+    """The name that a directory from `begin_checkpoint` gets when it is whole."""
+    return directory.with_name(directory.name.partition(".")[0])
 
 
 def _read_state(path: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ failed/step-000012/
   update.json          the step, which model it would have moved, and what was measured
   batches.safetensors  every tensor of every micro-batch
   model/               the weights that it started from
+failed/step-000012-rank1/
+  update.json, batches.safetensors of another rank
 """
 
 from __future__ import annotations
@@ -66,4 +68,5 @@ def load_update(directory: Path) -> FailedUpdate:
     for number in range(facts["batches"]):
         named = {name.partition("/")[2]: value for name, value in tensors.items() if name.startswith(f"{number}/")}
         batches.append(TrainBatch(**named))
-    return FailedUpdate(batches, facts, directory / MODEL)
+    first = directory.with_name(directory.name.partition("-rank")[0])  # whose directory has the model
+    return FailedUpdate(batches, facts, first / MODEL)

@@ -288,6 +288,7 @@ class WeightRef:
 
     `kind` is "memory" (shared in process), "full" (a Hugging Face directory at `path`), "lora" (an adapter's directory),
     "tensor" or "distributed" (`tensors` yields them, for a request or a process group). `checksums` are those of the files.
+    What is `held` was given to the engine by another rank, and is only to be expected of it.
     """
 
     version: int
@@ -295,6 +296,7 @@ class WeightRef:
     path: str | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
     tensors: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(default=None, repr=False, compare=False)
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

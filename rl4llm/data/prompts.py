@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,7 @@ class PromptStream:
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
+        self.earlier: Counter[int] = Counter()  # rows of the last batch that ranks before this one got
         self._consumed = 0
         self._orders: dict[int, np.ndarray] = {}
 
@@ -54,6 +56,7 @@ class PromptStream:
         """The rows of this rank's next prompts, `batch_size` unless said otherwise; every rank must ask for as many."""
         size = self.batch_size if size is None else size
         start = self._consumed + self.rank * size
+        self.earlier = Counter(self._row(place) for place in range(self._consumed, start))
         self._consumed += self.world_size * size
         return [self._row(place) for place in range(start, start + size)]
 

@@ -74,14 +74,17 @@ class Rollout:
         first_index: int = 0,
         sampling: Sequence[Mapping[str, float]] = (),
         greedy_baseline: bool = False,
+        earlier: Mapping[int, int] | None = None,
     ) -> RolloutResult:
         """Play `group_size` episodes for each of the dataset's `rows`, and score them.
 
         `first_index` is that of the first sample of each row; another one gives other draws of the same prompt. `sampling`
         holds fields of SamplingParams by sample, from the start again after the last. With a `greedy_baseline` each row is
-        played once more at temperature 0, as the baseline of its group.
+        played once more at temperature 0, as the baseline of its group. `earlier` says how often other ranks play a row too.
         """
-        attempts = list(self._attempts(rows, group_size or self.env.group_size, first_index, sampling, greedy_baseline))
+        size = group_size or self.env.group_size
+        seen = Counter({row: count * (size + greedy_baseline) for row, count in (earlier or {}).items()})
+        attempts = list(self._attempts(rows, size, first_index, seen, sampling, greedy_baseline))
         samples = [self._sample(attempt) for attempt in attempts]
         self._play(samples, step, sampling_params)
         self._play_failed_again(attempts, samples, step, sampling_params)
@@ -99,10 +102,14 @@ class Rollout:
 
     @staticmethod
     def _attempts(
-        rows: Sequence[int], size: int, first: int, sampling: Sequence[Mapping[str, float]], greedy_baseline: bool
+        rows: Sequence[int],
+        size: int,
+        first: int,
+        seen: Counter[int],
+        sampling: Sequence[Mapping[str, float]],
+        greedy_baseline: bool,
     ) -> Iterator[_Attempt]:
-        """Every attempt; a row that comes twice becomes one larger group."""
-        seen: Counter[int] = Counter()
+        """Every attempt; a row that comes twice becomes one larger group. `seen` counts attempts that others make."""
         for row in rows:
             begin = first + seen[row]
             for index in range(size):

@@ -37,6 +37,7 @@ class LocalClient(BaseClient):
             that saves at least this many cached tokens.
     """
 
+    in_process = True
     publishers = ("memory",)
 
     def __init__(

@@ -161,6 +161,13 @@ class ServerClient(BaseClient):
     async def load_weights(self, weight_ref: WeightRef) -> None:
         """Have the server take over weights; what it answers is not the verdict, `version` is."""
 
+    async def _check_held(self, weight_ref: WeightRef) -> None:
+        if (version := await self.version()) != weight_ref.version:
+            raise UnreachableError(
+                f"{self.base_url} holds version {version} of the weights, and the first rank has still to give it "
+                f"{weight_ref.version}."
+            )
+
     async def flush(self) -> None:
         """Forget the prefix cache."""
 
@@ -170,6 +177,9 @@ class ServerClient(BaseClient):
 
     async def load(self, weight_ref: WeightRef) -> None:
         """Stop what runs, load, go on whatever happened, and read back what the server then holds."""
+        if weight_ref.held:
+            await self._check_held(weight_ref)
+            return
         async with self._loading:
             before = await self.version()
             seen_by = time.monotonic() + self._visible_within_s

@@ -136,6 +136,9 @@ class CohostPublisher(BasePublisher):
         await self._client.wake((CACHE,))
         return weight_ref
 
+    def follow(self, backend: BaseBackend) -> None:
+        backend.offload()
+
     async def close(self) -> None:
         """Let the directory of the files go."""
         await self._files.close()

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import Group
 from rl4llm.tracking.clock import Clock
@@ -16,7 +17,7 @@ from rl4llm.tracking.curve import plot_learning_curve
 from rl4llm.tracking.episodes import EpisodeLog
 from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
 from rl4llm.tracking.resources import Resources
-from rl4llm.tracking.summary import summarize
+from rl4llm.tracking.summary import Episode, facts, summarize_facts
 from rl4llm.tracking.tensorboard import TensorBoardTracker
 from rl4llm.tracking.tracker import Tolerant, Tracker, Trackers
 from rl4llm.tracking.wandb import WandbTracker
@@ -27,6 +28,8 @@ class RunTracker:
 
     `begin` opens the logs at a step: what an earlier start of the run logged after it is cut off, since those steps are
     taken again. Writing that fails is told once and never stops training.
+
+    Metrics are of all ranks together, and the first one writes them; each stores its own episodes.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class RunTracker:
         episodes_every: int = 1,
         episodes_per_step: int = 0,
         config: Mapping[str, Any] | None = None,
+        ranks: Ranks | None = None,
     ):
-        self.console = Console(total_steps, title=str(run.path))
+        self._ranks = ranks or Ranks()
+        self.console = Console(total_steps, quiet=not self._ranks.is_first, title=str(run.path))
         self.clock = Clock(on_phase=self._show_phase)
         self._run = run
         self._tensorboard = tensorboard
@@ -57,15 +62,17 @@ class RunTracker:
     def begin(self, step: int) -> None:
         """Open the logs after `step` finished steps; -1 means from the start, evaluation of step 0 included."""
         run = self._run
-        makers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(run.metrics_file, step)]
-        if self._tensorboard:
+        first = self._ranks.is_first
+        makers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(run.metrics_file, step)] if first else []
+        if self._tensorboard and first:
             makers.append(lambda: TensorBoardTracker(run.tensorboard_dir, step))
-        if self._wandb_project:
+        if self._wandb_project and first:
             makers.append(lambda: WandbTracker(run.path, self._wandb_project, run.run_id, self._config, self.warn))
         self._trackers = self._opened(makers)
-        self._evals = self._opened([lambda: JsonlTracker(run.eval_file, step)])
+        self._evals = self._opened([lambda: JsonlTracker(run.eval_file, step)] if first else [])
         with self._tolerant("episodes"):
-            self._episodes = EpisodeLog(run.episodes_dir, self._episodes_every, self._episodes_per_step, step)
+            limits = self._episodes_every, self._episodes_per_step
+            self._episodes = EpisodeLog(run.episodes_dir, *limits, step, self._ranks.rank)
         self.console.__enter__()
         if step >= 0:
             self.console.note(f"resumed {self._run.path} after step {step}")
@@ -85,8 +92,14 @@ class RunTracker:
     ) -> None:
         """Log one finished step; `tokens` is how many it trained on or sampled, for tokens/s; engines count `counts`."""
         times = self.clock.lap()
+        if groups or failed:
+            self._store_episodes(step, groups, failed, credits=credits)
+        gathered = self._ranks.gather((tokens, facts(groups), len(failed)))
+        if not gathered:
+            return
+        tokens = sum(count for count, _, _ in gathered)
         metrics = {
-            **(summarize(groups, failed) if groups or failed else {}),
+            **(_summary(gathered) if groups or failed else {}),
             **_merged(updates),
             **(counts or {}),
             **times,
@@ -94,16 +107,17 @@ class RunTracker:
             **self._resources.metrics(),
         }
         self._trackers.log(step, metrics)
-        if groups or failed:
-            self._store_episodes(step, groups, failed, credits=credits)
         self.console.step(step, metrics)
 
     def evaluation(self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> dict[str, float]:
-        """Log one measurement of the held-out set; returns its metrics."""
-        metrics = summarize(groups, failed)
+        """Log one measurement of the held-out set; returns its metrics, on the first rank."""
+        self._store_episodes(step, groups, failed, kind="eval")
+        gathered = self._ranks.gather((0, facts(groups), len(failed)))
+        if not gathered:
+            return {}
+        metrics = _summary(gathered)
         self._evals.log(step, metrics)
         self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
-        self._store_episodes(step, groups, failed, kind="eval")
         self._draw_curve()
         self.console.evaluation(step, metrics)
         return metrics
@@ -130,7 +144,7 @@ class RunTracker:
             stack.callback(self.console.__exit__)
             for trackers in filter(None, (self._trackers, self._evals)):
                 trackers.close()
-            if self._trackers is not None:
+            if self._trackers is not None and self._ranks.is_first:
                 self._draw_curve()
 
     def _opened(self, makers: Sequence[Callable[[], Tracker]]) -> Trackers:
@@ -155,6 +169,11 @@ class RunTracker:
     def _draw_curve(self) -> None:
         with self._tolerant("learning curve"):
             plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
+
+
+def _summary(gathered: Sequence[tuple[int, list[list[Episode]], int]]) -> dict[str, float]:
+    """Metrics of what all ranks sampled."""
+    return summarize_facts([group for _, groups, _ in gathered for group in groups], sum(count for _, _, count in gathered))
 
 
 def _merged(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

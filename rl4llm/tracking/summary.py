@@ -5,16 +5,39 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rl4llm.core.types import Group, Trajectory, count_turns
+from rl4llm.core.types import Group, Trajectory
 
 TRUNCATED = ("length", "context")
 RESERVED = ("mean", "std")
 
 
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What metrics need to know of a trajectory; small enough to be sent from rank to rank."""
+
+    reward: float
+    rewards: Mapping[str, float]
+    policy_tokens: int
+    prompt_tokens: int
+    turns: int
+    stop_reason: str
+
+
+def facts(groups: Sequence[Group]) -> list[list[Episode]]:
+    """The trajectories of each group, as metrics see them."""
+    return [[_fact(trajectory) for trajectory in group.trajectories] for group in groups]
+
+
 def summarize(groups: Sequence[Group], failed: Sequence[Any] = ()) -> dict[str, float]:
+    """`summarize_facts` of groups and failed samples."""
+    return summarize_facts(facts(groups), len(failed))
+
+
+def summarize_facts(groups: Sequence[Sequence[Episode]], failed: int) -> dict[str, float]:
     """Metrics of all trajectories that were sampled, whether they train or not.
 
     reward/mean, reward/std      of the combined reward over all trajectories (population standard deviation)
@@ -30,21 +53,21 @@ def summarize(groups: Sequence[Group], failed: Sequence[Any] = ()) -> dict[str, 
 
     Without any trajectory only the last two are there.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    counts = {"trajectories": float(len(trajectories)), "failures": float(len(failed))}
+    trajectories = [trajectory for group in groups for trajectory in group]
+    counts = {"trajectories": float(len(trajectories)), "failures": float(failed)}
     if not trajectories:
         return counts
     return {
         **_rewards(trajectories),
         **_lengths(trajectories),
         **_stops(trajectories),
-        "turns": statistics.fmean(count_turns(trajectory.spans) for trajectory in trajectories),
-        "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group.trajectories),
+        "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
+        "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group),
         **counts,
     }
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
     combined = [trajectory.reward for trajectory in trajectories]
     metrics = {"reward/mean": statistics.fmean(combined), "reward/std": statistics.pstdev(combined)}
     names = list(dict.fromkeys(name for trajectory in trajectories for name in trajectory.rewards))
@@ -57,23 +80,33 @@ def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    lengths = sorted(trajectory.num_policy_tokens for trajectory in trajectories)
+def _lengths(trajectories: Sequence[Episode]) -> dict[str, float]:
+    lengths = sorted(trajectory.policy_tokens for trajectory in trajectories)
     return {
         "completion_length/mean": statistics.fmean(lengths),
         "completion_length/p90": float(lengths[math.ceil(0.9 * len(lengths)) - 1]),
         "completion_length/max": float(lengths[-1]),
-        "prompt_length/mean": statistics.fmean(len(trajectory.spans[0].token_ids) for trajectory in trajectories),
+        "prompt_length/mean": statistics.fmean(trajectory.prompt_tokens for trajectory in trajectories),
     }
 
 
-def _stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _stops(trajectories: Sequence[Episode]) -> dict[str, float]:
     reasons = Counter(trajectory.stop_reason for trajectory in trajectories)
     shares = {f"stop/{reason}": count / len(trajectories) for reason, count in sorted(reasons.items())}
     return {"truncated": sum(reasons[reason] for reason in TRUNCATED) / len(trajectories), **shares}
 
 
-
-def _zero_spread(group: Group) -> bool:
-    rewards = [trajectory.reward for trajectory in group.trajectories]
+def _zero_spread(group: Sequence[Episode]) -> bool:
+    rewards = [trajectory.reward for trajectory in group]
     return min(rewards) == max(rewards)
+
+
+def _fact(trajectory: Trajectory) -> Episode:
+    return Episode(
+        trajectory.reward,
+        dict(trajectory.rewards),
+        trajectory.num_policy_tokens,
+        len(trajectory.spans[0].token_ids),
+        trajectory.num_turns,
+        trajectory.stop_reason,
+    )

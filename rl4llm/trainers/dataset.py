@@ -77,8 +77,9 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
 
     def export(self, directory: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""
+        if self.ranks.is_first:
+            self.tokenizer.save_pretrained(directory)
         self.backend.export(directory)
-        self.tokenizer.save_pretrained(directory)
 
     def state(self) -> dict[str, Any]:
         return {"prompts": self.prompts.state()}

@@ -13,6 +13,7 @@ from torch import Tensor
 from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_algorithm import BaseAlgorithm, Total
 from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory, Update
 from rl4llm.data.pack import Credit, StepTotals, check_aggregation, pack, totals_of
 
@@ -92,8 +93,7 @@ class Prepared:
 class Preparation:
     """Serves every algorithm: it asks for needs and fills them in.
 
-    `policy` is the model that trains; `reference` and `critic` are there when the algorithm needs them. `total` adds up over
-    ranks.
+    `policy` is the model that trains; `reference` and `critic` are there when the algorithm needs them.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Preparation:
         temperature: float = 1.0,
         reference: BaseBackend | None = None,
         critic: BaseBackend | None = None,
-        total: Total = lambda tensor: tensor,
+        ranks: Ranks | None = None,
     ):
         self.algorithm = algorithm
         self.policy = policy
@@ -113,7 +113,8 @@ class Preparation:
         self.temperature = temperature
         self.reference = reference
         self.critic = critic
-        self.total = total
+        self.ranks = ranks or Ranks()
+        self.total: Total = self.ranks.total
 
     def prepare(self, groups: Sequence[Group], step: int) -> Prepared:
         """The optimizer steps after `step` finished ones, from groups that train."""
@@ -146,7 +147,12 @@ class Preparation:
                     trajectories.append(trajectory)
                     credits.append(self._credit(credit))
         totals = self._over_ranks(self.batching.totals(trajectories))
-        return self.batching.pack(trajectories, credits, totals), totals
+        return self._aligned(self.batching.pack(trajectories, credits, totals)), totals
+
+    def _aligned(self, batches: list[TrainBatch]) -> list[TrainBatch]:
+        """As many as the rank with the most has, since sharded models compute together; those added teach nothing."""
+        missing = self.ranks.largest(len(batches)) - len(batches)
+        return batches + [filler(self.batching.pad_token_id) for _ in range(missing)]
 
     def _over_ranks(self, own: StepTotals) -> StepTotals:
         counts = self.total(torch.tensor([own.tokens, own.sequences, own.prompts], dtype=torch.float64))
@@ -183,7 +189,7 @@ class Preparation:
 
     def _with_kl_in_reward(self, groups: list[Group], metrics: dict[str, float]) -> list[Group]:
         """Take the KL penalty of each trajectory, summed over its tokens, off its reward, when the algorithm asks for it."""
-        if self.algorithm.needs().reward_kl is None or not groups:
+        if self.algorithm.needs().reward_kl is None:
             return groups
         coefficient, estimator = self.algorithm.needs().reward_kl
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -191,7 +197,9 @@ class Preparation:
         for batch, owners_BT in self._owned(trajectories):
             kl_BT = kl(batch.sampled_logprobs_BT, self._numbers(self.reference, batch), estimator)
             penalties.index_add_(0, owners_BT[batch.mask_BT], kl_BT[batch.mask_BT].double())
-        metrics["reward/kl"] = penalties.mean().item()
+        count = torch.tensor(float(len(penalties)), dtype=torch.float64)
+        summed, count = self.total(torch.stack([penalties.sum(), count])).tolist()
+        metrics["reward/kl"] = summed / max(count, 1)
         left = iter((coefficient * penalties).tolist())
 
         def penalised(group: Group) -> Group:
@@ -221,11 +229,26 @@ class Preparation:
         """Batches of all trajectories, and of each token whose it is."""
         # A credit stands on each of its trajectory's tokens, so the index as a credit says whose token it is.
         owners = [float(i) for i in range(len(trajectories))]
-        batches = self.batching.pack(trajectories, owners, self.batching.totals(trajectories))
+        batches = self._aligned(self.batching.pack(trajectories, owners, self.batching.totals(trajectories)))
         return [(batch, batch.credits_BT.long()) for batch in batches]
 
     def _numbers(self, model: BaseBackend, batch: TrainBatch) -> Tensor:
         return model.forward(batch, temperature=self.temperature).to(batch.mask_BT.device)
+
+
+def filler(pad_token_id: int) -> TrainBatch:
+    """A micro-batch of two tokens, neither of which the policy wrote."""
+    ids_BT, zeros_BT = torch.full((1, 2), pad_token_id), torch.zeros(1, 2)
+    return TrainBatch(
+        token_ids_BT=ids_BT,
+        position_ids_BT=torch.arange(2)[None],
+        segment_ids_BT=torch.ones_like(ids_BT),
+        mask_BT=torch.zeros(1, 2, dtype=torch.bool),
+        sampled_logprobs_BT=zeros_BT,
+        credits_BT=zeros_BT.clone(),
+        weights_BT=zeros_BT.clone(),
+        group_ids_BT=ids_BT.clone().fill_(-1),
+    )
 
 
 def _first_policy_span(trajectory: Trajectory) -> TokenSpan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer, merge
 from rl4llm.core.errors import StaleWeightsError
-from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update
+from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update, WeightRef
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.sync.mismatch import check_mismatch, summarize_mismatch, token_mismatch
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
+from rl4llm.trainers.give import give_weights, giving_weights
 from rl4llm.trainers.prepare import Preparation, Prepared
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def prepare(self, collected: RolloutResult) -> list[Update]:
         """Credits, packed batches, other models' passes, advantages: for each optimizer step of this rollout."""
         with self.clock("prepare"):
-            self._run(self.inference.publisher.lend_device(self.backend))
+            self._lend_device()
             self._refresh_reference()
             kept = [group for group in collected.groups if self.algorithm.keep(group)]
             prepared = self.preparation.prepare(kept, self.step)
@@ -122,16 +123,17 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         )
 
     def publish(self) -> None:
-        publisher, canary, client = self.inference.publisher, self.inference.canary, self.inference.client
+        canary, client = self.inference.canary, self.inference.client
         with self.clock("publish"):
-            self._run(publisher.lend_device(self.backend))
+            self._lend_device()
         with self.clock("verify"):  # what the trainer says, while it is on its device
             expected_BT = canary.expected(self.backend) if canary else None
         with self.clock("publish"):
-            weight_ref = self._run(publisher.publish(self.backend, self.step))
-        if canary:
+            weight_ref = self._hand_over()
+        if canary and self._speaks:
             with self.clock("verify"):
                 self._run(canary.compare(expected_BT, client, weight_ref))
+        self.ranks.wait()
         self._moved = False
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
@@ -151,8 +153,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.tracker.evaluation(self.step, result.groups, result.failed)
 
     def play_held_out(self) -> RolloutResult:
-        """One episode for each held-out prompt, at the temperature of the evaluation."""
-        rows = range(len(self.evaluation.env.dataset))
+        """One episode for each of this rank's held-out prompts, at the temperature of the evaluation."""
+        rows = range(self.ranks.rank, len(self.evaluation.env.dataset), self.ranks.size)
         return self.evaluation.play(rows, step=self.step, sampling_params=self.eval_params, group_size=1)
 
     def close(self) -> None:
@@ -170,12 +172,14 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def export(self, directory: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory; a critic goes into `critic/` in it."""
-        self.backend.export(directory)
-        self.rollout.env.tokenizer.save_pretrained(directory)
+        exported = {directory: self.backend}
         if self.critic is not None:
-            (directory / "critic").mkdir()
-            self.critic.export(directory / "critic")
-            self.rollout.env.tokenizer.save_pretrained(directory / "critic")
+            exported[directory / "critic"] = self.critic
+        for place, model in exported.items():
+            if self.ranks.is_first:
+                place.mkdir(exist_ok=True)
+                self.rollout.env.tokenizer.save_pretrained(place)
+            model.export(place)
 
     def models(self) -> dict[str, BaseBackend]:
         changing = {"critic": self.critic} if self.critic is not None else {}
@@ -218,6 +222,34 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         losses_BT, metrics = self.algorithm.token_losses(batch, logprobs_BT, entropy_BT)
         return losses_BT, {**metrics, **token_mismatch(batch, logprobs_BT)}
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank tells engines about weights: each has its own in its process, of servers the first rank does."""
+        return self.ranks.is_first or self.inference.client.in_process
+
+    def _lend_device(self) -> None:
+        if self._speaks:
+            self._run(self.inference.publisher.lend_device(self.backend))
+        self.ranks.wait()
+        if not self._speaks:
+            self.backend.onload()
+
+    def _hand_over(self) -> WeightRef:
+        """Have the engines take over the weights as version `step`."""
+        publisher = self.inference.publisher
+        if self.inference.client.in_process:
+            return self._run(publisher.publish(self.backend, self.step))
+        if self.ranks.is_first:
+            with giving_weights(self.backend, self.ranks) as backend:
+                weight_ref = self._run(publisher.publish(backend, self.step))
+            self.ranks.share(replace(weight_ref, tensors=None, held=True))
+            return weight_ref
+        give_weights(self.backend, self.ranks)
+        publisher.follow(self.backend)
+        weight_ref = self.ranks.share(None)
+        self._run(self.inference.client.load(weight_ref))
+        return weight_ref
+
     def _play(self, rows: Sequence[int], round_number: int) -> RolloutResult:
         needs = self.algorithm.needs()
         return self.rollout.play(
@@ -227,6 +259,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             first_index=round_number * (self.rollout.env.group_size + 1),
             sampling=needs.sampling,
             greedy_baseline=needs.greedy_baseline,
+            earlier=self.prompts.earlier,
         )
 
     def _missing(self, collected: RolloutResult, wanted: int) -> int:
@@ -250,7 +283,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             return {}
         with self.clock("critic"):
             parts = [self.critic.forward_backward(batch, self._value_losses) for batch in update.batches]
-            metrics = merge(parts) | self.critic.optim_step()
+            metrics = self.ranks.merge(merge(parts)) | self.critic.optim_step()
             self.watch(update, metrics, "critic")
         return {f"critic/{name.removeprefix('update/')}": value for name, value in metrics.items()}
 

@@ -1,0 +1,56 @@
+"""How ranks that each hold a part of the weights hand them to the one that publishes.
+
+Whoever publishes goes through the weights as often as it likes: once for files, once more for a way that failed, once for
+each server. Ranks that hold a part have to take part every time, so they are told when it begins and when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.ranks import Ranks
+
+AGAIN, OVER = "again", "over"
+
+
+class Announced:
+    """A backend as publishers see it, on the first rank: whoever goes through its weights takes the other ranks along."""
+
+    def __init__(self, backend: BaseBackend, ranks: Ranks):
+        self._backend = backend
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of each weight. The others go to the end, so this does too, also when nobody wants the rest."""
+        self._ranks.share(AGAIN)
+        weights = self._backend.weights()
+        try:
+            for item in weights:  # noqa: UP028 - "yield from" would close what is drained below
+                yield item
+        finally:
+            for _ in weights:
+                pass
+
+
+@contextmanager
+def giving_weights(backend: BaseBackend, ranks: Ranks) -> Iterator[Any]:
+    """On the first rank: inside, the backend's weights are those of all ranks together."""
+    try:
+        yield Announced(backend, ranks)
+    finally:
+        ranks.share(OVER)
+
+
+def give_weights(backend: BaseBackend, ranks: Ranks) -> None:
+    """On every other rank: take part until the first one is done."""
+    while ranks.share(None) == AGAIN:
+        for _ in backend.weights():
+            pass
