@@ -28,6 +28,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer, Schedule
 from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.ranks import Ranks, join_ranks
 from rl4llm.core.registry import Registry
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, Group, SamplingParams
@@ -72,6 +73,9 @@ ENGINES.register("local")(LocalClient)
 ENGINES.register("sglang")(SGLangClient)
 ENGINES.register("vllm")(VLLMClient)
 
+BACKENDS: Registry[Callable[..., BaseBackend]] = Registry("backend.name")
+BACKENDS.register("torch")(TorchBackend)
+
 PUBLISHERS: Registry[Callable[[BaseClient, WeightStore, Any], BasePublisher]] = Registry("sync.name")
 
 
@@ -113,8 +117,8 @@ LOOKED_AT = 256
 """Of so many of the longest rows of a dataset it is checked before a run that they can be learned from."""
 
 MAY_CHANGE = (
-    "max_steps", "threads", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.", "mismatch.",
-    "rollout.max_failed_share",
+    "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
+    "mismatch.", "rollout.max_failed_share",
 )  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
 
@@ -135,6 +139,7 @@ class Given:
 def build_trainer(config: Config, given: Given | None = None, *, force: bool = False) -> BaseTrainer:
     """Everything a run needs, checked; raises an RL4LLMError before any file of the run is touched where it can."""
     given = given or Given()
+    ranks = _ranks(config)
     _set_up_torch(config)
     algorithm = build_algorithm(config)
     _check_names(config)
@@ -143,13 +148,23 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     dataset = _rows(config, given.dataset, learns_from)
     parts = _reinforced if learns_from == "episodes" else _supervised
     make = parts(config, given, algorithm, tokenizer, dataset)
-    run = RunDir.open(config.output.dir, fingerprint(config) | _given_identity(given, dataset), allow_changes=force)
+    run = RunDir(config.output.dir)
+    if ranks.is_first:
+        identity = fingerprint(config) | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
+        run = RunDir.open(config.output.dir, identity | _given_identity(given, dataset), allow_changes=force)
+    ranks.wait()
     try:
-        run.write_text("config.yaml", to_yaml(config))
+        if ranks.is_first:
+            run.write_text("config.yaml", to_yaml(config))
         return make(run)
     except BaseException:
         run.close()
         raise
+
+
+def _ranks(config: Config) -> Ranks:
+    """The processes that train together; asked for wherever it matters, they are joined once."""
+    return join_ranks(config.timeout_s)
 
 
 def build_algorithm(config: Config) -> BaseAlgorithm:
@@ -168,6 +183,7 @@ def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBack
 
 def _check_names(config: Config) -> None:
     """What can be wrong without opening a single file is said first."""
+    BACKENDS[config.backend["name"]]
     ENVIRONMENTS[config.env["name"]]
     _check_sync(config)
     if "lora" in (config.sync.name, config.sync.fallback):
@@ -295,11 +311,13 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     held_out = _held_out(config, given, needs.learns_from) or ()
     answers = ANSWER_COLUMNS.get(needs.learns_from, ())
     read = _reader(needs, Renderer(tokenizer, roles=_roles(dataset, answers)))
-    prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
+    prompts = _prompts(config, dataset)
     start = copy.deepcopy(given.model) if needs.reference else None  # before the policy's weights move
     backend = _backend(config, algorithm, given.model)
     reference = _reference(config, algorithm, backend, start, tokenizer)
-    prepared = partial(Preparation, algorithm=algorithm, policy=backend, reference=reference)
+    prepared = partial(
+        Preparation, algorithm=algorithm, policy=backend, reference=reference, ranks=_ranks(config)
+    )
     batching = _batching(config, algorithm, tokenizer)
     context_length = backend.model.config.get_text_config().max_position_embeddings
     for rows in (dataset, held_out):
@@ -320,6 +338,18 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         )
 
     return make
+
+
+def _prompts(config: Config, dataset: Any) -> PromptStream:
+    ranks = _ranks(config)
+    return PromptStream(
+        len(dataset),
+        config.rollout.prompts,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
 
 
 def _reader(needs: Needs, renderer: Renderer) -> Read:
@@ -361,7 +391,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     held_out = _held_out(config, given)
     eval_env = _env(config, given, held_out, tokenizer, rewards, transform) if held_out is not None else None
     renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
-    prompts = PromptStream(len(dataset), config.rollout.prompts, seed=config.seed, shuffle=config.data.shuffle)
+    prompts = _prompts(config, dataset)
     check_examples(rewards)
     needs = algorithm.needs()
     start = copy.deepcopy(given.model) if needs.reference or needs.critic else None  # before the policy's weights move
@@ -378,6 +408,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         temperature=config.rollout.temperature or 1.0,
         critic=_critic(config, algorithm, start),
         reference=_reference(config, algorithm, backend, start, tokenizer),
+        ranks=_ranks(config),
     )
     plan = _plan(config, batching, dataset, renderer, new_tokens, client.context_length)
     runner = asyncio.Runner()
@@ -457,10 +488,15 @@ def _canary(config: Config, client: BaseClient) -> Canary | None:
 
 
 def _base(
-    config: Config, algorithm: BaseAlgorithm, backend: TorchBackend, run: RunDir, tracker: RunTracker
+    config: Config, algorithm: BaseAlgorithm, backend: BaseBackend, run: RunDir, tracker: RunTracker
 ) -> dict[str, Any]:
     schedule = Schedule(
-        config.max_steps, config.eval.every, config.checkpoint.every, config.checkpoint.keep, config.training.max_skipped
+        config.max_steps,
+        config.eval.every,
+        config.checkpoint.every,
+        config.checkpoint.keep,
+        config.training.max_skipped,
+        config.timeout_s,
     )
     return {
         "algorithm": algorithm,
@@ -468,10 +504,11 @@ def _base(
         "clock": tracker.clock,
         "schedule": schedule,
         "run": run,
+        "ranks": _ranks(config),
     }
 
 
-def _backend(config: Config, algorithm: BaseAlgorithm, given: Any) -> TorchBackend:
+def _backend(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBackend:
     """The model that trains: the policy, or one that gives values."""
     model, lora = _model(config, given), config.model.lora
     adapter = value_head = None
@@ -480,12 +517,12 @@ def _backend(config: Config, algorithm: BaseAlgorithm, given: Any) -> TorchBacke
     if lora.rank:
         adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
     options = _optimizer(config, config.training.epochs)
-    return TorchBackend(model, adapter=adapter, value_head=value_head, autocast=config.model.autocast, **options)
+    return _on_backend(config, model, adapter=adapter, value_head=value_head, **options)
 
 
 def _reference(
-    config: Config, algorithm: BaseAlgorithm, policy: TorchBackend, start: Any, tokenizer: Any
-) -> TorchBackend | FrozenModel | None:
+    config: Config, algorithm: BaseAlgorithm, policy: BaseBackend, start: Any, tokenizer: Any
+) -> BaseBackend | FrozenModel | None:
     """The model that log-probs are compared with; it never trains."""
     needs = algorithm.needs()
     if not needs.reference:
@@ -500,7 +537,7 @@ def _reference(
             f"The model {needs.reference_path!r} knows {model.get_input_embeddings().num_embeddings} tokens, but the "
             f"tokenizer has {len(tokenizer)}. Take one with the same vocabulary."
         )
-    return TorchBackend(model, autocast=config.model.autocast, lr=0.0)
+    return _on_backend(config, model, lr=0.0)
 
 
 def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:
@@ -516,7 +553,7 @@ def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None
         )
 
 
-def _critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> TorchBackend | None:
+def _critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBackend | None:
     """The value model, with an optimizer of its own."""
     critic = algorithm.needs().critic
     if critic is None:
@@ -526,7 +563,14 @@ def _critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> TorchBacken
     options = _optimizer(config, critic.epochs)
     if critic.lr is not None:
         options["lr"] = critic.lr
-    return TorchBackend(model, value_head=load_value_head(path, model), autocast=config.model.autocast, **options)
+    return _on_backend(config, model, value_head=load_value_head(path, model), **options)
+
+
+def _on_backend(config: Config, model: Any, **options: Any) -> BaseBackend:
+    """A model on the backend of the configuration."""
+    own = dict(config.backend)
+    make = BACKENDS[own.pop("name")]
+    return with_options("backend", make, own, model, autocast=config.model.autocast, ranks=_ranks(config), **options)
 
 
 def _model(config: Config, given: Any, path: str | None = None) -> Any:
@@ -597,6 +641,7 @@ def _tracker(config: Config, run: RunDir) -> RunTracker:
         episodes_every=tracking.episodes_every,
         episodes_per_step=tracking.episodes_per_step,
         config=flatten(config),
+        ranks=_ranks(config),
     )
 
 
@@ -616,6 +661,8 @@ def _env(
         "reward_functions": rewards,
         "batch_size": config.rollout.prompts,
         "group_size": config.rollout.group_size,
+        "rank": _ranks(config).rank,
+        "world_size": _ranks(config).size,
         "seed": config.seed,
         "shuffle_dataset": config.data.shuffle,
         "reward_transform_fn": transform,

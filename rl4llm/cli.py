@@ -50,6 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
     train.set_defaults(run=_train)
 
+    launch = commands.add_parser("launch", help="train on several processes or machines, started again when one dies")
+    _add_config(launch)
+    launch.add_argument("--nproc", type=int, default=1, help="processes on this machine, one per GPU (default: %(default)s)")
+    launch.add_argument("--nnodes", type=int, default=1, help="machines (default: %(default)s)")
+    launch.add_argument("--node-rank", type=int, default=0, help="number of this machine, from 0")
+    launch.add_argument("--rendezvous", help="HOST:PORT of machine 0, which all of them can reach")
+    launch.add_argument("--restarts", type=int, default=0, help="in a row, without a new checkpoint (default: never)")
+    launch.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
+    launch.set_defaults(run=_launch)
+
     evaluate = commands.add_parser("eval", help="measure a model, or a run's last checkpoint, on the held-out set")
     _add_config(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
@@ -90,11 +100,27 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     with build_trainer(config, force=arguments.force) as trainer:
         trainer.train()
-    if trainer.stopped:
+        trainer.ranks.wait()
+        trainer.ranks.close()
+    if trainer.stopped and trainer.ranks.is_first:
         command = " ".join(["rl4llm train", arguments.config, *arguments.overrides])
         Console().print(f"Stopped after step {trainer.step} and saved. Resume with:\n  {command}", soft_wrap=True)
         return STOPPED
     return 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from rl4llm.launch import Nodes, launch
+
+    if arguments.nproc < 1 or arguments.nnodes < 1 or arguments.restarts < 0:
+        raise ConfigError("--nproc and --nnodes are 1 or above, --restarts 0 or above.")
+    if arguments.nnodes > 1 and not arguments.rendezvous:
+        raise ConfigError("--nnodes above 1 needs --rendezvous HOST:PORT, the same on every machine.")
+    nodes = Nodes(arguments.nproc, arguments.nnodes, arguments.node_rank, arguments.rendezvous)
+    say = Console(stderr=True, markup=False, highlight=False).print
+    return launch(
+        arguments.config, arguments.overrides, nodes=nodes, restarts=arguments.restarts, force=arguments.force, say=say
+    )
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

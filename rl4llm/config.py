@@ -1,6 +1,6 @@
 """The configuration: typed dataclasses, filled from a YAML file and ``key.sub=value`` overrides.
 
-An algorithm's, environment's, reward's or engine's own options stand beside its `name`; they are checked against the
+Options of an algorithm, environment, reward, engine or backend stand beside its `name`; they are checked against the
 class that the name stands for, see `rl4llm.build`.
 """
 
@@ -153,6 +153,7 @@ class Config:
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     algorithm: dict[str, Any] = field(default_factory=lambda: {"name": "grpo"})
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    backend: dict[str, Any] = field(default_factory=lambda: {"name": "torch"})
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
@@ -160,6 +161,7 @@ class Config:
     seed: int = 42
     deterministic: bool = False  # the same steps bit for bit, also after a resume
     threads: int = 0  # of torch on the CPU; 0 leaves torch's own choice
+    timeout_s: float = 1800.0  # of waiting for the other ranks, of which one process has none
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -240,7 +242,7 @@ def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         wanted = getattr(error, "ref_type_str", None) or ""
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]} {wanted}".strip()) from None
-    for part in ("env", "inference", "algorithm"):  # another name brings other options, so those from before do not stay
+    for part in FREE:  # another name brings other options, so those from before do not stay
         name = layer[part].get("name") if part in layer and layer[part] is not None else None
         if name not in (None, config[part].get("name")):
             merged[part] = layer[part]
@@ -248,7 +250,7 @@ def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
 
 
 def _check_keys(given: Iterable[str], config: DictConfig) -> None:
-    free = ("env", "inference", "algorithm", "rewards")
+    free = (*FREE, "rewards")
     known = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
     for key in given:
         sections = {name.split(".")[0] for name in known}
@@ -263,6 +265,9 @@ def _check_keys(given: Iterable[str], config: DictConfig) -> None:
         near = [name for name in known if name.split(".")[0] == section] or sorted(sections | set(free))
         raise ConfigError(f"Unknown configuration key {key!r}.{hint} Known: {', '.join(near)}.")
 
+
+FREE = ("env", "inference", "algorithm", "backend")
+"""Parts whose keys are the options of the class that their `name` stands for."""
 
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
@@ -290,6 +295,7 @@ AT_LEAST = {
     "mismatch.stop_above": 0,
     "sync.tolerance": 0,
     "threads": 0,
+    "timeout_s": 1,
     "training.lr": 0,
     "training.updates_per_rollout": 1,
     "training.epochs": 1,
@@ -314,7 +320,7 @@ def _check(config: Config) -> None:
         _check_range(key, values[key])
     if values["rollout.top_p"] == 0:
         raise ConfigError("rollout.top_p=0 is not accepted: above 0; 1 switches it off.")
-    for part in ("env", "inference", "algorithm"):
+    for part in FREE:
         if not isinstance(getattr(config, part).get("name"), str):
             raise ConfigError(f"{part}.name is not set; `rl4llm info` lists what it may be.")
 

@@ -20,6 +20,7 @@ from rl4llm.core.ranks import Ranks
 from rl4llm.core.rng import restore_rng, rng_state
 from rl4llm.core.run_dir import RunDir, replace_directory
 from rl4llm.core.types import TrainBatch, Update
+from rl4llm.core.watchdog import Watchdog
 
 Collected = TypeVar("Collected")
 
@@ -28,7 +29,8 @@ Collected = TypeVar("Collected")
 class Schedule:
     """When things happen, in steps; 0 is never, but for a checkpoint at the end.
 
-    After `max_skipped` optimizer steps in a row that were not finite, training stops.
+    After `max_skipped` optimizer steps in a row that were not finite, training stops, and one of several ranks ends when a
+    phase takes longer than `timeout_s`.
     """
 
     max_steps: int
@@ -36,6 +38,7 @@ class Schedule:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     max_skipped: int = 3
+    timeout_s: float = 1800.0
 
 
 class Clock(Protocol):
@@ -62,7 +65,8 @@ class BaseTrainer(ABC, Generic[Collected]):
     ):
         self.algorithm = algorithm
         self.backend = backend
-        self.clock = clock
+        self.watchdog = Watchdog(ranks or Ranks(), schedule.timeout_s)
+        self.clock = self.watchdog.around(clock)
         self.schedule = schedule
         self.run = run
         self.ranks = ranks or Ranks()
@@ -74,29 +78,34 @@ class BaseTrainer(ABC, Generic[Collected]):
 
     def train(self) -> None:
         """Run until `max_steps`, or until a signal asks to stop; then the finished steps are saved."""
-        self.resume()
-        self.publish()  # engines start from the trainer's weights, and prove it
-        if self.step == 0:
+        with self.watchdog:
+            self.resume()
+            self.publish()  # engines start from the trainer's weights, and prove it
+            if self.step == 0:
+                self.evaluate()
+            if self.step >= self.schedule.max_steps:
+                self.warn(f"Nothing to do: {self.step} steps are done, and max_steps={self.schedule.max_steps}.")
+            with self._stop_on_signals():
+                while self.step < self.schedule.max_steps and not self._stopping:
+                    with self.clock("step"):
+                        collected = self.collect()
+                        updates = self.prepare(collected)
+                        metrics = [self.update(update) for update in updates]
+                        self.step += 1
+                        self.publish()
+                    self.report(collected, metrics)
+                    self._end_step()
+            self.stopped = self.step < self.schedule.max_steps
+            if not self.stopped:
+                self._write_model()
+
+    def _end_step(self) -> None:
+        """Evaluate and save when due. A signal may reach one rank first, and stops all."""
+        self._stopping = self.ranks.largest(self._stop_requested.is_set()) > 0
+        if self._due(self.schedule.evaluate_every):
             self.evaluate()
-        if self.step >= self.schedule.max_steps:
-            self.warn(f"Nothing to do: {self.step} steps are done, and max_steps={self.schedule.max_steps}.")
-        with self._stop_on_signals():
-            while self.step < self.schedule.max_steps and not self._stopping:
-                with self.clock("step"):
-                    collected = self.collect()
-                    updates = self.prepare(collected)
-                    metrics = [self.update(update) for update in updates]
-                    self.step += 1
-                    self.publish()
-                self.report(collected, metrics)
-                self._stopping = self.ranks.largest(self._stop_requested.is_set()) > 0  # a signal may reach one rank first
-                if self._due(self.schedule.evaluate_every):
-                    self.evaluate()
-                if self._due(self.schedule.checkpoint_every) or self._is_last() or self._stopping:
-                    self.save()
-        self.stopped = self.step < self.schedule.max_steps
-        if not self.stopped:
-            self._write_model()
+        if self._due(self.schedule.checkpoint_every) or self._is_last() or self._stopping:
+            self.save()
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from torch import Tensor
 from rl4llm.core.errors import ConfigError, RanksError
 
 T = TypeVar("T")
+LATER_S = 60.0  # the watchdog, which says more, speaks first
 
 
 class Ranks:
@@ -130,7 +131,7 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
     if torch.cuda.is_available():
         torch.cuda.set_device(int(environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + LATER_S))
     return DistributedRanks()
 
 

@@ -1,0 +1,165 @@
+"""Several ranks are one trainer: the same steps, one writer, and a checkpoint that any number of ranks goes on from."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl4llm.api import PolicyTrainer
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
+from rl4llm.core.errors import RunDirError
+from rl4llm.core.ranks import Ranks
+from rl4llm.core.watchdog import Watchdog
+
+
+class TwoTurns(BaseMDPEnv):
+    """Asks for more once."""
+
+    continue_truncated = True
+
+    def respond(self, sample):
+        return [ChatMessage("user", "Go on.")]
+
+
+def letters(messages, ground_truth, **kwargs):
+    """How late in the alphabet the last letter comes; prompt 0 pays nothing, so its group has no difference."""
+    return 0.0 if ground_truth == "0" else (ord(messages[-1].content[-1:] or "a") % 32) / 32
+
+
+class Named(PolicyTrainer):
+    """Of whatever algorithm the test names."""
+
+    algorithm = "grpo"
+
+
+ROWS = [
+    {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(6)
+]
+
+
+def trainer(ranks, model_dir, directory, algorithm, backend, **options):
+    """A global batch of four prompts, however many ranks share it."""
+    return Named(
+        str(model_dir), ROWS, [letters], env=TwoTurns, eval_dataset=ROWS[:3], algorithm=algorithm,
+        output={"dir": str(directory)}, backend=backend, deterministic=True,
+        rollout={"prompts": 4 // ranks.size, "group_size": 4, "max_tokens": 5},
+        **{"training.lr": 3e-3, "training.max_tokens_per_batch": 64, "env.max_steps": 2, "eval.every": 2,
+           "checkpoint.every": 2, "max_steps": 4, "timeout_s": 60} | options,
+    )  # fmt: skip
+
+
+def trained(ranks, *args, **options):
+    """The weights after a run, on the first rank."""
+    run = trainer(ranks, *args, **options).train().trainer
+    weights = {name: tensor.clone() for name, tensor in run.backend.weights()}
+    return weights if ranks.is_first else None
+
+
+def metrics(directory):
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_close(left, right, atol):
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+ALGORITHMS = {
+    "grpo": {"name": "grpo", "kl_coef": 0.05, "entropy_coef": 0.01},
+    "dapo": {"name": "dapo", "refills": 2, "scale_rewards": "batch"},
+    "ppo": {"name": "ppo", "critic_lr": 1e-2},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run with one process came to."""
+
+    weights: dict
+    metrics: list
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Ranks()
+
+
+@pytest.fixture(scope="module")
+def single(model_dir, alone, tmp_path_factory):
+    """The run of one process with an algorithm, made once."""
+    runs = {}
+
+    def run(name):
+        if name not in runs:
+            directory = tmp_path_factory.mktemp(name)
+            weights = trained(alone, model_dir, directory, ALGORITHMS[name], {"name": "torch"})
+            runs[name] = Run(weights, metrics(directory))
+        return runs[name]
+
+    return run
+
+
+@pytest.mark.parametrize("backend", [{"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}], ids=str)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_ranks_take_the_steps_of_one(on_ranks, single, model_dir, tmp_path, name, backend):
+    two, _ = on_ranks(trained, model_dir, tmp_path / "two", ALGORITHMS[name], backend)
+    one = single(name)
+    assert_close(two, one.weights, atol=2e-4)
+    for ours, theirs in zip(metrics(tmp_path / "two"), one.metrics, strict=True):
+        for key in ("reward/mean", "loss", "update/tokens", "trajectories", "grad_norm"):
+            if key in theirs:
+                assert ours[key] == pytest.approx(theirs[key], abs=2e-4), (ours["step"], key)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(on_ranks, alone, model_dir, tmp_path):
+    backend, algorithm = {"name": "torch", "shard": "fsdp2"}, ALGORITHMS["grpo"]
+    whole = trained(alone, model_dir, tmp_path / "whole", algorithm, {"name": "torch"}, max_steps=6)
+    on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, max_steps=2)
+    trained(alone, model_dir, tmp_path / "parts", algorithm, {"name": "torch"}, max_steps=4)
+    back, _ = on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, max_steps=6)
+    assert_close(back, whole, atol=5e-4)
+    assert [row["step"] for row in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_number_of_prompts_over_all_ranks_is_another_run(on_ranks, alone, model_dir, tmp_path):
+    trained(alone, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch"}, max_steps=1)
+    options = {"rollout": {"prompts": 1, "group_size": 4, "max_tokens": 5}, "max_steps": 2}
+    with pytest.raises(RunDirError, match=r"rollout.prompts: 4 -> 1"):
+        trainer(alone, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch"}, **options)
+
+
+HANGS = """
+import sys, time
+from rl4llm.core.ranks import join_ranks
+from rl4llm.core.errors import RunDirError
+from rl4llm.core.ranks import Ranks
+from rl4llm.core.watchdog import Watchdog
+
+ranks = join_ranks(30)
+with Watchdog(ranks, deadline_s=3) as watchdog, watchdog.phase("step"):
+    with watchdog.phase("rollout" if ranks.is_first else "prepare"):
+        if ranks.is_first:
+            time.sleep(300)
+        ranks.wait()
+"""
+
+
+def test_when_a_rank_hangs_every_rank_says_where_it_is_and_the_run_ends(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "hangs.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "Rank 0 of 2 is in phase rollout in step for more than 3 s" in done.stderr
+    assert "Rank 1 of 2 is in phase prepare in step for more than 3 s" in done.stderr
+    assert "hangs.py" in done.stderr  # the stacks
+    assert "in wait" in done.stderr
+
+
+def test_one_process_alone_is_not_watched(alone):
+    with Watchdog(alone, deadline_s=0.01) as watchdog, watchdog.phase("rollout"):
+        torch.ones(1)
