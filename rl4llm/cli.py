@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -50,15 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
     train.set_defaults(run=_train)
 
-    launch = commands.add_parser("launch", help="train on several processes or machines, started again when one dies")
-    _add_config(launch)
-    launch.add_argument("--nproc", type=int, default=1, help="processes on this machine, one per GPU (default: %(default)s)")
-    launch.add_argument("--nnodes", type=int, default=1, help="machines (default: %(default)s)")
-    launch.add_argument("--node-rank", type=int, default=0, help="number of this machine, from 0")
-    launch.add_argument("--rendezvous", help="HOST:PORT of machine 0, which all of them can reach")
-    launch.add_argument("--restarts", type=int, default=0, help="in a row, without a new checkpoint (default: never)")
-    launch.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
-    launch.set_defaults(run=_launch)
+    _add_launch(commands)
 
     evaluate = commands.add_parser("eval", help="measure a model, or a run's last checkpoint, on the held-out set")
     _add_config(evaluate)
@@ -84,6 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("flags", nargs="*")
     serve.set_defaults(run=_serve)
     return parser
+
+
+def _add_launch(commands: Any) -> None:
+    launch = commands.add_parser("launch", help="train on several processes or machines, started again when one dies")
+    _add_config(launch)
+    launch.add_argument("--nproc", type=int, default=1, help="processes on this machine, one per GPU (default: %(default)s)")
+    launch.add_argument("--nnodes", type=int, default=1, help="machines (default: %(default)s)")
+    launch.add_argument("--node-rank", type=int, default=0, help="number of this machine, from 0")
+    launch.add_argument("--rendezvous", help="HOST:PORT of machine 0, which all of them can reach")
+    launch.add_argument("--restarts", type=int, default=0, help="in a row, without a new checkpoint (default: never)")
+    launch.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
+    launch.set_defaults(run=_launch)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:

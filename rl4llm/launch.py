@@ -47,7 +47,9 @@ class Nodes:
 class Supervisor:
     """Runs a command until it ends well, was stopped, or died `restarts` times in a row without getting any further."""
 
-    def __init__(self, command: Sequence[str], progress: Callable[[], int | None], restarts: int, say: Callable[[str], None]):
+    def __init__(
+        self, command: Sequence[str], progress: Callable[[], int | None], restarts: int, say: Callable[[str], None]
+    ):
         self._command = list(command)
         self._progress = progress
         self._restarts = restarts

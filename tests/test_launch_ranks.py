@@ -1,0 +1,84 @@
+"""A run that dies is started again from its last checkpoint, as long as it gets further."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rl4llm import launch
+from rl4llm.cli import main
+from rl4llm.launch import Nodes, Supervisor
+
+COUNTS_AND_DIES = """
+import pathlib, sys
+count = pathlib.Path(sys.argv[1])
+tries = int(count.read_text()) + 1 if count.exists() else 1
+count.write_text(str(tries))
+sys.exit(0 if tries == int(sys.argv[2]) else 9)
+"""
+
+
+@pytest.fixture
+def tries(tmp_path, monkeypatch):
+    """Runs a command under the supervisor; `progress` is the step of the last checkpoint at each look."""
+    monkeypatch.setattr(launch, "LONGEST_WAIT_S", 0.0)
+    count, said = tmp_path / "count", []
+
+    def run(succeeds_at, progress, restarts):
+        looks = iter(progress)
+        command = [sys.executable, "-c", COUNTS_AND_DIES, str(count), str(succeeds_at)]
+        code = Supervisor(command, lambda: next(looks), restarts, said.append).run()
+        return code, int(count.read_text()), said
+
+    return run
+
+
+def test_a_run_that_gets_further_is_started_again_however_often_it_dies(tries):
+    code, count, said = tries(4, [None, 2, 2, 4, 4, 6, 6], restarts=1)
+    assert (code, count) == (0, 4)
+    assert len(said) == 3
+    assert "after a checkpoint of step 6; starting it again" in said[-1]
+
+
+def test_a_run_that_gets_no_further_is_given_up(tries):
+    code, count, said = tries(99, [2] * 8, restarts=2)
+    assert (code, count) == (9, 3)
+    assert "not started again" in said[-1]
+
+
+def test_a_run_that_never_saved_anything_is_not_started_again(tries):
+    code, count, _ = tries(99, [None] * 4, restarts=5)
+    assert (code, count) == (9, 1)
+
+
+def test_without_restarts_the_exit_code_is_that_of_the_run(tries):
+    assert tries(99, [None, 2], restarts=0)[:2] == (9, 1)
+
+
+def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
+    script = (
+        "import sys; from rl4llm.launch import Supervisor\n"
+        "child = 'import signal, sys, time; signal.signal(15, lambda *a: exit(1)); print(1, flush=True); time.sleep(9)'\n"
+        "sys.exit(Supervisor([sys.executable, '-c', child], lambda: 2, 5, print).run())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "1\n"
+    os.kill(process.pid, signal.SIGINT)
+    start = time.monotonic()
+    assert process.wait(timeout=30) == 75
+    assert time.monotonic() - start < 20
+
+
+def test_several_machines_meet_at_the_first_one():
+    words = Nodes(nproc=8, nnodes=2, node_rank=1, rendezvous="a:29500").torchrun()
+    assert "--standalone" not in words
+    assert {"--nnodes=2", "--node-rank=1", "--rdzv-endpoint=a:29500", "--rdzv-conf=is_host=false"} <= set(words)
+    assert "--standalone" in Nodes(nproc=2).torchrun()
+
+
+@pytest.mark.parametrize("flags", [["--nproc", "0"], ["--nnodes", "2"], ["--restarts", "-1"]], ids=str)
+def test_impossible_numbers_of_processes_are_refused(flags, capsys):
+    assert main(["launch", "configs/quickstart.yaml", *flags]) == 2
