@@ -393,10 +393,9 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
     prompts = _prompts(config, dataset)
     check_examples(rewards)
-    needs = algorithm.needs()
-    start = copy.deepcopy(given.model) if needs.reference or needs.critic else None  # before the policy's weights move
+    start = copy.deepcopy(given.model)  # before the policy's weights move
     backend = _backend(config, algorithm, given.model)
-    client = _client(config, backend.model, tokenizer)
+    client = _client(config, backend.model if backend.whole else _model(config, copy.deepcopy(start)), tokenizer)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         _check_prompts(rows, renderer, client.context_length, where)
     new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
@@ -537,7 +536,7 @@ def _reference(
             f"The model {needs.reference_path!r} knows {model.get_input_embeddings().num_embeddings} tokens, but the "
             f"tokenizer has {len(tokenizer)}. Take one with the same vocabulary."
         )
-    return _on_backend(config, model, lr=0.0)
+    return _on_backend(config, model.requires_grad_(False), lr=0.0)
 
 
 def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:

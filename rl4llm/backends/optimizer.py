@@ -72,6 +72,7 @@ class Optimizer:
             for params, decay in ((decayed, options.weight_decay), (others, 0.0))
             if params
         ]
+        groups = groups or [{"params": []}]  # a model that never trains
         self.adam = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
 
     def step(self) -> dict[str, float]:

@@ -37,10 +37,10 @@ class TorchBackend(ModelBackend):
     only that trains and is saved; `weights` and `export` give the merged model. Further options are those of
     `OptimizerOptions`.
 
-    `ranks` train the model together, each on its own batches, as many as the others: with `shard` "ddp" each has all of
-    the model, with "fsdp2" a part of every tensor. Then all methods but `info`, `weight_specs`, `write_config` and, but
-    for "fsdp2", `forward` need every rank, and only the first one writes files, which are the same for any number of
-    ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in the memory of the CPU and steps them there.
+    `ranks` train the model together, each on its own batches, as many as the others: with `shard` "ddp" (the default) each
+    has all of the model, with "fsdp2" a part of every tensor. Then all methods but `info`, `weight_specs`, `write_config`
+    and, but for "fsdp2", `forward` need every rank, and only the first one writes files, which are the same for any number
+    of ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in the memory of the CPU and steps them there.
     """
 
     def __init__(
@@ -51,13 +51,15 @@ class TorchBackend(ModelBackend):
         value_head: ValueHead | None = None,
         adapter: LoraAdapter | None = None,
         ranks: Ranks | None = None,
-        shard: str = "none",
+        shard: str | None = None,
         cpu_offload: bool = False,
         **optimizer: Any,
     ):
         super().__init__(model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head)
         self.adapter = adapter
+        shard = shard or ("none" if self._ranks.size == 1 else "ddp")
         self._shard, self._cpu_offload = shard, cpu_offload
+        self.whole = self._ranks.size == 1 or shard != "fsdp2"
         self._shared = shared_by(self._module, self._ranks, shard, cpu_offload)
         self._optimizer = Optimizer(self._named_parameters(), OptimizerOptions(**optimizer))
 

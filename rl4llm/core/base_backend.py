@@ -41,6 +41,7 @@ class BaseBackend(ABC):
     """
 
     adapter: BaseAdapter | None = None
+    whole: bool = True  # whether this rank holds all of the weights, so that an engine in its process can read them in place
 
     @abstractmethod
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

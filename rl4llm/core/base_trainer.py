@@ -142,14 +142,16 @@ class BaseTrainer(ABC, Generic[Collected]):
         if not update.batches:
             return {"update/empty": 1.0}
         with self.clock("update"):
-            parts = [self.forward_backward(batch) for batch in update.batches]
+            parts = [self.forward_backward(batch, last=batch is update.batches[-1]) for batch in update.batches]
             metrics = self.ranks.merge(merge(parts)) | self.backend.optim_step()
             self.watch(update, metrics, "model")
             return metrics
 
-    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """One micro-batch."""
-        return self.backend.forward_backward(batch, self.algorithm.token_losses, entropy=self.algorithm.needs().entropy)
+    def forward_backward(self, batch: TrainBatch, last: bool = True) -> dict[str, float]:
+        """One micro-batch; the backend is told which is the last one of an optimizer step."""
+        return self.backend.forward_backward(
+            batch, self.algorithm.token_losses, entropy=self.algorithm.needs().entropy, last=last
+        )
 
     def watch(self, update: Update, metrics: dict[str, float], model: str) -> None:
         """Stop with NotFiniteError when steps of one of the `models` are skipped again and again."""

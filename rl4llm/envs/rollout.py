@@ -96,7 +96,7 @@ class Rollout:
             if sample.failure is None
         }
         return RolloutResult(
-            groups=tuple(self._groups(samples, trajectories)),
+            groups=tuple(self._groups(samples, trajectories, size + greedy_baseline)),
             failed=tuple(sample for sample in samples if sample.failure is not None),
         )
 
@@ -109,7 +109,7 @@ class Rollout:
         sampling: Sequence[Mapping[str, float]],
         greedy_baseline: bool,
     ) -> Iterator[_Attempt]:
-        """Every attempt; a row that comes twice becomes one larger group. `seen` counts attempts that others make."""
+        """Every attempt. `seen` counts those that other ranks make of a row, and grows, so that no two are alike."""
         for row in rows:
             begin = first + seen[row]
             for index in range(size):
@@ -197,15 +197,11 @@ class Rollout:
         )
 
     @staticmethod
-    def _groups(samples: list[SampleState], trajectories: dict[int, Trajectory]) -> Iterator[Group]:
-        by_prompt: dict[str, list[Trajectory]] = {}
-        baselines: dict[str, Trajectory] = {}
-        for sample in samples:
-            if id(sample) not in trajectories:
-                continue
-            if sample.is_baseline:
-                baselines.setdefault(sample.prompt_id, trajectories[id(sample)])
-            else:
-                by_prompt.setdefault(sample.prompt_id, []).append(trajectories[id(sample)])
-        for prompt_id, members in by_prompt.items():
-            yield Group(prompt_id, tuple(members), baselines.get(prompt_id))
+    def _groups(samples: list[SampleState], trajectories: dict[int, Trajectory], size: int) -> Iterator[Group]:
+        """Each draw of a prompt is a group of its own, whatever else a rank plays."""
+        for first in range(0, len(samples), size):
+            played = [sample for sample in samples[first : first + size] if id(sample) in trajectories]
+            members = tuple(trajectories[id(sample)] for sample in played if not sample.is_baseline)
+            baseline = next((trajectories[id(sample)] for sample in played if sample.is_baseline), None)
+            if members:
+                yield Group(members[0].prompt_id, members, baseline)

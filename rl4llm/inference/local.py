@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
@@ -53,6 +56,7 @@ class LocalClient(BaseClient):
         share_from: int = SHARE_FROM,
     ):
         self._engine = Engine(model, tokenizer, max_rows, context_length, path, share_from)
+        self._model = model
         self.context_length = self._engine.context_length
         self.vocab_size = self._engine.vocab_size
         self._deterministic = deterministic
@@ -90,7 +94,15 @@ class LocalClient(BaseClient):
                 f"load: WeightRef.kind={weight_ref.kind!r} is not accepted by the embedded engine, which shares the "
                 "trainer's weights: update the parameters in place and pass kind='memory'."
             )
+        if weight_ref.tensors is not None:
+            self._copy(weight_ref.tensors())
         self._engine.take_weights(weight_ref.version)
+
+    @torch.no_grad()
+    def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        for name, tensor in tensors:
+            own[name].copy_(tensor)
 
     async def version(self) -> int:
         return self._engine.version

@@ -114,12 +114,13 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.algorithm.after_step(metrics | self._notes)
         return metrics
 
-    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+    def forward_backward(self, batch: TrainBatch, last: bool = True) -> dict[str, float]:
         return self.backend.forward_backward(
             batch,
             self._measured_losses if self._measures_mismatch() else self.algorithm.token_losses,
             temperature=self.sampling_params.temperature or 1.0,
             entropy=self.algorithm.needs().entropy,
+            last=last,
         )
 
     def publish(self) -> None:
@@ -282,7 +283,10 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         if not update.batches:
             return {}
         with self.clock("critic"):
-            parts = [self.critic.forward_backward(batch, self._value_losses) for batch in update.batches]
+            parts = [
+                self.critic.forward_backward(batch, self._value_losses, last=batch is update.batches[-1])
+                for batch in update.batches
+            ]
             metrics = self.ranks.merge(merge(parts)) | self.critic.optim_step()
             self.watch(update, metrics, "critic")
         return {f"critic/{name.removeprefix('update/')}": value for name, value in metrics.items()}

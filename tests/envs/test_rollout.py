@@ -291,10 +291,11 @@ def test_a_loop_of_ones_own_that_raises_is_named(play):
         play(Raises)
 
 
-def test_a_prompt_that_comes_twice_in_a_rollout_becomes_one_larger_group(play):
+def test_a_prompt_that_comes_twice_in_a_rollout_becomes_two_groups_of_different_draws(play):
     result = play(ThreeTurns, rows=(0, 0), group_size=2)
-    assert [len(group.trajectories) for group in result.groups] == [4]
+    assert [len(group.trajectories) for group in result.groups] == [2, 2]
     assert len({t.spans[1] for t in result.trajectories}) > 2
+    assert [trajectory.extras["sample"] for trajectory in result.trajectories] == [0, 1, 2, 3]
 
 
 def test_results_do_not_depend_on_the_order_of_prompts(play):
