@@ -142,7 +142,8 @@ class BaseTrainer(ABC, Generic[Collected]):
         if not update.batches:
             return {"update/empty": 1.0}
         with self.clock("update"):
-            parts = [self.forward_backward(batch, last=batch is update.batches[-1]) for batch in update.batches]
+            count = len(update.batches)
+            parts = [self.forward_backward(batch, number == count) for number, batch in enumerate(update.batches, 1)]
             metrics = self.ranks.merge(merge(parts)) | self.backend.optim_step()
             self.watch(update, metrics, "model")
             return metrics

@@ -284,8 +284,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             return {}
         with self.clock("critic"):
             parts = [
-                self.critic.forward_backward(batch, self._value_losses, last=batch is update.batches[-1])
-                for batch in update.batches
+                self.critic.forward_backward(batch, self._value_losses, last=number == len(update.batches))
+                for number, batch in enumerate(update.batches, 1)
             ]
             metrics = self.ranks.merge(merge(parts)) | self.critic.optim_step()
             self.watch(update, metrics, "critic")
