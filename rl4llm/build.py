@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
+from rl4llm.backends.deepspeed_backend import DeepSpeedBackend
 from rl4llm.backends.learned_reward import LearnedReward
 from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
@@ -75,6 +76,7 @@ ENGINES.register("vllm")(VLLMClient)
 
 BACKENDS: Registry[Callable[..., BaseBackend]] = Registry("backend.name")
 BACKENDS.register("torch")(TorchBackend)
+BACKENDS.register("deepspeed")(DeepSpeedBackend)
 
 PUBLISHERS: Registry[Callable[[BaseClient, WeightStore, Any], BasePublisher]] = Registry("sync.name")
 
@@ -536,7 +538,7 @@ def _reference(
             f"The model {needs.reference_path!r} knows {model.get_input_embeddings().num_embeddings} tokens, but the "
             f"tokenizer has {len(tokenizer)}. Take one with the same vocabulary."
         )
-    return _on_backend(config, model.requires_grad_(False), lr=0.0)
+    return _on_backend(config, model, trains=False)
 
 
 def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:

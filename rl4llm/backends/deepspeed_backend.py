@@ -74,6 +74,7 @@ class DeepSpeedBackend(ModelBackend):
         zero = ZeroOptions(zero_stage, offload_optimizer, offload_param)
         self._settings = engine_config(config, zero, Demands(model.dtype == torch.bfloat16, options.max_grad_norm))
         self.stage: int = self._settings["zero_optimization"]["stage"]
+        self.whole = self.stage < 3
         _check_precision(model, self.stage, trains)
         self._deepspeed = _import_deepspeed(self._settings)
         _check_device(model, self._deepspeed)

@@ -53,15 +53,18 @@ class TorchBackend(ModelBackend):
         ranks: Ranks | None = None,
         shard: str | None = None,
         cpu_offload: bool = False,
+        trains: bool = True,
         **optimizer: Any,
     ):
+        if not trains:
+            model.requires_grad_(False)
         super().__init__(model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head)
         self.adapter = adapter
         shard = shard or ("none" if self._ranks.size == 1 else "ddp")
         self._shard, self._cpu_offload = shard, cpu_offload
         self.whole = self._ranks.size == 1 or shard != "fsdp2"
         self._shared = shared_by(self._module, self._ranks, shard, cpu_offload)
-        self._optimizer = Optimizer(self._named_parameters(), OptimizerOptions(**optimizer))
+        self._optimizer = Optimizer(self._named_parameters(), OptimizerOptions(**({"lr": 0.0} | optimizer)))
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

@@ -81,6 +81,14 @@ ALGORITHMS = {
 }
 
 
+BACKENDS = [
+    {"name": "torch", "shard": "ddp"},
+    {"name": "torch", "shard": "fsdp2"},
+    pytest.param({"name": "deepspeed", "zero_stage": 2}, marks=pytest.mark.deepspeed),
+    pytest.param({"name": "deepspeed", "zero_stage": 3}, marks=pytest.mark.deepspeed),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What a run with one process came to."""
@@ -109,7 +117,7 @@ def single(model_dir, alone, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("backend", [{"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: "-".join(map(str, backend.values())))
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_two_ranks_take_the_steps_of_one(on_ranks, single, model_dir, tmp_path, name, backend):
     two, _ = on_ranks(trained, model_dir, tmp_path / "two", ALGORITHMS[name], backend)
