@@ -34,6 +34,7 @@ from rl4llm.core.tensor_file import TensorFile
 from rl4llm.core.types import TensorSpec, TrainBatch
 
 OFFLOADS = ("offload_optimizer", "offload_param")
+ALTERED = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")  # other parts
 START_S = 900.0  # for DeepSpeed to start, with the extensions that a configuration asks for
 
 
@@ -211,8 +212,17 @@ class DeepSpeedBackend(ModelBackend):
 
     def _wholes(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named.items():
-            with self._gathered([tensor]):
-                yield name, tensor.detach()
+            if self._lies_plainly(tensor):
+                yield name, _put_together(tensor)
+            else:
+                with self._gathered([tensor]):
+                    yield name, tensor.detach()
+
+    def _lies_plainly(self, tensor: Tensor) -> bool:
+        """Whether each rank holds its part of it as it is, in its memory."""
+        zero = self._settings["zero_optimization"]
+        elsewhere = zero.get("offload_param", {}).get("device") == "nvme"
+        return _shape(tensor) != tuple(tensor.shape) and not elsewhere and not any(zero.get(key) for key in ALTERED)
 
     def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
         return TensorSpec(name, _shape(tensor), tensor.dtype)
@@ -448,6 +458,20 @@ class _GatheredAdapter(BaseAdapter):
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of the whole, which ZeRO-3 keeps beside a parameter that is elsewhere."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _put_together(parameter: Tensor) -> Tensor:
+    """All of a parameter that ZeRO-3 has cut into equal parts, padded at the end.
+
+    Takes no more memory than the result, where DeepSpeed's own way needs twice as much over gloo.
+    """
+    own, group = parameter.ds_tensor, parameter.ds_process_group
+    found = own.new_empty(own.numel() * dist.get_world_size(group), device=parameter.device)
+    for rank, part in enumerate(found.split(own.numel())):
+        if rank == dist.get_rank(group):
+            part.copy_(own)
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    return found[: parameter.ds_numel].view(parameter.ds_shape)
 
 
 def _master_spec(spec: TensorSpec, tensor: Tensor) -> TensorSpec:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rl4llm.backends.deepspeed_backend import DeepSpeedBackend
 from rl4llm.backends.heads import ValueHead
-from rl4llm.backends.lora import add_adapter
+from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, RL4LLMError
@@ -334,27 +334,32 @@ def test_policy_critic_and_reference_live_in_one_process(on_ranks, build, trajec
 
 
 def published(ranks, model, trajectories, directory):
-    """An adapter's training, what is exported and published of it."""
-    backend = deepspeed(ranks, model, 3, "lora")
+    """Of an adapter that trained: its weights, its numbers, and those of the frozen model under it."""
+    model, extras = parts(model, "lora")
+    backend = DeepSpeedBackend(model, ranks=ranks, zero_stage=3, config=SMALL, **OPTIONS, **extras)
     batches = share(trajectories, ranks.rank, ranks.size)
     train(backend, batches, 2)
     backend.export(directory / "model")
     backend.write_adapter(directory / "adapter")
     adapter = {name: tensor.clone() for name, tensor in backend.adapter.weights()}
     assert [TensorSpec.of(name, tensor) for name, tensor in adapter.items()] == backend.adapter.specs()
-    return adapter, [backend.forward(batch) for batch in batches]
+    frozen = [FrozenModel(backend, extras["adapter"]).forward(batch) for batch in batches]
+    return adapter, [backend.forward(batch) for batch in batches], frozen, train(backend, batches, 1)
 
 
 def test_an_adapter_is_exported_merged_and_published_alone(on_ranks, build, trajectories, tmp_path):
     for name in ("model", "adapter"):
         (tmp_path / name).mkdir()
-    (adapter, numbers), _ = on_ranks(published, build("qwen3"), trajectories, tmp_path)
+    (adapter, numbers, frozen, told), _ = on_ranks(published, build("qwen3"), trajectories, tmp_path)
     assert_same_tensors(adapter, load_file(tmp_path / "adapter" / "adapter_model.safetensors"), 0.0)
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is type(build("qwen3"))
-    exported = TorchBackend(load_model(tmp_path / "model"), lr=0.0)
-    for batch, numbers_BT in zip(share(trajectories, 0, 2), numbers, strict=True):
+    exported, plain = TorchBackend(load_model(tmp_path / "model"), lr=0.0), TorchBackend(load_model(build("qwen3")), lr=0.0)
+    for batch, numbers_BT, frozen_BT in zip(share(trajectories, 0, 2), numbers, frozen, strict=True):
         torch.testing.assert_close(exported.forward(batch), numbers_BT, atol=1e-5, rtol=0)
+        torch.testing.assert_close(plain.forward(batch), frozen_BT, atol=1e-5, rtol=0)
+    expected = train(torch_backend(build("qwen3"), "lora"), share(trajectories), 3)
+    assert told[0]["grad_norm"] == pytest.approx(expected[2]["grad_norm"], rel=1e-5)  # the frozen passes left no trace
 
 
 def refusals(ranks, model, directory):
