@@ -517,7 +517,9 @@ def _backend(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBacken
         value_head = load_value_head(config.model.path if given is None else None, model)
     if lora.rank:
         adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
-    options = _optimizer(config, config.training.epochs)
+    critic = algorithm.needs().critic
+    steps = config.max_steps - (critic.warmup_steps if critic else 0)  # of the loop, in which the policy learns
+    options = _optimizer(config, config.training.epochs, steps)
     return _on_backend(config, model, adapter=adapter, value_head=value_head, **options)
 
 
@@ -561,7 +563,7 @@ def _critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBackend
         return None
     path = critic.path or (None if start is not None else config.model.path)
     model = _model(config, copy.deepcopy(start) if path is None else None, path)
-    options = _optimizer(config, critic.epochs)
+    options = _optimizer(config, critic.epochs, config.max_steps)
     if critic.lr is not None:
         options["lr"] = critic.lr
     return _on_backend(config, model, value_head=load_value_head(path, model), **options)
@@ -583,7 +585,7 @@ def _model(config: Config, given: Any, path: str | None = None) -> Any:
     )
 
 
-def _optimizer(config: Config, epochs: int) -> dict[str, Any]:
+def _optimizer(config: Config, epochs: int, steps: int) -> dict[str, Any]:
     training = config.training
     return {
         "lr": training.lr,
@@ -592,7 +594,7 @@ def _optimizer(config: Config, epochs: int) -> dict[str, Any]:
         "max_grad_norm": training.max_grad_norm,
         "schedule": training.schedule,
         "warmup_steps": training.warmup_steps,
-        "total_steps": config.max_steps * training.updates_per_rollout * epochs,
+        "total_steps": max(1, steps) * training.updates_per_rollout * epochs,
     }
 
 

@@ -38,7 +38,7 @@ def replay(directory: Path) -> Iterator[Table]:
     for number, batch in enumerate(update.batches):
         watched = partial(_watched, losses, f"micro-batch {number}", seen)
         model.forward_backward(
-            batch, watched, temperature=config.rollout.temperature or 1.0, entropy=algorithm.needs().entropy
+            batch, watched, temperature=_temperature(config, algorithm), entropy=algorithm.needs().entropy
         )
     yield _found(update, seen, model.optim_step())
 
@@ -48,6 +48,12 @@ def _config(directory: Path) -> Config:
     if not file.is_file():
         raise DataError(f"{directory} lies in no run: there is no {file}. Replay a step where the run wrote it.")
     return load_config(file)
+
+
+def _temperature(config: Config, algorithm: BaseAlgorithm) -> float:
+    """What is read from a dataset was not sampled at any."""
+    sampled = algorithm.needs().learns_from == "episodes"
+    return (config.rollout.temperature or 1.0) if sampled else 1.0
 
 
 def _losses(algorithm: BaseAlgorithm, model: str) -> TokenLosses:
