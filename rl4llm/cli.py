@@ -21,7 +21,7 @@ STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop before it was done; the s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 75 stopped and resumable, 130 broken off, 1 or 2 an error."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parsed(argv)
     try:
         return arguments.run(arguments)
     except EnginesDownError as error:
@@ -38,6 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(stderr=True).print("Stopped at once. The same command goes on from the last checkpoint.")
         return 130
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before and after options, which argparse alone does not take."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

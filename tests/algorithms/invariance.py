@@ -19,6 +19,7 @@ from torch import Tensor
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
 from rl4llm.trainers.prepare import Batching, Preparation
 
@@ -138,12 +139,13 @@ def outcome(make: Callable[[], BaseAlgorithm], arrangement: Arrangement, updates
     """What a step computes from the groups of this arrangement."""
     found = arranged([group for group in groups(make().needs().learns_from) if make().keep(group)], arrangement)
     ranks = arrangement.ranks or (len(found),)
-    share = Total(len(ranks))
+    share = Exchange(len(ranks))
 
     def run(rank: int) -> Outcome:
         begin = sum(ranks[:rank])
         with share:
-            return _of_rank(make(), found[begin : begin + ranks[rank]], found, arrangement, share.of(rank), updates)
+            own, speaks = found[begin : begin + ranks[rank]], ThreadRanks(rank, len(ranks), share)
+            return _of_rank(make(), own, found, arrangement, speaks, updates)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(run, rank) for rank in range(len(ranks))]
@@ -154,31 +156,41 @@ def outcome(make: Callable[[], BaseAlgorithm], arrangement: Arrangement, updates
     return Outcome(*(sum(getattr(one, name) for one in results) for name in ("losses", "gradient", "value_gradient")))
 
 
-class Total:
-    """The sum over ranks that are threads."""
+class Exchange:
+    """Where ranks that are threads leave tensors for each other."""
 
     def __init__(self, ranks: int):
         self.barrier = threading.Barrier(ranks, timeout=RANK_TIMEOUT_S)
         self.slots: list[Tensor | None] = [None] * ranks
 
-    def __enter__(self) -> Total:
+    def __enter__(self) -> Exchange:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
         if kind is not None:  # the others must not wait for a rank that failed
             self.barrier.abort()
 
-    def of(self, rank: int) -> Callable[[Tensor], Tensor]:
-        """The function that this rank is given."""
+    def everyone(self, rank: int, tensor: Tensor) -> Tensor:
+        """What all ranks gave, one behind the other."""
+        self.slots[rank] = tensor
+        self.barrier.wait()
+        gathered = torch.stack(self.slots)
+        self.barrier.wait()
+        return gathered
 
-        def total(tensor: Tensor) -> Tensor:
-            self.slots[rank] = tensor
-            self.barrier.wait()
-            summed = torch.stack(self.slots).sum(0)
-            self.barrier.wait()
-            return summed
 
-        return total
+class ThreadRanks(Ranks):
+    """One of several ranks that are threads."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange):
+        self.rank, self.size = rank, size
+        self._exchange = exchange
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return self._exchange.everyone(self.rank, tensor).sum(0)
+
+    def largest(self, number: int) -> int:
+        return int(self._exchange.everyone(self.rank, torch.tensor(number)).max())
 
 
 def arranged(found: list[Group], arrangement: Arrangement) -> list[Group]:
@@ -207,7 +219,7 @@ def _of_rank(
     own: list[Group],
     everything: list[Group],
     arrangement: Arrangement,
-    total: Callable[[Tensor], Tensor],
+    ranks: Ranks,
     updates: int,
 ) -> Outcome:
     sampled = sampled_table(everything)
@@ -229,7 +241,7 @@ def _of_rank(
             constant_length=18,
             whole_groups=algorithm.needs().whole_groups,
         ),
-        total=total,
+        ranks=ranks,
     )
     losses = []
     for update in preparation.prepare(own, AFTER_WARMUP).updates:
