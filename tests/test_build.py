@@ -1,6 +1,9 @@
 """What a configuration is put together from, and which combinations are refused before anything is opened."""
 
 import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,11 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.backends.lora import FrozenModel
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import load_config
+from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.core.types import WeightRef
 from rl4llm.evaluate import evaluate
 from rl4llm.sync.claim import ClaimingPublisher
-from rl4llm.sync.memory import MemoryPublisher
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
 WAYS = {
@@ -68,7 +72,7 @@ def test_a_server_that_a_run_trains_through_is_not_given_a_checkpoint_to_measure
         "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
         "inference": {"name": "sglang", "url": url},
     }  # fmt: skip
-    running = ClaimingPublisher(MemoryPublisher(_Silent()), [url])
+    running = ClaimingPublisher(_Nothing(), [url])
     asyncio.run(running.publish(None, 0))
     try:
         with pytest.raises(EngineError, match=r"Another run gives .*inference\.url.*inference\.name=local"):
@@ -78,6 +82,36 @@ def test_a_server_that_a_run_trains_through_is_not_given_a_checkpoint_to_measure
     assert list(Path(tmp_path).iterdir()) == []
 
 
-class _Silent:
-    async def load(self, weight_ref):
+class _Nothing(BasePublisher):
+    async def publish(self, backend, version):
+        return WeightRef(version, "full")
+
+
+class _Stubborn(BaseHTTPRequestHandler):
+    """A server that says yes to everything, and goes on with the weights it has."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        answer = json.dumps({"success": True, "weight_version": "default"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST
+
+    def log_message(self, *args):
         pass
+
+
+def test_a_server_reads_what_is_measured_beside_the_run_where_it_can_see_it(model_dir, tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Stubborn) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        keys = {
+            "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
+            "inference": {"name": "sglang", "url": f"http://127.0.0.1:{server.server_port}"},
+        }  # fmt: skip
+        with pytest.raises(EngineError, match=rf"told to load version 0 from {tmp_path}/\.eval-.*/v000000"):
+            evaluate(load_config(overrides=keys))
+        server.shutdown()
+    assert list(Path(tmp_path).iterdir()) == []

@@ -434,6 +434,9 @@ class _GatheredAdapter(BaseAdapter):
     def write_config(self, directory: Path) -> None:
         self._inner.write_config(directory)
 
+    def off(self) -> AbstractContextManager[None]:
+        return self._inner.off()
+
     def base_digest(self) -> str:
         return self._digest
 

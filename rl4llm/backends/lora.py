@@ -84,7 +84,6 @@ class LoraAdapter(BaseAdapter):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The frozen model computes alone; nothing may be trained meanwhile."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -102,7 +101,7 @@ class LoraAdapter(BaseAdapter):
 class FrozenModel:
     """The model under a backend's adapter, which is what the policy began as: its reference, without a second model."""
 
-    def __init__(self, backend: BaseBackend, adapter: LoraAdapter):
+    def __init__(self, backend: BaseBackend, adapter: BaseAdapter):
         self._backend = backend
         self._adapter = adapter
 

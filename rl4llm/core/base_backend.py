@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ class BaseAdapter(ABC):
     @abstractmethod
     def write_config(self, directory: Path) -> None:
         """Write what an adapter's directory holds beside its weights."""
+
+    @abstractmethod
+    def off(self) -> AbstractContextManager[None]:
+        """Inside, the frozen model computes alone; nothing is trained meanwhile."""
 
 
 class BaseBackend(ABC):

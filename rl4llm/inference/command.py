@@ -112,6 +112,7 @@ def server_command(
         raise ConfigError(unknown("engine", engine, ENGINES))
     kind = ENGINES[engine]
     program = _program(kind.environment_of or engine, python)
+    _check_model(flags)
     host, port, flags = _address(kind, list(flags))
     _refuse_open_door(engine, kind, host, flags)
     flags += _missing(kind.flags | (_cpu_flags(kind, flags) if cpu else {}), flags)
@@ -123,6 +124,28 @@ def server_command(
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SERVERS), os.environ.get("PYTHONPATH")]))
     where = ["--host", host, "--port", str(port)]  # last, so that they hold whatever came before
     return ServerCommand(engine, (program, *start, *flags, *where), environment, host, port)
+
+
+def boot_advice(engine: str, cpu: bool, log: str) -> str:
+    """What to do about a server that died while it booted, where its log tells; else nothing."""
+    environment = ENGINES[engine].environment_of or engine
+    module = ENGINES[engine].module[0].partition(".")[0]
+    if f"No module named '{module}'" in log:
+        return (
+            f" Next: name the Python of {environment}'s environment with --python or RL4LLM_{environment.upper()}_PYTHON; "
+            f"without a GPU, scripts/install_{environment}_cpu.sh VENV makes one."
+        )
+    if not cpu and shutil.which("nvidia-smi") is None:
+        return " No GPU was found here (there is no nvidia-smi). Next: add --cpu, for tests and small models."
+    return ""
+
+
+def _check_model(flags: Sequence[str]) -> None:
+    """A path that leads nowhere would be taken for a name on the hub, and be reported as a strange one."""
+    words = [_taken_out(name, flags)[0] for name in ("--model-path", "--model")]
+    for word in (*words, *flags[:1]):
+        if word and word.startswith(("/", "./", "../", "~")) and not Path(word).expanduser().is_dir():
+            raise ConfigError(f"The model {word} is no directory on this machine. Next: check the path, or give a hub name.")
 
 
 def _program(engine: str, python: str | None) -> str:

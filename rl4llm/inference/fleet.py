@@ -400,7 +400,11 @@ class FleetClient(BaseClient):
             )
         if now >= self._next_line:
             self._next_line = now + patience.warn_every_s
-            self._warn(f"No server can serve; waiting since {now - self._down_since:.0f} s. {causes}")
+            waited_s, limit_s = now - self._down_since, patience.all_down_limit_s
+            self._warn(
+                f"No server can serve; waiting since {waited_s:.0f} s, at most {limit_s:g} s. Start one, and this goes on. "
+                f"{causes}"
+            )
         changed = self._changed
         try:
             async with asyncio.timeout(min(end, self._next_line) - now):

@@ -21,13 +21,14 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
 from rl4llm.core.errors import ConfigError, EngineError
-from rl4llm.inference.command import ENGINES, server_command
+from rl4llm.inference.command import ENGINES, boot_advice, server_command
 from rl4llm.inference.ports import check_free, describe, holder, url_of
 
 LAST_LINES = 40  # of a dead server's log, in the error
@@ -64,6 +65,7 @@ def launch(
         name=engine,
         ready_within_s=ready_within_s,
         report=report,
+        advise=partial(boot_advice, engine, cpu),
     )
 
 
@@ -82,6 +84,7 @@ class Server:
         ready_within_s: how long it may take until ``GET /health`` answers 200.
         grace_s: how long it may take to end before it is killed.
         report: told how the boot goes, about twice a second.
+        advise: given the end of the log, says what to do about a server that died at its boot.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Server:
         ready_within_s: float = 1800.0,
         grace_s: float = 10.0,
         report: Report | None = None,
+        advise: Callable[[str], str] = lambda log: "",
     ):
         self.url = url_of(host, port)
         self.name = name
@@ -105,6 +109,7 @@ class Server:
         self._host, self._port = host, port
         self._environment = {**os.environ, **(environment or {})}
         self._ready_within_s, self._grace_s = ready_within_s, grace_s
+        self._advise = advise
         self._report = report or (lambda seconds, line: None)
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._family: set[psutil.Process] = set()
@@ -177,9 +182,10 @@ class Server:
         while not self._healthy():
             seconds = time.monotonic() - started
             if self.wait(LOOK_S) is not None:
+                said = self.last_words()
                 raise EngineError(
-                    f"{self.name} died after {seconds:.0f} s, before it was ready, with exit code {self.exit_code}.\n"
-                    f"{self.last_words()}"
+                    f"{self.name} died after {seconds:.0f} s, before it was ready, with exit code {self.exit_code}."
+                    f"{self._advise(said)}\n{said}"
                 )
             if seconds > self._ready_within_s:
                 raise EngineError(

@@ -20,7 +20,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class ClaimingPublisher(BasePublisher):
     """Claims servers with its first version and until `close`; a claim ends with its process, however that ends.
 
-    Claims are files of this machine and user: a server that trainers on several machines reach is not guarded.
+    Claims are files of this machine and user: a server that trainers on several machines reach is not guarded. Of a run's
+    ranks the first one publishes, and alone claims.
     """
 
     def __init__(self, publisher: BasePublisher, urls: Sequence[str], root: Path | None = None):
@@ -37,6 +38,9 @@ class ClaimingPublisher(BasePublisher):
     async def lend_device(self, backend: BaseBackend) -> None:
         self._claim()
         await self._publisher.lend_device(backend)
+
+    def follow(self, backend: BaseBackend) -> None:
+        self._publisher.follow(backend)
 
     async def close(self) -> None:
         try:
@@ -56,7 +60,7 @@ class ClaimingPublisher(BasePublisher):
                 reason, _, _ = str(error).partition(" Next: ")
                 raise EngineError(
                     f"Another run gives the server at {url} its weights: {reason} Next: wait for that one, or start another "
-                    "server and name it with inference.url. `rl4llm eval` can also do without, by inference.name=local."
+                    "server and name it with inference.url. `rl4llm eval` can do without: inference.name=local, and no url."
                 ) from error
             except OSError as error:
                 raise EngineError(

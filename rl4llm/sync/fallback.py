@@ -30,6 +30,9 @@ class FallbackPublisher(BasePublisher):
     async def lend_device(self, backend: BaseBackend) -> None:
         await self._first.lend_device(backend)
 
+    def follow(self, backend: BaseBackend) -> None:
+        self._first.follow(backend)
+
     async def close(self) -> None:
         await self._first.close()
         await self._second.close()

@@ -21,8 +21,9 @@ import psutil
 import pytest
 
 from rl4llm.core.errors import ConfigError, EngineError
-from rl4llm.inference.command import ENGINES, SERVERS, server_command
+from rl4llm.inference.command import ENGINES, SERVERS, boot_advice, server_command
 from rl4llm.inference.launch import Progress, Server
+from rl4llm.inference.launch import launch as launch_server
 from rl4llm.inference.ports import free_port
 
 STAND_IN = r"""#!{python}
@@ -190,6 +191,25 @@ def test_a_server_that_dies_at_boot_shows_the_end_of_its_log_within_five_seconds
     assert "exit code 3" in output
     assert re.findall(r"^line (\d+)$", output, re.MULTILINE) == [str(number) for number in range(61, 100)]
     assert ended - float(re.search(r"died at ([\d.]+)", output)[1]) < 5
+
+
+def test_a_python_without_the_server_is_named_as_the_cause_with_what_to_do(tmp_path):
+    with pytest.raises(EngineError, match=r"Next: name the Python of vllm's environment with --python or RL4LLM_VLLM_"):
+        launch_server("vllm", ["--port", "0"], python=sys.executable, cpu=True, log=tmp_path / "log").__enter__()
+
+
+def test_a_server_for_gpus_that_dies_where_there_is_none_is_told_of_the_cpu(monkeypatch):
+    for found, cpu, told in ((None, False, True), (None, True, False), ("/usr/bin/nvidia-smi", False, False)):
+        monkeypatch.setattr("shutil.which", lambda name, found=found: found)
+        assert ("add --cpu" in boot_advice("sglang", cpu, "RuntimeError: operator torchvision::nms does not exist")) == told
+
+
+@pytest.mark.parametrize("flags", [["--model-path", "{}"], ["--model-path={}", "--tp", "2"], ["{}", "--port", "0"]])
+def test_a_path_without_a_model_is_refused_and_a_name_on_the_hub_is_not(tmp_path, flags):
+    with pytest.raises(ConfigError, match=r"gone is no directory on this machine"):
+        server_command("sglang", [flag.format(tmp_path / "gone") for flag in flags])
+    for model in (tmp_path, "Qwen/Qwen3-0.6B"):
+        server_command("sglang", [flag.format(model) for flag in flags])
 
 
 def test_a_server_that_dies_later_is_reported_with_its_exit_code_and_log(launch):

@@ -41,6 +41,9 @@ class Records(BasePublisher):
     async def lend_device(self, backend):
         self.calls.append("lend")
 
+    def follow(self, backend):
+        self.calls.append("follow")
+
     async def close(self):
         self.calls.append("close")
 
@@ -55,12 +58,13 @@ def test_what_is_claimed_is_handed_on(tmp_path):
     async def work():
         await publisher.lend_device(None)
         assert await publisher.publish(None, 3) == WeightRef(3, "full")
+        publisher.follow(None)
         await publisher.publish(None, 4)
         await publisher.close()
         await publisher.close()
 
     asyncio.run(work())
-    assert publisher._publisher.calls == ["lend", 3, 4, "close", "close"]
+    assert publisher._publisher.calls == ["lend", 3, "follow", 4, "close", "close"]
 
 
 @pytest.mark.parametrize("same", [URL, URL + "/", "http://localhost:30000"])

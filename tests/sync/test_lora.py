@@ -170,6 +170,21 @@ def test_an_adapter_that_is_not_finite_is_never_written(backend, tmp_path):
     assert not list(tmp_path.glob("v*"))
 
 
+def test_an_adapter_that_is_damaged_on_its_way_to_the_disk_is_shown_to_no_server(backend, tmp_path):
+    class Damaging(WeightStore):
+        def write(self, *args, **options):
+            weight_ref = super().write(*args, **options)
+            with open(f"{weight_ref.path}/adapter_model.safetensors", "r+b") as file:
+                file.seek(-4, 2)
+                file.write(b"\xff\xff\xff\x3f")
+            return weight_ref
+
+    asked = []
+    with pytest.raises(WeightsError, match=r"is damaged: adapter_model\.safetensors"):
+        asyncio.run(LoraPublisher(SimpleNamespace(load=asked.append), Damaging(tmp_path)).publish(backend, 1))
+    assert asked == []
+
+
 def test_a_model_that_trains_whole_has_no_adapter_to_publish(model, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.lora\.rank"):
         LoraPublisher(None, WeightStore(tmp_path)).write(TorchBackend(load_model(model), lr=1e-3), 1)

@@ -1,0 +1,71 @@
+"""The reference of an adapter on two ranks: the frozen model, wherever its parts lie, and no step that it changes."""
+
+import importlib.util
+
+import pytest
+import torch
+from rank_processes import RankProcesses
+
+from rl4llm.backends.deepspeed_backend import DeepSpeedBackend
+from rl4llm.backends.lora import FrozenModel, add_adapter
+from rl4llm.backends.models import load_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.data.pack import pack, totals_of
+
+without_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'rl4llm[deepspeed]'"
+)
+KINDS = ["ddp", "fsdp2", *(pytest.param(f"zero{n}", marks=[pytest.mark.deepspeed, without_deepspeed]) for n in (2, 3))]
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    with RankProcesses(size=2, DS_ACCELERATOR="cpu") as processes:
+        yield processes
+
+
+def batches_of(trajectories):
+    return pack(
+        trajectories, [1.0] * len(trajectories), max_tokens_per_batch=1000, layout="shared", aggregation="sequence",
+        totals=totals_of(trajectories), pad_token_id=0,
+    )  # fmt: skip
+
+
+def backend_of(ranks, model, kind):
+    model = load_model(model)
+    adapter = add_adapter(model, rank=4, seed=1)
+    if kind.startswith("zero"):
+        config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small tensors stay whole
+        return DeepSpeedBackend(model, ranks=ranks, adapter=adapter, lr=1e-2, zero_stage=int(kind[-1]), config=config)
+    return TorchBackend(model, ranks=ranks, adapter=adapter, lr=1e-2, shard=kind)
+
+
+def policy_gradient(batch, numbers_BT, entropy_BT):
+    return -batch.credits_BT * numbers_BT, {}
+
+
+def learned(ranks, model, trajectories, kind, asks):
+    """What the reference said before each of some steps, and the policy after them; `asks` is whether it was asked."""
+    (batch,) = batches_of(trajectories)
+    backend = backend_of(ranks, model, kind)
+    reference = FrozenModel(backend, backend.adapter)
+    said = []
+    for _ in range(3):
+        if asks:
+            said.append(reference.forward(batch).clone())
+        backend.forward_backward(batch, policy_gradient)
+        backend.optim_step()
+    return said, backend.forward(batch).clone()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_stays_and_the_policy_learns_as_if_it_had_not_been_asked(on_ranks, build, trajectories, kind):
+    (batch,) = batches_of(trajectories)
+    frozen_BT = TorchBackend(load_model(build()), lr=0.0).forward(batch)
+    asked = on_ranks(learned, build(), trajectories, kind, True)
+    alone = on_ranks(learned, build(), trajectories, kind, False)
+    for (said, policy_BT), (_, expected_BT) in zip(asked, alone, strict=True):
+        for reference_BT in said:
+            torch.testing.assert_close(reference_BT, frozen_BT, atol=1e-6, rtol=0)
+        assert torch.equal(policy_BT, expected_BT)
+        assert (policy_BT - frozen_BT).abs().max() > 1e-2
