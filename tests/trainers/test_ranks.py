@@ -57,9 +57,9 @@ def trainer(ranks, model_dir, directory, algorithm, backend, **options):
     )  # fmt: skip
 
 
-def trained(ranks, model_dir, directory, algorithm, backend, max_steps=4):
+def trained(ranks, model_dir, directory, algorithm, backend, max_steps=4, options=()):
     """The weights after a run, on the first rank."""
-    run = trainer(ranks, model_dir, directory, algorithm, backend, max_steps=max_steps).train().trainer
+    run = trainer(ranks, model_dir, directory, algorithm, backend, max_steps=max_steps, **dict(options)).train().trainer
     weights = {name: tensor.clone() for name, tensor in run.backend.weights()}
     return weights if ranks.is_first else None
 
@@ -79,6 +79,7 @@ ALGORITHMS = {
     "dapo": {"name": "dapo", "refills": 0, "scale_rewards": "batch"},
     "ppo": {"name": "ppo", "critic_lr": 1e-2},
 }
+ADAPTER = {"model.lora": {"rank": 4}, "training.lr": 1e-2}
 
 
 BACKENDS = [
@@ -127,6 +128,14 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, single, model_dir, tmp_path, 
         for key in ("reward/mean", "loss", "update/tokens", "trajectories", "grad_norm"):
             if key in theirs:
                 assert ours[key] == pytest.approx(theirs[key], abs=2e-4), (ours["step"], key)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: "-".join(map(str, backend.values())))
+def test_an_adapter_and_the_model_under_it_take_the_same_steps(on_ranks, alone, model_dir, tmp_path, backend):
+    pytest.importorskip("peft")
+    one = trained(alone, model_dir, tmp_path / "one", ALGORITHMS["grpo"], {"name": "torch"}, 2, ADAPTER)
+    two, _ = on_ranks(trained, model_dir, tmp_path / "two", ALGORITHMS["grpo"], backend, 2, ADAPTER)
+    assert_close(two, one, atol=2e-4)
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(on_ranks, alone, model_dir, tmp_path):
