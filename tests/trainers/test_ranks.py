@@ -1,15 +1,20 @@
 """Several ranks are one trainer: the same steps, one writer, and a checkpoint that any number of ranks goes on from."""
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from fault_server import FaultServer
 
 from rl4llm.api import PolicyTrainer
+from rl4llm.backends.models import load_model
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import RunDirError
 from rl4llm.core.ranks import Ranks
@@ -146,6 +151,43 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(on_ranks, alone, mo
     back, _ = on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, 6)
     assert_close(back, whole, atol=5e-4)
     assert [row["step"] for row in metrics(tmp_path / "parts") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+@contextlib.contextmanager
+def serving(server):
+    """Runs a server in a thread of this process."""
+    up, end = threading.Event(), threading.Event()
+
+    async def serve():
+        await server.start()
+        up.set()
+        while not end.is_set():
+            await asyncio.sleep(0.05)
+        await server.stop()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(30)
+        yield server
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_ranks_that_hold_parts_of_the_weights_give_them_to_one_server_and_all_sample_from_it(
+    on_ranks, alone, model_dir, tokenizer, tmp_path
+):
+    sharded, ended = {"name": "torch", "shard": "fsdp2"}, {}
+    for name, run, backend in (("one", trained, {"name": "torch"}), ("two", on_ranks, sharded)):
+        model = load_model(model_dir)
+        with serving(FaultServer(model, tokenizer, one_by_one=True)) as server:
+            inference = {"name": "sglang", "url": server.url, "deadline_s": 30.0}
+            given = model_dir, tmp_path / name, ALGORITHMS["grpo"], backend, 3, {"inference": inference}
+            ended[name] = run(alone, *given) if run is trained else run(trained, *given)[0]
+            assert len(set(server.rids)) == len(server.rids)
+    assert_close(ended["two"], ended["one"], atol=2e-4)
+    assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path / "two") if "loss" in row] == [True] * 3
 
 
 def test_another_number_of_prompts_over_all_ranks_is_another_run(on_ranks, alone, model_dir, tmp_path):
