@@ -420,10 +420,6 @@ class _GatheredAdapter(BaseAdapter):
     def rank(self) -> int:
         return self._inner.rank
 
-    def off(self) -> AbstractContextManager[None]:
-        """The frozen model computes alone; nothing may be trained meanwhile."""
-        return self._inner.off()
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         inner = self._inner.weights()
         for parameter in self._own:
