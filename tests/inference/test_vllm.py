@@ -5,7 +5,6 @@ import copy
 import json
 import os
 import shutil
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -378,6 +377,25 @@ def test_a_server_whose_load_failed_goes_on_and_the_failure_is_raised(tokenizer,
     assert server.bodies("/resume") == [{}]
 
 
+def test_files_that_a_shared_file_system_shows_late_are_waited_for_and_for_nothing_else(tokenizer):
+    server = Server()
+    unseen = (500, {"error": {"message": "/weights/v000012 holds no safetensors files, seen from the server."}})
+    answers = [unseen, unseen, (500, {"error": {"message": "out of memory"}})]
+    held = {"results": server.workers}
+    server.on_collective_rpc = lambda body: answers.pop(0) if body["method"] == "rl4llm_load" else held
+    with pytest.raises(EngineError, match="out of memory"):
+        play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
+    assert answers == []
+    assert len(server.bodies("/resume")) == 3
+
+
+def test_special_tokens_among_the_stop_strings_are_sent_as_tokens_since_vllm_sees_no_text_of_them(tokenizer):
+    server = Server()
+    params = SAMPLED.replace(stop=("###", tokenizer.eos_token))
+    play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params))
+    assert server.bodies("/v1/completions")[0]["stop_token_ids"] == [tokenizer.eos_token_id]
+
+
 def test_a_load_that_the_server_did_not_carry_out_is_an_error(tokenizer):
     with pytest.raises(EngineError, match="holds version 3 instead"):
         play(Server(), tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
@@ -536,32 +554,17 @@ def run(real, tokenizer):
     return run_script
 
 
-@pytest.fixture
-def under_way(real):
-    """Starts the longest requests that fit, and waits until the server works on them."""
+async def frozen(client):
+    """Long requests that are under way and cannot end before `resume`.
 
-    def count():
-        with urllib.request.urlopen(real.url + "/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running"))
-
-    async def begin(client):
-        params = [SAMPLED.replace(max_tokens=LONG, seed=seed) for seed in range(12)]
-        requests = [asyncio.create_task(client.generate(PROMPTS[0], item)) for item in params]
-        while await asyncio.to_thread(count) == 0:
-            if any(request.done() for request in requests):  # over before the server's numbers said that it had begun
-                return await asyncio.gather(*requests, return_exceptions=True)
-            await asyncio.sleep(0.01)
-        return requests
-
-    async def start(client):
-        for _ in range(3):
-            requests = await begin(client)
-            if isinstance(requests[0], asyncio.Task):
-                return requests
-        pytest.fail(f"no request could be caught under way: {requests}")
-
-    return start
+    To wait until requests run would be too late at times: while vLLM samples faster than it hands out, it answers nobody.
+    """
+    await client.pause("keep")
+    params = [SAMPLED.replace(max_tokens=LONG, seed=seed) for seed in range(4)]
+    requests = [asyncio.create_task(client.generate(PROMPTS[0], item)) for item in params]
+    while len(client._running) < len(requests):
+        await asyncio.sleep(0.01)
+    return requests
 
 
 @pytest.fixture
@@ -693,72 +696,108 @@ def damaged_copy(source, target, damage):
 
 
 @pytest.mark.vllm
-def test_requests_under_way_during_an_update_carry_the_version_that_sampled_them(real, run, full, under_way):
-    async def script(client):
-        await client.load(full(0, 10))
-        early = await under_way(client)
-        update = asyncio.create_task(client.load(full(1, 11)))
-        while not await client.is_sleeping():
-            await asyncio.sleep(0.005)
-        late = [asyncio.create_task(client.generate(PROMPTS[1], SAMPLED.replace(seed=seed))) for seed in range(3)]
-        await update
-        return await asyncio.gather(*early), await asyncio.gather(*late)
+def test_a_version_that_shows_late_is_loaded_when_it_shows(real, run, full, tmp_path):
+    late = WeightRef(81, "full", str(tmp_path / "v000081"))
 
-    early, late = run(script)
-    assert [completion.version for completion in early] == [10] * 12
-    assert [completion.version for completion in late] == [11] * 3
-    for prompt, completions, model in ((PROMPTS[0], early, real.models[0]), (PROMPTS[1], late, real.models[1])):
-        for completion in completions:
-            assert_sampled_by(model, prompt, completion)
+    async def script(client):
+        await client.load(full(0, 80))
+        load = asyncio.create_task(client.load(late))
+        await asyncio.sleep(1)
+        held = await client.version()
+        Path(late.path).symlink_to(full(1, 81).path)
+        await load
+        return held, await client.version()
+
+    assert run(script) == (80, 81)
 
 
 @pytest.mark.vllm
-def test_completions_that_an_update_cut_short_are_sampled_again_by_the_new_weights(real, run, full, under_way):
+def test_a_special_token_among_the_stop_strings_ends_a_completion_of_the_real_server(real, run, full):
+    async def script(client):
+        await client.load(full(0, 85))
+        params = SamplingParams(max_tokens=LONG, stop=("<|im_end|>",), ignore_eos=True, temperature=2.0)
+        return await asyncio.gather(*(client.generate(PROMPTS[0], params.replace(seed=seed)) for seed in range(8)))
+
+    end = real.models[0].config.eos_token_id
+    completions = run(script)
+    assert "stop" in {completion.finish_reason for completion in completions}
+    for completion in completions:
+        assert end not in completion.token_ids[:-1]
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == end)
+
+
+@pytest.mark.vllm
+def test_requests_under_way_during_an_update_carry_the_version_that_sampled_them(real, run, full):
+    async def script(client):
+        await client.load(full(0, 10))
+        early = await frozen(client)
+        await client.resume()
+        update = asyncio.create_task(client.load(full(1, 11)))
+        late = [asyncio.create_task(client.generate(PROMPTS[1], SAMPLED.replace(seed=seed))) for seed in range(3)]
+        await update
+        return await asyncio.gather(*early, *late), await client.generate(PROMPTS[2], SAMPLED)
+
+    completions, last = run(script)
+    assert last.version == 11
+    for prompt, completion in zip([*[PROMPTS[0]] * 4, *[PROMPTS[1]] * 3, PROMPTS[2]], [*completions, last], strict=True):
+        assert completion.version in (10, 11)
+        assert_sampled_by(real.models[completion.version - 10], prompt, completion)
+
+
+@pytest.mark.vllm
+def test_completions_that_an_update_cut_short_are_sampled_again_by_the_new_weights(real, run, full):
     async def script(client):
         await client.load(full(0, 20))
-        requests = await under_way(client)
+        requests = await frozen(client)
         await client.pause("abort")
         await client.load(full(1, 21))
         return await asyncio.gather(*requests)
 
-    completions = run(script)
-    assert 21 in {completion.version for completion in completions}  # the others were over before the pause
-    for completion in completions:
-        assert len(completion.token_ids) == LONG
-        assert_sampled_by(real.models[completion.version - 20], PROMPTS[0], completion)
+    for completion in run(script):
+        assert (completion.version, len(completion.token_ids)) == (21, LONG)
+        assert_sampled_by(real.models[1], PROMPTS[0], completion)
 
 
 @pytest.mark.vllm
-def test_requests_aborted_on_the_real_server_return_what_they_have(real, run, full, under_way):
+@pytest.mark.parametrize("running", [False, True])
+def test_requests_aborted_on_the_real_server_return_what_they_have(real, run, full, running):
     async def script(client):
         await client.load(full(0, 30))
-        requests = await under_way(client)
-        await client.abort()
+        requests = await frozen(client)
+        if running:
+            await client.resume()
+        while not all(request.done() for request in requests):
+            await client.abort()
+            await asyncio.sleep(0.01)
+        await client.resume()
         return await asyncio.gather(*requests)
 
     for completion in run(script):
-        assert completion.finish_reason == "abort"
-        assert len(completion.token_ids) < LONG
+        over = running and len(completion.token_ids) == LONG  # before the server heard of the abort
+        assert completion.finish_reason == ("length" if over else "abort")
         assert_sampled_by(real.models[0], PROMPTS[0], completion)
 
 
 @pytest.mark.vllm
-def test_adapters_change_while_requests_run_and_versions_share_a_batch(real, run, full, under_way, tmp_path):
+def test_adapters_change_while_requests_run_and_versions_share_a_batch(real, run, full, tmp_path):
     merged = [with_adapter(real.models[0], tmp_path / f"adapter{number}", number) for number in (1, 2)]
     refs = [WeightRef(number, "lora", str(tmp_path / f"adapter{number}")) for number in (1, 2)]
+
+    async def listed(client):
+        return [item["id"] for item in (await client.http.get("/v1/models"))["data"]][1:]
 
     async def script(client):
         await client.load(full(0, 0))
         await client.load(refs[0])
-        first = await under_way(client)
+        first = await frozen(client)
         await client.load(refs[1])
-        second = await asyncio.gather(*(client.generate(PROMPTS[2], SAMPLED.replace(seed=seed)) for seed in (1, 2)))
-        assert not all(request.done() for request in first)
-        first = await asyncio.gather(*first)
-        listed = [item["id"] for item in (await client.http.get("/v1/models"))["data"]]
-        return first, second, await client.score(PROMPTS[2]), await client.version(), listed
+        assert await listed(client) == [adapter_name("rl4llm", ref) for ref in refs]
+        second = [asyncio.create_task(client.generate(PROMPTS[2], SAMPLED.replace(seed=seed))) for seed in (1, 2)]
+        await client.resume()
+        found = await asyncio.gather(*first), await asyncio.gather(*second)
+        return *found, await client.score(PROMPTS[2]), await client.version(), await listed(client)
 
-    first, second, scores, version, listed = run(script)
+    first, second, scores, version, left = run(script)
     assert {completion.version for completion in first} == {1}
     assert {completion.version for completion in second} == {2}
     for prompt, completions, model in ((PROMPTS[0], first, merged[0]), (PROMPTS[2], second, merged[1])):
@@ -766,7 +805,7 @@ def test_adapters_change_while_requests_run_and_versions_share_a_batch(real, run
             assert_sampled_by(model, prompt, completion)
     assert scores == pytest.approx(reference(merged[1], PROMPTS[2]), abs=1e-5)
     assert version == 2
-    assert listed[1:] == [adapter_name("rl4llm", refs[1])]
+    assert left == [adapter_name("rl4llm", refs[1])]
 
 
 @pytest.mark.vllm
@@ -817,3 +856,11 @@ def test_ids_outside_the_vocabulary_never_reach_the_real_server(run, full):
 @pytest.mark.vllm
 def test_grpo_learns_through_the_server(real, learns, tmp_path):
     learns(real.root / "m0", tmp_path, {"name": "vllm", "url": real.url}, "filesystem")
+
+
+@pytest.mark.vllm
+def test_grpo_learns_an_adapter_through_the_server(real, run, learns, adaptable, tmp_path):
+    base = adaptable(real.models[0])
+    run(lambda client: client.load(WeightRef(0, "full", str(base))))
+    learns(base, tmp_path / "run", {"name": "vllm", "url": real.url}, "lora")
+    assert (tmp_path / "run" / "weights" / "v000016" / "adapter_model.safetensors").exists()
