@@ -188,7 +188,10 @@ def test_a_request_id_that_is_used_twice_is_refused_and_ours_never_are(client):
     params = SamplingParams(max_tokens=200, ignore_eos=True)
 
     async def work():
-        twice = [client.sample(PROMPT, params, "twice") for _ in range(2)]
+        await client.pause()  # so that the first cannot be over before the second is there
+        twice = [asyncio.create_task(client.sample(PROMPT, params, "twice")) for _ in range(2)]
+        await asyncio.wait(twice, return_when=asyncio.FIRST_COMPLETED)
+        await client.resume()
         found = await asyncio.gather(*twice, return_exceptions=True)
         assert any(isinstance(item, RefusedError) and "uplicate" in str(item) for item in found), found
         same = [client.generate(PROMPT, params, session="1/p/0") for _ in range(4)]
