@@ -85,7 +85,7 @@ class RolloutConfig:
 class SyncConfig:
     """How new weights reach the engines, and how they prove it."""
 
-    name: str = "auto"  # memory for the embedded engine, filesystem for servers; see rl4llm.build.PUBLISHERS
+    name: str = "auto"  # memory for the embedded engine, filesystem for servers; see PUBLISHERS in rl4llm/build/engines.py
     fallback: str | None = None  # the way that is taken, and reported, when the first one fails
     dir: str | None = None  # of the weight store, an absolute path on all servers; null: weights/ in output.dir
     keep: int = 2  # versions

@@ -1,0 +1,164 @@
+"""From the configuration to rows, the order they are played in, and how one becomes a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rl4llm.build.models import all_ranks
+from rl4llm.build.options import Given
+from rl4llm.config import Config
+from rl4llm.core.base_algorithm import LearnsFrom, Needs
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.types import ChatMessage, Group
+from rl4llm.data.answers import label_group, pair_group, valued_at_the_end
+from rl4llm.data.arithmetic import arithmetic_rows
+from rl4llm.data.demonstrations import Read, demonstration_group
+from rl4llm.data.load import load_rows
+from rl4llm.data.pack import plan_table
+from rl4llm.data.prompts import PromptStream
+from rl4llm.data.read import has_splits
+from rl4llm.data.render import Renderer
+from rl4llm.trainers.prepare import Batching
+
+GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
+"""Tasks that `data.path` may name instead of a file."""
+
+
+READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
+    "demonstrations": demonstration_group,
+    "worlds": partial(demonstration_group, learned="context"),
+    "conversations": partial(demonstration_group, learned="all"),
+    "pairs": pair_group,
+    "labels": label_group,
+}
+"""How a row of a dataset becomes a group, by what an algorithm learns from."""
+
+
+LOOKED_AT = 256
+"""Of so many of the longest rows of a dataset it is checked before a run that they can be learned from."""
+
+
+def training_rows(config: Config, dataset: Any, learns_from: LearnsFrom) -> Any:
+    """What is learned from: the rows given, or those of `data.path`."""
+    data = config.data
+    source = data.path if dataset is None else dataset
+    return _load(config, source, data.split, data.limit, learns_from)
+
+
+def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episodes") -> Any:
+    """What is only measured; None where nothing is to be."""
+    if config.eval.every == 0:
+        return None
+    if given.eval_dataset is not None:
+        source = given.eval_dataset
+    elif given.dataset is not None and config.eval.path is None:
+        return None
+    else:
+        source = config.eval.path or config.data.path
+    if config.eval.path is None and source == config.data.path and source not in GENERATED and not has_splits(source):
+        raise ConfigError(
+            f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
+            "Set eval.path to other prompts, or eval.every=0 to measure none."
+        )
+    return _load(config, source, config.eval.split, config.eval.limit, learns_from)
+
+
+def _load(config: Config, source: Any, split: str, limit: int | None, learns_from: LearnsFrom = "episodes") -> Any:
+    if isinstance(source, str) and source in GENERATED:
+        if learns_from != "episodes":
+            raise ConfigError(
+                f"data.path={source!r} is a generated task for episodes, but algorithm.name={config.algorithm['name']!r} "
+                f"learns from {learns_from}. Give it a dataset of those."
+            )
+        return GENERATED[source](split, limit)
+    data = config.data
+    return load_rows(
+        source,
+        split=split,
+        learns_from=learns_from,
+        prompt_column=data.prompt_column,
+        answer_column=data.answer_column,
+        answer_pattern=data.answer_pattern,
+        system_prompt=data.system_prompt,
+        prompt_template=data.prompt_template,
+        limit=limit,
+    )
+
+
+def prompt_stream(config: Config, dataset: Any) -> PromptStream:
+    """The order in which this process plays its share of the prompts."""
+    ranks = all_ranks(config)
+    return PromptStream(
+        len(dataset),
+        config.rollout.prompts,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def row_reader(needs: Needs, renderer: Renderer) -> Read:
+    """How rows are read: as tokens with log-probs, or for a model that gives values with one value at the end."""
+    read = partial(READERS[needs.learns_from], renderer)
+    if not needs.value_head:
+        return read
+
+    def read_valued(row: Mapping[str, Any], name: str) -> Group:
+        group = read(row, name)
+        return replace(
+            group, trajectories=tuple(valued_at_the_end(t, renderer.stop_token_ids[0]) for t in group.trajectories)
+        )
+
+    return read_valued
+
+
+def roles_between(dataset: Any, answers: Sequence[str]) -> tuple[str, ...]:
+    """Who speaks between two answers of a dataset: in these columns, or where there are none in its messages."""
+    columns = answers or ("messages",)
+    roles = {message["role"] for row in dataset for column in columns for message in row[column]}
+    return tuple(sorted(roles - {"assistant", "system"}))
+
+
+def check_prompts(rows: Any, renderer: Renderer, context_length: int, where: str) -> None:
+    """A prompt that leaves no room for an answer is found now, not in the middle of a run."""
+    for number in range(len(rows)):
+        length = renderer.prompt_too_long(_messages(rows[number]), context_length - 1)
+        if length is not None:
+            raise DataError(
+                f"{where}: prompt {rows[number].get('prompt_id', number)!r} has {length} tokens, but the model's context "
+                f"holds {context_length}, and an answer must fit too. Remove or shorten it."
+            )
+
+
+def micro_batch_plan(
+    config: Config, batching: Batching, rows: Any, renderer: Renderer, new_tokens: int, context_length: int
+) -> list[dict[str, Any]]:
+    """How prompts x samples become micro-batches; raises ConfigError when they cannot."""
+    longest = max(len(renderer.first(_messages(row))) for row in longest_rows(rows, 16))
+    new_tokens = min(new_tokens, context_length - longest)
+    return plan_table(
+        prompts=config.rollout.prompts,
+        samples=config.rollout.group_size,
+        max_prompt_tokens=longest,
+        max_new_tokens=new_tokens,
+        max_tokens_per_batch=batching.max_tokens_per_batch or batching.budget([longest + new_tokens]),
+        layout=config.training.layout,
+        updates=config.training.updates_per_rollout,
+    )
+
+
+def _messages(row: Mapping[str, Any], column: str = "messages") -> list[ChatMessage]:
+    return [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in row[column]]
+
+
+def longest_rows(rows: Any, count: int, columns: Sequence[str] = ("messages",)) -> list[Mapping[str, Any]]:
+    """The rows with the most text in some columns of messages."""
+
+    def size(number: int) -> int:
+        return sum(len(item.content) for column in columns for item in _messages(rows[number], column))
+
+    return [rows[number] for number in sorted(range(len(rows)), key=size, reverse=True)[:count]]

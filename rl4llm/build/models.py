@@ -1,0 +1,148 @@
+"""From the configuration to models on their backend: the one that trains, its critic and its reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl4llm.backends.deepspeed_backend import DeepSpeedBackend
+from rl4llm.backends.lora import FrozenModel, add_adapter
+from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.build.options import with_options
+from rl4llm.config import Config
+from rl4llm.core.allocator import keep_freed_memory
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.ranks import Ranks, join_ranks
+from rl4llm.core.registry import Registry
+
+BACKENDS: Registry[Callable[..., BaseBackend]] = Registry("backend.name")
+BACKENDS.register("torch")(TorchBackend)
+BACKENDS.register("deepspeed")(DeepSpeedBackend)
+
+
+def all_ranks(config: Config) -> Ranks:
+    """The processes that train together; asked for wherever it matters, they are joined once."""
+    return join_ranks(config.timeout_s)
+
+
+def set_up_torch(config: Config) -> None:
+    """Threads, determinism and seed of this process, before a model is made."""
+    if device_of(config) == "cpu":
+        keep_freed_memory()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.manual_seed(config.seed)
+
+
+def device_of(config: Config) -> str:
+    """Where the models live; "auto" takes a GPU where there is one."""
+    if config.model.device != "auto":
+        try:
+            torch.device(config.model.device)
+        except RuntimeError as error:
+            raise ConfigError(f"model.device={config.model.device!r} is not accepted: auto, cpu, cuda or cuda:1.") from error
+        return config.model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def build_policy(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBackend:
+    """The model that trains: the policy, or one that gives values."""
+    model, lora = plain_model(config, given), config.model.lora
+    adapter = value_head = None
+    if algorithm.needs().value_head:
+        value_head = load_value_head(config.model.path if given is None else None, model)
+    if lora.rank:
+        adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
+    critic = algorithm.needs().critic
+    steps = config.max_steps - (critic.warmup_steps if critic else 0)  # of the loop, in which the policy learns
+    options = _optimizer(config, config.training.epochs, steps)
+    return _on_backend(config, model, adapter=adapter, value_head=value_head, **options)
+
+
+def build_critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBackend | None:
+    """The value model, with an optimizer of its own."""
+    critic = algorithm.needs().critic
+    if critic is None:
+        return None
+    path = critic.path or (None if start is not None else config.model.path)
+    model = plain_model(config, copy.deepcopy(start) if path is None else None, path)
+    options = _optimizer(config, critic.epochs, config.max_steps)
+    if critic.lr is not None:
+        options["lr"] = critic.lr
+    return _on_backend(config, model, value_head=load_value_head(path, model), **options)
+
+
+def build_reference(
+    config: Config, algorithm: BaseAlgorithm, policy: BaseBackend, start: Any, tokenizer: Any
+) -> BaseBackend | FrozenModel | None:
+    """The model that log-probs are compared with; it never trains."""
+    needs = algorithm.needs()
+    if not needs.reference:
+        return None
+    if policy.adapter is not None and needs.reference_path is None and not needs.reference_every:
+        return FrozenModel(policy, policy.adapter)
+    if needs.reference_path is not None:
+        _check_same_tokens(tokenizer, needs.reference_path, config.model.pad_token)
+    model = plain_model(config, start if needs.reference_path is None else None, needs.reference_path)
+    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+        raise ConfigError(
+            f"The model {needs.reference_path!r} knows {model.get_input_embeddings().num_embeddings} tokens, but the "
+            f"tokenizer has {len(tokenizer)}. Take one with the same vocabulary."
+        )
+    return _on_backend(config, model, trains=False)
+
+
+def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBackend:
+    """One of the models that train, "model" or "critic", without anything around it."""
+    set_up_torch(config)
+    return build_critic(config, algorithm, None) if name == "critic" else build_policy(config, algorithm, None)
+
+
+def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:
+    """Two models can judge the same tokens only if these mean the same to both."""
+    own, other = tokenizer.get_vocab(), load_tokenizer(path, pad_token=pad_token).get_vocab()
+    different = sorted(own.items() - other.items(), key=lambda item: item[1]) or sorted(other.items() - own.items())
+    if different:
+        token, _ = different[0]
+        raise ConfigError(
+            f"The tokenizer of {path!r} is another than that of model.path: {len(other)} tokens against {len(own)}, and "
+            f"{token!r} is number {own.get(token, 'none')} in one and {other.get(token, 'none')} in the other. A teacher or "
+            "reference must have the same tokenizer."
+        )
+
+
+def _on_backend(config: Config, model: Any, **options: Any) -> BaseBackend:
+    """A model on the backend of the configuration."""
+    own = dict(config.backend)
+    make = BACKENDS[own.pop("name")]
+    return with_options("backend", make, own, model, autocast=config.model.autocast, ranks=all_ranks(config), **options)
+
+
+def plain_model(config: Config, given: Any, path: str | None = None) -> Any:
+    """A causal LM as it is loaded: the one given, of `path`, or of the configuration."""
+    return load_model(
+        given if given is not None else path or config.model.path,
+        dtype=config.model.dtype,
+        device=device_of(config),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+
+
+def _optimizer(config: Config, epochs: int, steps: int) -> dict[str, Any]:
+    training = config.training
+    return {
+        "lr": training.lr,
+        "weight_decay": training.weight_decay,
+        "betas": tuple(training.betas),
+        "max_grad_norm": training.max_grad_norm,
+        "schedule": training.schedule,
+        "warmup_steps": training.warmup_steps,
+        "total_steps": max(1, steps) * training.updates_per_rollout * epochs,
+    }

@@ -1,0 +1,340 @@
+"""From a configuration to a trainer that is ready to run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from rl4llm.algorithms import ALGORITHMS
+from rl4llm.backends.learned_reward import LearnedReward
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.build.data import (
+    LOOKED_AT,
+    check_prompts,
+    held_out_rows,
+    longest_rows,
+    micro_batch_plan,
+    prompt_stream,
+    roles_between,
+    row_reader,
+    training_rows,
+)
+from rl4llm.build.engines import build_canary, build_client, build_publisher, check_adapter_alone, check_sync
+from rl4llm.build.models import (
+    BACKENDS,
+    all_ranks,
+    build_critic,
+    build_policy,
+    build_reference,
+    device_of,
+    plain_model,
+    set_up_torch,
+)
+from rl4llm.build.options import Given, with_options
+from rl4llm.config import Config, flatten, to_yaml
+from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.base_trainer import BaseTrainer, Schedule
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.run_dir import RunDir
+from rl4llm.core.types import SamplingParams
+from rl4llm.data.answers import ANSWER_COLUMNS
+from rl4llm.data.demonstrations import check_rows
+from rl4llm.data.render import Renderer
+from rl4llm.envs import ENVIRONMENTS
+from rl4llm.envs.rollout import Rollout
+from rl4llm.rewards import as_reward_function, register_reward, weighted_sum
+from rl4llm.rewards.score import check_examples
+from rl4llm.tracking.run import RunTracker
+from rl4llm.trainers.dataset import DatasetTrainer
+from rl4llm.trainers.prepare import Batching, Preparation
+from rl4llm.trainers.rl import Inference, RLTrainer
+
+register_reward("reward_model")(LearnedReward)
+
+
+MAY_CHANGE = (
+    "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
+    "mismatch.", "rollout.max_failed_share",
+)  # fmt: skip
+"""Keys that a resumed run may change without becoming another run."""
+
+
+def build_trainer(config: Config, given: Given | None = None, *, force: bool = False) -> BaseTrainer:
+    """Everything a run needs, checked; raises an RL4LLMError before any file of the run is touched where it can."""
+    given = given or Given()
+    ranks = all_ranks(config)
+    set_up_torch(config)
+    algorithm = build_algorithm(config)
+    _check_names(config)
+    tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
+    learns_from = algorithm.needs().learns_from
+    dataset = training_rows(config, given.dataset, learns_from)
+    parts = _reinforced if learns_from == "episodes" else _supervised
+    make = parts(config, given, algorithm, tokenizer, dataset)
+    run = RunDir(config.output.dir)
+    if ranks.is_first:
+        identity = fingerprint(config) | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
+        run = RunDir.open(config.output.dir, identity | _given_identity(given, dataset), allow_changes=force)
+    ranks.wait()
+    try:
+        if ranks.is_first:
+            run.write_text("config.yaml", to_yaml(config))
+        return make(run)
+    except BaseException:
+        run.close()
+        raise
+
+
+def build_algorithm(config: Config) -> BaseAlgorithm:
+    """The algorithm with its options; raises ConfigError for unknown or impossible ones."""
+    options = dict(config.algorithm)
+    algorithm = with_options("algorithm", ALGORITHMS[options.pop("name")], options)
+    algorithm.check(config.rollout.group_size)
+    return algorithm
+
+
+def _check_names(config: Config) -> None:
+    """What can be wrong without opening a single file is said first."""
+    BACKENDS[config.backend["name"]]
+    ENVIRONMENTS[config.env["name"]]
+    check_sync(config)
+    if "lora" in (config.sync.name, config.sync.fallback):
+        check_adapter_alone(config)
+
+
+def fingerprint(config: Config) -> dict[str, Any]:
+    """What makes this run this run: every key that a resumed run must not change."""
+    return {key: value for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+
+
+def _given_identity(given: Given, dataset: Any) -> dict[str, Any]:
+    """What makes a run from Python objects this run; its configuration names only their types."""
+    identity: dict[str, Any] = {}
+    if given.dataset is not None:
+        text = "\n".join(str(row.get("prompt_id", row)) for row in dataset)
+        identity["given.dataset"] = f"{len(dataset)} rows, {xxhash.xxh3_64_hexdigest(text.encode())}"
+    if given.model is not None:
+        identity["given.model"] = f"{type(given.model).__name__}, {given.model.num_parameters():,} parameters"
+    if given.reward_functions is not None:
+        names = [getattr(item, "__qualname__", None) or type(item).__qualname__ for item in given.reward_functions]
+        identity["given.reward_functions"] = names
+    if given.env_class is not None:
+        identity["given.env"] = given.env_class.__qualname__
+    return identity
+
+
+def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
+    needs = algorithm.needs()
+    _check_supervised(config, given, needs)
+    held_out = held_out_rows(config, given, needs.learns_from) or ()
+    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
+    read = row_reader(needs, Renderer(tokenizer, roles=roles_between(dataset, answers)))
+    prompts = prompt_stream(config, dataset)
+    start = copy.deepcopy(given.model) if needs.reference else None  # before the policy's weights move
+    backend = build_policy(config, algorithm, given.model)
+    reference = build_reference(config, algorithm, backend, start, tokenizer)
+    prepared = partial(Preparation, algorithm=algorithm, policy=backend, reference=reference, ranks=all_ranks(config))
+    batching = _batching(config, algorithm, tokenizer)
+    context_length = backend.model.config.get_text_config().max_position_embeddings
+    for rows in (dataset, held_out):
+        check_rows(read, longest_rows(rows, LOOKED_AT, ("messages", *answers)), context_length)
+
+    def make(run: RunDir) -> DatasetTrainer:
+        tracker = _tracker(config, run)
+        return DatasetTrainer(
+            dataset=dataset,
+            tokenizer=tokenizer,
+            read=read,
+            prompts=prompts,
+            preparation=prepared(batching=batching),
+            held_out=held_out,
+            measuring=prepared(batching=replace(batching, updates_per_rollout=1, epochs=1)),
+            tracker=tracker,
+            **_base(config, algorithm, backend, run, tracker),
+        )
+
+    return make
+
+
+def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
+    """What has no meaning where nothing is sampled, or cannot work."""
+    for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class)):
+        if item is not None:
+            raise ConfigError(
+                f"{what} is not accepted with algorithm.name={config.algorithm['name']!r}, which samples nothing and learns "
+                f"from {needs.learns_from} in a dataset. Leave it out."
+            )
+    if needs.mismatched and config.rollout.prompts < 2:
+        raise ConfigError(
+            f"rollout.prompts={config.rollout.prompts} is not accepted with algorithm.name={config.algorithm['name']!r}: "
+            "each step compares answers with other prompts of the step. Use 2 or more."
+        )
+
+
+def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
+    rewards, transform = _rewards(config, given)
+    for name in algorithm.needs().rewards:
+        if name not in (known := [reward.name for reward in rewards]):
+            raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
+    env = _env(config, given, dataset, tokenizer, rewards, transform)
+    held_out = held_out_rows(config, given)
+    eval_env = _env(config, given, held_out, tokenizer, rewards, transform) if held_out is not None else None
+    renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
+    prompts = prompt_stream(config, dataset)
+    check_examples(rewards)
+    start = copy.deepcopy(given.model)  # before the policy's weights move
+    backend = build_policy(config, algorithm, given.model)
+    client = build_client(config, backend.model if backend.whole else plain_model(config, copy.deepcopy(start)), tokenizer)
+    for rows, where in ((dataset, "data"), (held_out or (), "eval")):
+        check_prompts(rows, renderer, client.context_length, where)
+    new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
+    batching = _batching(config, algorithm, tokenizer, longest_completion=new_tokens)
+    preparation = Preparation(
+        algorithm=algorithm,
+        policy=backend,
+        batching=batching,
+        temperature=config.rollout.temperature or 1.0,
+        critic=build_critic(config, algorithm, start),
+        reference=build_reference(config, algorithm, backend, start, tokenizer),
+        ranks=all_ranks(config),
+    )
+    plan = micro_batch_plan(config, batching, dataset, renderer, new_tokens, client.context_length)
+    runner = asyncio.Runner()
+    played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
+
+    def make(run: RunDir) -> RLTrainer:
+        tracker = _tracker(config, run)
+        client.report_to(tracker.warn)
+        return RLTrainer(
+            inference=Inference(
+                client=client,
+                runner=runner,
+                publisher=build_publisher(config, client, run, tokenizer, tracker),
+                canary=build_canary(config, client),
+                stop_above=config.mismatch.stop_above,
+            ),
+            rollout=Rollout(env, client, renderer, runner, **played),
+            prompts=prompts,
+            plan=plan,
+            sampling_params=_sampling(config),
+            eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
+            preparation=preparation,
+            tracker=tracker,
+            evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
+            **_base(config, algorithm, backend, run, tracker),
+        )
+
+    return make
+
+
+def _env(
+    config: Config,
+    given: Given,
+    dataset: Any,
+    tokenizer: Any,
+    rewards: Sequence[BaseRewardFunction],
+    transform: Any,
+) -> BaseMDPEnv:
+    options = dict(config.env)
+    name = options.pop("name")
+    fixed = {
+        "dataset": dataset,
+        "tokenizer": tokenizer,
+        "reward_functions": rewards,
+        "batch_size": config.rollout.prompts,
+        "group_size": config.rollout.group_size,
+        "rank": all_ranks(config).rank,
+        "world_size": all_ranks(config).size,
+        "seed": config.seed,
+        "shuffle_dataset": config.data.shuffle,
+        "reward_transform_fn": transform,
+    }
+    return with_options("env", given.env_class or ENVIRONMENTS[name], options, **fixed)
+
+
+def _rewards(config: Config, given: Given) -> tuple[list[BaseRewardFunction], Any]:
+    if given.reward_functions is not None:
+        return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
+    functions, weights = [], {}
+    for item in config.rewards:
+        if not isinstance(item, str | Mapping):
+            raise ConfigError(f"rewards: {item!r} is not accepted: a name, or a mapping with name, weight and options.")
+        options = {"name": item} if isinstance(item, str) else dict(item)
+        weight = options.pop("weight", 1.0)
+        if not isinstance(weight, int | float):
+            raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a number.")
+        weight = float(weight)
+        function = as_reward_function(options)
+        functions.append(function)
+        weights[function.name] = weight
+    plain = list(weights.values()) == [1.0]
+    return functions, None if plain else weighted_sum(weights)
+
+
+def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0) -> Batching:
+    training = config.training
+    return Batching(
+        layout=training.layout,
+        aggregation=algorithm.aggregation,
+        pad_token_id=tokenizer.pad_token_id,
+        max_tokens_per_batch=training.max_tokens_per_batch,
+        usual_tokens_per_batch=16384 if device_of(config) == "cuda" else 2048,
+        updates_per_rollout=training.updates_per_rollout,
+        epochs=training.epochs,
+        constant_length=training.constant_length or longest_completion,
+        whole_groups=algorithm.needs().whole_groups,
+    )
+
+
+def _sampling(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+
+
+def _base(
+    config: Config, algorithm: BaseAlgorithm, backend: BaseBackend, run: RunDir, tracker: RunTracker
+) -> dict[str, Any]:
+    schedule = Schedule(
+        config.max_steps,
+        config.eval.every,
+        config.checkpoint.every,
+        config.checkpoint.keep,
+        config.training.max_skipped,
+        config.timeout_s,
+    )
+    return {
+        "algorithm": algorithm,
+        "backend": backend,
+        "clock": tracker.clock,
+        "schedule": schedule,
+        "run": run,
+        "ranks": all_ranks(config),
+    }
+
+
+def _tracker(config: Config, run: RunDir) -> RunTracker:
+    tracking = config.tracking
+    return RunTracker(
+        run,
+        total_steps=config.max_steps,
+        tensorboard=tracking.tensorboard,
+        wandb_project=tracking.wandb_project if tracking.wandb else None,
+        episodes_every=tracking.episodes_every,
+        episodes_per_step=tracking.episodes_per_step,
+        config=flatten(config),
+        ranks=all_ranks(config),
+    )
