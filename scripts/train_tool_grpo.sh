@@ -3,6 +3,7 @@
 #
 #   scripts/train_tool_grpo.sh [key.sub=value ...]
 #   MODEL=models/small scripts/train_tool_grpo.sh max_steps=3
+#   NPROC=2 scripts/train_tool_grpo.sh backend.name=deepspeed backend.zero_stage=3
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-CONFIG="$here/../configs/arithmetic_tool_grpo.yaml" exec "$here/train_gsm8k_grpo.sh" "$@"
+CONFIG="${CONFIG:-$here/../configs/arithmetic_tool_grpo.yaml}" exec "$here/train_gsm8k_grpo.sh" "$@"

@@ -290,9 +290,13 @@ class SGLangClient(ServerClient):
         }
         answer, _ = await self._generate(body)
         rows = field(field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
-        if _column(rows, 1) != token_ids:
+        if _column(rows, 1) not in (token_ids, self._as_labelled(token_ids)):
             raise UnreachableError(f"{self.base_url} did not score the {len(token_ids)} tokens of request {request_id}.")
         return [float("nan") if score is None else float(score) for score in _column(rows, 0)[1:]]
+
+    def _as_labelled(self, token_ids: list[int]) -> list[int]:
+        """SGLang 0.5 scores the last token of the vocabulary rightly but calls it 0 in its answer."""
+        return [0 if token == self.vocab_size - 1 else token for token in token_ids]
 
     async def _try(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> EngineError | None:
         """What went wrong with an operator's request, if anything did, where something else decides whether it matters."""

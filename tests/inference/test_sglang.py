@@ -104,6 +104,16 @@ def test_every_way_of_publishing_brings_the_trainers_weights_and_the_canary_prov
     run(client, work)
 
 
+def test_every_token_of_the_vocabulary_is_scored_as_the_trainer_scores_it(client, backend, tmp_path):
+    async def work():
+        await publisher("filesystem", client, tmp_path).publish(backend, 1)
+        others = [client.vocab_size - 1, 0, 12]
+        expected = logprobs(backend.model, PROMPT[:1], [*PROMPT[1:], *others])
+        assert await client.score([*PROMPT, *others]) == pytest.approx(expected, abs=1e-5)
+
+    run(client, work)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_that_moved_on_without_being_published_are_noticed(client, backend, tmp_path, way):
     async def work():

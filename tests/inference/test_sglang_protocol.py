@@ -407,6 +407,16 @@ def test_a_stop_string_that_is_a_special_token_stops_at_that_token_as_in_the_emb
     play(scene)
 
 
+def test_the_last_token_of_the_vocabulary_is_scored_although_the_server_calls_it_0(play):
+    async def scene(server, client):
+        last = client.vocab_size - 1
+        server.next("/generate", _meta(input_token_logprobs=[[None, 5, None], [-2.5, 0, None], [-1.5, 6, None]]))
+        assert await client.score([5, last, 6]) == [-2.5, -1.5]
+        assert server.calls["/generate"] == 1
+
+    play(scene)
+
+
 def test_scores_of_other_tokens_are_not_taken_for_those_that_were_asked_for(play):
     async def scene(server, client):
         right = await client.score(PROMPT)
