@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from rl4llm.core.ranks import join_ranks
 
+PRELOADED = ["rl4llm.api", "torch.distributed.fsdp"]  # imported once; all processes are forked from there
 GRACE_S = 2.0  # for the others to fail by themselves, once one has
 
 
@@ -77,16 +78,17 @@ class RankProcesses:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = Path(tempfile.mkdtemp(prefix="ranks-"))
-        spawn = multiprocessing.get_context("spawn")
+        fork = multiprocessing.get_context("forkserver")
+        fork.set_forkserver_preload(PRELOADED)
         self._connections = []
         for rank in range(self.size):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = fork.Pipe()
             environ = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size), "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
                 **self.environ,
             }  # fmt: skip
-            process = spawn.Process(target=_serve, args=(theirs, environ, self._stacks / str(rank)), daemon=True)
+            process = fork.Process(target=_serve, args=(theirs, environ, self._stacks / str(rank)), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -73,7 +73,8 @@ class DeepSpeedBackend(ModelBackend):
     ):
         options = OptimizerOptions(**({"lr": 0.0} | optimizer))
         zero = ZeroOptions(zero_stage, offload_optimizer, offload_param)
-        self._settings = engine_config(config, zero, Demands(model.dtype == torch.bfloat16, options.max_grad_norm))
+        demands = Demands(model.dtype == torch.bfloat16, options.max_grad_norm, _count_trained(model, value_head))
+        self._settings = engine_config(config, zero, demands)
         self.stage: int = self._settings["zero_optimization"]["stage"]
         self.whole = self.stage < 3
         _check_precision(model, self.stage, trains)
@@ -456,6 +457,12 @@ class _GatheredAdapter(BaseAdapter):
             beside = [own for other, own in named.items() if own.requires_grad and other.startswith(layer)]
             with self._gathered([parameter, *beside]):
                 yield next(inner)
+
+
+def _count_trained(*modules: nn.Module | None) -> int:
+    """How many numbers train."""
+    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

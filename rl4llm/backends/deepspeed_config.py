@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl4llm.core.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
+LARGEST_BUCKET = 500_000_000  # DeepSpeed's own default
 OURS = {
     "train_batch_size": "rollout.prompts and training.updates_per_rollout",
     "train_micro_batch_size_per_gpu": "training.max_tokens_per_batch",
@@ -42,17 +43,18 @@ class ZeroOptions:
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What the model and the optimizer options ask of the engine."""
+    """What the model, of which so many numbers train, and the optimizer options ask of the engine."""
 
     bf16: bool
     max_grad_norm: float
+    trained: int
 
 
 def engine_config(given: Mapping[str, Any] | str | Path | None, zero: ZeroOptions, demands: Demands) -> dict[str, Any]:
     """What `deepspeed.initialize` gets; raises ConfigError for whatever contradicts our own keys."""
     config = _without_auto(_read(given))
     _check_ours(config)
-    config["zero_optimization"] = _zero(config.get("zero_optimization", {}), zero)
+    config["zero_optimization"] = _zero(config.get("zero_optimization", {}), zero, demands.trained)
     config["bf16"] = _bf16(config.pop("bfloat16", None) or config.get("bf16", {}), demands.bf16)
     clipping = config.get("gradient_clipping", demands.max_grad_norm)
     if clipping != demands.max_grad_norm:
@@ -101,13 +103,14 @@ def _check_ours(config: dict[str, Any]) -> None:
             _refuse(key, value, instead)
 
 
-def _zero(section: dict[str, Any], zero: ZeroOptions) -> dict[str, Any]:
+def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str, Any]:
     stage = section.get("stage", 2 if zero.stage is None else zero.stage)
     if zero.stage not in (None, stage):
         _refuse("zero_optimization.stage", stage, f"zero_stage, which is {zero.stage}")
     if stage not in STAGES:
         raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
-    section = section | {"stage": stage}
+    # DeepSpeed makes a whole bucket in every step: 2 GB for the smallest model, which torch fills to be deterministic.
+    section = {"reduce_bucket_size": min(LARGEST_BUCKET, max(trained, 1))} | section | {"stage": stage}
     for key, wanted, lowest in (("offload_optimizer", zero.offload_optimizer, 1), ("offload_param", zero.offload_param, 3)):
         if wanted:
             section[key] = {"device": "cpu"} | section.get(key, {})

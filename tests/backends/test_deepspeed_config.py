@@ -7,7 +7,7 @@ import pytest
 from rl4llm.backends.deepspeed_config import OURS, Demands, ZeroOptions, engine_config
 from rl4llm.core.errors import ConfigError
 
-FP32, BF16 = Demands(bf16=False, max_grad_norm=1.0), Demands(bf16=True, max_grad_norm=1.0)
+FP32, BF16 = Demands(bf16=False, max_grad_norm=1.0, trained=7), Demands(bf16=True, max_grad_norm=1.0, trained=7)
 
 
 @pytest.mark.parametrize("key", sorted(OURS))
@@ -89,3 +89,11 @@ def test_what_was_given_is_not_changed():
     given = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}}
     engine_config(given, ZeroOptions(), FP32)
     assert given == {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}}
+
+
+@pytest.mark.parametrize(("trained", "size"), [(0, 1), (1000, 1000), (7 * 10**9, 500_000_000)])
+def test_gradients_travel_in_buckets_no_larger_than_the_model_unless_the_configuration_says_so(trained, size):
+    demands = Demands(bf16=False, max_grad_norm=1.0, trained=trained)
+    assert engine_config(None, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == size
+    given = {"zero_optimization": {"reduce_bucket_size": 5}}
+    assert engine_config(given, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == 5
