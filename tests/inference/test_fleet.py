@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from fault_server import (
@@ -605,6 +606,25 @@ def test_a_server_that_stays_paused_leaves_and_is_resumed_when_it_can_be(play, w
         assert_same(await rollout(scene.fleet), undisturbed)
 
     play(story, check_deadline_s=0.5)
+
+
+def test_a_version_that_another_rank_gave_a_server_meanwhile_does_not_speak_against_it(play, weights, tokenizer):
+    async def story(scene):
+        client = SGLangClient(scene.servers[0].url, tokenizer, vocab_size=len(tokenizer), context_length=128)
+        lines = []
+        follower = FleetClient([client], retry=NIMBLE, patience=Patience(**PATIENCE), warn=lines.append)
+        runner = asyncio.Runner()  # in a thread: the other rank, whose loop stands still while it trains
+        await asyncio.to_thread(runner.run, follower.load(replace(weights[1], held=True)))
+        scene.servers[0].next("/health", *[slow(0.5)] * 20)
+        await asyncio.to_thread(runner.run, asyncio.sleep(0.2))  # long enough to begin a health check, not to end it
+        await scene.fleet.load(weights[2])
+        await asyncio.to_thread(runner.run, follower.load(replace(weights[2], held=True)))
+        assert not lines
+        assert (await asyncio.to_thread(runner.run, follower.generate(PROMPT, PARAMS))).version == 2
+        await asyncio.to_thread(runner.run, follower.close())
+        await asyncio.to_thread(runner.close)
+
+    play(story, count=1)
 
 
 def test_a_version_is_not_deleted_while_a_slow_server_loads_it(play, base, tmp_path):
