@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vowels import WHOLE, check_learned, learn_vowels
 
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
@@ -244,6 +245,18 @@ def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend
         await canary(client).verify(backend, client, WeightRef(51, "full"))
 
     run(client, work)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_of_deepspeed_learn_through_the_server(on_ranks, sglang_url, model_dir, tmp_path, stage):
+    options = {"backend": {"name": "deepspeed", "zero_stage": stage}, "sync": {"name": "filesystem"}, **WHOLE}
+    on_ranks(trained, model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, options)
+    check_learned(tmp_path, WHOLE["max_steps"])
+
+
+def trained(ranks, model_dir, directory, inference, options):
+    learn_vowels(ranks, model_dir, directory, inference, **options)
 
 
 def test_grpo_learns_an_adapter_through_the_server(client, model, learns, adaptable, tmp_path):

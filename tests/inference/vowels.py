@@ -1,6 +1,11 @@
-"""A reward that a tiny model learns in a few steps."""
+"""A reward that a tiny model learns in a few steps, and the run in which it does."""
 
+import json
+
+from rl4llm.api import GRPOTrainer
 from rl4llm.core.base_env import BaseRewardFunction
+
+WHOLE = {"training.lr": 6e-3, "max_steps": 25}
 
 
 class Vowels(BaseRewardFunction):
@@ -12,3 +17,31 @@ class Vowels(BaseRewardFunction):
     def __call__(self, messages, ground_truth, **kwargs) -> float:
         said = messages[-1].content.lower()
         return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+
+
+def learn_vowels(ranks, model_dir, directory, inference, **options):
+    """Trains through a server; four prompts a step, however many ranks share them."""
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
+    GRPOTrainer(
+        str(model_dir),
+        rows,
+        [Vowels()],
+        output={"dir": str(directory)},
+        inference=inference,
+        rollout={"prompts": 4 // ranks.size, "group_size": 16, "max_tokens": 8},
+        mismatch={"stop_above": 1e-4},
+        **options,
+    ).train()
+
+
+def check_learned(directory, steps):
+    """It learned, from weights that were proven each time, and from tokens whose log-probs are the trainer's."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows]
+    assert len(rewards) == steps
+    assert rewards[0] < 0.25
+    assert sum(rewards[-3:]) / 3 > 0.6
+    taught = [row for row in rows if "mismatch/max" in row]  # at the end all rewards of a step may be equal
+    assert len(taught) > 10
+    assert all(row["mismatch/max"] < 1e-4 and row["mismatch/ess"] > 0.999 for row in taught)
+    assert all("time/verify" in row for row in rows)
