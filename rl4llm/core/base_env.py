@@ -36,8 +36,9 @@ class SampleState:
     """One attempt at one prompt, while it is in progress.
 
     `stop_reason` says why a finished attempt ended: "done" (the environment ended it), "max_steps", "length" (a turn ran
-    into its token limit), "context" (no room for another turn) or "failed" (then `failure` says what broke; a failed
-    attempt is counted and left out of training, never scored 0). `spans` is the token record; only the `llm` writes it.
+    into its token limit), "context" (no room for another turn) or "failed" (then `failure` says what broke, and
+    `failure_class` of what kind that is, such as "env/timeout" or "math/unavailable"; a failed attempt is counted and left
+    out of training, never scored 0). `spans` is the token record; only the `llm` writes it.
     `sampling` holds fields of SamplingParams that are this sample's own. One that `is_baseline` is compared with, and never
     trains.
     """
@@ -52,6 +53,7 @@ class SampleState:
     done: bool = False
     stop_reason: str | None = None
     failure: str | None = None
+    failure_class: str = ""
     spans: list[TokenSpan] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     session: str = ""
@@ -87,9 +89,10 @@ class SampleState:
         self.done = True
         self.stop_reason = self.stop_reason or stop_reason
 
-    def fail(self, failure: str) -> None:
+    def fail(self, failure: str, failure_class: str = "env/failed") -> None:
         """End the attempt as failed, through no fault of the model: it will not train and not count as reward 0."""
         self.failure = failure
+        self.failure_class = failure_class
         self.stop_reason = None
         self.finish("failed")
 
@@ -285,7 +288,7 @@ class BaseMDPEnv:
         except Exception as error:  # noqa: BLE001 - one of the two places: an environment's own code
             late = isinstance(error, TimeoutError) and deadline.expired()  # its own code raises TimeoutError as well
             broke = f"took more than {self.respond_timeout_s:g} s" if late else f"raised {type(error).__name__}: {error}"
-            sample.fail(f"{where} {broke}")
+            sample.fail(f"{where} {broke}", "env/timeout" if late else "env/raised")
         return []
 
     async def _respond_off_loop(self, sample: SampleState) -> Any:

@@ -114,11 +114,11 @@ class PolicyLLM:
                 prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session
             )
         except UnreachableError as error:  # after all attempts; this sample's affair, while other requests get through
-            sample.fail(f"no server answered: {error}")
+            sample.fail(f"no server answered: {error}", "engine/unreachable")
             return Completion("", (), (), "abort", NO_VERSION)
         if completion.finish_reason == "abort":  # what there is of it may end anywhere, and is no turn of the policy
             given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"
-            sample.fail(f"the engine aborted a reply of the policy {given_up}")
+            sample.fail(f"the engine aborted a reply of the policy {given_up}", "engine/aborted")
         else:
             self._sampled[sample.session].append(completion)
         return completion

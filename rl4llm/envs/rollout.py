@@ -43,8 +43,8 @@ class _Attempt:
 class Rollout:
     """Plays the episodes of an environment against an engine.
 
-    A failed sample is played once more from its seed; what fails again is left out and counted, and when more than
-    `max_failed_share` of a rollout fails, EnvError names the most frequent causes.
+    A failed sample is played once more from its seed; what fails again, or is not scored, is left out and counted, and when
+    more than `max_failed_share` of a rollout fails, EnvError names the three most frequent causes.
     """
 
     def __init__(
@@ -157,7 +157,9 @@ class Rollout:
     ) -> None:
         again = [i for i, sample in enumerate(samples) if sample.failure is not None]
         for i in again:
+            first_failure = samples[i].failure_class
             samples[i] = self._sample(attempts[i])
+            samples[i].extras["played_again_after"] = first_failure
         if again:
             self._play([samples[i] for i in again], step, sampling_params)
 
@@ -166,16 +168,18 @@ class Rollout:
             said = any(message.role == "assistant" for message in sample.messages[sample.init_msg_size :])
             nothing = "ended the episode before the policy said anything"
             other = "ended the episode with no assistant message that is the text that was sampled; append it unchanged"
-            sample.fail(f"{type(self.env).__name__} {other if said else nothing}")
+            sample.fail(f"{type(self.env).__name__} {other if said else nothing}", "env/contract")
         if sample.failure is None and max(sample.turn_rewards, default=-1) >= count_turns(sample.spans):
-            sample.fail(f"{type(self.env).__name__} rewarded a turn that the policy did not take")
+            sample.fail(f"{type(self.env).__name__} rewarded a turn that the policy did not take", "env/contract")
         if not sample.done:  # a level-3 loop that did not say why it stopped
             sample.finish("done")
 
     def _check_failures(self, samples: list[SampleState]) -> None:
-        causes = Counter(sample.failure for sample in samples if sample.failure is not None)
+        failed = [sample for sample in samples if sample.failure is not None]
+        causes = Counter(sample.failure_class for sample in failed)
+        examples = {sample.failure_class: sample.failure for sample in reversed(failed)}
         if causes.total() > self._max_failed_share * len(samples):
-            most = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
+            most = "; ".join(f"{count} x {cause}: {examples[cause]}" for cause, count in causes.most_common(3))
             raise EnvError(
                 f"{causes.total()} of {len(samples)} episodes failed, more than rollout.max_failed_share="
                 f"{self._max_failed_share:g} allows. Most frequent: {most}."

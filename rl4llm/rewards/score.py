@@ -38,6 +38,9 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Broken:
+    """Why there is no score, and of what kind that is: raised, timeout, unavailable or invalid."""
+
+    kind: str
     reason: str
 
 
@@ -81,7 +84,7 @@ def score(
         values = _evaluate(reward_function, [samples[index] for index in scorable], patience)
         for index, value in zip(scorable, values, strict=True):
             if isinstance(value, _Broken):
-                samples[index].fail(value.reason)
+                samples[index].fail(value.reason, f"{reward_function.name}/{value.kind}")
             else:
                 rewards[reward_function.name][index] = value
     left = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
@@ -129,7 +132,7 @@ def _alone(reward_function: BaseRewardFunction, sample: SampleState, patience: _
         return _late(reward_function, 1, patience)
     raw = _run(reward_function, [sample], patience)
     if isinstance(raw, Exception):
-        return _Broken(_raised(reward_function, raw))
+        return _Broken("raised", _raised(reward_function, raw))
     return raw if isinstance(raw, _Broken) else raw[0]
 
 
@@ -167,7 +170,8 @@ def _beyond(result: Any) -> bool:
 
 
 def _late(reward_function: BaseRewardFunction, num_samples: int, patience: _Patience) -> _Broken:
-    return _Broken(f"reward {reward_function.name!r} took more than {patience.timeout_s:g} s on {num_samples} samples")
+    late = f"reward {reward_function.name!r} took more than {patience.timeout_s:g} s on {num_samples} samples"
+    return _Broken("timeout", late)
 
 
 def _listed(name: str, scores: Any, expected: int) -> list[Any]:
@@ -186,14 +190,16 @@ def _checked(name: str, value: Any) -> float | _Broken:
     if isinstance(value, _Broken):
         return value
     if isinstance(value, RewardFailure):
-        return _Broken(f"reward {name!r} could not be computed: {value}")
+        return _Broken("unavailable", f"reward {name!r} could not be computed: {value}")
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    return number if math.isfinite(number) else _Broken(f"reward {name!r} returned {_brief(value)}, not a finite number")
+    if math.isfinite(number):
+        return number
+    return _Broken("invalid", f"reward {name!r} returned {_brief(value)}, not a finite number")
 
 
 def _combined(rewards: dict[str, Tensor], transform: RewardTransform | None) -> Tensor:

@@ -8,7 +8,8 @@
     episodes/eval-000012.jsonl
         the same, of the held-out set
 
-An attempt that failed has `failure`, the reason, and no reward.
+An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` holds what environments and
+rewards noted: why a reward gave 0 (`reward_notes`), what failed before it was played again (`played_again_after`).
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def _failed(sample: SampleState) -> dict[str, Any]:
         "prompt_id": sample.prompt_id,
         "sample": sample.index,
         "failure": sample.failure or "unknown",
+        "failure_class": sample.failure_class,
         "stop_reason": sample.stop_reason,
         "ground_truth": _plain(sample.ground_truth),
         "messages": [message.to_dict() for message in sample.messages],

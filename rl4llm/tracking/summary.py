@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl4llm.core.base_env import SampleState
 from rl4llm.core.types import Group, Trajectory
 
 TRUNCATED = ("length", "context")
@@ -25,6 +26,7 @@ class Episode:
     prompt_tokens: int
     turns: int
     stop_reason: str
+    notes: tuple[str, ...] = ()
 
 
 def facts(groups: Sequence[Group]) -> list[list[Episode]]:
@@ -32,12 +34,17 @@ def facts(groups: Sequence[Group]) -> list[list[Episode]]:
     return [[_fact(trajectory) for trajectory in group.trajectories] for group in groups]
 
 
-def summarize(groups: Sequence[Group], failed: Sequence[Any] = ()) -> dict[str, float]:
+def classes(failed: Sequence[SampleState]) -> list[str]:
+    """The class of each failure."""
+    return [sample.failure_class for sample in failed]
+
+
+def summarize(groups: Sequence[Group], failed: Sequence[SampleState] = ()) -> dict[str, float]:
     """`summarize_facts` of groups and failed samples."""
-    return summarize_facts(facts(groups), len(failed))
+    return summarize_facts(facts(groups), classes(failed))
 
 
-def summarize_facts(groups: Sequence[Sequence[Episode]], failed: int) -> dict[str, float]:
+def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) -> dict[str, float]:
     """Metrics of all trajectories that were sampled, whether they train or not.
 
     reward/mean, reward/std      of the combined reward over all trajectories (population standard deviation)
@@ -49,12 +56,16 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: int) -> dict[st
     truncated                    share that ran into a token limit or the end of the context
     stop/<reason>                share of each stop reason
     groups/zero_spread           share of groups whose rewards are all equal, which teach a group-relative algorithm nothing
+    model_faults/<reward>/<why>  how many a reward gave 0 for more than a wrong answer, such as math/timeout
+    played_again/<class>         how many were finished at the second attempt, by what had failed the first
     trajectories, failures       how many were finished, and how many failed through no fault of the policy
+    failures/<class>             the latter by class, such as env/timeout or math/unavailable
 
-    Without any trajectory only the last two are there.
+    Without any trajectory only the last three are there.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
-    counts = {"trajectories": float(len(trajectories)), "failures": float(failed)}
+    kinds = {f"failures/{kind}": float(count) for kind, count in sorted(Counter(failed).items())}
+    counts = {"trajectories": float(len(trajectories)), "failures": float(len(failed)), **kinds}
     if not trajectories:
         return counts
     return {
@@ -63,8 +74,13 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: int) -> dict[st
         **_stops(trajectories),
         "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
         "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group),
+        **{note: float(count) for note, count in sorted(Counter(_notes(trajectories)).items())},
         **counts,
     }
+
+
+def _notes(trajectories: Sequence[Episode]) -> Iterator[str]:
+    return (note for trajectory in trajectories for note in trajectory.notes)
 
 
 def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
@@ -109,4 +125,13 @@ def _fact(trajectory: Trajectory) -> Episode:
         len(trajectory.spans[0].token_ids),
         trajectory.num_turns,
         trajectory.stop_reason,
+        tuple(_noted(trajectory.extras)),
     )
+
+
+def _noted(extras: Mapping[str, Any]) -> Iterator[str]:
+    """The metrics that count what happened to one trajectory."""
+    for reward, note in extras.get("reward_notes", {}).items():
+        yield f"model_faults/{reward}/{note.partition(':')[0]}"
+    if "played_again_after" in extras:
+        yield f"played_again/{extras['played_again_after']}"

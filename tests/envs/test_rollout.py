@@ -17,6 +17,7 @@ from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.local import LocalClient
+from rl4llm.rewards import RewardFailure
 from rl4llm.testing import ScriptedClient
 
 PARAMS = SamplingParams(max_tokens=6, temperature=1.0)
@@ -227,6 +228,8 @@ class Stumbles(ThreeTurns):
 def test_a_sample_whose_environment_stumbled_is_played_again_from_its_seed(play):
     stumbled, smooth = play(Stumbles), play(ThreeTurns)
     assert not stumbled.failed
+    again = [t.extras["played_again_after"] for t in stumbled.trajectories if "played_again_after" in t.extras]
+    assert again and set(again) == {"env/raised"}
     assert [t.token_ids for t in stumbled.trajectories] == [t.token_ids for t in smooth.trajectories]
 
 
@@ -245,8 +248,29 @@ def test_a_failed_sample_is_left_out_and_never_scored(play):
 
 
 def test_too_many_failures_stop_the_run_and_name_the_cause(play):
-    with pytest.raises(EnvError, match=r"1 of 6 episodes failed.*1 x Broken.respond raised ValueError: no such tool"):
+    said = r"1 of 6 episodes failed.*1 x env/raised: Broken.respond raised ValueError: no such tool"
+    with pytest.raises(EnvError, match=said):
         play(Broken, max_failed_share=0.1)
+
+
+class Capricious(Length):
+    """Breaks in another way, and with another text, for each sample."""
+
+    def score_batch(self, samples):
+        return [self(sample) for sample in samples]
+
+    def __call__(self, sample):
+        missing = RewardFailure(f"no worker for {id(sample)}")
+        return [missing, float("nan"), None, missing, 1.0, 1.0][sample.index + 3 * int(sample.prompt_id == "p1")]
+
+
+def test_failures_of_rewards_count_and_the_causes_are_named_by_class_with_counts(play):
+    said = (
+        r"4 of 6 episodes failed.*max_failed_share=0.5 allows. Most frequent: "
+        r"2 x length/unavailable: reward 'length' could not .*; 2 x length/invalid: reward 'length' returned nan"
+    )
+    with pytest.raises(EnvError, match=said):
+        play(ThreeTurns, rewards=[Capricious()], max_failed_share=0.5)
 
 
 @pytest.mark.parametrize("answer", [None, "text", ["text"], [ChatMessage("assistant", "me")]])

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -19,7 +20,9 @@ def trajectory(reward, *spans, rewards=None, stop_reason="done", prompt_id="p"):
 
 
 def failed():
-    return SampleState("p", 0, [ChatMessage("user", "?")], "42", failure="the tool broke", stop_reason="failed")
+    sample = SampleState("p", 0, [ChatMessage("user", "?")], "42")
+    sample.fail("the tool broke", "env/raised")
+    return sample
 
 
 def test_every_metric_of_a_rollout_worked_out_by_hand():
@@ -46,6 +49,7 @@ def test_every_metric_of_a_rollout_worked_out_by_hand():
             "groups/zero_spread": 0.5,
             "trajectories": 3.0,
             "failures": 1.0,
+            "failures/env/raised": 1.0,
         }
     )
 
@@ -73,4 +77,11 @@ def test_rewards_whose_names_are_taken_do_not_hide_the_combined_reward():
 
 
 def test_a_rollout_in_which_everything_failed_has_counts_and_no_invented_means():
-    assert summarize([], [failed(), failed()]) == {"trajectories": 0.0, "failures": 2.0}
+    assert summarize([], [failed(), failed()]) == {"trajectories": 0.0, "failures": 2.0, "failures/env/raised": 2.0}
+
+
+def test_what_made_rewards_zero_and_what_was_played_again_is_counted():
+    noted = {"reward_notes": {"math": "timeout: took more than 2 s"}, "played_again_after": "engine/aborted"}
+    members = [replace(trajectory(0.0, policy(1)), extras=extras) for extras in (noted, noted, {})]
+    metrics = summarize([Group("p", tuple(members))])
+    assert (metrics["model_faults/math/timeout"], metrics["played_again/engine/aborted"]) == (2.0, 2.0)
