@@ -47,11 +47,20 @@ class RankProcesses:
 
     def __call__(self, function, *args, deadline_s: float | None = None):
         """What `function(ranks, *args)` returned, by rank; raises AssertionError when it failed on any."""
+        self.begin(function, *args)
+        return self.end(deadline_s)
+
+    def begin(self, function, *args) -> None:
+        """Have all ranks call `function`; `end` waits for it."""
         if not self._processes:
             self._start()
         task = pickle.dumps((inspect.getsourcefile(function), function.__module__, function.__qualname__, args))
         for connection in self._connections:
             connection.send_bytes(task)
+        self._called = function.__qualname__
+
+    def end(self, deadline_s: float | None = None):
+        """What the ranks returned; raises AssertionError when any failed, died or hangs, and leaves none of them."""
         answers = self._answers(time.monotonic() + (deadline_s or self.deadline_s))
         failures = {rank: value for rank, (failed, value) in answers.items() if failed}
         if len(answers) == self.size and not failures:
@@ -61,7 +70,16 @@ class RankProcesses:
             for rank in sorted(range(self.size), key=lambda rank: rank not in failures)
         ]
         self.close()
-        raise AssertionError(f"{function.__qualname__} failed on {len(failures)} of {self.size} ranks.\n" + "\n".join(told))
+        raise AssertionError(f"{self._called} failed on {len(failures)} of {self.size} ranks.\n" + "\n".join(told))
+
+    def kill(self, *victims: int) -> None:
+        """A `kill -9` of these ranks."""
+        for rank in victims:
+            self._processes[rank].kill()
+
+    def over_within(self, seconds: float) -> bool:
+        """Whether a rank is done, with whatever result, before so much time is over."""
+        return bool(wait(self._connections, timeout=seconds))
 
     def close(self) -> None:
         for process in self._processes:
