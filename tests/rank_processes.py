@@ -77,6 +77,12 @@ class RankProcesses:
         for rank in victims:
             self._processes[rank].kill()
 
+    def dead(self, rank: int) -> bool:
+        """Whether a rank died before the deadline, other than by being done with its function."""
+        wait([self._processes[rank].sentinel, self._connections[rank]], timeout=self.deadline_s)
+        self._processes[rank].join(1.0)
+        return not self._processes[rank].is_alive()
+
     def over_within(self, seconds: float) -> bool:
         """Whether a rank is done, with whatever result, before so much time is over."""
         return bool(wait(self._connections, timeout=seconds))

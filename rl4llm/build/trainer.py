@@ -62,7 +62,7 @@ register_reward("reward_model")(LearnedReward)
 
 MAY_CHANGE = (
     "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
-    "mismatch.", "rollout.max_failed_share",
+    "mismatch.", "rollout.max_failed_share", "training.max_skipped",
 )  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
 
@@ -82,7 +82,9 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     run = RunDir(config.output.dir)
     if ranks.is_first:
         identity = fingerprint(config) | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
-        run = RunDir.open(config.output.dir, identity | _given_identity(given, dataset), allow_changes=force)
+        identity |= _given_identity(given, dataset)
+        settings = {"processes": ranks.size} | settings_of(config)
+        run = RunDir.open(config.output.dir, identity, settings=settings, allow_changes=force)
     ranks.wait()
     try:
         if ranks.is_first:
@@ -113,6 +115,12 @@ def _check_names(config: Config) -> None:
 def fingerprint(config: Config) -> dict[str, Any]:
     """What makes this run this run: every key that a resumed run must not change."""
     return {key: value for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Every other key, but for where the run lies."""
+    own = fingerprint(config)
+    return {key: value for key, value in flatten(config).items() if key not in own and key != "output.dir"}
 
 
 def _given_identity(given: Given, dataset: Any) -> dict[str, Any]:

@@ -176,21 +176,23 @@ class BaseTrainer(ABC, Generic[Collected]):
         """Write a checkpoint: weights, optimizer, schedule, random states, prompt cursor, step."""
         with self.clock("checkpoint"):
             rng = self.ranks.gather(rng_state())
+            about = {"run": self.run.run_id, "step": self.step, "rng": rng, "algorithm": self.algorithm.state()}
             save_checkpoint(
                 self.run.checkpoints_dir,
                 self.step,
                 self.write_checkpoint,
-                state={"step": self.step, "rng": rng, "algorithm": self.algorithm.state(), **self.state()},
+                state=about | self.state(),
                 keep=self.schedule.keep_checkpoints,
                 ranks=self.ranks,
             )
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that is whole; without any, start at step 0."""
-        checkpoint = self.ranks.share(latest_checkpoint(self.run.checkpoints_dir) if self.ranks.is_first else None)
+        root, run_id = self.run.checkpoints_dir, self.run.run_id
+        checkpoint = self.ranks.share(latest_checkpoint(root, run_id) if self.ranks.is_first else None)
         if checkpoint is None:
             self.begin(-1)
-            for partial in unfinished_saves(self.run.checkpoints_dir):
+            for partial in unfinished_saves(root):
                 self.warn(f"{partial} is an unfinished save and is not used; no save was finished, so training starts anew.")
             return
         for name, model in self.models().items():

@@ -100,15 +100,15 @@ def abort_checkpoint(directory: Path) -> int:
     return written
 
 
-def latest_checkpoint(root: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None when nothing was ever saved here.
+def latest_checkpoint(root: Path, run_id: str | None = None) -> Checkpoint | None:
+    """The newest checkpoint that is whole, and of run `run_id` if that is given; None when nothing was ever saved here.
 
     Raises CheckpointError when checkpoints exist and none of them is good: training never starts over in silence.
     """
     candidates = sorted(_finals(root), key=lambda path: (_step(path), path.suffix == ""), reverse=True)
     skipped: list[str] = [f"{path.name}: a save that was interrupted" for path in unfinished_saves(root)]
     for path in candidates:
-        problem = manifest.damage(path, step=_step(path))
+        problem = manifest.damage(path, step=_step(path)) or _foreign(path, run_id)
         if problem is None:
             return Checkpoint(path, _step(path), _read_state(path), (*skipped, *_pointer_notes(root, path)))
         skipped.append(f"{path.name}: {problem}")
@@ -133,6 +133,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def unfinished_saves(root: Path) -> list[Path]:
     """What interrupted saves left behind; the next save removes it."""
     return sorted(path for path in _entries(root) if UNFINISHED.fullmatch(path.name))
+
+
+def _foreign(path: Path, run_id: str | None) -> str | None:
+    """Why a whole checkpoint is not one of this run."""
+    owner = _read_state(path).get("run", run_id)
+    return None if run_id in (None, owner) else f"it belongs to the run {owner}, while this one is {run_id}"
 
 
 def _pointer_notes(root: Path, used: Path) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class RunDir:
         with RunDir.open("runs/gsm8k", {"model": "Qwen/Qwen2.5-0.5B", "algorithm": "grpo", "seed": 1}) as run:
             run.write_text("config.yaml", text)
 
-    After `open`: `run_id`, `created`, `resumed` (the run was there before), `changes` (what `allow_changes` let through)
+    After `open`: `run_id`, `created`, `resumed` (the run was there before), `changes` (what differs from its last start)
     and `warnings` (what the user should know).
     """
 
@@ -57,18 +57,25 @@ class RunDir:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], fingerprint: Mapping[str, Any], *, allow_changes: bool = False
+        cls,
+        path: str | os.PathLike[str],
+        fingerprint: Mapping[str, Any],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        allow_changes: bool = False,
     ) -> RunDir:
         """Create a run directory or go on with one, and own it until `close`.
 
-        `fingerprint` says what makes this run this run (model, algorithm, data, seed), in values that JSON knows.
+        `fingerprint` says what makes this run this run (model, algorithm, data, seed), in values that JSON knows;
+        `settings` may differ from one start to the next, and are told when they do.
         Raises RunDirError when another process owns the directory, when it holds something else, and, unless
         `allow_changes`, when it holds a run with another fingerprint.
         """
         run = cls(path)
         run._claim()
         try:
-            run._identify(json.loads(json.dumps(dict(fingerprint))), allow_changes)
+            identity = {"fingerprint": dict(fingerprint), "settings": dict(settings or {})}
+            run._identify(json.loads(json.dumps(identity)), allow_changes)
         except BaseException:
             run.close()
             raise
@@ -117,20 +124,21 @@ class RunDir:
                 f"{shown}). Accepted: a new or empty directory, or that of an earlier run. Next: give another output.dir."
             )
 
-    def _identify(self, fingerprint: dict[str, Any], allow_changes: bool) -> None:
+    def _identify(self, given: dict[str, Any], allow_changes: bool) -> None:
         self.resumed = self.run_file.exists()
-        was = self._read_identity() if self.resumed else _new_identity(fingerprint)
+        was = self._read_identity() if self.resumed else _new_identity() | given
         self.run_id, self.created = was["run_id"], was["created"]
-        self.changes = _differences(was["fingerprint"], fingerprint)
-        if self.changes and not allow_changes:
+        changes = _differences(was["fingerprint"], given["fingerprint"])
+        if changes and not allow_changes:
             raise RunDirError(
                 f"output.dir={str(self.path)!r} holds another run ({self.run_id}). What differs (was -> given):\n  "
-                + "\n  ".join(self.changes)
+                + "\n  ".join(changes)
                 + "\nNext: give the old values back, choose another output.dir, or go on all the same with --force "
                 "(allow_changes=True)."
             )
-        if self.changes or not self.resumed:
-            write_atomically(self.run_file, json.dumps({**was, "fingerprint": fingerprint}, indent=2) + "\n")
+        self.changes = changes + _differences(was.get("settings", given["settings"]), given["settings"])
+        if {**was, **given} != was or not self.resumed:
+            write_atomically(self.run_file, json.dumps({**was, **given}, indent=2) + "\n")
 
     def _read_identity(self) -> dict[str, Any]:
         try:
@@ -216,13 +224,12 @@ def space(directory: Path, needed: int) -> str:
     return f"Needed: {needed:,} bytes; free: {free:,} bytes."
 
 
-def _new_identity(fingerprint: dict[str, Any]) -> dict[str, Any]:
+def _new_identity() -> dict[str, Any]:
     now = datetime.now(UTC)
     return {
         "run_id": f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
         "created": now.isoformat("T", "seconds"),
         "rl4llm": rl4llm.__version__,
-        "fingerprint": fingerprint,
     }
 
 

@@ -76,6 +76,8 @@ class RunTracker:
         self.console.__enter__()
         if step >= 0:
             self.console.note(f"resumed {self._run.path} after step {step}")
+        for change in self._run.changes:
+            self.console.note(f"changed since the last start: {change}")
         for text in self._run.warnings:
             self.warn(text)
 

@@ -213,6 +213,17 @@ def test_a_directory_that_was_renamed_by_hand_is_not_taken_for_another_step(tmp_
         latest_checkpoint(tmp_path)
 
 
+def test_a_checkpoint_of_another_run_is_passed_over_or_refused(tmp_path):
+    for step, run in ((1, "one"), (2, "other")):
+        save_checkpoint(tmp_path, step, lambda directory: None, {"run": run}, 3)
+    found = latest_checkpoint(tmp_path, "one")
+    assert found.step == 1
+    assert found.skipped[0] == "step-000002: it belongs to the run other, while this one is one"
+    assert latest_checkpoint(tmp_path).step == 2
+    with pytest.raises(CheckpointError, match="step-000001: it belongs to the run one, while this one is third"):
+        latest_checkpoint(tmp_path, "third")
+
+
 def test_a_save_after_falling_back_removes_the_future_that_was_abandoned(tmp_path):
     save(tmp_path, 1)
     flip_a_bit(save(tmp_path, 3) / "state.json")

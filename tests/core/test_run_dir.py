@@ -36,7 +36,7 @@ def test_a_run_keeps_its_identity_when_it_is_opened_again(tmp_path):
     with RunDir.open(tmp_path / "a" / "run", FINGERPRINT) as second:
         assert second.resumed
         assert (second.run_id, second.created) == (first.run_id, first.created)
-    assert set(json.loads(first.run_file.read_text())) == {"run_id", "created", "rl4llm", "fingerprint"}
+    assert set(json.loads(first.run_file.read_text())) == {"run_id", "created", "rl4llm", "fingerprint", "settings"}
 
 
 def test_a_second_trainer_is_refused_with_the_process_that_holds_the_directory(tmp_path):
@@ -150,3 +150,15 @@ def test_a_library_that_wraps_the_systems_error_is_understood():
     assert is_full(OSError(27, "File too large"))
     assert not is_full(RuntimeError("os error 2"))
     assert not is_full(OSError(2, "No space left, it says"))
+
+
+def test_settings_may_change_from_one_start_to_the_next_and_are_told(tmp_path):
+    def changes(fingerprint=FINGERPRINT, **settings):
+        with RunDir.open(tmp_path / "run", fingerprint, settings=settings, allow_changes=True) as run:
+            return run.changes
+
+    assert changes(max_steps=4, processes=2) == ()
+    assert changes(max_steps=6, processes=2) == ("max_steps: 4 -> 6",)
+    assert changes(max_steps=6, processes=2) == ()
+    told = changes({**FINGERPRINT, "seed": 9}, max_steps=6)
+    assert told[0].startswith("seed: ") and told[1:] == ("processes: 2 -> nothing",)

@@ -1,8 +1,15 @@
 """Runs of two ranks that are killed: at any time, at each moment of saving and publishing, and what was saved damaged."""
 
+import contextlib
+import io
 import json
 import os
 import random
+import re
+import resource
+import shutil
+import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +21,9 @@ from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.core.checkpoint import latest_checkpoint
+from rl4llm.core.errors import CheckpointError, RunDirError
+from rl4llm.core.ranks import Ranks
+from rl4llm.quickstart.model import build_model
 
 KILLS = int(os.environ.get("RL4LLM_KILLS", "0"))  # 30 of each backend, for the figure that the README gives
 DDP, FSDP2 = {"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}
@@ -125,3 +135,180 @@ def test_killed_at_random_times_no_run_loses_more_than_one_interval_or_ends_with
         saved = now
     assert_same_weights(processes(trained, model_dir, tmp_path / str(done), backend)[0], expected.weights)
     assert steps_logged(tmp_path / str(done)) == [1, 2, 3, 4, 5, 6]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When the first rank is about to do what `change` matches for the `nth` time, the `victim` is killed; or, with
+    `bytes_more`, the first rank itself in the middle of the write that makes a file larger than that."""
+
+    change: str
+    nth: int = 1
+    victim: int = 0
+    bytes_more: int = 0
+
+
+def trained_until(ranks, moment, *given):
+    """Train, until the kill; what says whether it was reached is who is dead."""
+    pids = ranks.gather(os.getpid())
+    if ranks.is_first:
+        sys.addaudithook(Strike(moment, pids))
+    return trained(ranks, *given)
+
+
+class Strike:
+    """An audit hook of the interpreter, which hears of every file that is opened, renamed or removed beforehand."""
+
+    def __init__(self, moment, pids):
+        self.pattern, self.left, self.moment, self.pids = re.compile(moment.change), moment.nth, moment, pids
+
+    def __call__(self, event, args):
+        if event not in ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree"):
+            return
+        if not self.pattern.fullmatch(f"{event} " + " ".join(str(item) for item in args[:2])):
+            return
+        self.left -= 1
+        if self.left == 0 and self.moment.bytes_more:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.moment.bytes_more,) * 2)
+        elif self.left == 0:
+            os.kill(self.pids[self.moment.victim], signal.SIGKILL)
+
+
+SCRATCH, FINAL = r".*/step-\d+\.tmp-\w+", r".*/step-\d+"
+SAVING = {
+    "before its directory": Moment(rf"os.mkdir {SCRATCH} \d+"),
+    "before the model's directory": Moment(rf"os.mkdir {SCRATCH}/model \d+"),
+    "before the weights": Moment(rf"open {SCRATCH}/model/weights.safetensors w"),
+    "in the middle of a tensor": Moment(rf"open {SCRATCH}/model/weights.safetensors w", bytes_more=20_000),
+    "between weights and moments": Moment(rf"open {SCRATCH}/model/optimizer.safetensors w"),
+    "before the optimizer's state": Moment(rf"open {SCRATCH}/model/backend.json w"),
+    "before the ranks' random states": Moment(rf"open {SCRATCH}/state.json w"),
+    "before the manifest": Moment(rf"open {SCRATCH}/manifest.json w"),
+    "before fsync": Moment(rf"open {SCRATCH}/manifest.json r"),
+    "before the name": Moment(rf"os.rename {SCRATCH} {FINAL}"),
+    "before the pointer": Moment(r"os.rename .*/latest.tmp-\w+ .*/latest"),
+    "before pruning": Moment(rf"os.rename {FINAL} {SCRATCH}"),
+    "in the middle of pruning": Moment(rf"shutil.rmtree {SCRATCH} .*"),
+    "the other rank, before the directory": Moment(rf"os.mkdir {SCRATCH} \d+", victim=1),
+    "the other rank, with the weights": Moment(rf"open {SCRATCH}/model/weights.safetensors w", victim=1),
+    "the other rank, with the moments": Moment(rf"open {SCRATCH}/model/optimizer.safetensors w", victim=1),
+    "the other rank, before the manifest": Moment(rf"open {SCRATCH}/manifest.json w", victim=1),
+}
+WITH_OTHERS = [name for name in SAVING if "rank" in name or "tensor" in name or name == "before pruning"]
+SAVED = ("before the pointer", "before pruning", "in the middle of pruning")
+def dies(processes, moment, *given, options=()):
+    """Train until a moment, at which a rank must die; the other one is then killed too."""
+    processes.begin(trained_until, moment, *given, options)
+    assert processes.dead(moment.victim), f"{moment} was not reached"
+    processes.over_within(1.0)
+    processes.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "moments"),
+    [
+        pytest.param(DDP, [*SAVING], id="ddp"),
+        pytest.param(ZERO2, [*SAVING] if KILLS else WITH_OTHERS, id="zero-2", marks=pytest.mark.deepspeed),
+    ],
+)
+def test_killed_at_each_moment_of_saving_a_run_goes_on_from_a_whole_checkpoint_to_the_same_weights(
+    whole, processes, model_dir, tmp_path, backend, moments
+):
+    options = {"checkpoint.every": 1, "checkpoint.keep": 1, "max_steps": 7}
+    expected = whole(backend, **options)
+    given = model_dir, tmp_path, backend
+    processes(trained, *given, tuple((options | {"max_steps": 1}).items()))
+    processes.close()
+    for name in moments:
+        moment = SAVING[name]
+        before = step_saved(tmp_path)
+        dies(processes, moment, *given, options=tuple(options.items()))
+        now = step_saved(tmp_path)
+        assert now == before + (name in SAVED) or (moment.victim == 1 and now in (before, before + 1)), name
+    assert_same_weights(processes(trained, *given, tuple(options.items()))[0], expected.weights)
+
+
+def told(ranks, *given):
+    """What a run printed, and its last weights."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        weights = trained(ranks, *given)
+    return " ".join(out.getvalue().split()), weights
+
+
+@pytest.fixture(scope="module")
+def two_runs(on_ranks, model_dir, tmp_path_factory):
+    """Two runs alike, with checkpoints of steps 1 and 2, and the weights of step 3."""
+    root = tmp_path_factory.mktemp("runs")
+    options = {"checkpoint.every": 1, "max_steps": 2}
+    for name in ("one", "other"):
+        on_ranks(trained, model_dir, root / name, DDP, tuple(options.items()))
+    shutil.copytree(root / "one", root / "on")
+    weights, _ = on_ranks(trained, model_dir, root / "on", DDP, tuple((options | {"max_steps": 3}).items()))
+    return root, weights
+
+
+def harm(newest, other, how):
+    """Damage the newest checkpoint of two, or what names it."""
+    weights = newest / "model" / "weights.safetensors"
+    if how == "truncated":
+        os.truncate(weights, weights.stat().st_size - 1)
+    elif how == "missing":
+        (newest / "model" / "optimizer.safetensors").unlink()
+    elif how == "empty pointer":
+        os.truncate(newest.parent / "latest", 0)
+    elif how == "wrong hash":
+        content = bytearray(weights.read_bytes())
+        content[-9] ^= 4
+        weights.write_bytes(content)
+    elif how == "foreign run":
+        shutil.rmtree(newest)
+        shutil.copytree(other, newest)
+    else:
+        newest.rename(newest.with_name(f"{newest.name}.tmp-00c0ffee"))
+
+
+@pytest.mark.parametrize(("how", "step", "line"), [
+    ("truncated", 1, "Warning: step-000002: model/weights.safetensors has [0-9,]+ bytes instead of"),
+    ("missing", 1, "Warning: step-000002: model/optimizer.safetensors is missing"),
+    ("empty pointer", 2, "Warning: latest: is empty; used step-000002"),
+    ("wrong hash", 1, "Warning: step-000002: model/weights.safetensors is damaged"),
+    ("foreign run", 1, "Warning: step-000002: it belongs to the run "),
+    ("half renamed", 1, "Warning: step-000002.tmp-00c0ffee: a save that was interrupted"),
+])  # fmt: skip
+def test_two_ranks_go_on_from_the_last_good_checkpoint_and_say_what_they_passed_over(
+    two_runs, on_ranks, model_dir, tmp_path, how, step, line
+):
+    root, expected = two_runs
+    shutil.copytree(root / "one", tmp_path / "run")
+    harm(tmp_path / "run" / "checkpoints" / "step-000002", root / "other" / "checkpoints" / "step-000002", how)
+    options = {"checkpoint.every": 1, "max_steps": 3}
+    (text, weights), _ = on_ranks(told, model_dir, tmp_path / "run", DDP, tuple(options.items()))
+    assert f"after step {step}" in text
+    assert re.search(line, text), text
+    assert_same_weights(weights, expected)
+
+
+def test_another_number_of_processes_and_another_backend_are_told_and_another_model_is_refused(
+    two_runs, model_dir, tokenizer, tmp_path
+):
+    root, expected = two_runs
+    shutil.copytree(root / "one", tmp_path / "run")
+    alone = {"rollout.prompts": 4, "checkpoint.every": 1, "max_steps": 3}
+    text, weights = told(Ranks(), model_dir, tmp_path / "run", {"name": "torch"}, tuple(alone.items()))
+    for line in ("after step 2", "is of 2 ranks, not 1", "processes: 2 -> 1", "backend.shard: 'ddp' -> nothing"):
+        assert line in text, text
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=0)
+
+    shutil.copytree(model_dir, tmp_path / "model")
+    shutil.copytree(root / "one", tmp_path / "moved")
+    with pytest.raises(RunDirError, match=r"(?s)model\.path: .* -> .*--force"):
+        told(Ranks(), tmp_path / "model", tmp_path / "moved", {"name": "torch"}, tuple(alone.items()))
+    build_model(tokenizer, seed=0, hidden_size=32, num_layers=2).save_pretrained(tmp_path / "model")
+    identity = tmp_path / "moved" / "run.json"
+    identity.write_text(identity.read_text().replace(str(model_dir), str(tmp_path / "model")))
+    with pytest.raises(CheckpointError, match="It belongs to another model"):
+        told(Ranks(), tmp_path / "model", tmp_path / "moved", {"name": "torch"}, tuple(alone.items()))
+    assert json.loads((tmp_path / "moved" / "checkpoints" / "step-000002" / "state.json").read_text())["step"] == 2
