@@ -96,8 +96,10 @@ class DistributedRanks(Ranks):
             dist.destroy_process_group()
 
     def merge(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        everyone = self.share(_merged(self.gather(dict(metrics))))
-        return {name: everyone[name] for name in (*metrics, *(name for name in everyone if name not in metrics))}
+        everyone: list[dict[str, float]] = [{}] * self.size
+        self._speak(dist.all_gather_object, everyone, dict(metrics))
+        merged = _merged(everyone)
+        return {name: merged[name] for name in (*metrics, *(name for name in merged if name not in metrics))}
 
     def _speak(self, call: Any, *args: Any) -> None:
         try:
@@ -136,7 +138,7 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
 
 
 def _merged(everyone: list[dict[str, float]]) -> dict[str, float]:
-    """`Ranks.merge` on the first rank; the others' lists are empty."""
+    """`Ranks.merge`, from what every rank says."""
     tokens = [metrics.get("update/tokens", 0.0) for metrics in everyone]
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in everyone for name in metrics):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -142,10 +143,11 @@ class Preparation:
         """The micro-batches of one optimizer step on this rank, and the totals of all."""
         trajectories, credits = [], []
         for group, credits_G in share:
-            for trajectory, credit in zip(group.trajectories, credits_G, strict=True):
-                if self.algorithm.learns_from(trajectory) and not bool(credit.isnan().all()):
+            for trajectory, credit in zip(group.trajectories, credits_G.tolist(), strict=True):
+                turns = [turn for turn in (credit if credits_G.dim() > 1 else [credit]) if not math.isnan(turn)]
+                if self.algorithm.learns_from(trajectory) and turns:
                     trajectories.append(trajectory)
-                    credits.append(self._credit(credit))
+                    credits.append(self._credit(turns, by_turn=credits_G.dim() > 1))
         totals = self._over_ranks(self.batching.totals(trajectories))
         return self._aligned(self.batching.pack(trajectories, credits, totals)), totals
 
@@ -159,13 +161,11 @@ class Preparation:
         tokens, sequences, prompts = map(int, counts.tolist())
         return replace(own, tokens=tokens, sequences=sequences, prompts=prompts)
 
-    def _credit(self, credit: Tensor) -> Credit:
-        """As `pack` takes it: nothing, where there is nothing to learn; else a number, or one for each turn there was."""
-        turns_K = credit.reshape(-1)
-        turns_K = turns_K[~turns_K.isnan()]
-        if not self.algorithm.needs().every_token and bool((turns_K.abs() <= NO_CREDIT).all()):
+    def _credit(self, turns: list[float], by_turn: bool) -> Credit:
+        """As `pack` takes it: nothing, where there is nothing to learn; else one for each turn there was, or one number."""
+        if not self.algorithm.needs().every_token and all(abs(turn) <= NO_CREDIT for turn in turns):
             return None
-        return turns_K.tolist() if credit.dim() else credit.item()
+        return turns if by_turn else turns[0]
 
     def _fill(self, batch: TrainBatch) -> None:
         """What the algorithm needs to know of each token from other passes."""

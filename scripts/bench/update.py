@@ -37,14 +37,16 @@ PROMPTS, SAMPLES, NEW_TOKENS, ROWS = 16, 8, 64, 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def trajectories(size: str) -> list[Trajectory]:
+def trajectories(size: str, logprob: float = -6.0) -> list[Trajectory]:
+    """Of equal length and random tokens, each sampled with the same log-prob; rewards are random numbers."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for number, prompt in enumerate(build_prompts(size, PROMPTS)):
         for _ in range(SAMPLES):
             ids = torch.randint(3, SHAPES[size]["vocab_size"], (NEW_TOKENS,), generator=generator).tolist()
-            spans = (TokenSpan.context(prompt), TokenSpan(tuple(ids), "policy", (-6.0,) * NEW_TOKENS, 0))
-            found.append(Trajectory(str(number), spans, (), {}, 0.0, "length"))
+            spans = (TokenSpan.context(prompt), TokenSpan(tuple(ids), "policy", (logprob,) * NEW_TOKENS, 0))
+            reward = torch.rand((), generator=generator).item()
+            found.append(Trajectory(str(number), spans, (), {}, reward, "length"))
     return found
 
 
