@@ -128,14 +128,15 @@ class DeepSpeedBackend(ModelBackend):
             named = self.adapter.frozen(named)
         return [self._spec(name, tensor) for name, tensor in (*named.items(), *self._buffers())]
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> dict[str, str]:
         state = {"format": FORMAT, "step": self._trained.step_number, "parameter_steps": self._trained.steps()}
         if self.adapter is not None:
             state["base"] = self.adapter.base_digest()
         specs = [_master_spec(self._spec(name, tensor), tensor) for name, tensor in self._tensors().items()]
-        self._write(directory / WEIGHTS, specs, self._masters())
-        self._write(directory / MOMENTS, self._trained.moment_specs(), self._trained.moments())
+        hashes = self._write(directory / WEIGHTS, specs, self._masters())
+        hashes |= self._write(directory / MOMENTS, self._trained.moment_specs(), self._trained.moments())
         self._on_first(lambda: (directory / STATE).write_text(json.dumps(state, indent=1)))
+        return hashes
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:

@@ -115,20 +115,22 @@ class ModelBackend(BaseBackend):
     def _size(self, tensor: Tensor) -> int:
         return math.prod(self._spec("", tensor).shape)
 
-    def _write_own(self, path: Path, named: Mapping[str, Tensor]) -> None:
+    def _write_own(self, path: Path, named: Mapping[str, Tensor]) -> dict[str, str]:
         specs = [self._spec(name, tensor) for name, tensor in named.items()]
-        self._write(path, specs, self._wholes(named))
+        return self._write(path, specs, self._wholes(named))
 
-    def _write(self, path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """The first rank writes the tensors, one at a time; the others help to make them whole."""
-        self._on_first(lambda: write_tensors(path, specs, tensors), finish=lambda: deque(tensors, maxlen=0))
+    def _write(self, path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+        """The first rank writes the tensors, one at a time, and returns the file's hash; the others help to make them
+        whole."""
+        written = self._on_first(lambda: write_tensors(path, specs, tensors), finish=lambda: deque(tensors, maxlen=0))
+        return {} if written is None else {path.name: written}
 
-    def _on_first(self, write: Callable[[], Any], finish: Callable[[], Any] = lambda: None) -> None:
-        """`write` on the first rank, then `finish` on all; what fails there fails on all."""
-        problem = None
+    def _on_first(self, write: Callable[[], T], finish: Callable[[], Any] = lambda: None) -> T | None:
+        """What `write` returns, on the first rank, then `finish` on all; what fails there fails on all."""
+        found = problem = None
         try:
             if self._ranks.is_first:
-                write()
+                found = write()
         except (OSError, SafetensorError, WeightsError) as error:
             problem = error
         finish()  # ranks that wait for each other are not left waiting
@@ -137,6 +139,7 @@ class ModelBackend(BaseBackend):
             raise problem
         if told is not None:
             raise CheckpointError(f"The first rank could not write: {told}")
+        return found
 
     def _agreed(self, read: Callable[[], T]) -> T:
         """What `read` returns, or CheckpointError on every rank when it raises that on any."""

@@ -106,14 +106,14 @@ class TorchBackend(ModelBackend):
         parameters = self.model.named_parameters() if self.adapter is None else self.adapter.base_parameters()
         return [TensorSpec.of(name, tensor) for name, tensor in (*parameters, *self._buffers())]
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> dict[str, str]:
         moments, steps = self._optimizer.state()
         state = {"format": FORMAT, "step": self._optimizer.step_number, "parameter_steps": steps}
         if self.adapter is not None:
             state["base"] = self.adapter.base_digest()
-        self._write_own(directory / WEIGHTS, self._tensors())
-        self._write_own(directory / MOMENTS, moments)
+        hashes = self._write_own(directory / WEIGHTS, self._tensors()) | self._write_own(directory / MOMENTS, moments)
         self._on_first(lambda: (directory / STATE).write_text(json.dumps(state, indent=1)))
+        return hashes
 
     def load(self, directory: Path) -> None:
         """Read back what `save` wrote, into the tensors that are there, so that whoever shares them sees it too."""

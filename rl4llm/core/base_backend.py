@@ -97,8 +97,9 @@ class BaseBackend(ABC):
         """Write what a Hugging Face model directory holds beside its weights."""
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer and schedule into an existing directory, as safetensors and JSON."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write weights, optimizer and schedule into an existing directory, as safetensors and JSON; returns the xxh3_64 of
+        the files that were hashed on the way, by name."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:

@@ -207,13 +207,15 @@ class BaseTrainer(ABC, Generic[Collected]):
         for reason in checkpoint.skipped:
             self.warn(reason)
 
-    def write_checkpoint(self, directory: Path) -> None:
-        """Fill the directory of a new checkpoint."""
+    def write_checkpoint(self, directory: Path) -> dict[str, str]:
+        """Fill the directory of a new checkpoint; returns the hashes of files that are known already."""
+        hashes = {}
         for name, model in self.models().items():
             if self.ranks.is_first:
                 (directory / name).mkdir()
             self.ranks.wait()
-            model.save(directory / name)
+            hashes |= {f"{name}/{file}": found for file, found in model.save(directory / name).items()}
+        return hashes
 
     def models(self) -> dict[str, BaseBackend]:
         """The models that a checkpoint holds, by the name of their directory."""

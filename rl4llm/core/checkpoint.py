@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from rl4llm.core.run_dir import is_full, space, sync_directory, write_atomically
 FINAL = re.compile(r"step-(\d{6,})(\.old-[0-9a-f]+)?")
 UNFINISHED = re.compile(r"step-\d{6,}\.tmp-[0-9a-f]+")
 REPLACED = re.compile(r"step-\d{6,}\.old-[0-9a-f]+")
+Write = Callable[[Path], Mapping[str, str] | None]
+"""Fills a directory; returns the xxh3_64 of files that were hashed on the way, by their path in it, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,20 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path, step: int, write: Callable[[Path], None], state: dict[str, Any], keep: int, ranks: Ranks | None = None
+    root: Path, step: int, write: Write, state: dict[str, Any], keep: int, ranks: Ranks | None = None
 ) -> Path:
     """Save step `step`: `write` fills a new directory, `state` is what JSON can hold; the newest `keep` remain.
 
-    All ranks call `write`; the directory and the state are the first one's. Raises CheckpointError when the disk is full or
-    a file cannot be written; earlier checkpoints are then as they were.
+    All ranks call `write`; the directory, the hashes and the state are the first one's. Raises CheckpointError when the
+    disk is full or a file cannot be written; earlier checkpoints are then as they were.
     """
     ranks = ranks or Ranks()
     directory = ranks.share(begin_checkpoint(root, step) if ranks.is_first else None)
     try:
-        write(directory)
+        hashes = write(directory)
         ranks.wait()
         if ranks.is_first:
-            commit_checkpoint(directory, state, keep)
+            commit_checkpoint(directory, state, keep, hashes)
         ranks.wait()
         return _final(directory)
     except Exception as error:
@@ -77,13 +79,15 @@ def begin_checkpoint(root: Path, step: int) -> Path:
     return directory
 
 
-def commit_checkpoint(directory: Path, state: dict[str, Any], keep: int) -> Path:
+def commit_checkpoint(
+    directory: Path, state: dict[str, Any], keep: int, known_hashes: Mapping[str, str] | None = None
+) -> Path:
     """Seal a directory from `begin_checkpoint`, give it its final name, and delete what is older than the last `keep`."""
     if keep < 1:
         raise CheckpointError(f"checkpoint.keep={keep} is not accepted: at least 1.")
     root, final = directory.parent, _final(directory)
     (directory / "state.json").write_text(_json(state))
-    manifest.seal(directory, step=_step(directory))
+    manifest.seal(directory, known_hashes=known_hashes, step=_step(directory))
     if final.exists():  # saved before, and perhaps damaged since: `.old-` is still found if we die between the renames
         final.rename(root / f"{final.name}.old-{secrets.token_hex(4)}")
     directory.rename(final)

@@ -1,4 +1,4 @@
-"""Safetensors files written and read one tensor at a time.
+"""Safetensors files written and read one tensor at a time, hashed on the way, so that no second pass reads them again.
 
 The library writes a file from tensors that are all in memory at once. The format is an 8-byte length, a JSON header with
 each tensor's dtype, shape and place, and the tensors' bytes in that order.
@@ -7,11 +7,14 @@ each tensor's dtype, shape and place, and the tensors' bytes in that order.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
@@ -23,16 +26,27 @@ DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 ALIGNMENT = 8  # of the first tensor, so that readers can map them
+FLUSH_BYTES = 32 << 20
 
 
-def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write `tensors`, which are those of `specs` in their order, holding one at a time; raises OSError."""
-    with open(path, "wb", buffering=0) as file:
-        write_all(file, memoryview(header(specs)))
-        for spec, given in zip(specs, tensors, strict=True):
-            if TensorSpec.of(*given) != spec:
-                raise WeightsError(f"{path}: {TensorSpec.of(*given)} came where {spec} was announced.")
-            write_all(file, tensor_bytes(given[1].detach().to("cpu")))
+def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Write `tensors`, which are those of `specs` in their order, holding one at a time; returns the file's xxh3_64.
+
+    What is written goes to the disk while the next tensors are made, so that there is little left to wait for at the end.
+    Raises OSError.
+    """
+    digest = xxhash.xxh3_64()
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        flush, waiting = None, 0
+        for data in _contents(path, specs, tensors):
+            digest.update(data)
+            write_all(file, data)
+            waiting += len(data)
+            if waiting >= FLUSH_BYTES and (flush is None or flush.done()):
+                _raise_failure(flush)
+                flush, waiting = beside.submit(os.fsync, file.fileno()), 0
+        _raise_failure(flush)
+    return digest.hexdigest()
 
 
 def header(specs: Sequence[TensorSpec]) -> bytes:
@@ -58,6 +72,22 @@ def write_all(file: BinaryIO, data: memoryview) -> None:
     """Write all of it: the kernel takes at most 2 GiB at a time."""
     while len(data):
         data = data[file.write(data) :]
+
+
+def _contents(
+    path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[memoryview]:
+    yield memoryview(header(specs))
+    for spec, given in zip(specs, tensors, strict=True):
+        if TensorSpec.of(*given) != spec:
+            raise WeightsError(f"{path}: {TensorSpec.of(*given)} came where {spec} was announced.")
+        yield tensor_bytes(given[1].detach().to("cpu"))
+
+
+def _raise_failure(flush: Future[None] | None) -> None:
+    """Raise what a flush failed with: the kernel tells it once, and a later fsync of the same file succeeds."""
+    if flush is not None:
+        flush.result()
 
 
 class TensorFile(Mapping[str, Tensor]):

@@ -1,24 +1,16 @@
-"""Safetensors files written one tensor at a time, hashed and checked on the way, so that no second pass reads them again.
-
-What such a file looks like, `rl4llm.core.tensor_file` says.
-"""
+"""The files of a version: which tensors go into which, and that they are the model's own and finite."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from rl4llm.core.errors import WeightsError
-from rl4llm.core.tensor_file import header, tensor_bytes, write_all
+from rl4llm.core.tensor_file import write_tensors
 from rl4llm.core.types import TensorSpec
-
-FLUSH_BYTES = 32 << 20
 
 
 def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
@@ -37,25 +29,9 @@ def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[Tens
 def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
     """Write the next tensors of `tensors`, which must be those of `specs`; returns the file's xxh3_64.
 
-    Raises WeightsError for one that is missing, another, of another shape or dtype, or not finite, and OSError. What is
-    written goes to the disk while the next tensors are looked at, so that there is little left to wait for at the end.
+    Raises WeightsError for one that is missing, another, of another shape or dtype, or not finite, and OSError.
     """
-    digest = xxhash.xxh3_64()
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        head = header(specs)
-        digest.update(head)
-        write_all(file, memoryview(head))
-        flush, waiting = None, 0
-        for _, tensor in _checked(specs, tensors):
-            data = tensor_bytes(tensor.to("cpu"))
-            digest.update(data)
-            write_all(file, data)
-            waiting += len(data)
-            if waiting >= FLUSH_BYTES and (flush is None or flush.done()):
-                _raise_failure(flush)
-                flush, waiting = beside.submit(os.fsync, file.fileno()), 0
-        _raise_failure(flush)
-    return digest.hexdigest()
+    return write_tensors(path, specs, _checked(specs, tensors))
 
 
 def check_tensors(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -78,12 +54,6 @@ def _checked(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]])
         name, tensor = _matching(spec, next(tensors, None))
         _check_finite(name, tensor)
         yield name, tensor
-
-
-def _raise_failure(flush: Future[None] | None) -> None:
-    """Raise what a flush failed with: the kernel tells it once, and a later fsync of the same file succeeds."""
-    if flush is not None:
-        flush.result()
 
 
 def _matching(spec: TensorSpec, given: tuple[str, Tensor] | None) -> tuple[str, Tensor]:

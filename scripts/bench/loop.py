@@ -7,7 +7,8 @@
 Ours is what the trainer does between a rollout and the publishing: `RLTrainer.prepare` (credits, packing, advantages) and
 `RLTrainer.update` (the backend, metrics and their exchange, the clock). The bare side is a loop by hand, whose inputs lie
 ready in the form that its model takes; it logs a loss and a gradient norm. Both live in the same process, and take turns,
-who is first changing from pair to pair; in the end their weights must be equal.
+who is first changing from pair to pair; in the end their weights must be equal. The bare engine's buckets are as large
+as ours, since DeepSpeed's default ones make small models several times slower.
 
 16 prompts x 8 samples of 64 + 64 tokens over all ranks. CPU is the processor time of all ranks, for machines that are not
 quiet; wall clock is that of the slowest rank.
@@ -163,13 +164,14 @@ def bare_torch(module: nn.Module, batches: list[Ready]) -> Callable[[], None]:
 
 def bare_deepspeed(module: nn.Module, batches: list[Ready], args: argparse.Namespace, ranks: Ranks) -> Callable[[], None]:
     deepspeed = import_deepspeed()
+    bucket = sum(parameter.numel() for parameter in module.parameters())
     engine = deepspeed.initialize(
         model=module,
         optimizer=adamw(module),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": len(batches),
-            "zero_optimization": {"stage": args.stage},
+            "zero_optimization": {"stage": args.stage, "reduce_bucket_size": bucket},
             "gradient_clipping": MAX_NORM,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

@@ -19,13 +19,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-def build_model(size: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A Qwen3-class causal LM of about 1 or 30 million parameters ("1m", "30m"), in evaluation mode."""
+def build_model(size: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A Qwen3-class causal LM of about 1 or 30 million parameters ("1m", "30m"), in evaluation mode; `changes` to its shape
+    make another one."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        **SHAPES[size],
+        **SHAPES[size] | changes,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         bos_token_id=1,

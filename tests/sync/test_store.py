@@ -320,7 +320,7 @@ def test_a_failure_of_the_disk_is_told_though_the_kernel_says_it_once_and_beside
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(descriptor)
 
-    monkeypatch.setattr("rl4llm.sync.shards.FLUSH_BYTES", 1)
+    monkeypatch.setattr("rl4llm.core.tensor_file.FLUSH_BYTES", 1)
     monkeypatch.setattr(os, "fsync", failing_once)
     with pytest.raises(WeightsError, match=r"could not be written .* Input/output error"):
         write(WeightStore(tmp_path), 1)
