@@ -46,7 +46,8 @@ class RunTracker:
     ):
         self._ranks = ranks or Ranks()
         self.console = Console(total_steps, quiet=not self._ranks.is_first, title=str(run.path))
-        self.clock = Clock(on_phase=self._show_phase)
+        self._resources = Resources()
+        self.clock = Clock(on_phase=self._show_phase, peak=self._resources.peak_gb)
         self._run = run
         self._tensorboard = tensorboard
         self._wandb_project = wandb_project
@@ -54,7 +55,6 @@ class RunTracker:
         self._episodes_per_step = episodes_per_step
         self._config = dict(config or {})
         self._tolerant = Tolerant(self.warn)
-        self._resources = Resources()
         self._trackers: Trackers | None = None
         self._evals: Trackers | None = None
         self._episodes: EpisodeLog | None = None
@@ -93,7 +93,7 @@ class RunTracker:
         counts: Mapping[str, float] | None = None,
     ) -> None:
         """Log one finished step; `tokens` is how many it trained on or sampled, for tokens/s; engines count `counts`."""
-        times = self.clock.lap()
+        phases = self.clock.lap()
         if groups or failed:
             self._store_episodes(step, groups, failed, credits=credits)
         gathered = self._ranks.gather((tokens, facts(groups), classes(failed)))
@@ -104,8 +104,8 @@ class RunTracker:
             **(_summary(gathered) if groups or failed else {}),
             **_merged(updates),
             **(counts or {}),
-            **times,
-            "tokens/s": tokens / max(times.get("time/step", 0.0), 1e-9),
+            **phases,
+            "tokens/s": tokens / max(phases.get("time/step", 0.0), 1e-9),
             **self._resources.metrics(),
         }
         self._trackers.log(step, metrics)

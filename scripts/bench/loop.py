@@ -46,6 +46,7 @@ from rl4llm.envs.rollout import RolloutResult
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.testing import ScriptedClient
 from rl4llm.tracking.clock import Clock
+from rl4llm.tracking.resources import Resources
 from rl4llm.trainers.prepare import Batching, Preparation
 from rl4llm.trainers.rl import Inference, RLTrainer
 
@@ -122,7 +123,8 @@ def our_trainer(args: argparse.Namespace, ranks: Ranks) -> RLTrainer:
     batching = Batching("shared", algorithm.aggregation, 0, None, usual_tokens_per_batch=2048)
     client = ScriptedClient(build_tokenizer(args.size), {"": ["w3"]})
     return RLTrainer(
-        algorithm=algorithm, backend=backend, clock=Clock(), schedule=Schedule(1), run=None, ranks=ranks,
+        algorithm=algorithm, backend=backend, clock=Clock(peak=Resources().peak_gb), schedule=Schedule(1), run=None,
+        ranks=ranks,
         inference=Inference(client, asyncio.Runner(), MemoryPublisher(client), canary=None), rollout=None, prompts=None,
         plan=(), sampling_params=SamplingParams(max_tokens=64), eval_params=SamplingParams(max_tokens=64), tracker=None,
         preparation=Preparation(algorithm=algorithm, policy=backend, batching=batching, ranks=ranks),

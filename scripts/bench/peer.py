@@ -34,12 +34,13 @@ class Memory:
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again at what is resident now
-        self._baseline = _status_kib("VmRSS")
+        self._baseline_gb = self._peak_gb = _status_kib("VmRSS") * 1024 / 1e9
 
-    def report(self) -> dict[str, float]:
-        """The high-water mark so far in GB: of the process, and above the baseline."""
-        peak = _status_kib("VmHWM")
-        return {"peak_gb": peak * 1024 / 1e9, "growth_gb": (peak - self._baseline) * 1024 / 1e9}
+    def report(self, seen_gb: float = 0.0) -> dict[str, float]:
+        """The high-water mark so far in GB: of the process, and above the baseline. `seen_gb` is for a side that lowers the
+        mark itself: the highest that it saw."""
+        self._peak_gb = max(self._peak_gb, seen_gb, _status_kib("VmHWM") * 1024 / 1e9)
+        return {"peak_gb": self._peak_gb, "growth_gb": self._peak_gb - self._baseline_gb}
 
 
 def reward(text: str) -> float:

@@ -65,6 +65,12 @@ def step(trainer: RLTrainer) -> dict[str, Any]:
     }
 
 
+def highest_gb(trainer: RLTrainer) -> float:
+    """Of the phases of the last step, each of which measures for itself."""
+    last = json.loads(trainer.run.metrics_file.read_text().splitlines()[-1])
+    return max(value for name, value in last.items() if name.startswith("memory/"))
+
+
 def main() -> None:
     channel = Channel()
     job = json.loads(sys.argv[1])
@@ -77,7 +83,7 @@ def main() -> None:
         versions = {"rl4llm": rl4llm.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
         channel.send(ready=True, versions=versions)
         while channel.wait():
-            channel.send(**step(trainer), **memory.report())
+            channel.send(**step(trainer), **memory.report(highest_gb(trainer)))
 
 
 if __name__ == "__main__":

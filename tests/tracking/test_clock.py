@@ -47,6 +47,22 @@ def test_a_phase_that_is_still_open_counts_in_the_lap_that_it_ends_in():
     assert clock.lap() == {"time/save": 2.0}
 
 
+def memory(lap):
+    return {name: gb for name, gb in lap.items() if name.startswith("memory/")}
+
+
+def test_the_memory_of_a_phase_is_the_most_that_it_and_those_inside_it_took_and_nothing_from_before():
+    taken = iter([9.0, 3.0, 8.0, 2.0, 7.0, 1.0])  # until step, until rollout, until its end, until that of the step, ...
+    clock = Clock(peak=lambda: next(taken))
+    with clock("step"), clock("rollout"):
+        pass
+    assert memory(clock.lap()) == {"memory/step": 8.0, "memory/rollout": 8.0}
+    with clock("step"):
+        assert memory(clock.lap()) == {}
+    assert memory(clock.lap()) == {"memory/step": 1.0}
+    assert memory(Clock().lap()) == {}
+
+
 def test_whoever_listens_hears_each_phase_as_it_begins():
     heard = []
     clock = Clock(on_phase=heard.append)

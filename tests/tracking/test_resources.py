@@ -17,6 +17,23 @@ def test_memory_that_was_taken_shows_in_use_and_after_it_was_given_back_in_the_p
     assert after["resources/peak_rss_gb"] >= during["resources/rss_gb"] - 0.01
 
 
+def test_a_phase_is_charged_with_what_it_gave_back_and_the_next_one_is_not():
+    resources = Resources()
+    resources.peak_gb()
+    before = resources.metrics()["resources/rss_gb"]
+    del (block := [torch.ones(50_000_000)])[:]  # 0.2 GB
+    assert not block
+    assert resources.peak_gb() > before + 0.15
+    assert resources.peak_gb() < before + 0.05
+    assert resources.metrics()["resources/peak_rss_gb"] > before + 0.15
+
+
+def test_where_no_mark_can_be_lowered_it_is_what_is_resident(monkeypatch, tmp_path):
+    monkeypatch.setattr("rl4llm.tracking.resources.CLEAR", tmp_path / "absent" / "clear_refs")
+    resources = Resources()
+    assert abs(resources.peak_gb() - resources.metrics()["resources/rss_gb"]) < 0.05
+
+
 def test_a_busy_process_uses_processor_time():
     resources = Resources()
     busy_until = time.process_time() + 0.1

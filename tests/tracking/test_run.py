@@ -56,7 +56,7 @@ def test_optimizer_steps_become_one_row_with_sums_maxima_and_means(tmp_path):
     row = read_jsonl(tmp_path / "metrics.jsonl")[0]
     assert (row["loss"], row["ratio/max"], row["update/tokens"]) == (2.0, 2.0, 7.0)
     assert row["reward/mean"] == 1.0
-    assert {"time/step", "time/rollout", "tokens/s", "resources/rss_gb"} <= row.keys()
+    assert {"time/step", "time/rollout", "memory/step", "memory/rollout", "tokens/s", "resources/rss_gb"} <= row.keys()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer also says it
