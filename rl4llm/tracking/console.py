@@ -88,6 +88,10 @@ class Console:
         if "accuracy" in metrics:
             self.note(f"held-out success at step {step}: {metrics['accuracy']:.1%}")
 
+    def recall(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The held-out set was measured before this start of the run."""
+        self._progress.take_evaluation(step, metrics)
+
     def note(self, text: str) -> None:
         """Something worth a line."""
         self._line(text)

@@ -75,6 +75,7 @@ class RunTracker:
             self._episodes = EpisodeLog(run.episodes_dir, *limits, step, self._ranks.rank)
         self.console.__enter__()
         if step >= 0:
+            self._recall_evaluations()
             self.console.note(f"resumed {self._run.path} after step {step}")
         for change in self._run.changes:
             self.console.note(f"changed since the last start: {change}")
@@ -148,6 +149,12 @@ class RunTracker:
                 trackers.close()
             if self._trackers is not None and self._ranks.is_first:
                 self._draw_curve()
+
+    def _recall_evaluations(self) -> None:
+        """The console says how far the run has come since its first start, not since this one."""
+        with self._tolerant("evaluations"):
+            for row in read_jsonl(self._run.eval_file):
+                self.console.recall(row["step"], row)
 
     def _opened(self, makers: Sequence[Callable[[], Tracker]]) -> Trackers:
         """The trackers that could be opened."""

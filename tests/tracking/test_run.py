@@ -48,6 +48,19 @@ def test_a_run_that_is_resumed_has_every_step_and_evaluation_once_in_all_of_its_
     assert (tmp_path / "learning_curve.png").stat().st_size > 1000
 
 
+def test_a_resumed_run_says_how_far_it_has_come_since_its_first_start(tmp_path, capsys):
+    first = open_run(tmp_path)
+    first.begin(-1)
+    report(first, 10)
+    first.close()
+    second = open_run(tmp_path)
+    second.begin(10)
+    second.evaluation(11, [group(0.0)], [])
+    second.step(12, [group(1.0)], [], [], tokens=2)
+    second.close()
+    assert "held-out 0.0% (step 11, from 100.0%)" in capsys.readouterr().out
+
+
 def test_optimizer_steps_become_one_row_with_sums_maxima_and_means(tmp_path):
     tracker = open_run(tmp_path)
     tracker.begin(-1)
