@@ -8,6 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "rl4llm"
 LAYERS = {  # a file may import from its own layer's folder and from lower layers; equal numbers never import each other
     "core": 0,
+    "sandbox": 0.5,  # rewards, environments and graders all run programs in it
     "algorithms": 1,
     "data": 1,
     "rewards": 1,

@@ -7,6 +7,7 @@
     ├── ModelError         a model or tokenizer that cannot be used
     ├── EnvError           an environment broke its contract
     ├── RewardError        a reward function broke its contract
+    ├── SandboxError       no sandbox that may be used can be started here
     ├── EngineError        an inference engine failed or was asked something impossible
     │   ├── StaleWeightsError   an engine does not hold the weights that it should
     │   ├── MismatchError       an engine's log-probs are too far from the trainer's
@@ -54,6 +55,10 @@ class EnvError(RL4LLMError):
 
 class RewardError(RL4LLMError):
     """A reward function broke its contract."""
+
+
+class SandboxError(RL4LLMError):
+    """No sandbox for model-written programs can be started that is strong enough for what the configuration allows."""
 
 
 class EngineError(RL4LLMError):

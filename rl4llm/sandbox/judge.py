@@ -1,0 +1,244 @@
+"""The split judge: a program in one sandbox, its tests outside or in another, and the comparison here.
+
+Nothing that a candidate says is taken for more than the value of the call that it was asked, under a number that it could
+not know before. Its exit code, what it prints beside a script's output and what it does to its own process decide nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl4llm.sandbox.cell import Cell, Ended
+from rl4llm.sandbox.program import Asserts, Calls, Limits, Outcome, Program, Status, Stdin, Suite, TestResult
+from rl4llm.sandbox.wire import WireError, decode, encode, same, same_text
+
+if TYPE_CHECKING:
+    from rl4llm.sandbox.supervisor import Station
+
+SHOWN = 2000
+
+
+def judge(station: Station, program: Program, limits: Limits) -> Outcome:
+    """Run a program and its tests; raises Ended when the sandbox or the tests do not work."""
+    deadline = time.monotonic() + limits.total_s
+    tests = program.tests
+    if tests is None:
+        return _script(Candidate(station, program, limits, deadline, "scripts"))
+    if isinstance(tests, Stdin):
+        return _stdin(Candidate(station, program, limits, deadline, "scripts"), tests)
+    candidate = Candidate(station, program, limits, deadline, "calls")
+    if isinstance(tests, Calls):
+        return _calls(candidate, tests)
+    return _code(station, candidate, tests, limits, deadline)
+
+
+class Candidate:
+    """The program in its sandbox. After it died it is started again for the next test, while there is time."""
+
+    def __init__(self, station: Station, program: Program, limits: Limits, deadline: float, role: str):
+        self.station = station
+        self.program = program
+        self.limits = limits
+        self.deadline = deadline
+        self.role = role
+        self.parsed = True
+        self.cell: Cell | None = None
+        self._fault: Ended | None = None
+
+    def begin(self) -> None:
+        """Start the sandbox without waiting for it."""
+        if self.cell is None:
+            self.cell = self.station.start(self.limits)
+            self._loaded = False
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one request; raises Ended when there is none."""
+        if self._fault is not None:
+            raise self._fault
+        if time.monotonic() >= self.deadline:
+            raise Ended("model_error", "timeout: no time was left for this test")
+        self.begin()
+        try:
+            if not self._loaded:
+                self._load()
+            return self._asked(request)
+        except Ended:
+            self._drop()
+            raise
+
+    def printed(self) -> tuple[str, str]:
+        """What the program printed since it was last asked for, as text."""
+        if self.cell is None:
+            return "", ""
+        self.cell.drain()
+        texts = [bytes(data).decode("utf-8", "replace") for data in self.cell.printed.values()]
+        for data in self.cell.printed.values():
+            data.clear()
+        return texts[0], texts[1]
+
+    def _load(self) -> None:
+        program = self.program
+        self.cell.play(
+            self.role, {"source": program.source, "prefix": program.prefix, "entry_point": program.entry_point}
+        )
+        try:
+            message = self.cell.receive(self._until(), "loading the program")
+        except Ended as ended:
+            self._fault = ended
+            raise
+        if "loaded" not in message:
+            self.parsed = "unparsed" not in message
+            reason = str(message.get("unparsed" if not self.parsed else "broken"))
+            self._fault = Ended("model_error", reason[:SHOWN])
+            raise self._fault
+        self._loaded = True
+
+    def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+        number = secrets.randbits(60)
+        until = self._until()
+        self.cell.send({"id": number, **request}, until)
+        reply = self.cell.receive(until)
+        if reply.get("id") != number or isinstance(reply["id"], bool):
+            raise Ended("model_error", "it answered what it was not asked")
+        return reply
+
+    def _until(self) -> float:
+        return min(self.deadline, time.monotonic() + self.limits.wall_s)
+
+    def _drop(self) -> None:
+        if self.cell is not None:
+            self.station.end(self.cell)
+            self.cell = None
+
+
+def _script(candidate: Candidate) -> Outcome:
+    out = err = ""
+    try:
+        result, out, err = _run_once(candidate, candidate.program.stdin)
+    except Ended as ended:
+        return Outcome(ended.status, ended.reason, parsed=candidate.parsed)
+    return Outcome(result.status, result.reason, stdout=out, stderr=err, parsed=candidate.parsed)
+
+
+def _stdin(candidate: Candidate, tests: Stdin) -> Outcome:
+    results = []
+    for number, (given, expected) in enumerate(tests.cases, 1):
+        name = f"input {number}"
+        try:
+            result, out, _ = _run_once(candidate, given)
+        except Ended as ended:
+            results.append(TestResult(name, ended.status, ended.reason))
+            continue
+        if result.passed and not same_text(out, expected):
+            result = TestResult(name, "wrong", "the output is another one")
+        results.append(TestResult(name, result.status, result.reason))
+    return _outcome(results, candidate.parsed)
+
+
+def _run_once(candidate: Candidate, stdin: str) -> tuple[TestResult, str, str]:
+    reply = candidate.ask({"stdin": stdin})
+    out, err = candidate.printed()
+    if reply.get("exit") == 0:
+        return TestResult("", "ok"), out, err
+    last = (err.strip().splitlines() or [""])[-1][:300]
+    return TestResult("", "model_error", f"exit status {str(reply.get('exit'))[:20]}: {last}"), out, err
+
+
+def _calls(candidate: Candidate, tests: Calls) -> Outcome:
+    results = []
+    for number, case in enumerate(tests.cases, 1):
+        name = f"call {number}"
+        try:
+            request = {"fn": case.fn, "args": encode(list(case.args)), "kwargs": encode(dict(case.kwargs))}
+            encode(case.expected)
+        except WireError as error:
+            results.append(TestResult(name, "infra_error", f"the test holds what is no literal: {error}"))
+            continue
+        try:
+            reply = candidate.ask(request)
+            status, reason = _compared(reply, case.expected, tests.float_tolerance)
+        except Ended as ended:
+            status, reason = ended.status, ended.reason
+        results.append(TestResult(name, status, reason))
+    return _outcome(results, candidate.parsed)
+
+
+def _compared(reply: dict[str, Any], expected: Any, float_tolerance: float) -> tuple[Status, str]:
+    if "value" not in reply:
+        return "model_error", str(reply.get("reason"))[:SHOWN]
+    try:
+        value = decode(reply["value"])
+    except WireError as error:
+        return "model_error", str(error)
+    if same(value, expected, float_tolerance):
+        return "ok", ""
+    return "wrong", f"another {'type' if type(value) is not type(expected) else 'value'} was expected"
+
+
+def _code(station: Station, candidate: Candidate, tests: Asserts | Suite, limits: Limits, deadline: float) -> Outcome:
+    """Tests that are code run in a sandbox of their own, and what they call is passed on from here."""
+    candidate.begin()  # both sandboxes come up at the same time
+    cell = station.start(limits)
+    role, job = _role(candidate.program, tests)
+    cell.play(role, job)
+    results: list[TestResult] = []
+    plan: list[str] = []
+    try:
+        while "done" not in (message := cell.receive(_next_deadline(limits, deadline), "a test")):
+            if "broken" in message:
+                raise Ended("infra_error", f"the tests do not run: {message['broken']}")
+            plan = message.get("plan", plan)
+            if "test" in message:
+                results.append(TestResult(message["test"], _KINDS[message["kind"]], message["reason"]))
+            if "call" in message:
+                cell.send(_passed_on(candidate, message), deadline)
+    except Ended as ended:
+        if not plan:
+            raise Ended("infra_error", f"the tests do not run: {ended.reason}") from None
+        done = {result.name for result in results}
+        results += [TestResult(name, ended.status, ended.reason) for name in plan if name not in done]
+    if not plan:
+        raise Ended("infra_error", "the tests hold no assert that could fail")
+    return _outcome(results, candidate.parsed)
+
+
+_KINDS: dict[str, Status] = {"passed": "ok", "wrong": "wrong", "ended": "model_error", "broken": "infra_error"}
+
+
+def _role(program: Program, tests: Asserts | Suite) -> tuple[str, dict[str, Any]]:
+    if isinstance(tests, Suite):
+        return "suite", {"files": dict(tests.files), "required": list(tests.required)}
+    entry_point = tests.entry_point or program.entry_point
+    return "asserts", {"tests": list(tests.tests), "setup": tests.setup, "entry_point": entry_point}
+
+
+def _next_deadline(limits: Limits, deadline: float) -> float:
+    return min(deadline, time.monotonic() + limits.wall_s)
+
+
+def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        reply = candidate.ask({"fn": message["call"], "args": message["args"], "kwargs": message["kwargs"]})
+        if "value" not in reply:
+            return {"error": str(reply.get("error"))[:100], "reason": str(reply.get("reason"))[:SHOWN]}
+        return {"value": encode(decode(reply["value"]))}
+    except WireError as error:
+        return {"error": "TypeError", "reason": str(error)}
+    except Ended as ended:
+        if ended.status == "infra_error":
+            raise
+        return {"ended": ended.reason}
+
+
+def _outcome(results: Sequence[TestResult], parsed: bool) -> Outcome:
+    if not results:
+        raise Ended("infra_error", "there are no tests")
+    failed = [result for result in results if not result.passed]
+    if not failed:
+        return Outcome("ok", "", tuple(results), parsed=parsed)
+    by_status = {result.status: result for result in reversed(failed)}
+    first = next(by_status[status] for status in ("infra_error", "wrong", "model_error") if status in by_status)
+    return Outcome(first.status, first.reason, tuple(results), parsed=parsed)

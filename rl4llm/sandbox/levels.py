@@ -1,0 +1,109 @@
+"""The command that starts a bare Python behind walls, for each level of isolation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST_UID = 1_900_000_000  # above all that user databases and container runtimes give out; one per slot
+SYSTEM_PYTHON = "/usr/bin/python3"
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1",
+    "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+_PYTHON_FLAGS = ("-s", "-S", "-B", "-c")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a process in a sandbox is started. `directory` is the host's, None where the sandbox has one of its own."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str | None
+    needs_filter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A way to isolate. `rank` is 1 for the weakest; a level below 2 is refused for rewards unless allowed."""
+
+    name: str
+    rank: int
+    prefork: int
+    start: Callable[..., Start]
+    own_files: bool
+
+
+def rlimits(python: str, arguments: Sequence[str], directory: str, **_: object) -> Start:
+    """Limits of the kernel, a process group, an empty environment; nothing hides the host's files or its network."""
+    return Start([python, *_PYTHON_FLAGS, *arguments], {**_ENVIRONMENT, "HOME": directory, "TMPDIR": directory}, directory)
+
+
+def bubblewrap(
+    python: str,
+    arguments: Sequence[str],
+    *,
+    disk_bytes: int,
+    filter_fd: int | None = None,
+    packages: Sequence[str] = (),
+    bwrap: str = "bwrap",
+    **_: object,
+) -> Start:
+    """Namespaces for everything, a file system of /usr and one small tmpfs, no capabilities, a filter of system calls."""
+    prefix = os.path.dirname(os.path.dirname(python))
+    readable = ["/usr"] + [path for path in (prefix, *packages) if not _within(path, "/usr")]
+    command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+    command += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
+    for path in readable:
+        command += ["--ro-bind", path, path]
+    for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            command += ["--ro-bind", path, path]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    for path in ("/dev/shm", "/tmp"):
+        command += ["--size", str(max(65536, disk_bytes // 2)), "--tmpfs", path]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    for name, value in _ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    if filter_fd is not None:
+        command += ["--seccomp", str(filter_fd)]
+    return Start([*command, "--", python, *_PYTHON_FLAGS, *arguments], {}, "/", needs_filter=True)
+
+
+LEVELS = {
+    "prefork": Level("prefork", 2, 2, bubblewrap, own_files=True),
+    "bubblewrap": Level("bubblewrap", 2, 0, bubblewrap, own_files=True),
+    "rlimits": Level("rlimits", 1, 0, rlimits, own_files=False),
+}
+"""From the one that is taken first. "prefork" is bubblewrap with sandboxes started ahead; each is used once."""
+
+
+def find_python(uid: int | None) -> str | None:
+    """The interpreter for sandboxes: this one's, else the system's, whichever `uid` may run; None for neither."""
+    own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    return next((path for path in (own, os.path.realpath(SYSTEM_PYTHON)) if _may_run(path, uid)), None)
+
+
+def find_bwrap() -> str | None:
+    return shutil.which("bwrap", path=f"{os.environ.get('PATH', '')}:/usr/bin:/usr/local/bin")
+
+
+def _may_run(path: str, uid: int | None) -> bool:
+    if uid is None:
+        return os.access(path, os.X_OK)
+    try:
+        modes = [os.stat(part).st_mode for part in (Path(path), *Path(path).parents)]
+    except OSError:
+        return False
+    return all(mode & 0o001 for mode in modes)  # a uid of nobody's: only what all may do
+
+
+def _within(path: str, directory: str) -> bool:
+    return os.path.commonpath([os.path.abspath(path), directory]) == directory

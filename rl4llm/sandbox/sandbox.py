@@ -1,0 +1,264 @@
+"""The sandbox as the rest of the code sees it: `run(program, limits) -> Outcome`, from any thread."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl4llm.core.errors import ConfigError, SandboxError, unknown
+from rl4llm.sandbox.levels import FIRST_UID, LEVELS, find_bwrap, find_python
+from rl4llm.sandbox.probe import Probe, probe_level
+from rl4llm.sandbox.program import Limits, Outcome, Program, TestResult
+
+ATTEMPTS = 3
+GRACE_S = 30.0
+SLOT_TIMEOUT_S = 1800.0
+_ROOT = str(Path(__file__).parents[2])
+_MAIN = "import sys; sys.path.insert(0, {root!r}); from rl4llm.sandbox.supervisor import main; main()"
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What runs programs: the sandboxes of this machine, or, behind the same two methods, those of another one."""
+
+    def run(self, program: Program, limits: Limits | None = None) -> Outcome:
+        """What came of a program. Whatever goes wrong is an outcome; nothing is raised for it."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held."""
+        ...
+
+
+class Sandbox:
+    """Sandboxes on this machine.
+
+    Args:
+        level: "auto" for the strongest that works here, or one of `rl4llm.sandbox.LEVELS`.
+        allow_weak: whether a level may be taken that does not keep programs from the host's files and network.
+        slots: programs at a time, each with a supervising process of its own.
+        packages: directories that programs may import from, read-only.
+        limits: of programs for which none are given.
+
+        >>> sandbox = Sandbox()
+        >>> sandbox.run(Program("print(6 * 7)")).stdout
+        '42\\n'
+
+    Nothing is started before the first use. Then the level is probed with a canary for each property; SandboxError says
+    what is missing where none can be taken. `run` may be called from several threads; it blocks. `counts` has totals of
+    outcomes by status, and of programs that were tried again.
+    """
+
+    def __init__(
+        self,
+        level: str = "auto",
+        *,
+        allow_weak: bool = False,
+        slots: int = 2,
+        packages: Sequence[str] = (),
+        limits: Limits | None = None,
+    ):
+        if level not in ("auto", *LEVELS):
+            raise ConfigError(unknown("sandbox.level", level, ("auto", *LEVELS)))
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ConfigError(f"sandbox.slots={slots!r} is not accepted: a whole number above 0.")
+        self.level = level
+        self.allow_weak = allow_weak
+        self.slots = slots
+        self.packages = tuple(os.path.abspath(path) for path in packages)
+        self.limits = limits or Limits()
+        self.counts: Counter[str] = Counter()
+        self._reset()
+
+    def run(self, program: Program, limits: Limits | None = None) -> Outcome:
+        """What came of a program; what the machine is to blame for is tried again, and is infra_error at last."""
+        try:
+            self.probe()
+        except SandboxError as error:
+            return self._counted(Outcome("infra_error", str(error)))
+        outcome = Outcome("infra_error", f"no slot of {self.slots} became free within {SLOT_TIMEOUT_S:g} s")
+        try:
+            slot = self._free.get(timeout=SLOT_TIMEOUT_S)
+        except queue.Empty:
+            return self._counted(outcome)
+        try:
+            for attempt in range(ATTEMPTS):
+                outcome = slot.run(program, limits or self.limits)
+                if outcome.status != "infra_error":
+                    break
+                self.counts["again"] += attempt + 1 < ATTEMPTS
+                slot.close()
+        finally:
+            self._free.put(slot)
+        return self._counted(outcome)
+
+    def probe(self) -> Probe:
+        """The level that is active and what it was seen to hold; SandboxError when there is none that may be taken."""
+        if os.getpid() != self._owner:  # a fork of the trainer gets slots of its own
+            self._finalizer.detach()
+            self._reset()
+        with self._lock:
+            if self._probe is None:
+                self._probe = self._chosen()
+                for slot in self._all:
+                    slot.level = self._probe.level
+                logger.log(logging.INFO if self._probe.rank > 1 else logging.WARNING, "%s", self._probe)
+            return self._probe
+
+    def close(self) -> None:
+        """End all supervisors, and with them what they run; a later use starts new ones."""
+        for slot in self._all:
+            slot.close()
+
+    def pids(self) -> list[int]:
+        """The process ids of the supervisors that are there."""
+        return [slot.process.pid for slot in self._all if slot.process is not None]
+
+    def _reset(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._probe: Probe | None = None
+        first = FIRST_UID + 1000 * secrets.randbelow(100_000)  # other runs on this machine take others
+        self._all = [
+            _Slot("", first + number if os.getuid() == 0 else None, self.packages, self.limits)
+            for number in range(self.slots)
+        ]
+        self._free: queue.LifoQueue[_Slot] = queue.LifoQueue()
+        for slot in self._all:
+            self._free.put(slot)
+        self._finalizer = weakref.finalize(self, _close_all, self._all, self._owner)
+
+    def _chosen(self) -> Probe:
+        names = list(LEVELS) if self.level == "auto" else [self.level]
+        problems = []
+        for name in names:
+            if LEVELS[name].rank < 2 and not self.allow_weak:
+                problems.append(f"{name}: refused, since it {WEAK}; sandbox.allow_weak=true takes it all the same")
+                continue
+            probe = self._probed(name)
+            if probe.holds:
+                return probe
+            problems.append(f"{name}: {probe.problem}")
+        raise SandboxError(
+            "No sandbox for programs that a model wrote can be had here. Install bubblewrap (apt-get install bubblewrap, or "
+            "scripts/install_sandbox.sh), and allow user namespaces where they are switched off "
+            "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0).\n"
+            + "\n".join(problems)
+        )
+
+    def _probed(self, name: str) -> Probe:
+        if find_bwrap() is None and LEVELS[name].rank >= 2:
+            return Probe(name, LEVELS[name].rank, problem="bwrap is not installed")
+        slot = self._all[0]
+        slot.level = name
+        probe = probe_level(name, slot.run)
+        slot.close()
+        return probe
+
+    def _counted(self, outcome: Outcome) -> Outcome:
+        self.counts[outcome.status] += 1
+        return outcome
+
+
+WEAK = "does not keep a program from the host's files, its network, or namespaces of its own"
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A supervising process, started when there is something to run."""
+
+    level: str
+    uid: int | None
+    packages: tuple[str, ...]
+    limits: Limits
+    process: subprocess.Popen[bytes] | None = None
+    channel: Connection | None = None
+    log: Any = field(default=None)
+
+    def run(self, program: Program, limits: Limits) -> Outcome:
+        """One attempt at a program."""
+        try:
+            if self.process is None or self.process.poll() is not None:
+                self.close()
+                self._start()
+            self.channel.send_bytes(pickle.dumps((program, limits)))
+            if not self.channel.poll(limits.total_s + GRACE_S):
+                raise TimeoutError(f"no answer after {limits.total_s + GRACE_S:g} s")
+            return _outcome(json.loads(self.channel.recv_bytes()))
+        except (OSError, EOFError) as error:
+            words = self._last_words()
+            self.close()
+            return Outcome("infra_error", f"the supervisor of the sandbox failed: {words or error}", level=self.level)
+
+    def close(self) -> None:
+        """End the supervisor; it ends its sandboxes when nobody listens any more."""
+        if self.process is None:
+            return
+        self.channel.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+        self.process = None
+
+    def _start(self) -> None:
+        python = find_python(self.uid)
+        if python is None:
+            raise OSError(
+                f"uid {self.uid or os.getuid()} can run neither {sys.executable} nor /usr/bin/python3; "
+                "install python3, or put this Python where all users may read it"
+            )
+        settings = {
+            "level": self.level,
+            "python": python,
+            "uid": self.uid,
+            "packages": self.packages,
+            "limits": asdict(self.limits),
+        }
+        ours, theirs = socket.socketpair()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the supervisor
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _MAIN.format(root=_ROOT), json.dumps(settings)],
+                stdin=theirs,
+                stdout=self.log,
+                stderr=self.log,
+                env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LANG": "C.UTF-8"},
+                cwd="/",
+                process_group=0,
+            )
+        self.channel = Connection(ours.detach())
+
+    def _last_words(self) -> str:
+        if self.log is None or self.log.closed:
+            return ""
+        self.log.seek(0)
+        return self.log.read()[-500:].decode(errors="replace").strip()
+
+
+def _outcome(values: dict[str, Any]) -> Outcome:
+    return Outcome(**{**values, "tests": tuple(TestResult(**test) for test in values["tests"])})
+
+
+def _close_all(slots: Sequence[_Slot], owner: int) -> None:
+    if os.getpid() == owner:
+        for slot in slots:
+            slot.close()
