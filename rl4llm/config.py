@@ -94,6 +94,16 @@ class SyncConfig:
 
 
 @dataclass
+class SandboxConfig:
+    """Where programs that a model wrote are run, see `rl4llm.sandbox`."""
+
+    level: str = "auto"  # the strongest that works here; prefork, bubblewrap or rlimits
+    allow_weak: bool = False  # take a level that does not keep programs from the host's files and network
+    slots: int = 2  # programs at a time
+    packages: list[str] = field(default_factory=list)  # directories that programs may import from
+
+
+@dataclass
 class MismatchConfig:
     """How far log-probs of engine and trainer may be apart."""
 
@@ -147,6 +157,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
     rewards: list[Any] = field(default_factory=lambda: ["math"])  # names, or mappings with name, weight and options
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     inference: dict[str, Any] = field(default_factory=lambda: {"name": "local"})
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -303,6 +314,7 @@ AT_LEAST = {
     "training.max_tokens_per_batch": 1,
     "training.constant_length": 1,
     "sync.keep": 1,
+    "sandbox.slots": 1,
     "eval.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,

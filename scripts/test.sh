@@ -12,6 +12,7 @@ fi
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh" $extras
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # small tensors: more threads only wait for each other
 ruff check .
+scripts/install_sandbox.sh
 
 if [ -n "$fast" ]; then
   exec python -m pytest -m "not sglang and not vllm and not deepspeed" "$@"

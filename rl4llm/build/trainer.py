@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.rollout import Rollout
 from rl4llm.rewards import as_reward_function, register_reward, weighted_sum
 from rl4llm.rewards.score import check_examples
+from rl4llm.sandbox import Sandbox
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.dataset import DatasetTrainer
 from rl4llm.trainers.prepare import Batching, Preparation
@@ -62,7 +64,7 @@ register_reward("reward_model")(LearnedReward)
 
 MAY_CHANGE = (
     "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
-    "mismatch.", "rollout.max_failed_share", "training.max_skipped",
+    "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.",
 )  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
 
@@ -188,7 +190,8 @@ def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
 
 
 def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
-    rewards, transform = _rewards(config, given)
+    sandbox = _sandbox(config)
+    rewards, transform = _rewards(config, given, sandbox)
     for name in algorithm.needs().rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
@@ -221,6 +224,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     def make(run: RunDir) -> RLTrainer:
         tracker = _tracker(config, run)
         client.report_to(tracker.warn)
+        _tell_of(sandbox, run, tracker, first=all_ranks(config).is_first)
         return RLTrainer(
             inference=Inference(
                 client=client,
@@ -268,7 +272,21 @@ def _env(
     return with_options("env", given.env_class or ENVIRONMENTS[name], options, **fixed)
 
 
-def _rewards(config: Config, given: Given) -> tuple[list[BaseRewardFunction], Any]:
+def _sandbox(config: Config) -> Sandbox:
+    """The sandbox of the run; nothing of it starts before something uses it."""
+    chosen = config.sandbox
+    return Sandbox(chosen.level, allow_weak=chosen.allow_weak, slots=chosen.slots, packages=chosen.packages)
+
+
+def _tell_of(sandbox: Sandbox, run: RunDir, tracker: RunTracker, first: bool) -> None:
+    """Show how strong the sandbox is that programs run in, and keep it beside what they earn."""
+    if sandbox.active is None or not first:
+        return
+    (tracker.note if sandbox.active.rank > 1 else tracker.warn)(str(sandbox.active))
+    run.write_text("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
+
+
+def _rewards(config: Config, given: Given, sandbox: Sandbox) -> tuple[list[BaseRewardFunction], Any]:
     if given.reward_functions is not None:
         return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
     functions, weights = [], {}
@@ -280,7 +298,7 @@ def _rewards(config: Config, given: Given) -> tuple[list[BaseRewardFunction], An
         if not isinstance(weight, int | float):
             raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a number.")
         weight = float(weight)
-        function = as_reward_function(options)
+        function = as_reward_function(options, provided={"sandbox": sandbox})
         functions.append(function)
         weights[function.name] = weight
     plain = list(weights.values()) == [1.0]

@@ -5,6 +5,7 @@ of their own, by path, and are imported by nobody.
 """
 
 from rl4llm.rewards.callables import BatchCallable, RewardLike, as_reward_function
+from rl4llm.rewards.code import CodeReward
 from rl4llm.rewards.combine import add, multiply, weighted_sum
 from rl4llm.rewards.format import FormatReward
 from rl4llm.rewards.length import LengthReward
@@ -17,6 +18,7 @@ from rl4llm.rewards.score import Scores, check_examples, score
 __all__ = [
     "REWARDS",
     "BatchCallable",
+    "CodeReward",
     "Crash",
     "FormatReward",
     "LengthReward",

@@ -16,7 +16,9 @@ RewardLike = BaseRewardFunction | type[BaseRewardFunction] | str | Mapping[str, 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def as_reward_function(obj: RewardLike, name: str | None = None) -> BaseRewardFunction:
+def as_reward_function(
+    obj: RewardLike, name: str | None = None, provided: Mapping[str, Any] | None = None
+) -> BaseRewardFunction:
     """A reward function from any of these; `name` is under which it is logged, its own name when None.
 
     - an instance of BaseRewardFunction (returned as it is) or a subclass (called without options);
@@ -24,14 +26,15 @@ def as_reward_function(obj: RewardLike, name: str | None = None) -> BaseRewardFu
     - a mapping ``{"name": one of those, "label": name or nothing, **options}``;
     - a function ``f(completions, **columns) -> list[float]``, see `BatchCallable`.
 
+    `provided` are objects of the run, such as its sandbox: a class that has a parameter of that name gets them.
     Raises ConfigError for unknown names and options, RewardError for anything else.
     """
     if isinstance(obj, BaseRewardFunction):
         return obj
     if isinstance(obj, str):
-        return _build(obj, REWARDS[obj], {}, name)
+        return _build(obj, REWARDS[obj], {}, name, provided)
     if isinstance(obj, Mapping):
-        return _from_mapping(obj, name)
+        return _from_mapping(obj, name, provided)
     if callable(obj):
         return _build(getattr(obj, "__name__", type(obj).__name__), obj, {}, name)
     raise RewardError(
@@ -105,24 +108,27 @@ def _columns(samples: Sequence[SampleState]) -> dict[str, list[Any]]:
     }
 
 
-def _from_mapping(spec: Mapping[str, Any], name: str | None) -> BaseRewardFunction:
+def _from_mapping(spec: Mapping[str, Any], name: str | None, provided: Mapping[str, Any] | None) -> BaseRewardFunction:
     options = dict(spec)
     key = options.pop("name", None)
     label = options.pop("label", None)
     if not isinstance(key, str):
         known = ", ".join(REWARDS)
         raise ConfigError(f"A reward needs 'name', one of: {known} or 'package.module:Thing'; got {dict(spec)!r}.")
-    return _build(key, REWARDS[key], options, name or label)
+    return _build(key, REWARDS[key], options, name or label, provided)
 
 
-def _build(key: str, item: Any, options: dict[str, Any], name: str | None) -> BaseRewardFunction:
+def _build(
+    key: str, item: Any, options: dict[str, Any], name: str | None, provided: Mapping[str, Any] | None = None
+) -> BaseRewardFunction:
     if isinstance(item, BaseRewardFunction):
         _check_options(key, {}, options)
         return item
     if inspect.isclass(item) and issubclass(item, BaseRewardFunction):
         named = options | ({"name": name} if name else {})
-        _check_options(key, inspect.signature(item).parameters, named)
-        return item(**named)
+        parameters = inspect.signature(item).parameters
+        _check_options(key, parameters, named)
+        return item(**{key: thing for key, thing in (provided or {}).items() if key in parameters} | named)
     _check_options(key, {}, options)
     if not callable(item):
         raise RewardError(f"rewards.name={key!r} is {item!r:.200}, which is neither a BaseRewardFunction nor a function.")

@@ -289,6 +289,8 @@ def hold_asserts(channel, job):
     namespace = {"__name__": "tests", "__builtins__": __builtins__}
     try:
         exec(compile(setup_of(job["setup"]), "setup", "exec"), namespace)
+        if job["entry_point"]:  # some tests of HumanEval call it by name; the setup has only its signature
+            namespace[job["entry_point"]] = Proxy(channel, job["entry_point"])
         units = list(units_of(channel, job, namespace))
     except BaseException as error:  # noqa: BLE001 - the dataset's code
         return channel.send('{"broken":%s}' % quoted(reason_of(error)))  # noqa: UP031

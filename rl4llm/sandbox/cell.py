@@ -42,6 +42,13 @@ class Ended(Exception):
         self.reason = reason
 
 
+class BrokenTests(Ended):
+    """The tests of a program do not work, however often they are tried."""
+
+    def __init__(self, reason: str):
+        super().__init__("infra_error", reason)
+
+
 class Abandoned(BaseException):
     """The trainer is gone, so nobody waits for an answer."""
 

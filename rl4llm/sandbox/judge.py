@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.sandbox.cell import Cell, Ended
+from rl4llm.sandbox.cell import BrokenTests, Cell, Ended
 from rl4llm.sandbox.program import Asserts, Calls, Limits, Outcome, Program, Status, Stdin, Suite, TestResult
 from rl4llm.sandbox.wire import WireError, decode, encode, same, same_text
 
@@ -182,27 +182,35 @@ def _code(station: Station, candidate: Candidate, tests: Asserts | Suite, limits
     """Tests that are code run in a sandbox of their own, and what they call is passed on from here."""
     candidate.begin()  # both sandboxes come up at the same time
     cell = station.start(limits)
-    role, job = _role(candidate.program, tests)
-    cell.play(role, job)
+    cell.play(*_role(candidate.program, tests))
     results: list[TestResult] = []
     plan: list[str] = []
     try:
         while "done" not in (message := cell.receive(_next_deadline(limits, deadline), "a test")):
-            if "broken" in message:
-                raise Ended("infra_error", f"the tests do not run: {message['broken']}")
             plan = message.get("plan", plan)
-            if "test" in message:
-                results.append(TestResult(message["test"], _KINDS[message["kind"]], message["reason"]))
-            if "call" in message:
-                cell.send(_passed_on(candidate, message), deadline)
+            _act_on(message, results, candidate, cell, deadline)
     except Ended as ended:
+        if ended.status == "infra_error":
+            raise
         if not plan:
-            raise Ended("infra_error", f"the tests do not run: {ended.reason}") from None
+            raise BrokenTests(f"the tests do not run: {ended.reason}") from None
         done = {result.name for result in results}
         results += [TestResult(name, ended.status, ended.reason) for name in plan if name not in done]
     if not plan:
-        raise Ended("infra_error", "the tests hold no assert that could fail")
+        raise BrokenTests("the tests hold no assert that could fail")
     return _outcome(results, candidate.parsed)
+
+
+def _act_on(
+    message: dict[str, Any], results: list[TestResult], candidate: Candidate, cell: Cell, deadline: float
+) -> None:
+    """Note a result, or pass a call on; what the tests say can be believed, since nothing of the program is with them."""
+    if "broken" in message:
+        raise BrokenTests(f"the tests do not run: {message['broken']}")
+    if "test" in message:
+        results.append(TestResult(message["test"], _KINDS[message["kind"]], message["reason"]))
+    if "call" in message:
+        cell.send(_passed_on(candidate, message), deadline)
 
 
 _KINDS: dict[str, Status] = {"passed": "ok", "wrong": "wrong", "ended": "model_error", "broken": "infra_error"}
@@ -235,7 +243,7 @@ def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
 
 def _outcome(results: Sequence[TestResult], parsed: bool) -> Outcome:
     if not results:
-        raise Ended("infra_error", "there are no tests")
+        raise BrokenTests("there are no tests")
     failed = [result for result in results if not result.passed]
     if not failed:
         return Outcome("ok", "", tuple(results), parsed=parsed)

@@ -59,6 +59,9 @@ def bubblewrap(
     readable = ["/usr"] + [path for path in (prefix, *packages) if not _within(path, "/usr")]
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     command += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    for path in ("/dev/shm", "/tmp"):
+        command += ["--size", str(max(65536, disk_bytes // 2)), "--tmpfs", path]
     for path in readable:
         command += ["--ro-bind", path, path]
     for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
@@ -66,9 +69,6 @@ def bubblewrap(
             command += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             command += ["--ro-bind", path, path]
-    command += ["--proc", "/proc", "--dev", "/dev"]
-    for path in ("/dev/shm", "/tmp"):
-        command += ["--size", str(max(65536, disk_bytes // 2)), "--tmpfs", path]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in _ENVIRONMENT.items():
         command += ["--setenv", name, value]

@@ -99,8 +99,8 @@ class Sandbox:
             return self._counted(outcome)
         try:
             for attempt in range(ATTEMPTS):
-                outcome = slot.run(program, limits or self.limits)
-                if outcome.status != "infra_error":
+                outcome, again = slot.run(program, limits or self.limits)
+                if not again:
                     break
                 self.counts["again"] += attempt + 1 < ATTEMPTS
                 slot.close()
@@ -120,6 +120,11 @@ class Sandbox:
                     slot.level = self._probe.level
                 logger.log(logging.INFO if self._probe.rank > 1 else logging.WARNING, "%s", self._probe)
             return self._probe
+
+    @property
+    def active(self) -> Probe | None:
+        """The level in use; None before the first use."""
+        return self._probe
 
     def close(self) -> None:
         """End all supervisors, and with them what they run; a later use starts new ones."""
@@ -167,7 +172,7 @@ class Sandbox:
             return Probe(name, LEVELS[name].rank, problem="bwrap is not installed")
         slot = self._all[0]
         slot.level = name
-        probe = probe_level(name, slot.run)
+        probe = probe_level(name, lambda program, limits: slot.run(program, limits)[0])
         slot.close()
         return probe
 
@@ -191,8 +196,8 @@ class _Slot:
     channel: Connection | None = None
     log: Any = field(default=None)
 
-    def run(self, program: Program, limits: Limits) -> Outcome:
-        """One attempt at a program."""
+    def run(self, program: Program, limits: Limits) -> tuple[Outcome, bool]:
+        """One attempt at a program, and whether another one may help."""
         try:
             if self.process is None or self.process.poll() is not None:
                 self.close()
@@ -200,11 +205,13 @@ class _Slot:
             self.channel.send_bytes(pickle.dumps((program, limits)))
             if not self.channel.poll(limits.total_s + GRACE_S):
                 raise TimeoutError(f"no answer after {limits.total_s + GRACE_S:g} s")
-            return _outcome(json.loads(self.channel.recv_bytes()))
+            answer = json.loads(self.channel.recv_bytes())
+            return _outcome(answer["outcome"]), answer["again"]
         except (OSError, EOFError) as error:
             words = self._last_words()
             self.close()
-            return Outcome("infra_error", f"the supervisor of the sandbox failed: {words or error}", level=self.level)
+            reason = f"the supervisor of the sandbox failed: {words or error}"
+            return Outcome("infra_error", reason, level=self.level), True
 
     def close(self) -> None:
         """End the supervisor; it ends its sandboxes when nobody listens any more."""

@@ -16,11 +16,10 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
-from rl4llm.sandbox.cell import Abandoned, Cell, Ended, Place, compiled_inside, end_strays
+from rl4llm.sandbox.cell import Abandoned, BrokenTests, Cell, Ended, Place, compiled_inside, end_strays
 from rl4llm.sandbox.judge import judge
 from rl4llm.sandbox.levels import LEVELS
 from rl4llm.sandbox.program import Limits, Outcome, Program
@@ -72,6 +71,7 @@ def main() -> None:
     """Serve programs until the trainer is gone."""
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    sys.set_int_max_str_digits(0)  # the digits of what a program answers are counted before they are read
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")  # when memory runs out, sandboxes go before the trainer
@@ -84,25 +84,23 @@ def main() -> None:
         while True:
             station.refill()
             program, limits = pickle.loads(channel.recv_bytes())
-            channel.send_bytes(json.dumps(asdict(serve(station, program, limits))).encode())
+            outcome, again = serve(station, program, limits)
+            channel.send_bytes(json.dumps({"outcome": asdict(outcome), "again": again}).encode())
     except (EOFError, OSError, Abandoned):
         station.close()
 
 
-def serve(station: Station, program: Program, limits: Limits) -> Outcome:
-    """What came of a program, with its sandboxes gone."""
+def serve(station: Station, program: Program, limits: Limits) -> tuple[Outcome, bool]:
+    """What came of a program, with its sandboxes gone, and whether another attempt may help."""
     started = time.monotonic()
+    again = False
     try:
         outcome = judge(station, program, limits)
     except Ended as ended:
         outcome = Outcome(ended.status, ended.reason)
+        again = ended.status == "infra_error" and not isinstance(ended, BrokenTests)
     try:
         station.end_used()
     except Ended as ended:
-        outcome = Outcome(ended.status, ended.reason)
-    return _shown(outcome, time.monotonic() - started, station.place.level)
-
-
-def _shown(outcome: Outcome, wall_s: float, level: str) -> Outcome:
-    values: dict[str, Any] = {name: getattr(outcome, name) for name in Outcome.__slots__}
-    return Outcome(**{**values, "wall_s": wall_s, "level": level})
+        outcome, again = Outcome(ended.status, ended.reason), True
+    return replace(outcome, wall_s=time.monotonic() - started, level=station.place.level), again

@@ -136,6 +136,10 @@ class RunTracker:
         """Tell the user something that must not be overlooked."""
         self.console.warn(text)
 
+    def note(self, text: str) -> None:
+        """Tell the user something worth a line."""
+        self.console.note(text)
+
     def table(self, rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title: str = "") -> None:
         """Show a table."""
         self.console.table(rows, header, title)

@@ -1,0 +1,146 @@
+"""The reward of a program that passes its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.code_tests import code_in, program_of
+from rl4llm.rewards.pool import RewardFailure
+from rl4llm.rewards.registry import register_reward
+from rl4llm.rewards.replies import final_reply, policy_messages
+from rl4llm.sandbox import Limits, Outcome, Runner, Sandbox
+
+STORED_TESTS = 200
+Grade = tuple[float | RewardFailure, str | None, dict[str, Any] | None]
+"""Score, a note where it is not a plain right or wrong, and what is stored with the episode."""
+
+
+@register_reward("code")
+class CodeReward(BaseRewardFunction):
+    """1.0 when the program in the last reply passes all its tests, else 0.0.
+
+        rewards: [{name: code, partial: true, format_weight: 0.1}]
+
+    What the tests are, the row says: asserts as in HumanEval and MBPP, texts to read and to print, calls and the values that
+    they must return, or files of tests with the ids that must pass; see `rl4llm.rewards.code_tests`. Programs run in the
+    sandbox and never see what is expected. A program that does not parse, crashes or hangs scores as one that passes
+    nothing; when the sandbox or the tests themselves do not work, the sample fails instead.
+
+    What came of each test is in ``sample.extras["tests"][name]`` together with the level of the sandbox, and a reason other
+    than a wrong answer in ``sample.extras["reward_notes"][name]``: no_code, too_long or model_error.
+
+    Args:
+        name: under which the score is logged.
+        partial: whether the share of passed tests counts, instead of all or nothing.
+        syntax_weight: share of the score for a program that parses, whatever its tests say.
+        format_weight: share of the score for code in a closed ```python block.
+        wall_s: seconds of one call, one script or one statement of the tests.
+        total_s: seconds of the whole program.
+        memory_bytes: of each of its processes, and of all of them.
+        max_chars: longer code scores 0.0 unread.
+        sandbox: where programs run; by default the strongest level that this machine has.
+    """
+
+    score_timeout_s = None  # every program has its own limits, and the supervisor a deadline
+
+    def __init__(
+        self,
+        name: str = "code",
+        *,
+        partial: bool = False,
+        syntax_weight: float = 0.0,
+        format_weight: float = 0.0,
+        wall_s: float = 5.0,
+        total_s: float = 20.0,
+        memory_bytes: int = 512 * 1024**2,
+        max_chars: int = 100_000,
+        sandbox: Runner | None = None,
+    ):
+        super().__init__(name)
+        for option, weight in (("syntax_weight", syntax_weight), ("format_weight", format_weight)):
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
+                raise ConfigError(f"rewards.{name}.{option}={weight!r} is not accepted: a number from 0 to 1.")
+        if syntax_weight + format_weight > 1:
+            raise ConfigError(f"rewards.{name}: syntax_weight and format_weight are more than 1 together.")
+        self.partial = partial
+        self.syntax_weight = float(syntax_weight)
+        self.format_weight = float(format_weight)
+        self.max_chars = max_chars
+        self.limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
+        self.sandbox: Runner = sandbox or Sandbox()
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        score, _, _ = self._grade(final_reply(messages), ground_truth, kwargs)
+        if isinstance(score, RewardFailure):
+            raise score
+        return score
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
+        """One score per sample; a RewardFailure stands where the sandbox or the tests did not work."""
+        with ThreadPoolExecutor(getattr(self.sandbox, "slots", 4), thread_name_prefix="rl4llm-code") as threads:
+            grades = list(threads.map(self._grade_sample, samples))
+        for sample, (_, note, tests) in zip(samples, grades, strict=True):
+            if note:
+                sample.extras.setdefault("reward_notes", {})[self.name] = note
+            if tests:
+                sample.extras.setdefault("tests", {})[self.name] = tests
+        return [score for score, _, _ in grades]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """A right and a wrong function for asserts, and a right and a wrong program for texts."""
+        wrong = self.syntax_weight + self.format_weight
+        asserts = "assert double(2) == 4\nassert double(-1) == -2"
+        texts = {"inputs": ["3\n"], "outputs": ["6\n"]}
+        cases = [
+            ("def double(x):\n    return 2 * x", asserts, 1.0),
+            ("def double(x):\n    return x * x + 1", asserts, wrong),
+            ("print(2 * int(input()))", texts, 1.0),
+            ("print(int(input()))", texts, wrong),
+        ]
+        return [
+            RewardExample([ChatMessage("assistant", f"```python\n{code}\n```")], tests, score)
+            for code, tests, score in cases
+        ]
+
+    def close(self) -> None:
+        self.sandbox.close()
+
+    def _grade_sample(self, sample: SampleState) -> Grade:
+        return self._grade(final_reply(policy_messages(sample)), sample.ground_truth, sample.columns)
+
+    def _grade(self, reply: str, ground_truth: Any, columns: Mapping[str, Any]) -> Grade:
+        if len(reply) > 4 * self.max_chars:
+            return 0.0, f"too_long: the reply has {len(reply)} characters", None
+        code, fenced = code_in(reply)
+        program = program_of(code, ground_truth, columns)
+        if not code.strip():
+            return 0.0, "no_code", None
+        if len(code) > self.max_chars:
+            return 0.0, f"too_long: the code has {len(code)} characters, accepted are {self.max_chars}", None
+        outcome = self.sandbox.run(program, self.limits)
+        if outcome.status == "infra_error":
+            return RewardFailure(outcome.reason), None, _stored(outcome)
+        note = f"model_error: {outcome.reason}" if outcome.status == "model_error" else None
+        return self._score(outcome, fenced), note, _stored(outcome)
+
+    def _score(self, outcome: Outcome, fenced: bool) -> float:
+        passed = outcome.passed_share if self.partial else float(outcome.status == "ok")
+        rest = 1.0 - self.syntax_weight - self.format_weight
+        return rest * passed + self.syntax_weight * outcome.parsed + self.format_weight * fenced
+
+
+def _stored(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "sandbox": outcome.level,
+        "seconds": round(outcome.wall_s, 3),
+        "tests": [
+            {"name": test.name, "status": test.status, "reason": test.reason} for test in outcome.tests[:STORED_TESTS]
+        ],
+    }

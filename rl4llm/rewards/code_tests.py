@@ -1,0 +1,95 @@
+"""The code in a model's reply, and the tests in a row of a dataset, whatever layout it has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl4llm.core.errors import DataError
+from rl4llm.rewards.extract import after_thinking
+from rl4llm.sandbox import Asserts, Call, Calls, Program, Stdin, Suite
+
+FENCE = "```"
+_PYTHON = ("python", "python3", "py")
+_ACCEPTED = (
+    "assert statements or a function check(candidate) as text; a list of assert statements; "
+    "{'inputs': [...], 'outputs': [...]} with 'fn_name' for calls, without it for programs that read and print; "
+    "a list of {'input', 'output'} or of {'fn', 'args', 'expected'}; {'files': {name: text}, 'required': [ids]}"
+)
+
+
+def code_in(reply: str) -> tuple[str, bool]:
+    """The last block of code in a reply, Python's before others, and whether it stood in a closed block.
+
+    A reply without any block is code as a whole. Reasoning up to ``</think>`` is skipped.
+    """
+    text = after_thinking(reply)
+    pieces = text.split(FENCE)
+    blocks = [piece.partition("\n") for piece in pieces[1::2]]
+    closed = len(pieces) % 2 == 1
+    if not blocks:
+        return text, False
+    named = [index for index, (language, _, _) in enumerate(blocks) if language.strip().lower() in _PYTHON]
+    chosen = named[-1] if named else len(blocks) - 1
+    return blocks[chosen][2], closed or chosen < len(blocks) - 1
+
+
+def program_of(source: str, ground_truth: Any, columns: Mapping[str, Any]) -> Program:
+    """A reply's code with the tests of its row; raises DataError for tests in no known layout.
+
+    The columns `entry_point` and `prompt` (the code before the reply, where it defines the entry point), `test_setup_code`
+    and `test_imports` count where they are there.
+    """
+    entry_point = columns.get("entry_point") or ""
+    prompt = columns.get("prompt")
+    prefix = prompt if isinstance(prompt, str) and entry_point and f"def {entry_point}" in prompt else ""
+    setup = "\n".join([*(columns.get("test_imports") or ()), columns.get("test_setup_code") or "", prefix])
+    try:
+        tests = _tests(ground_truth, entry_point, setup)
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"[:200]
+        raise DataError(f"ground_truth={ground_truth!r:.200} holds no tests ({problem}). Accepted: {_ACCEPTED}.") from error
+    return Program(source, tests, prefix=prefix, entry_point=entry_point)
+
+
+def _tests(ground_truth: Any, entry_point: str, setup: str) -> Asserts | Calls | Stdin | Suite:
+    if isinstance(ground_truth, str):
+        if ground_truth.lstrip()[:1] not in ("{", "["):
+            return _filled(Asserts((ground_truth,), entry_point, setup), ground_truth.strip())
+        ground_truth = json.loads(ground_truth)
+    if isinstance(ground_truth, Mapping):
+        return _from_mapping(ground_truth)
+    if not isinstance(ground_truth, Sequence) or not ground_truth:
+        raise ValueError("no tests")
+    if all(isinstance(test, str) for test in ground_truth):
+        return Asserts(tuple(ground_truth), entry_point, setup)
+    if "fn" in ground_truth[0]:
+        cases = (Call(case["fn"], tuple(case["args"]), case["expected"], case.get("kwargs", {})) for case in ground_truth)
+        return Calls(tuple(cases))
+    return Stdin(tuple((str(case["input"]), str(case["output"])) for case in ground_truth))
+
+
+def _from_mapping(tests: Mapping[str, Any]) -> Calls | Stdin | Suite:
+    if "required" in tests:
+        files = {str(name): str(text) for name, text in tests["files"].items()}
+        required = tuple(map(str, tests["required"]))
+        unknown = [name for name in required if name.partition("::")[0] not in files or "::" not in name]
+        if unknown:
+            raise ValueError(f"required: {unknown} are not in {sorted(files)}")
+        return _filled(Suite(files, required), required)
+    pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+    if tests.get("fn_name"):
+        return _filled(Calls(tuple(Call(tests["fn_name"], tuple(given), expected) for given, expected in pairs)), pairs)
+    return _filled(Stdin(tuple((_text(given), _text(expected)) for given, expected in pairs)), pairs)
+
+
+def _text(value: Any) -> str:
+    """What a program reads or prints; some datasets keep it as a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _filled(tests: Any, content: Any) -> Any:
+    if not content:
+        raise ValueError("no tests")
+    return tests

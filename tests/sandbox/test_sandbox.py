@@ -1,0 +1,196 @@
+"""The sandbox itself: what it says of its walls, what it does when they cannot be built, and what becomes of it."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl4llm.core.errors import ConfigError, SandboxError
+from rl4llm.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox
+from rl4llm.sandbox import sandbox as sandbox_module
+from rl4llm.sandbox.probe import NEEDED, probe_level
+
+HELLO = Program("print('hello')")
+DOUBLE = Program("def f(x): return 2 * x", Calls((Call("f", (1,), 2),)))
+
+
+@pytest.fixture
+def open_dir():
+    """A directory that every user may read; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+def gone(pid):
+    """Whether a process has ended; where process 1 does not reap, it stays as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_the_level_is_probed_with_a_canary_for_each_property_and_logged(_bubblewrap, caplog):
+    with caplog.at_level(logging.INFO):
+        sandbox = Sandbox(slots=1)
+        probe = sandbox.probe()
+    sandbox.close()
+    assert probe.level == "prefork"
+    assert sorted(probe.properties) == sorted((*NEEDED, "seccomp", "capabilities"))
+    assert all(probe.properties.values())
+    assert "sandbox prefork: contains network, host_files" in caplog.text
+
+
+def test_the_weak_level_says_what_it_does_not_stop():
+    sandbox = Sandbox("rlimits", allow_weak=True, slots=1)
+    probe = sandbox.probe()
+    outcome = sandbox.run(HELLO)
+    sandbox.close()
+    assert "does NOT contain network, host_files" in str(probe)
+    assert probe.properties["memory"]
+    assert (outcome.stdout, outcome.level) == ("hello\n", "rlimits")
+
+
+def test_the_weak_level_is_refused_unless_allowed():
+    with pytest.raises(SandboxError, match=r"rlimits: refused, since it does not keep a program from .*allow_weak=true"):
+        Sandbox("rlimits").probe()
+
+
+@pytest.mark.parametrize("missing", ["installed", "working"])
+def test_a_machine_without_bubblewrap_says_so_once_and_clearly(missing, monkeypatch, open_dir):
+    fake = open_dir / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sandbox_module, "find_bwrap", lambda: None if missing == "installed" else str(fake))
+    monkeypatch.setenv("PATH", f"{open_dir}:{os.environ['PATH']}")
+    sandbox = Sandbox()
+    reason = "bwrap is not installed" if missing == "installed" else "No permissions to create new namespace"
+    with pytest.raises(SandboxError, match=rf"(?s)apt-get install bubblewrap.*{reason}.*allow_weak=true"):
+        sandbox.probe()
+    outcome = sandbox.run(HELLO)
+    assert outcome.status == "infra_error"
+    assert "No sandbox" in outcome.reason
+
+
+def test_a_canary_that_gets_out_disqualifies_a_level():
+    weak = Sandbox("rlimits", allow_weak=True, slots=1)
+    probe = probe_level("prefork", weak.run)
+    weak.close()
+    assert not probe.holds
+    assert probe.problem == "its canary shows that it does not contain network, host_files, host_processes, user_namespaces"
+
+
+def test_a_supervisor_that_is_killed_is_replaced_and_the_program_tried_again(sandbox):
+    assert sandbox.run(DOUBLE).status == "ok"
+    for pid in sandbox.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert sandbox.run(DOUBLE).status == "ok"
+
+
+def test_a_program_is_ended_at_its_limit_and_the_sandbox_goes_on(sandbox):
+    outcome = sandbox.run(Program("while True: pass"), Limits(wall_s=0.3, total_s=0.3))
+    assert outcome.status == "model_error"
+    assert outcome.reason.startswith("timeout")
+    assert sandbox.run(DOUBLE).status == "ok"
+
+
+def test_after_a_call_that_hangs_the_other_calls_still_count(sandbox):
+    source = "def f(x):\n    while x == 2: pass\n    return x"
+    outcome = sandbox.run(Program(source, Calls(tuple(Call("f", (n,), n) for n in (1, 2, 3)))), Limits(wall_s=0.5))
+    assert [test.status for test in outcome.tests] == ["ok", "model_error", "ok"]
+    assert outcome.passed_share == pytest.approx(2 / 3)
+
+
+def test_programs_run_from_many_threads_and_inside_an_event_loop(sandbox):
+    async def many():
+        runs = (asyncio.to_thread(sandbox.run, Program(f"print({number})")) for number in range(12))
+        return await asyncio.gather(*runs)
+
+    assert [outcome.stdout for outcome in asyncio.run(many())] == [f"{number}\n" for number in range(12)]
+
+
+def test_tests_that_do_not_work_are_nobodys_fault_but_theirs(sandbox):
+    for tests in (
+        Asserts(("assert f(1) ==",)),
+        Asserts(("x = 1",)),
+        Asserts(("raise SystemExit\nassert f(1) == 1",), setup="1 / 0"),
+        Asserts(("assert f(lambda: 1) == 1",)),
+        Calls(()),
+        Calls((Call("f", (object(),), 1),)),
+    ):
+        try:
+            outcome = sandbox.run(Program("def f(x): return x", tests))
+        except (AttributeError, TypeError):
+            raise AssertionError(tests) from None
+        assert outcome.status == "infra_error", tests
+
+
+def test_packages_that_are_allowed_can_be_imported_and_not_written(_bubblewrap, open_dir):
+    (open_dir / "mine.py").write_text("VALUE = 7")
+    sandbox = Sandbox(slots=1, packages=[str(open_dir)])
+    source = f"import mine\nprint(mine.VALUE)\ntry: open({str(open_dir / 'x')!r}, 'w')\nexcept OSError: print('no')"
+    assert sandbox.run(Program(source)).stdout == "7\nno\n"
+    sandbox.close()
+
+
+def test_sandboxes_end_with_the_process_that_uses_them(_bubblewrap):
+    source = (
+        "import threading, time\nfrom rl4llm.sandbox import *\ns = Sandbox(slots=1)\ns.probe()\n"
+        "threading.Thread(target=s.run, args=(Program('import time; time.sleep(1000)'), Limits(wall_s=999, total_s=999)),"
+        " daemon=True).start()\ntime.sleep(0.5)\nprint(*s.pids(), flush=True)\ntime.sleep(1000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    supervisor = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while not gone(supervisor) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(supervisor)
+
+
+def test_a_program_is_judged_in_a_fork_of_the_trainer(sandbox):
+    sandbox.run(DOUBLE)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if sandbox.run(DOUBLE).status == "ok" else 1
+            sandbox.close()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert sandbox.run(DOUBLE).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"level": "bublewrap"}, "Did you mean 'bubblewrap'"), ({"slots": 0}, "slots=0"), ({"slots": True}, "slots=True")],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Sandbox(**options)
+
+
+@pytest.mark.parametrize("limit", [{"wall_s": 0}, {"memory_bytes": -1}, {"processes": float("nan")}, {"files": "many"}])
+def test_limits_that_are_no_limits_are_refused(limit):
+    with pytest.raises(ConfigError, match="is not accepted"):
+        Limits(**limit)
+
+
+def test_a_run_that_waits_for_a_slot_gets_it(sandbox):
+    sleeper = Program("import time; time.sleep(0.3)")
+    slow = [threading.Thread(target=sandbox.run, args=(sleeper,)) for _ in range(sandbox.slots)]
+    for thread in slow:
+        thread.start()
+    assert sandbox.run(HELLO).stdout == "hello\n"
+    for thread in slow:
+        thread.join()
