@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl4llm", description="Reinforcement learning for language models.")
     parser.add_argument("--version", action="version", version=f"rl4llm {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
+    # DeepSpeed's launcher puts it before everything else; the environment variable LOCAL_RANK says the same.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train as a configuration says; run it again to resume")
@@ -132,6 +134,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         raise ConfigError("--nproc and --nnodes are 1 or above, --restarts 0 or above.")
     if arguments.nnodes > 1 and not arguments.rendezvous:
         raise ConfigError("--nnodes above 1 needs --rendezvous HOST:PORT, the same on every machine.")
+    if not 0 <= arguments.node_rank < arguments.nnodes:
+        raise ConfigError(f"--node-rank {arguments.node_rank} is not accepted: 0 to {arguments.nnodes - 1}, by machine.")
     nodes = Nodes(arguments.nproc, arguments.nnodes, arguments.node_rank, arguments.rendezvous)
     say = Console(stderr=True, markup=False, highlight=False).print
     return launch(

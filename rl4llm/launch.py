@@ -6,18 +6,23 @@ last checkpoint. A run that dies again and again without a new checkpoint is giv
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from rl4llm.config import load_config
 from rl4llm.core.checkpoint import latest_checkpoint
-from rl4llm.core.errors import CheckpointError
+from rl4llm.core.errors import CheckpointError, ConfigError
 
 STOPPED = 75
 LONGEST_WAIT_S = 60.0
@@ -27,7 +32,8 @@ LONGEST_WAIT_S = 60.0
 class Nodes:
     """Where the ranks run: `nproc` on each of `nnodes` machines, of which this is number `node_rank`.
 
-    `rendezvous` is host:port of the first machine, which all of them must reach.
+    `rendezvous` is host:port of machine 0, which all of them must reach. They speak over the network that leads there,
+    which is not always that of their names, and torchrun counts the ranks in the order of their addresses in it.
     """
 
     nproc: int = 1
@@ -40,17 +46,32 @@ class Nodes:
         words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.nproc}"]
         if self.nnodes == 1:
             return [*words, "--standalone"]
-        place = [f"--nnodes={self.nnodes}", f"--node-rank={self.node_rank}", f"--rdzv-endpoint={self.rendezvous}"]
-        return [*words, *place, "--rdzv-backend=c10d", f"--rdzv-conf=is_host={str(self.node_rank == 0).lower()}"]
+        place = [f"--nnodes={self.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}"]
+        host = f"--rdzv-conf=is_host={str(self.node_rank == 0).lower()}"
+        return [*words, *place, host, f"--local-addr={_own_address(self.rendezvous)}"]
+
+    def environ(self) -> dict[str, str]:
+        """The environment variables that processes need to find those of other machines, besides torchrun's."""
+        if self.nnodes == 1:
+            return {}
+        address = _own_address(self.rendezvous)
+        owners = {item.address: name for name, own in psutil.net_if_addrs().items() for item in own}
+        return {"GLOO_SOCKET_IFNAME": owners[address]} if address in owners else {}
 
 
 class Supervisor:
     """Runs a command until it ends well, was stopped, or died `restarts` times in a row without getting any further."""
 
     def __init__(
-        self, command: Sequence[str], progress: Callable[[], int | None], restarts: int, say: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        progress: Callable[[], int | None],
+        restarts: int,
+        say: Callable[[str], None],
+        environ: Mapping[str, str] = os.environ,
     ):
         self._command = list(command)
+        self._environ = environ
         self._progress = progress
         self._restarts = restarts
         self._say = say
@@ -70,7 +91,7 @@ class Supervisor:
         in_vain = 0
         while True:
             reached = self._progress()
-            self._process = subprocess.Popen(self._command, start_new_session=True)
+            self._process = subprocess.Popen(self._command, start_new_session=True, env=self._environ)
             code = self._process.wait()
             if code == 0 or self._stopped:
                 return STOPPED if self._stopped else 0
@@ -95,7 +116,30 @@ def launch(
     """Train on several ranks; raises ConfigError before anything starts."""
     checkpoints = Path(load_config(config, overrides).output.dir) / "checkpoints"
     train = ["-m", "rl4llm", "train", config, *overrides, *(["--force"] if force else [])]
-    return Supervisor([*nodes.torchrun(), *train], lambda: _reached(checkpoints), restarts, say).run()
+    environ = {**nodes.environ(), **os.environ}  # what a user has set stays
+    return Supervisor([*nodes.torchrun(), *train], lambda: _reached(checkpoints), restarts, say, environ).run()
+
+
+def _own_address(rendezvous: str) -> str:
+    """This machine's address in the network through which it reaches HOST:PORT; raises ConfigError when there is none."""
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, _, _, there = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # which sends nothing
+            address = probe.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--rendezvous {rendezvous} cannot be reached from this machine: {error}. Accepted: HOST:PORT of machine 0, the "
+            "same on all of them, such as 10.0.0.1:29500."
+        ) from error
+    if ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):
+        raise ConfigError(
+            f"--rendezvous {rendezvous} is {address} on this machine, where no other can reach it. Give the address of "
+            "machine 0 in the network that they share."
+        )
+    return address
 
 
 def _reached(checkpoints: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from rl4llm import launch
 from rl4llm.cli import main
+from rl4llm.core.errors import ConfigError
 from rl4llm.launch import Nodes, Supervisor
 
 COUNTS_AND_DIES = """
@@ -73,12 +75,37 @@ def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
 
 
 def test_several_machines_meet_at_the_first_one():
-    words = Nodes(nproc=8, nnodes=2, node_rank=1, rendezvous="a:29500").torchrun()
-    assert "--standalone" not in words
-    assert {"--nnodes=2", "--node-rank=1", "--rdzv-endpoint=a:29500", "--rdzv-conf=is_host=false"} <= set(words)
+    second = Nodes(nproc=8, nnodes=2, node_rank=1, rendezvous="127.0.0.1:29500")
+    assert "--standalone" not in second.torchrun()
+    assert {"--nnodes=2", "--rdzv-endpoint=127.0.0.1:29500", "--rdzv-conf=is_host=false"} <= set(second.torchrun())
+    assert "--local-addr=127.0.0.1" in second.torchrun()
+    assert second.environ() == {"GLOO_SOCKET_IFNAME": "lo"}
     assert "--standalone" in Nodes(nproc=2).torchrun()
+    assert Nodes(nproc=2).environ() == {}
 
 
-@pytest.mark.parametrize("flags", [["--nproc", "0"], ["--nnodes", "2"], ["--restarts", "-1"]], ids=str)
+@pytest.mark.parametrize("rendezvous", ["no.such.host.invalid:29500", "127.0.0.1", "127.0.0.1:many"])
+def test_a_machine_that_cannot_be_reached_is_refused_with_what_is_accepted(rendezvous):
+    with pytest.raises(ConfigError, match=r"--rendezvous .* Accepted: HOST:PORT"):
+        Nodes(nnodes=2, rendezvous=rendezvous).torchrun()
+
+
+def test_a_name_that_means_this_machine_alone_is_refused_for_several(monkeypatch):
+    here = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: here)  # as some systems name themselves
+    with pytest.raises(ConfigError, match="where no other can reach it"):
+        Nodes(nnodes=2, rendezvous="trainer:29500").torchrun()
+
+
+WRONG = [
+    ["--nproc", "0"],
+    ["--nnodes", "2"],
+    ["--restarts", "-1"],
+    ["--nnodes", "2", "--rendezvous", "127.0.0.1:29500", "--node-rank", "2"],
+    ["--node-rank", "-1"],
+]
+
+
+@pytest.mark.parametrize("flags", WRONG, ids=" ".join)
 def test_impossible_numbers_of_processes_are_refused(flags, capsys):
     assert main(["launch", "configs/quickstart.yaml", *flags]) == 2

@@ -122,6 +122,7 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
     if not size.isdigit() or int(size) < 1:
         raise ConfigError(f"WORLD_SIZE={size!r} is not accepted: 1 or above, as torchrun and deepspeed set it.")
     if int(size) == 1:
+        _check_alone(environ)
         return Ranks()
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
@@ -133,8 +134,24 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
     if torch.cuda.is_available():
         torch.cuda.set_device(int(environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + LATER_S))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + LATER_S))
+    except RuntimeError as error:
+        raise RanksError(
+            f"Rank {environ['RANK']} of {size} did not find the others through {environ['MASTER_ADDR']}:"
+            f"{environ['MASTER_PORT']}: {str(error).strip().splitlines()[0]} All of them must run, and reach that address. "
+            "Where a machine has several networks, set GLOO_SOCKET_IFNAME to the interface, as `rl4llm launch` does."
+        ) from error
     return DistributedRanks()
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """`accelerate launch --cpu` prepares for several processes but starts one, which would train alone without a word."""
+    if "WORLD_SIZE" not in environ and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= environ.keys():
+        raise ConfigError(
+            "`accelerate launch --cpu` starts one process, whatever --num_processes says. Use --multi_gpu instead of --cpu, "
+            "which needs no GPU, or leave --num_processes out."
+        )
 
 
 def _merged(everyone: list[dict[str, float]]) -> dict[str, float]:

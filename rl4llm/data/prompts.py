@@ -17,8 +17,8 @@ class PromptStream:
 
     All ranks walk one endless sequence: epoch after epoch, each in an order that depends on (seed, epoch) alone. A batch
     takes `batch_size` places per rank from it, so batches run over the end of an epoch and no row is dropped. The only
-    state is how many places all ranks together have consumed: a run that resumes with other ranks or batches neither skips
-    nor repeats a prompt.
+    state is how many places all ranks together have consumed: what is drawn does not depend on the number of ranks, and a
+    run that resumes with other ranks or batches neither skips nor repeats a prompt.
 
     A batch over the end of an epoch can hold a row twice, as can any batch of more prompts than there are rows.
 
@@ -52,13 +52,13 @@ class PromptStream:
         self._consumed = 0
         self._orders: dict[int, np.ndarray] = {}
 
-    def next_batch(self, size: int | None = None) -> list[int]:
-        """The rows of this rank's next prompts, `batch_size` unless said otherwise; every rank must ask for as many."""
-        size = self.batch_size if size is None else size
-        start = self._consumed + self.rank * size
+    def next_batch(self, total: int | None = None) -> list[int]:
+        """The rows of this rank's next prompts: its share of `total`, which every rank must say, or `batch_size`."""
+        total = self.batch_size * self.world_size if total is None else total
+        start, end = (self._consumed + total * rank // self.world_size for rank in (self.rank, self.rank + 1))
         self.earlier = Counter(self._row(place) for place in range(self._consumed, start))
-        self._consumed += self.world_size * size
-        return [self._row(place) for place in range(start, start + size)]
+        self._consumed += total
+        return [self._row(place) for place in range(start, end)]
 
     @property
     def epoch(self) -> float:

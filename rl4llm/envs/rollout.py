@@ -82,6 +82,8 @@ class Rollout:
         holds fields of SamplingParams by sample, from the start again after the last. With a `greedy_baseline` each row is
         played once more at temperature 0, as the baseline of its group. `earlier` says how often other ranks play a row too.
         """
+        if not rows:  # a rank whose share is empty
+            return RolloutResult((), ())
         size = group_size or self.env.group_size
         seen = Counter({row: count * (size + greedy_baseline) for row, count in (earlier or {}).items()})
         attempts = list(self._attempts(rows, size, first_index, seen, sampling, greedy_baseline))

@@ -80,17 +80,20 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         return self.preparation.critic
 
     def collect(self) -> RolloutResult:
-        """Play `group_size` episodes for each of the next prompts, and more in place of groups that do not train."""
+        """Play `group_size` episodes for each of the next prompts, and more in place of groups that do not train.
+
+        Of what is missing over all ranks each plays a share, so that any number of them play the same episodes.
+        """
+        wanted, most, refills = self.prompts.batch_size * self.ranks.size, self.algorithm.needs().refills, 0
         with self.clock("rollout"):
             collected = self._play(self.prompts.next_batch(), round_number=0)
-            wanted, refills = self.prompts.batch_size, 0
-            while refills < self.algorithm.needs().refills and (missing := self._missing(collected, wanted)) > 0:
+            while refills < most and (missing := wanted - self._count(collected)[0]) > 0:
                 refills += 1
                 more = self._play(self.prompts.next_batch(missing), round_number=refills)
                 collected = RolloutResult(collected.groups + more.groups, collected.failed + more.failed)
-        if self.algorithm.needs().refills:
-            kept = wanted - self._missing(collected, wanted)
-            self._notes |= {"groups/refills": refills, "groups/dropped": len(collected.groups) - kept}
+        if most:
+            kept, played = self._count(collected)
+            self._notes |= {"groups/refills": refills, "groups/dropped": played - kept}
         self._check_versions(collected)
         return collected
 
@@ -263,11 +266,11 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             earlier=self.prompts.earlier,
         )
 
-    def _missing(self, collected: RolloutResult, wanted: int) -> int:
-        """How many groups each rank has to play on average, so that all together have what they want."""
+    def _count(self, collected: RolloutResult) -> tuple[int, int]:
+        """How many groups train and how many were played, on all ranks."""
         kept = sum(self.algorithm.keep(group) for group in collected.groups)
-        short, ranks = self.preparation.total(torch.tensor([float(wanted - kept), 1.0])).tolist()
-        return max(0, math.ceil(short / ranks))
+        kept, played = self.ranks.total(torch.tensor([kept, len(collected.groups)])).tolist()
+        return kept, played
 
     def _note(self, kept: Sequence[Group], prepared: Prepared) -> None:
         """Remember what `report` will tell."""

@@ -1,6 +1,7 @@
 """The prompt stream: shared out without gaps, in an order of its own, resumable."""
 
 import json
+from collections import Counter
 from itertools import chain
 
 import pytest
@@ -53,6 +54,17 @@ def test_a_resumed_stream_goes_on_exactly():
     assert begun + take([resumed], 5) == expected
     assert resumed.state() == whole.state()
     assert resumed.epoch == 2.7
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_any_number_of_prompts_is_shared_out_as_evenly_as_it_goes_and_in_the_same_order(world_size):
+    (alone,), streams = ranks(1, batch_size=2 * world_size), ranks(world_size)
+    for total in (None, 7, 1, 0, 4, None):
+        shares = [stream.next_batch(total) for stream in streams]
+        assert list(chain(*shares)) == alone.next_batch(total)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert [stream.state() for stream in streams] == [alone.state()] * world_size
+    assert streams[-1].earlier == Counter(chain(*shares[:-1]))
 
 
 @pytest.mark.parametrize("later", [1, 3, 4])

@@ -16,6 +16,7 @@ from fault_server import FaultServer
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.checkpoint import latest_checkpoint
 from rl4llm.core.errors import RunDirError
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.watchdog import Watchdog
@@ -40,6 +41,13 @@ class Letters(BaseRewardFunction):
         return 0.0 if ground_truth == "0" else (ord(messages[-1].content[-1:] or "a") % 32) / 32
 
 
+class OneInThree(Letters):
+    """Two prompts of six have groups with a difference."""
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        return super().__call__(messages, "1" if ground_truth in "15" else "0")
+
+
 class Named(PolicyTrainer):
     """Of whatever algorithm the test names."""
 
@@ -53,8 +61,9 @@ ROWS = [
 
 def trainer(ranks, model_dir, directory, algorithm, backend, **options):
     """A global batch of four prompts, however many ranks share it."""
+    reward = options.pop("reward", Letters)()
     return Named(
-        str(model_dir), ROWS, [Letters()], env=TwoTurns, eval_dataset=ROWS[:3], algorithm=algorithm,
+        str(model_dir), ROWS, [reward], env=TwoTurns, eval_dataset=ROWS[:3], algorithm=algorithm,
         output={"dir": str(directory)}, backend=backend, deterministic=True,
         **{"rollout.prompts": 4 // ranks.size, "rollout.group_size": 4, "rollout.max_tokens": 5,
            "training.lr": 3e-3, "training.max_tokens_per_batch": 64, "env.max_steps": 2, "eval.every": 2,
@@ -151,6 +160,23 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(on_ranks, alone, mo
     back, _ = on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, 6)
     assert_close(back, whole, atol=5e-4)
     assert [row["step"] for row in metrics(tmp_path / "parts") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_any_number_of_ranks_draws_the_same_prompts_in_place_of_dropped_groups(on_ranks, alone, model_dir, tmp_path):
+    """Also when the number changes on the way."""
+    given, options = (model_dir, tmp_path / "one", {"name": "dapo", "refills": 10}), {"reward": OneInThree}
+    one = trained(alone, *given, {"name": "torch"}, 4, options)
+    given = given[0], tmp_path / "two", given[2]
+    on_ranks(trained, *given, {"name": "torch", "shard": "ddp"}, 2, options)
+    two = trained(alone, *given, {"name": "torch"}, 4, options)
+    assert_close(two, one, atol=2e-4)
+    for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        for key in ("groups/refills", "groups/dropped", "trajectories", "update/tokens"):
+            assert ours.get(key) == theirs.get(key), (ours["step"], key)
+    steps = [row for row in metrics(tmp_path / "one") if "loss" in row]
+    assert any(2 * row["groups/refills"] > row["groups/dropped"] for row in steps)  # of a single prompt one rank plays none
+    cursors = [latest_checkpoint(tmp_path / name / "checkpoints").state["prompts"] for name in ("one", "two")]
+    assert cursors[0] == cursors[1]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,104 @@
+"""Whoever starts the processes, the run is the same, to the last bit."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from small_run import SmallRun
+
+from rl4llm.cli import main
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.ranks import join_ranks
+from rl4llm.inference.ports import free_port
+
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def small(model_dir, tmp_path_factory):
+    return SmallRun.at(tmp_path_factory.mktemp("small"), model_dir)
+
+
+@pytest.fixture(scope="module")
+def expected(small):
+    """The weights of two processes that `rl4llm launch` started."""
+    started(sys.executable, "-m", "rl4llm", "launch", *small.into("launch"), "--nproc", "2")
+    return small.weights("launch")
+
+
+def started(*words):
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180, env=ENVIRON)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def launcher(name):
+    found = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+    return found or pytest.skip(f"there is no {name} here")
+
+
+def test_torchrun_starts_the_same_run(small, expected):
+    started(launcher("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "rl4llm", "train", *small.into("torchrun"))
+    assert small.weights("torchrun") == expected
+
+
+def test_accelerate_starts_the_same_run(small, expected):
+    words = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port("127.0.0.1"))]
+    started(launcher("accelerate"), "launch", *words, "-m", "rl4llm", "train", *small.into("accelerate"))
+    assert small.weights("accelerate") == expected
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_starts_the_same_run(small, expected):
+    words = ["--num_gpus", "2", "--master_port", str(free_port("127.0.0.1")), "--module", "rl4llm", "train"]
+    started(launcher("deepspeed"), *words, *small.into("deepspeed"))
+    assert small.weights("deepspeed") == expected
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_on_two_machines_of_a_hostfile_starts_the_same_run(small, expected):
+    hosts = small.directory / "hosts"
+    hosts.write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    first = ["--master_addr", "127.0.0.1", "--master_port", str(free_port("127.0.0.1"))]
+    command = [launcher("deepspeed"), "--hostfile", str(hosts), "--no_ssh", *first, "--module", "--node_rank"]
+    run = ["rl4llm", "train", *small.into("hostfile")]
+    with subprocess.Popen([*command, "1", *run], env=ENVIRON, stdout=subprocess.DEVNULL) as other:
+        started(*command, "0", *run)
+        assert other.wait(60) == 0
+    assert small.weights("hostfile") == expected
+
+
+def test_a_local_rank_that_a_launcher_puts_first_is_taken(capsys):
+    for option in ("--local_rank=0", "--local-rank=1"):
+        assert main([option, "train", "no_such_file.yaml"]) == 2
+        assert "There is no configuration file" in capsys.readouterr().err
+
+
+def test_several_processes_that_were_asked_for_and_did_not_start_are_missed():
+    prepared = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(ConfigError, match="--cpu` starts one process"):
+        join_ranks(1, prepared)
+    assert join_ranks(1, {"ACCELERATE_USE_CPU": "True"}).size == 1
+
+
+JOINS = """
+import sys
+from rl4llm.core.errors import RanksError
+from rl4llm.core.ranks import join_ranks
+try:
+    join_ranks(1)
+except RanksError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_rank_that_finds_no_network_says_what_to_set():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "nonesuch"}
+    environ = {**ENVIRON, **torchrun, **place}
+    done = subprocess.run([sys.executable, "-c", JOINS], env=environ, capture_output=True, text=True, timeout=120)
+    assert "Rank 0 of 2 did not find the others" in done.stderr
+    assert "set GLOO_SOCKET_IFNAME" in done.stderr
