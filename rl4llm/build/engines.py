@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl4llm.build.models import all_ranks
 from rl4llm.build.options import with_options
 from rl4llm.config import Config
+from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError
@@ -129,6 +131,19 @@ def check_sync(config: Config) -> None:
             f"sync.dir={config.sync.dir!r} is output.dir, which belongs to the run. Leave sync.dir out, for weights/ in it, "
             "or give another directory."
         )
+
+
+def check_parts(config: Config, backend: BaseBackend) -> None:
+    """A server that fails and comes back is given tensors at any time, when ranks that hold parts do not stand by."""
+    if backend.whole or all_ranks(config).size == 1:
+        return
+    for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
+        if name in ("tensor", "distributed"):
+            raise ConfigError(
+                f"{key}={name!r} is not accepted where each rank holds a part of the weights (backend={config.backend}): a "
+                "server that comes back later could not be given them. Accepted: filesystem, and lora for an adapter; or "
+                "shard=ddp or a zero_stage below 3."
+            )
 
 
 def check_adapter_alone(config: Config) -> None:

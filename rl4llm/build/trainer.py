@@ -26,7 +26,7 @@ from rl4llm.build.data import (
     row_reader,
     training_rows,
 )
-from rl4llm.build.engines import build_canary, build_client, build_publisher, check_adapter_alone, check_sync
+from rl4llm.build.engines import build_canary, build_client, build_publisher, check_adapter_alone, check_parts, check_sync
 from rl4llm.build.models import (
     BACKENDS,
     all_ranks,
@@ -203,6 +203,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     check_examples(rewards)
     start = copy.deepcopy(given.model)  # before the policy's weights move
     backend = build_policy(config, algorithm, given.model)
+    check_parts(config, backend)
     client = build_client(config, backend.model if backend.whole else plain_model(config, copy.deepcopy(start)), tokenizer)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
         check_prompts(rows, renderer, client.context_length, where)

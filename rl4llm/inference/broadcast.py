@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 TRAINER = 0
 
@@ -32,19 +32,18 @@ class Broadcast:
 
     def connect(self) -> None:
         """Meet the server's ranks."""
-        address = f"tcp://{self.host}:{self.port}"
-        store, rank, size = next(rendezvous(address, TRAINER, self.world_size, timeout=self._timeout))
-        store.set_timeout(self._timeout)
+        # torch's own "tcp://" would look for a store that torchrun's agent keeps, where there is none.
+        store = dist.TCPStore(self.host, self.port, self.world_size, is_master=True, timeout=self._timeout)
         group, _ = _new_process_group_helper(
-            size,
-            rank,
+            self.world_size,
+            TRAINER,
             [],
             Backend(self.backend),
             PrefixStore(self.name, store),
             group_name=self.name,
             timeout=self._timeout,
         )
-        _world.pg_group_ranks[group] = {i: i for i in range(size)}
+        _world.pg_group_ranks[group] = {i: i for i in range(self.world_size)}
         self._group = group
 
     def send(self, tensors: Sequence[Tensor]) -> None:

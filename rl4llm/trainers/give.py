@@ -12,26 +12,34 @@ from typing import Any
 
 from torch import Tensor
 
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.ranks import Ranks
 
-AGAIN, OVER = "again", "over"
+WEIGHTS, ADAPTER, OVER = "weights", "adapter", "over"
 
 
 class Announced:
-    """A backend as publishers see it, on the first rank: whoever goes through its weights takes the other ranks along."""
+    """A backend or its adapter as publishers see it, on the first rank: whoever goes through its weights takes the other
+    ranks along."""
 
-    def __init__(self, backend: BaseBackend, ranks: Ranks):
-        self._backend = backend
+    def __init__(self, holder: BaseBackend | BaseAdapter, ranks: Ranks, name: str = WEIGHTS):
+        self._holder = holder
         self._ranks = ranks
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self._holder, name)
+
+    @property
+    def adapter(self) -> Announced | None:
+        """That of the backend."""
+        adapter = self._holder.adapter
+        return None if adapter is None else Announced(adapter, self._ranks, ADAPTER)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of each weight. The others go to the end, so this does too, also when nobody wants the rest."""
-        self._ranks.share(AGAIN)
-        weights = self._backend.weights()
+        self._ranks.share(self._name)
+        weights = self._holder.weights()
         try:
             for item in weights:  # noqa: UP028 - "yield from" would close what is drained below
                 yield item
@@ -42,15 +50,15 @@ class Announced:
 
 @contextmanager
 def giving_weights(backend: BaseBackend, ranks: Ranks) -> Iterator[Any]:
-    """On the first rank: inside, the backend's weights are those of all ranks together."""
+    """On the first rank: inside, the backend's weights are those of all ranks together; whole ones are there at any time."""
     try:
-        yield Announced(backend, ranks)
+        yield backend if backend.whole else Announced(backend, ranks)
     finally:
         ranks.share(OVER)
 
 
 def give_weights(backend: BaseBackend, ranks: Ranks) -> None:
     """On every other rank: take part until the first one is done."""
-    while ranks.share(None) == AGAIN:
-        for _ in backend.weights():
+    while (name := ranks.share(None)) != OVER:
+        for _ in (backend if name == WEIGHTS else backend.adapter).weights():
             pass

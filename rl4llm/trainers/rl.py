@@ -232,6 +232,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         return self.ranks.is_first or self.inference.client.in_process
 
     def _lend_device(self) -> None:
+        self.ranks.wait()  # until no other samples any more
         if self._speaks:
             self._run(self.inference.publisher.lend_device(self.backend))
         self.ranks.wait()

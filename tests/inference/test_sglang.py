@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 
 import pytest
 import torch
@@ -253,6 +254,18 @@ def test_two_ranks_of_deepspeed_learn_through_the_server(on_ranks, sglang_url, m
     options = {"backend": {"name": "deepspeed", "zero_stage": stage}, "sync": {"name": "filesystem"}, **WHOLE}
     on_ranks(trained, model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, options)
     check_learned(tmp_path, WHOLE["max_steps"])
+
+
+@pytest.mark.parametrize(("way", "shard"), [("tensor", "ddp"), ("distributed", "ddp"), ("lora", "fsdp2")])
+def test_two_ranks_publish_every_way_to_the_server(on_ranks, client, model, adaptable, tmp_path, way, shard):
+    base = adaptable(model)
+    run(client, lambda: client.load(WeightRef(0, "full", str(base))))
+    options = {"backend": {"name": "torch", "shard": shard}, "sync": {"name": way}, "training.lr": 1e-2, "max_steps": 3}
+    options |= {"model.lora": {"rank": 4}} if way == "lora" else {}
+    on_ranks(trained, base, tmp_path / "run", {"name": "sglang", "url": client.base_url}, options)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("mismatch/max", 0) < 1e-4 and "time/verify" in row for row in rows] == [True] * 3
+    assert any("mismatch/max" in row for row in rows)
 
 
 def trained(ranks, model_dir, directory, inference, options):

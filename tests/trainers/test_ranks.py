@@ -17,7 +17,7 @@ from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.checkpoint import latest_checkpoint
-from rl4llm.core.errors import RunDirError
+from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.watchdog import Watchdog
 
@@ -216,6 +216,53 @@ def test_ranks_that_hold_parts_of_the_weights_give_them_to_one_server_and_all_sa
     assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path / "two") if "loss" in row] == [True] * 3
 
 
+class Sleeper(FaultServer):
+    """Notes what is asked of it while it sleeps; every other prompt takes longer."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.asleep, self.disturbed, self.naps = set(), 0, 0
+
+    async def _release_memory_occupation(self, body):
+        self.asleep |= set(body["tags"])
+        self.naps += 1
+
+    async def _resume_memory_occupation(self, body):
+        self.asleep -= set(body["tags"])
+
+    async def _generate(self, body):
+        await asyncio.sleep(0.3 * (sum(body["input_ids"]) % 2))
+        self.disturbed += bool(self.asleep)
+        return await super()._generate(body)
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
+def test_a_server_on_the_trainers_device_sleeps_only_when_no_rank_samples_any_more(
+    on_ranks, model_dir, tokenizer, tmp_path, shard
+):
+    with serving(Sleeper(load_model(model_dir), tokenizer, one_by_one=True)) as server:
+        options = {"inference": {"name": "sglang", "url": server.url, "cohost": True, "deadline_s": 30.0}}
+        on_ranks(trained, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch", "shard": shard}, 3, options)
+    assert server.naps == 4  # before the first publish, and for each step
+    assert server.disturbed == 0
+    assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path) if "loss" in row] == [True] * 3
+
+
+def refused(ranks, model_dir, directory, way):
+    options = {"inference": {"name": "sglang", "url": "http://127.0.0.1:1"}, "sync.name": way}
+    with pytest.raises(ConfigError) as told:
+        trainer(ranks, model_dir, directory, ALGORITHMS["grpo"], {"name": "torch", "shard": "fsdp2"}, **options)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("way", ["tensor", "distributed"])
+def test_parts_of_the_weights_go_no_way_on_which_a_server_may_ask_for_them_at_any_time(on_ranks, model_dir, tmp_path, way):
+    for told in on_ranks(refused, model_dir, tmp_path / "run", way):
+        assert f"sync.name='{way}' is not accepted where each rank holds a part of the weights" in told
+        assert "Accepted: filesystem" in told
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_number_of_prompts_over_all_ranks_is_another_run(on_ranks, alone, model_dir, tmp_path):
     trained(alone, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch"}, max_steps=1)
     options = {"rollout.prompts": 1, "max_steps": 2}
@@ -226,7 +273,7 @@ def test_another_number_of_prompts_over_all_ranks_is_another_run(on_ranks, alone
 HANGS = """
 import sys, time
 from rl4llm.core.ranks import join_ranks
-from rl4llm.core.errors import RunDirError
+from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.watchdog import Watchdog
 
