@@ -47,7 +47,6 @@ def remove_dead_locks(root: Path, now: float | None = None) -> list[Path]:
 def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> Iterator[None]:
     """While the main thread does `what`, say which extensions it waits for; raises ConfigError at the deadline."""
     root, done, late = build_root(), threading.Event(), threading.Event()
-    remove_dead_locks(root)
 
     def watch() -> None:
         start = time.monotonic()
@@ -62,6 +61,7 @@ def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> I
     thread = threading.Thread(target=watch, name="watched builds", daemon=True)
     thread.start()
     try:
+        _wait_for_builders(root)
         yield
     except KeyboardInterrupt:
         if not late.is_set():
@@ -73,6 +73,12 @@ def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> I
     finally:
         done.set()
         thread.join()
+
+
+def _wait_for_builders(root: Path) -> None:
+    """Go on when every lock has a builder: torch would wait behind one that was killed a moment ago, too."""
+    while remove_dead_locks(root) or not all(_has_builder(lock.parent) for lock in locks(root)):
+        time.sleep(0.2)
 
 
 def _state(root: Path) -> str:

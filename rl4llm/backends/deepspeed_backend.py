@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -523,7 +524,8 @@ def _check_device(model: PreTrainedModel, deepspeed: Any) -> None:
 
 
 def _join_alone() -> None:
-    """DeepSpeed wants a process group, also of one process that nobody launched."""
+    """DeepSpeed wants a process group and a launcher's variable, also of one process that nobody launched."""
+    os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

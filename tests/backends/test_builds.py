@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -27,6 +28,16 @@ def lock(tmp_path, monkeypatch):
     return make
 
 
+@contextmanager
+def working_in(directory):
+    """A process that stays in the directory, as compilers do."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], cwd=directory, stdin=subprocess.PIPE) as builder:
+        try:
+            yield
+        finally:
+            builder.communicate(b"\n")
+
+
 def test_the_lock_of_a_builder_that_was_killed_is_removed_and_said(lock, caplog):
     dead = lock(age_s=STALE_S + 1)
     assert remove_dead_locks(build_root()) == [dead]
@@ -42,17 +53,15 @@ def test_the_lock_of_a_build_that_has_just_begun_stays(lock):
 
 def test_the_lock_of_a_builder_that_works_in_its_directory_stays(lock):
     old = lock(age_s=3600)
-    builder = subprocess.Popen([sys.executable, "-c", "input()"], cwd=old.parent, stdin=subprocess.PIPE)
-    try:
+    with working_in(old.parent):
         assert remove_dead_locks(build_root()) == []
-    finally:
-        builder.communicate(b"\n")
     assert remove_dead_locks(build_root()) == [old]
 
 
 def test_a_start_that_hangs_says_what_it_waits_for_and_ends_at_its_deadline(lock, caplog):
     held = lock(age_s=0)
     with (
+        working_in(held.parent),
         caplog.at_level(logging.WARNING),
         pytest.raises(ConfigError, match=r"The start was not done after .*Being compiled: .*some_op.*TORCH_EXTENSIONS_DIR"),
         watched_builds("The start", deadline_s=0.3, say_every_s=0.1),
@@ -62,13 +71,19 @@ def test_a_start_that_hangs_says_what_it_waits_for_and_ends_at_its_deadline(lock
     assert caplog.text.count("The start has taken") >= 2
 
 
+def test_a_start_finds_out_whether_the_builder_behind_a_young_lock_was_killed(lock, monkeypatch):
+    monkeypatch.setattr("rl4llm.backends.builds.STALE_S", 0.3)
+    young = lock(age_s=0)
+    with watched_builds("The start", deadline_s=60.0):
+        assert not young.exists()
+
+
 def test_a_user_who_interrupts_the_start_is_not_told_about_deadlines(lock):
     with pytest.raises(KeyboardInterrupt), watched_builds("The start", deadline_s=60.0):
         raise KeyboardInterrupt
 
 
 def test_a_start_that_ends_in_time_says_nothing(lock, caplog):
-    lock(age_s=0)
-    with watched_builds("The start", deadline_s=60.0):
+    with working_in(lock(age_s=0).parent), watched_builds("The start", deadline_s=60.0):
         pass
     assert not caplog.text

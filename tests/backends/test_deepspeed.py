@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 
 import pytest
@@ -398,6 +399,16 @@ def message(ranks, model, dtype, options):
     except RL4LLMError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def started_by_nobody(ranks, given, trajectories):
+    os.environ.pop("LOCAL_RANK")
+    return train(deepspeed(ranks, **given), share(trajectories), 1)
+
+
+def test_one_process_needs_no_launcher(on_one_rank, build, trajectories):
+    told = on_one_rank(started_by_nobody, {"model": build("qwen3"), "stage": 2}, trajectories)[0]
+    assert_same_steps(told, train(torch_backend(build("qwen3")), share(trajectories), 1), 1e-5)
 
 
 def test_what_deepspeed_does_not_accept_is_a_configuration_error(on_one_rank, build):
