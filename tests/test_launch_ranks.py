@@ -1,5 +1,6 @@
 """A run that dies is started again from its last checkpoint, as long as it gets further."""
 
+import json
 import os
 import signal
 import socket
@@ -7,10 +8,15 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+import yaml
+from safetensors.torch import load_file
 
 from rl4llm import launch
+from rl4llm.build import build_trainer
 from rl4llm.cli import main
+from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.launch import Nodes, Supervisor
 
@@ -109,3 +115,58 @@ WRONG = [
 @pytest.mark.parametrize("flags", WRONG, ids=" ".join)
 def test_impossible_numbers_of_processes_are_refused(flags, capsys):
     assert main(["launch", "configs/quickstart.yaml", *flags]) == 2
+
+
+@pytest.fixture
+def config(model_dir, tmp_path):
+    """A run of twelve steps, with a checkpoint after every second one."""
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = {
+        "model": {"path": str(model_dir)}, "data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["vowels:Vowels"],
+        "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "eval": {"every": 0},
+        "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "run")}, "deterministic": True, "max_steps": 12,
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(chosen))
+    return tmp_path / "config.yaml"
+
+
+def trained(ranks, config, directory):
+    with build_trainer(load_config(config, [f"output.dir={directory}"])) as trainer:
+        trainer.train()
+
+
+def launched(config, kills, *flags):
+    """Launch a run of two ranks and kill one of them when there is a new checkpoint; the exit code and all that was said."""
+    latest = config.parent / "run" / "checkpoints" / "latest"
+    before = latest.read_text() if latest.exists() else None
+    command = [sys.executable, "-m", "rl4llm", "launch", str(config), "--nproc", "2", *flags]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with open(config.parent / "said", "w+") as said, subprocess.Popen(
+        command, stdout=said, stderr=said, env=environ
+    ) as process:
+        while process.poll() is None and (not latest.exists() or latest.read_text() == before):
+            time.sleep(0.01)
+        ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "train" in child.cmdline()]
+        ranks = [child for child in ranks if "torch.distributed.run" not in child.cmdline()]
+        sorted(ranks, key=lambda child: child.environ()["RANK"])[kills].kill()
+        code = process.wait(timeout=200)
+        said.seek(0)
+        return code, " ".join(said.read().split())
+
+
+def test_a_run_whose_rank_is_killed_is_started_again_and_ends_with_the_weights_of_one_that_was_not(
+    on_ranks, config, model_dir, tmp_path
+):
+    code, said = launched(config, 1)
+    assert code == 1
+    assert "It is not started again." in said
+    code, said = launched(config, 0, "--restarts", "1")
+    assert code == 0
+    assert "starting it again (0 times in vain so far)" in said
+    on_ranks(trained, config, tmp_path / "whole")
+    ended, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole"))
+    assert any((tensor != load_file(model_dir / "model.safetensors")[name]).any() for name, tensor in ended.items())
+    assert {name: tensor.tolist() for name, tensor in ended.items()} == {
+        name: tensor.tolist() for name, tensor in expected.items()
+    }
