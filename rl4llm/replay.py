@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ CONTEXT = 8  # tokens shown before one that is not finite
 def replay(directory: Path) -> Iterator[Table]:
     """Recompute the step, on its own weights and batches; the tables say what was not finite, and where it was first.
 
+    One process with plain torch does, whatever backend and however many ranks it ran on: each kept its own batches.
     Raises DataError when `directory` holds no such step.
     """
     update = load_update(directory)
@@ -47,7 +48,7 @@ def _config(directory: Path) -> Config:
     file = directory.parent.parent / "config.yaml"
     if not file.is_file():
         raise DataError(f"{directory} lies in no run: there is no {file}. Replay a step where the run wrote it.")
-    return load_config(file)
+    return replace(load_config(file), backend={"name": "torch"})
 
 
 def _temperature(config: Config, algorithm: BaseAlgorithm) -> float:

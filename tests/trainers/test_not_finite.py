@@ -1,9 +1,11 @@
 """Losses that are not finite: skipped and counted, then the run stops and keeps the step for replay."""
 
 import json
+import sys
 
 import pytest
 import torch
+from rank_processes import RankProcesses
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.cli import main
@@ -24,6 +26,9 @@ class Bad(GRPO):
         loss_BT, metrics = GRPO.token_losses(self, batch, logprobs_BT, entropy_BT)
         return loss_BT.where(batch.token_ids_BT % 2 == 1, loss_BT * torch.nan), metrics
 '''
+
+
+ON_ONE_RANK = BAD_ALGORITHM.replace("batch.token_ids_BT % 2 == 1", "torch.tensor(os.environ.get('RANK') == '0')")
 
 
 class LastLetter(BaseRewardFunction):
@@ -50,6 +55,19 @@ def run(model_dir, directory, **overrides):
         "max_steps": 5,
     }
     return GRPOTrainer(str(model_dir), rows(), [LastLetter()], output={"dir": str(directory)}, **options | overrides)
+
+
+def stopped(ranks, place, model_dir, directory, options):
+    """What a run says that stops, and what it moved."""
+    sys.path.insert(0, str(place))
+    trainer = run(model_dir, directory, **options)
+    before = {name: tensor.clone() for name, tensor in trainer.trainer.backend.weights()}
+    try:
+        trainer.train()
+    except NotFiniteError as error:
+        moved = [name for name, tensor in trainer.trainer.backend.weights() if not torch.equal(tensor, before[name])]
+        return str(error), moved
+    return "", []
 
 
 @pytest.fixture
@@ -81,6 +99,30 @@ def test_a_step_that_was_kept_is_computed_again_and_says_where_it_is_not_finite(
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"loss of {number} tokens" in shown
     assert "the model's output of" not in shown
+
+
+@pytest.mark.parametrize("backend", [
+    {"name": "torch", "shard": "ddp"},
+    {"name": "torch", "shard": "fsdp2", "cpu_offload": True},
+    pytest.param({"name": "deepspeed", "zero_stage": 2}, marks=pytest.mark.deepspeed),
+    pytest.param({"name": "deepspeed", "zero_stage": 3}, marks=pytest.mark.deepspeed),
+], ids=lambda backend: "-".join(map(str, backend.values())))  # fmt: skip
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_its_step_replays_on_one_process(
+    model_dir, tmp_path, monkeypatch, capsys, backend
+):
+    (tmp_path / "bad_on_one_rank.py").write_text("import os\n" + ON_ONE_RANK)
+    directory, options = tmp_path / "run", {"algorithm": {"name": "bad_on_one_rank:Bad"}, "backend": backend}
+    with RankProcesses(size=2, DS_ACCELERATOR="cpu") as on_ranks:
+        told = on_ranks(stopped, tmp_path, model_dir, directory, options)
+    for (text, moved), name in zip(told, ("step-000002", "step-000002-rank1"), strict=True):
+        assert "2 optimizer steps in a row" in text and f"{name}` shows" in text
+        assert moved == []
+        assert load_update(directory / "failed" / name).model.is_dir()
+    (first,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert first["skipped"] == 1
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["replay", str(directory / "failed" / "step-000002-rank1")]) == 0
+    assert "not finite" in capsys.readouterr().out
 
 
 def test_a_directory_without_a_kept_step_is_refused(tmp_path, capsys):
