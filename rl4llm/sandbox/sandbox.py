@@ -235,6 +235,7 @@ class _Slot:
             )
         settings = {
             "level": self.level,
+            "parent": os.getpid(),
             "python": python,
             "uid": self.uid,
             "packages": self.packages,

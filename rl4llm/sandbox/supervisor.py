@@ -25,6 +25,7 @@ from rl4llm.sandbox.levels import LEVELS
 from rl4llm.sandbox.program import Limits, Outcome, Program
 
 PR_SET_CHILD_SUBREAPER = 36
+PARENT_CHECK_S = 1.0
 
 
 class Station:
@@ -83,11 +84,19 @@ def main() -> None:
     try:
         while True:
             station.refill()
+            _await_program(channel, settings["parent"])
             program, limits = pickle.loads(channel.recv_bytes())
             outcome, again = serve(station, program, limits)
             channel.send_bytes(json.dumps({"outcome": asdict(outcome), "again": again}).encode())
     except (EOFError, OSError, Abandoned):
         station.close()
+
+
+def _await_program(channel: Connection, parent: int) -> None:
+    """Wait for something to do; Abandoned once the trainer is gone, also where a fork of it keeps the other end open."""
+    while not channel.poll(PARENT_CHECK_S):
+        if os.getppid() != parent:
+            raise Abandoned
 
 
 def serve(station: Station, program: Program, limits: Limits) -> tuple[Outcome, bool]:
