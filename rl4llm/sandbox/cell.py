@@ -21,10 +21,10 @@ from rl4llm.sandbox.wire import WireError, read, write
 
 INSIDE = Path(__file__).with_name("_inside.py")
 _COMPILE = (
-    "import base64, marshal, sys; code = compile(sys.stdin.read(), 'sandbox', 'exec', optimize=2); "
-    "sys.stdout.write(base64.b64encode(marshal.dumps(code)).decode())"
+    "import marshal, sys; code = compile(sys.stdin.read(), 'sandbox', 'exec', optimize=2); "
+    "sys.stdout.write(marshal.dumps(code).hex())"
 )
-_LOAD = "import binascii, marshal, sys; exec(marshal.loads(binascii.a2b_base64(sys.argv[3])))"
+_LOAD = "import marshal, sys; exec(marshal.loads(bytes.fromhex(sys.argv[3])))"
 START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 WEIGHED_EVERY_S = 0.05
