@@ -26,6 +26,7 @@ from rl4llm.core.errors import CheckpointError, ConfigError
 
 STOPPED = 75
 LONGEST_WAIT_S = 60.0
+LINGERS_S = 60.0  # longer than ranks that end together are apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Supervisor:
         while True:
             reached = self._progress()
             self._process = subprocess.Popen(self._command, start_new_session=True, env=self._environ)
-            code = self._process.wait()
+            code = self._wait()
             if code == 0 or self._stopped:
                 return STOPPED if self._stopped else 0
             now = self._progress()
@@ -102,6 +103,18 @@ class Supervisor:
                 return code
             self._say(f"The run ended with code {code} {_where(now)}; starting it again ({in_vain} times in vain so far).")
             time.sleep(min(2.0**in_vain, LONGEST_WAIT_S))
+
+    def _wait(self) -> int:
+        """Its exit code. A launcher whose processes are all gone may still wait for a machine out of reach, and is ended."""
+        process, had_some, alone_since = psutil.Process(self._process.pid), False, time.monotonic()
+        while True:
+            try:
+                return self._process.wait(min(1.0, LINGERS_S / 4))
+            except subprocess.TimeoutExpired:
+                if process.children():
+                    had_some, alone_since = True, time.monotonic()
+                elif had_some and time.monotonic() - alone_since > LINGERS_S:
+                    self._process.kill()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Pass the signal on; the ranks finish their step and save."""

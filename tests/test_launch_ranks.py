@@ -80,6 +80,22 @@ def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
     assert time.monotonic() - start < 20
 
 
+LINGERS = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(1)
+subprocess.run([sys.executable, "-c", "import time; time.sleep(1)"])
+time.sleep(300)
+"""
+
+
+def test_a_launcher_that_waits_for_another_machine_after_its_processes_are_gone_is_ended(monkeypatch):
+    monkeypatch.setattr(launch, "LINGERS_S", 0.5)
+    said = []
+    assert Supervisor([sys.executable, "-c", LINGERS], lambda: 2, 0, said.append).run() == -signal.SIGKILL
+    assert "after a checkpoint of step 2" in said[-1]
+
+
 def test_several_machines_meet_at_the_first_one():
     second = Nodes(nproc=8, nnodes=2, node_rank=1, rendezvous="127.0.0.1:29500")
     assert "--standalone" not in second.torchrun()
