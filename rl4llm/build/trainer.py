@@ -51,8 +51,7 @@ from rl4llm.data.demonstrations import check_rows
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.rollout import Rollout
-from rl4llm.rewards import as_reward_function, register_reward, weighted_sum
-from rl4llm.rewards.score import check_examples
+from rl4llm.rewards import Scale, as_reward_function, check_examples, register_reward, weighted_sum
 from rl4llm.sandbox import Sandbox
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.dataset import DatasetTrainer
@@ -300,10 +299,13 @@ def _rewards(config: Config, given: Given, sandbox: Sandbox) -> tuple[list[BaseR
             raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a number.")
         weight = float(weight)
         function = as_reward_function(options, provided={"sandbox": sandbox})
+        if function.per_turn:  # what turns earn is added beside what the transform makes of the terminal rewards
+            functions.append(Scale(function, weight))
+            continue
         functions.append(function)
         weights[function.name] = weight
     plain = list(weights.values()) == [1.0]
-    return functions, None if plain else weighted_sum(weights)
+    return functions, None if plain or not weights else weighted_sum(weights)
 
 
 def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0) -> Batching:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError, DataError, EnvError, RewardError
-from rl4llm.core.threads import in_own_thread
+from rl4llm.core.threads import all_together, in_own_thread
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
 
 __all__ = ["LLM", "BaseMDPEnv", "BaseRewardFunction", "ChatMessage", "EnvState", "RewardExample", "SampleState"]
@@ -131,16 +131,21 @@ class LLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RewardExample:
-    """A conversation and the score that a reward promises to give it."""
+    """A conversation and the score that a reward promises to give it, within `tolerance`.
+
+    For a reward of turns the score is a list. `token_ids` stand for what the policy sampled, where a reward looks at that.
+    """
 
     messages: Sequence[ChatMessage]
     ground_truth: Any
-    score: float
+    score: float | Sequence[float]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: Sequence[int] = ()
+    tolerance: float = 1e-6
 
 
 class BaseRewardFunction(ABC):
-    """A terminal reward: called once per episode with the whole conversation.
+    """A reward: called once per episode with the whole conversation.
 
         class ExactMatch(BaseRewardFunction):
             def __init__(self, name="exact_match", **kwargs):
@@ -150,13 +155,20 @@ class BaseRewardFunction(ABC):
                 return float(messages[-1].content.strip() == ground_truth)
 
     `kwargs` holds the prompt's other columns. An exception, NaN or anything that is not a number marks the episode as
-    failed; a wrong answer of the model is an ordinary low score.
+    failed; a wrong answer of the model is an ordinary low score. ``__call__`` may be async: then all episodes of a batch are
+    scored at once.
+
+    With ``per_turn = True`` the score is a list, a number for each assistant message after the prompt. What turns earn adds
+    to the episode's reward beside the terminal ones, and algorithms with turn-level credit give each turn its own.
 
     A batch that takes longer than `score_timeout_s` marks its episodes as failed too. The reward runs in a thread of its
     own for that; one that works only in the main thread, as those that set signals do, needs ``score_timeout_s = None``.
     """
 
     score_timeout_s: float | None = 300.0
+    per_turn: bool = False
+    rewards_among_options: tuple[str, ...] = ()  # options of the constructor that are rewards themselves
+    parts: Sequence[BaseRewardFunction] = ()  # rewards that this one asks; their examples must hold too
 
     def __init__(self, name: str):
         if not re.fullmatch(r"[a-zA-Z0-9_\-]+", name):
@@ -169,7 +181,8 @@ class BaseRewardFunction(ABC):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
         """Scores of many conversations, in order. Override it where a batch is cheaper than one call each."""
-        return [self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples]
+        scores = [self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples]
+        return all_together(scores) if inspect.iscoroutinefunction(self.__call__) else scores
 
     def examples(self) -> Sequence[RewardExample]:
         """Right and wrong answers with the score they must get; training refuses to start when one does not hold."""
@@ -177,6 +190,8 @@ class BaseRewardFunction(ABC):
 
     def close(self) -> None:
         """Release worker processes and the like."""
+        for part in self.parts:
+            part.close()
 
 
 class BaseMDPEnv:
@@ -329,5 +344,6 @@ class BaseMDPEnv:
             raise ConfigError(f"{where}: reward_functions is empty; give at least one.")
         if len(set(names)) < len(names):
             raise ConfigError(f"{where}: reward names must differ, but are {names}.")
-        if len(names) > 1 and self.reward_transform_fn is None:
-            raise ConfigError(f"{where}: {len(names)} rewards ({', '.join(names)}) need a reward_transform_fn.")
+        terminal = [reward_function.name for reward_function in self.reward_functions if not reward_function.per_turn]
+        if len(terminal) > 1 and self.reward_transform_fn is None:
+            raise ConfigError(f"{where}: {len(terminal)} rewards ({', '.join(terminal)}) need a reward_transform_fn.")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -18,6 +18,22 @@ async def in_own_thread(name: str, work: Callable[[], T]) -> T:
     outcome.set_running_or_notify_cancel()
     threading.Thread(target=_settle, args=(outcome, work), name=name, daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+def all_together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    """What each of the coroutines returned or raised; they run at once, in an event loop of their own.
+
+    It blocks, and may be called where an event loop runs.
+    """
+    results: list[list[T | Exception]] = []
+    thread = threading.Thread(target=lambda: results.append(asyncio.run(_gathered(coroutines))), daemon=True)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+async def _gathered(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    return list(await asyncio.gather(*coroutines, return_exceptions=True))
 
 
 def _settle(outcome: Future[T], work: Callable[[], T]) -> None:

@@ -91,6 +91,8 @@ class Rollout:
         self._play(samples, step, sampling_params)
         self._play_failed_again(attempts, samples, step, sampling_params)
         scores = score(samples, self.env.reward_functions, self.env.reward_transform_fn)
+        for sample in samples:
+            self._check_turns(sample)
         self._check_failures(samples)
         trajectories = {
             id(sample): self._trajectory(sample, {name: values[i] for name, values in scores.rewards.items()}, reward)
@@ -171,10 +173,14 @@ class Rollout:
             nothing = "ended the episode before the policy said anything"
             other = "ended the episode with no assistant message that is the text that was sampled; append it unchanged"
             sample.fail(f"{type(self.env).__name__} {other if said else nothing}", "env/contract")
-        if sample.failure is None and max(sample.turn_rewards, default=-1) >= count_turns(sample.spans):
-            sample.fail(f"{type(self.env).__name__} rewarded a turn that the policy did not take", "env/contract")
+        self._check_turns(sample)
         if not sample.done:  # a level-3 loop that did not say why it stopped
             sample.finish("done")
+
+    def _check_turns(self, sample: SampleState) -> None:
+        if sample.failure is None and max(sample.turn_rewards, default=-1) >= count_turns(sample.spans):
+            rewarded = "a turn that the policy did not take was rewarded"
+            sample.fail(f"{type(self.env).__name__}: {rewarded}", "env/contract")
 
     def _check_failures(self, samples: list[SampleState]) -> None:
         failed = [sample for sample in samples if sample.failure is not None]

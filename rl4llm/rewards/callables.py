@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RewardError, unknown
+from rl4llm.core.threads import all_together
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.registry import REWARDS
-from rl4llm.rewards.replies import final_reply, policy_messages
+from rl4llm.rewards.replies import as_sample, final_reply, policy_messages
 
 RewardLike = BaseRewardFunction | type[BaseRewardFunction] | str | Mapping[str, Any] | Callable[..., Any]
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -51,20 +52,32 @@ class BatchCallable(BaseRewardFunction):
 
     `completions` holds the text of each sample's last reply. By name, and only if the function has a parameter of that
     name (or ``**columns``), it gets lists of the same length: `prompts` (the prompt's messages as dicts with role and
-    content), `messages` (the whole conversation as ChatMessages), `ground_truth`, and the columns of the dataset.
+    content), `messages` (the whole conversation as ChatMessages), `ground_truth`, and the columns of the dataset. It may be
+    async.
+
+    Args:
+        function: what scores.
+        name: under which the score is logged.
+        per_turn: whether it returns, for each sample, a list with a number for each turn of the policy.
+        examples: what it must give to known conversations before training starts.
     """
 
-    def __init__(self, function: Callable[..., Sequence[float]], name: str):
+    def __init__(
+        self,
+        function: Callable[..., Sequence[float] | Coroutine[Any, Any, Sequence[float]]],
+        name: str,
+        *,
+        per_turn: bool = False,
+        examples: Sequence[RewardExample] = (),
+    ):
         super().__init__(name)
-        if inspect.iscoroutinefunction(function):
-            raise RewardError(f"Reward {name!r} is an async function; a plain one is accepted.")
         self.function = function
+        self.per_turn = per_turn
+        self._examples = examples
         self.parameters = inspect.signature(function).parameters
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        sample = SampleState("", 0, list(messages), ground_truth, kwargs)
-        sample.init_msg_size = 0
-        return self.score_batch([sample])[0]
+        return self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
         """The function's scores; RewardError when it asks for a column that is not there."""
@@ -76,7 +89,16 @@ class BatchCallable(BaseRewardFunction):
         if not positional:
             available["completions"] = completions
         self._check_columns(available, samples, len(positional))
-        return self.function(*positional, **available)
+        scores = self.function(*positional, **available)
+        if not inspect.iscoroutine(scores):
+            return scores
+        result = all_together([scores])[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def examples(self) -> Sequence[RewardExample]:
+        return self._examples
 
     def _takes_by_name(self, name: str) -> bool:
         parameter = self.parameters.get(name)
@@ -128,6 +150,8 @@ def _build(
         named = options | ({"name": name} if name else {})
         parameters = inspect.signature(item).parameters
         _check_options(key, parameters, named)
+        inner = {option: named[option] for option in item.rewards_among_options if option in named}
+        named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
         return item(**{key: thing for key, thing in (provided or {}).items() if key in parameters} | named)
     _check_options(key, {}, options)
     if not callable(item):

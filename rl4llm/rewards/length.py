@@ -75,11 +75,12 @@ class LengthReward(BaseRewardFunction):
         return self.inside + share * (self.outside - self.inside)
 
     def examples(self) -> Sequence[RewardExample]:
-        """The longest text with the full score and the shortest with none; for tokens there are no examples."""
-        if self.unit == "tokens":
-            return ()
-        texts = (("x" * self.max_length, self.inside), ("x" * (self.max_length + self.margin + 1), self.outside))
-        return [RewardExample([ChatMessage("assistant", text)], "", score) for text, score in texts]
+        """The longest length with the full score and the shortest with none."""
+        lengths = ((self.max_length, self.inside), (self.max_length + max(self.margin, 1), self.outside))
+        return [
+            RewardExample([ChatMessage("assistant", "x" * length)], "", score, token_ids=range(length))
+            for length, score in lengths
+        ]
 
     def _length(self, sample: SampleState) -> int:
         return policy_tokens(sample) if self.unit == "tokens" else _chars(policy_messages(sample))

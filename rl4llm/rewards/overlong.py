@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.registry import register_reward
@@ -44,6 +44,13 @@ class OverlongPenalty(BaseRewardFunction):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
         return [self.at(policy_tokens(sample)) for sample in samples]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """The longest length without a penalty, and the shortest with the whole one."""
+        lengths = ((self.max_length - self.buffer, 0.0), (self.max_length, -self.factor))
+        return [
+            RewardExample([ChatMessage("assistant", "...")], "", score, token_ids=range(length)) for length, score in lengths
+        ]
 
     def at(self, length: int) -> float:
         """The penalty of a number of tokens."""

@@ -253,6 +253,38 @@ def test_too_many_failures_stop_the_run_and_name_the_cause(play):
         play(Broken, max_failed_share=0.1)
 
 
+class Worth(BaseRewardFunction):
+    """Gives turn k of the policy k + 1."""
+
+    per_turn = True
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        said = [message for message in messages if message.role == "assistant"]
+        return [turn + 1.0 for turn in range(len(said))]
+
+
+def test_a_reward_of_turns_reaches_the_turns_of_the_trajectory_and_adds_to_its_reward(play):
+    for trajectory in play(ThreeTurns, rewards=[Worth("worth"), Length()]).trajectories:
+        assert trajectory.turn_rewards == (1.0, 2.0, 3.0) and trajectory.rewards["worth"] == 6.0
+        assert trajectory.reward == trajectory.rewards["length"] + 6.0
+
+
+class PutsWordsInItsMouth(ThreeTurns):
+    """A loop that ends with an assistant message which the policy did not write."""
+
+    @torch.inference_mode()
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        super()._run_interaction_loop(env_state, llm, sampling_params, **kwargs)
+        for sample in env_state.sample_states:
+            sample.messages += [ChatMessage("user", "And?"), ChatMessage("assistant", "Nothing.")]
+        return env_state
+
+
+def test_a_reward_of_turns_that_the_policy_did_not_take_fails_the_sample(play):
+    result = play(PutsWordsInItsMouth, rewards=[Worth("worth")], max_failed_share=1.0)
+    assert {sample.failure_class for sample in result.failed} == {"env/contract"} and len(result.failed) == 6
+
+
 class Capricious(Length):
     """Breaks in another way, and with another text, for each sample."""
 

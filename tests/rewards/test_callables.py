@@ -1,12 +1,16 @@
 """Whatever may stand for a reward becomes one, or is refused with what is accepted."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, SampleState
+from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.rewards import REWARDS, FormatReward, LengthReward, as_reward_function, register_reward
 from rl4llm.rewards.callables import BatchCallable
+from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.score import score
 
 
@@ -156,12 +160,36 @@ def test_tuples_tensors_and_arrays_of_numbers_are_lists_enough(right):
     assert score(samples("a", "b"), [as_reward_function(lambda completions: right, "n")]).reward.tolist() == [1.0, 2.0]
 
 
-def test_an_async_function_is_refused():
+def test_an_async_function_is_awaited_also_where_an_event_loop_runs():
     async def later(completions):
-        return [1.0]
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
 
-    with pytest.raises(RewardError, match="'later' is an async function"):
-        as_reward_function(later)
+    async def inside():
+        return as_reward_function(later).score_batch(samples("a", "bcd"))
+
+    assert asyncio.run(inside()) == [1.0, 3.0]
+
+    async def breaks(completions):
+        raise ValueError("no judge")
+
+    batch = samples("a")
+    score(batch, [as_reward_function(breaks)])
+    assert batch[0].failure == "reward 'breaks' raised ValueError: no judge"
+
+
+def test_a_function_can_score_turns_and_have_examples():
+    def length_of_turns(completions, messages):
+        return [[float(len(item.content)) for item in said if item.role == "assistant"] for said in messages]
+
+    example = RewardExample([ChatMessage("user", "?"), ChatMessage("assistant", "ab")], "", [2.0])
+    reward = BatchCallable(length_of_turns, "turns", per_turn=True, examples=[example])
+    check_examples([reward])
+    batch = samples("abc")
+    assert score(batch, [reward]).rewards["turns"].tolist() == [3.0] and batch[0].turn_rewards == {0: 3.0}
+    wrong = BatchCallable(length_of_turns, "turns", per_turn=True, examples=[replace(example, score=[1.0])])
+    with pytest.raises(RewardError, match="expected 1, but reward 'turns' gave 2"):
+        check_examples([wrong])
 
 
 def test_unknown_names_and_options_are_refused_with_a_hint():

@@ -10,7 +10,8 @@ from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards import CodeReward, RewardFailure, as_reward_function
 from rl4llm.rewards.code_tests import code_in, program_of
-from rl4llm.rewards.score import check_examples, score
+from rl4llm.rewards.examples import check_examples
+from rl4llm.rewards.score import score
 from rl4llm.sandbox import Asserts, Calls, Outcome, Sandbox, Stdin, Suite, TestResult
 
 ASSERTS = "assert double(2) == 4\nassert double(3) == 6\nassert double(0) == 0\nassert double(-1) == -2"

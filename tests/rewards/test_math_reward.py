@@ -15,9 +15,10 @@ import pytest
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, DataError, RewardError
 from rl4llm.rewards import math as math_module
+from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.score import check_examples, score
+from rl4llm.rewards.score import score
 
 BOMBS = [
     "9^{9^9}",
@@ -95,7 +96,7 @@ def test_a_grader_that_hangs_is_a_zero_with_a_reason_and_a_count(tmp_path, monke
     scores = score(samples, [reward])
     assert scores.reward.tolist() == [0.0, 1.0]
     assert samples[0].extras["reward_notes"] == {"math": "timeout: took more than 0.5 s"}
-    assert scores.notes == {"math/timeout": 1} and reward.pool.counts["timeout"] == 1
+    assert reward.pool.counts["timeout"] == 1
     reward.close()
 
 
@@ -225,7 +226,9 @@ def test_reasons_for_zero_are_noted_but_a_plain_wrong_answer_needs_none(reward):
     samples = [finished("no idea", "x"), finished("\\boxed{9^{9^9}}", "x+1"), finished("\\boxed{17}", "18")]
     scores = score(samples, [reward])
     assert scores.reward.tolist() == [0.0, 0.0, 0.0]
-    assert scores.notes == {"math/no_answer": 1, "math/refused": 1}
+    assert [list(sample.extras.get("reward_notes", {}).values()) for sample in samples] == [
+        ["no_answer"], ["refused: an astronomical power"], [],
+    ]  # fmt: skip
 
 
 def test_only_what_the_policy_wrote_is_graded(reward):

@@ -1,5 +1,6 @@
 """Scoring: a fault of a reward stays with the sample it concerns, and never becomes a score."""
 
+import asyncio
 import logging
 import math
 import re
@@ -10,8 +11,10 @@ import torch
 
 from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, RewardExample, SampleState
 from rl4llm.core.errors import RewardError
+from rl4llm.rewards import RewardFailure
 from rl4llm.rewards.combine import weighted_sum
-from rl4llm.rewards.score import check_examples, score
+from rl4llm.rewards.examples import check_examples
+from rl4llm.rewards.score import score
 
 
 class Told(BaseRewardFunction):
@@ -46,7 +49,7 @@ def same(left, right):
 def test_scores_are_kept_by_name_and_one_reward_needs_no_transform():
     scores = score(samples("a", "b"), [Told({"a": 0.1, "b": True})])
     assert scores.rewards["told"].tolist() == [0.1, 1.0] and scores.reward.tolist() == [0.1, 1.0]
-    assert scores.reward.shape == (2,) and scores.notes == {}
+    assert scores.reward.shape == (2,)
 
 
 def test_a_transform_combines_several_rewards():
@@ -67,6 +70,88 @@ def test_a_reward_that_raises_on_one_sample_fails_that_sample_alone():
     assert batch[1].failure == "reward 'told' raised ValueError: no digits"
     assert batch[1].done and batch[1].stop_reason == "failed"
     assert batch[0].failure is None and batch[2].failure is None
+
+
+def test_a_reward_that_raises_is_asked_once_more_and_then_fails_the_sample_by_class():
+    class Stumbles(Told):
+        def __call__(self, messages, ground_truth, **kwargs):
+            first = messages[-1].content not in self.seen
+            score = super().__call__(messages, ground_truth)
+            if first and messages[-1].content != "steady":
+                raise ConnectionError("reset")
+            return score
+
+    batch = samples("steady", "stumbles", "broken")
+    scores = score(batch, [Stumbles({"steady": 1.0, "stumbles": 0.5, "broken": KeyError("x")})])
+    assert same(scores.reward, [1.0, 0.5, math.nan])
+    assert [sample.failure_class for sample in batch] == ["", "", "told/raised"]
+
+
+def test_a_reward_that_says_it_cannot_be_computed_is_not_asked_again():
+    batch, told = samples("a"), Told({"a": RewardFailure("no worker")})
+    told.score_batch = lambda samples: [told.seen.append("a") or RewardFailure("no worker")]
+    assert score(batch, [told]).reward.isnan().all()
+    assert batch[0].failure_class == "told/unavailable" and told.seen == ["a"]
+
+
+def test_an_async_reward_scores_all_samples_at_once_and_one_that_raises_fails_alone():
+    class Later(Told):
+        async def __call__(self, messages, ground_truth, **kwargs):
+            waiting.append(messages)
+            while len(waiting) < 3:
+                await asyncio.sleep(0.001)
+            return super().__call__(messages, ground_truth)
+
+    waiting, batch = [], samples("a", "b", "c")
+    scores = score(batch, [Later({"a": 1.0, "b": ValueError("no digits"), "c": 0.0})])
+    assert same(scores.reward, [1.0, math.nan, 0.0])
+    assert batch[1].failure == "reward 'told' raised ValueError: no digits"
+
+
+def conversation(*turns):
+    said = [ChatMessage("user", "?")]
+    for turn in turns:
+        said += [ChatMessage("assistant", turn), ChatMessage("tool", "noted")]
+    return SampleState("p", 0, said, "", init_msg_size=1)
+
+
+class Turns(Told):
+    per_turn = True
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return [self.table[message.content] for message in messages if message.role == "assistant"]
+
+
+def test_a_reward_of_turns_goes_to_the_turns_and_not_through_the_transform():
+    batch = [conversation("a", "b"), conversation("b")]
+    batch[0].reward_turn(0.25)
+    turns, whole = Turns({"a": 0.5, "b": -1.0}, "turns"), Told({"noted": 2.0}, "whole")
+    scores = score(batch, [turns, whole])
+    assert scores.reward.tolist() == [2.0, 2.0] and scores.rewards["turns"].tolist() == [-0.5, -1.0]
+    assert [sample.turn_rewards for sample in batch] == [{0: 0.5, 1: -0.75}, {0: -1.0}]
+    assert score([conversation("a")], [turns]).reward.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, None, "1"])
+def test_turns_of_a_sample_that_any_reward_failed_earn_nothing(value):
+    batch = [conversation("a", "b"), conversation("b")]
+    scores = score(batch, [Turns({"a": value, "b": 1.0}, "turns"), Told({"noted": 1.0})])
+    assert batch[0].failure_class == "turns/invalid" and batch[0].turn_rewards == {}
+    assert same(scores.reward, [math.nan, 1.0]) and batch[1].turn_rewards == {0: 1.0}
+    late = [conversation("b")]
+    score(late, [Turns({"b": 1.0}, "turns"), Told({"noted": value})])
+    assert late[0].failure_class == "told/invalid" and late[0].turn_rewards == {}
+
+
+@pytest.mark.parametrize("returned", [[1.0], [1.0] * 3, 1.0, None])
+def test_a_reward_of_turns_has_one_number_for_each_turn_of_the_policy(returned):
+    class Other(Turns):
+        def __call__(self, messages, ground_truth, **kwargs):
+            return returned
+
+    batch = [conversation("a", "b")]
+    score(batch, [Other({}, "turns")])
+    assert "for 2 turns of the policy; a list with a number for each is accepted" in batch[0].failure
 
 
 def test_a_reward_that_exits_fails_the_sample_and_not_the_trainer():
@@ -205,20 +290,13 @@ def test_a_reward_that_takes_long_is_named_in_the_log(caplog):
             said.set()
 
     listener = Listener()
-    logger = logging.getLogger("rl4llm.rewards.score")
+    logger = logging.getLogger("rl4llm.rewards")
     logger.addHandler(listener)
     try:
         assert score(samples("a"), [Slow({})], slow_after_s=0.05).reward.tolist() == [1.0]
     finally:
         logger.removeHandler(listener)
     assert "Reward 'told' has been running for" in caplog.text
-
-
-def test_notes_of_rewards_are_counted_by_kind():
-    batch = samples("a", "b", "c")
-    batch[0].extras["reward_notes"] = {"told": "timeout: took more than 2 s", "other": "crash"}
-    batch[1].extras["reward_notes"] = {"told": "timeout: took more than 3 s"}
-    assert score(batch, [Told({"a": 0.0, "b": 0.0, "c": 0.0})]).notes == {"told/timeout": 2}
 
 
 def example(reply, promised):

@@ -1,0 +1,204 @@
+"""One reward over a batch of samples: with a deadline, in a thread, and whatever breaks told by sample and by kind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.errors import RewardError
+from rl4llm.rewards.pool import RewardFailure
+from rl4llm.rewards.replies import policy_messages
+
+SLOW_AFTER_S = 60.0
+logger = logging.getLogger("rl4llm.rewards")
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Why there is no score, and of what kind that is: raised, timeout, unavailable or invalid."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """After how many seconds a reward is named in the log, and after how many, counted from `start`, it is given up."""
+
+    slow_after_s: float
+    timeout_s: float | None
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.timeout_s is None else max(0.0, self.start + self.timeout_s - time.monotonic())
+
+
+def ask(
+    reward_function: BaseRewardFunction, samples: Sequence[SampleState], patience: Patience
+) -> list[list[float] | Broken]:
+    """Finite scores for each sample, one or one per turn, or what broke."""
+    if not samples:
+        return []
+    raw = _run(reward_function, samples, patience)
+    if isinstance(raw, Broken):
+        return [raw] * len(samples)
+    if isinstance(raw, Exception):
+        logger.warning("%s on a batch of %d; asking sample by sample.", _raised(reward_function, raw), len(samples))
+        raw = [raw] * len(samples)
+    pairs = zip(samples, raw, strict=True)
+    raw = [_alone(reward_function, sample, patience) if _is_raised(value) else value for sample, value in pairs]
+    check = _checked_turns if reward_function.per_turn else _checked
+    return [check(reward_function.name, value, sample) for sample, value in zip(samples, raw, strict=True)]
+
+
+def as_number(value: Any) -> float:
+    """The number that a reward returned; NaN for what is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def as_list(name: str, scores: Any, expected: int) -> list[Any]:
+    """The scores that a reward returned for a batch; RewardError for anything but `expected` of them."""
+    if isinstance(scores, Tensor) or type(scores).__module__ == "numpy":
+        scores = scores.tolist()
+    if not isinstance(scores, list | tuple):
+        raise RewardError(
+            f"Reward {name!r} returned {brief(scores)} for {expected} samples. Accepted: a list of {expected} numbers."
+        )
+    if len(scores) != expected:
+        raise RewardError(f"Reward {name!r} returned {len(scores)} scores for {expected} samples; one for each is accepted.")
+    return list(scores)
+
+
+def brief(value: Any) -> str:
+    """A value for a message: itself when it is plain and short, else its type."""
+    plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | list | tuple | dict)
+    try:
+        return f"{value!r:.100}" if plain else f"a {type(value).__name__}"
+    except ValueError:  # an integer with more digits than Python prints
+        return f"a huge {type(value).__name__}"
+
+
+def _is_raised(value: Any) -> bool:
+    """Whether a reward raised for this sample, and may do better when it is asked again; a RewardFailure will not."""
+    return isinstance(value, Exception) and not isinstance(value, RewardFailure)
+
+
+def _alone(reward_function: BaseRewardFunction, sample: SampleState, patience: Patience) -> Any:
+    if patience.left_s == 0:
+        return _late(reward_function, 1, patience)
+    raw = _run(reward_function, [sample], patience)
+    result = raw[0] if isinstance(raw, list) else raw
+    return Broken("raised", _raised(reward_function, result)) if _is_raised(result) else result
+
+
+def _run(
+    reward_function: BaseRewardFunction, samples: Sequence[SampleState], patience: Patience
+) -> list[Any] | Exception | Broken:
+    """The scores as a list of the right length, what the reward raised, or that it took too long."""
+    result: list[Any] = []
+
+    def call() -> None:
+        try:
+            result.append(reward_function.score_batch(samples))
+        except SystemExit:
+            result.append(RuntimeError("it called sys.exit"))
+        except BaseException as error:  # noqa: BLE001 - one of the two places: a reward's own code
+            result.append(error)
+
+    with _watched(reward_function.name, len(samples), patience.slow_after_s):
+        if patience.timeout_s is None:
+            call()
+        else:
+            thread = threading.Thread(target=call, name=f"rl4llm-reward-{reward_function.name}", daemon=True)
+            thread.start()
+            thread.join(patience.left_s)
+    if not result:
+        return _late(reward_function, len(samples), patience)
+    if isinstance(result[0], RewardError) or _beyond(result[0]):
+        raise result[0]
+    if isinstance(result[0], Exception):
+        return result[0]
+    return _raising(as_list(reward_function.name, result[0], len(samples)))
+
+
+def _raising(scores: list[Any]) -> list[Any]:
+    """The scores, unless one of them says that the reward broke its contract."""
+    for error in filter(lambda score: isinstance(score, RewardError), scores):
+        raise error
+    return scores
+
+
+def _beyond(result: Any) -> bool:
+    """Whether a reward was interrupted, which concerns the whole program."""
+    return isinstance(result, BaseException) and not isinstance(result, Exception)
+
+
+def _late(reward_function: BaseRewardFunction, num_samples: int, patience: Patience) -> Broken:
+    late = f"reward {reward_function.name!r} took more than {patience.timeout_s:g} s on {num_samples} samples"
+    return Broken("timeout", late)
+
+
+def _checked(name: str, value: Any, sample: SampleState) -> list[float] | Broken:
+    if isinstance(value, Broken):
+        return value
+    if isinstance(value, RewardFailure):
+        return Broken("unavailable", f"reward {name!r} could not be computed: {value}")
+    number = as_number(value)
+    if math.isfinite(number):
+        return [number]
+    return Broken("invalid", f"reward {name!r} returned {brief(value)}, not a finite number")
+
+
+def _checked_turns(name: str, value: Any, sample: SampleState) -> list[float] | Broken:
+    if isinstance(value, Broken | RewardFailure):
+        return _checked(name, value, sample)
+    turns = len(policy_messages(sample))
+    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or len(value) != turns:
+        accepted = f"{turns} turns of the policy; a list with a number for each is accepted"
+        return Broken("invalid", f"reward {name!r} returned {brief(value)} for {accepted}")
+    checked = [_checked(name, turn, sample) for turn in value]
+    broken = next((item for item in checked if isinstance(item, Broken)), None)
+    return broken or [number for item in checked for number in item]
+
+
+@contextlib.contextmanager
+def _watched(name: str, num_samples: int, slow_after_s: float) -> Iterator[None]:
+    """Say now and then which reward everything is waiting for."""
+    done = threading.Event()
+
+    def watch() -> None:
+        rounds = 1
+        while not done.wait(slow_after_s):
+            logger.warning("Reward %r has been running for %g s on %d samples.", name, rounds * slow_after_s, num_samples)
+            rounds += 1
+
+    thread = threading.Thread(target=watch, name=f"rl4llm-watch-{name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _raised(reward_function: BaseRewardFunction, error: Exception) -> str:
+    wants_main = "main thread" in str(error) and reward_function.score_timeout_s is not None
+    hint = " (with score_timeout_s = None it runs in the main thread)" if wants_main else ""
+    return f"reward {reward_function.name!r} raised {type(error).__name__}: {str(error)[:500]}{hint}"

@@ -1,0 +1,65 @@
+"""The penalty of saying the same again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.registry import register_reward
+
+
+@register_reward("repetition")
+class RepetitionPenalty(BaseRewardFunction):
+    """0 while at most `allowed` of the n-grams of tokens occurred before, then falling to -factor where all but one did.
+
+    It looks at the tokens that the policy sampled, over all turns, so that neither languages without spaces nor a loop over
+    the same tool call escape it.
+
+        >>> RepetitionPenalty(n=2, allowed=0.0).at([7, 8, 7, 8, 7, 8])
+        -0.6
+
+    Args:
+        name: under which the score is logged.
+        n: tokens that make a repetition.
+        allowed: share of repeated n-grams that costs nothing.
+        factor: the largest penalty.
+    """
+
+    def __init__(self, name: str = "repetition", *, n: int = 8, allowed: float = 0.2, factor: float = 1.0):
+        super().__init__(name)
+        if n < 1 or not 0 <= allowed < 1 or factor < 0:
+            accepted = "n at least 1, allowed from 0 to below 1, factor 0 or above; the penalty is -factor"
+            raise ConfigError(f"rewards.{name}: n={n}, allowed={allowed}, factor={factor} is not accepted: {accepted}.")
+        self.n = n
+        self.allowed = allowed
+        self.factor = float(factor)
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        raise RewardError(f"Reward {self.name!r} looks at tokens, which messages do not hold; use score_batch(samples).")
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
+        return [self.at(_policy_token_ids(sample)) for sample in samples]
+
+    def at(self, token_ids: Sequence[int]) -> float:
+        """The penalty of a sequence of tokens."""
+        ngrams = list(zip(*(islice(token_ids, start, None) for start in range(self.n)), strict=False))
+        if not ngrams:
+            return 0.0
+        repeated = 1 - len(set(ngrams)) / len(ngrams)
+        excess = max(0.0, repeated - self.allowed) / (1 - self.allowed)
+        return -self.factor * excess if excess else 0.0
+
+    def examples(self) -> Sequence[RewardExample]:
+        """Tokens that all differ, and a single one ten thousand times."""
+        same = 10_000
+        penalty = -self.factor * max(0.0, 1 - 1 / (same - self.n + 1) - self.allowed) / (1 - self.allowed)
+        cases = ((range(same), 0.0), ((0,) * same, penalty))
+        return [RewardExample([ChatMessage("assistant", "...")], "", score, token_ids=ids) for ids, score in cases]
+
+
+def _policy_token_ids(sample: SampleState) -> list[int]:
+    return [token for span in sample.spans if span.author == "policy" for token in span.token_ids]

@@ -1,0 +1,70 @@
+"""The reward of using tools and using them right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.registry import register_reward
+
+ERROR = "Error:"  # how the tool environment begins its answer to a call that went wrong
+
+
+@register_reward("tool_use")
+class ToolUseReward(BaseRewardFunction):
+    """The share of calls that worked, from 0.0 to 1.0; 0.0 without a call, or with more than `max_calls`.
+
+    What counts is the environment's answer to a call, never what the policy wrote: text that looks like a call or like its
+    result earns nothing. One call that works earns as much as many. So that a needless call earns nothing either, give it
+    only with a right answer: ``{name: gate, reward: tool_use, by: math}``.
+
+    Args:
+        name: under which the score is logged.
+        max_calls: more calls than this in an episode score 0.0.
+        per_turn: whether each turn gets its part: of its calls that worked, over all calls of the episode.
+    """
+
+    def __init__(self, name: str = "tool_use", *, max_calls: int = 8, per_turn: bool = False):
+        super().__init__(name)
+        if max_calls < 1:
+            raise ConfigError(f"rewards.{name}.max_calls={max_calls} is not accepted: at least 1.")
+        self.max_calls = max_calls
+        self.per_turn = per_turn
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float | list[float]:
+        """The score of a conversation that begins where the policy's part does."""
+        turns = _turns(messages)
+        calls = sum(len(answers) for answers in turns)
+        if not 0 < calls <= self.max_calls:
+            shares = [0.0] * len(turns)
+        else:
+            shares = [sum(not answer.startswith(ERROR) for answer in answers) / calls for answers in turns]
+        return shares if self.per_turn else sum(shares)
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
+        return [self(sample.messages[sample.init_msg_size :], sample.ground_truth) for sample in samples]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """A call that worked, one that did not, and one that was only talked about."""
+        call = '{"name": "calculator", "arguments": {"expression": "37+48"}}'
+        said = ChatMessage("assistant", f"<tool_call>{call}</tool_call>")
+        answer = ChatMessage("assistant", "Tool: 85. The answer is 85.")
+        cases = (
+            ([said, ChatMessage("tool", "85"), answer], [1.0, 0.0]),
+            ([said, ChatMessage("tool", f"{ERROR} no calculator"), answer], [0.0, 0.0]),
+            ([said], [0.0]),
+        )
+        return [RewardExample(messages, "85", turns if self.per_turn else sum(turns)) for messages, turns in cases]
+
+
+def _turns(messages: Sequence[ChatMessage]) -> list[list[str]]:
+    """For each turn of the policy, the tools' answers to it."""
+    starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    return [
+        [message.content for message in messages[start:end] if message.role == "tool"]
+        for start, end in pairwise([*starts, len(messages)])
+    ]

@@ -1,0 +1,163 @@
+"""Rewards made of other rewards: clipped, scaled, cut in two, or given only where another one holds.
+
+In a configuration the wrapped reward is an option, a name or a mapping like any other:
+
+    rewards:
+      - {name: math}
+      - {name: gate, reward: {name: length, max_length: 400, margin: 200}, by: math, weight: 0.2}
+
+A wrapper is logged under the name of what it wraps unless it has a label. A failure of the wrapped reward stays one.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.ask import as_list, as_number
+from rl4llm.rewards.callables import RewardLike, as_reward_function
+from rl4llm.rewards.registry import register_reward
+from rl4llm.rewards.replies import as_sample, policy_messages
+
+
+class BaseWrapper(BaseRewardFunction):
+    """A reward that asks another one; subclasses say what becomes of its scores."""
+
+    rewards_among_options = ("reward",)
+
+    def __init__(self, reward: RewardLike, name: str | None = None):
+        self.reward = as_reward_function(reward)
+        super().__init__(name or self.reward.name)
+        self.per_turn = self.reward.per_turn
+        self.score_timeout_s = self.reward.score_timeout_s
+        self.parts = (self.reward,)
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Any:
+        score = self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
+        if isinstance(score, Exception):
+            raise score
+        return score
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
+        return [self._changed(score) for score in _scores(self.reward, samples)]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """Those of the wrapped reward, with what becomes of their scores."""
+        return [replace(example, score=self._changed(example.score)) for example in self.reward.examples()]
+
+    @abstractmethod
+    def change(self, score: float) -> float:
+        """What becomes of a finite score."""
+
+    def _changed(self, score: Any) -> Any:
+        """The score, or each score of a list, changed; what is none stays as it is, for whoever checks scores."""
+        if isinstance(score, list | tuple):
+            return [self._changed(turn) for turn in score]
+        number = as_number(score)
+        return self.change(number) if math.isfinite(number) else score
+
+
+@register_reward("clip")
+class Clip(BaseWrapper):
+    """The score of `reward`, but at least `low` and at most `high`."""
+
+    def __init__(self, reward: RewardLike, low: float = -math.inf, high: float = math.inf, *, name: str | None = None):
+        super().__init__(reward, name)
+        if not low < high:
+            raise ConfigError(f"rewards.{self.name}: low={low}, high={high} is not accepted: low < high, one of them given.")
+        self.low = low
+        self.high = high
+
+    def change(self, score: float) -> float:
+        return min(max(score, self.low), self.high)
+
+
+@register_reward("threshold")
+class Threshold(BaseWrapper):
+    """`above` where `reward` gives at least `at_least`, else `below`."""
+
+    def __init__(
+        self, reward: RewardLike, at_least: float, *, above: float = 1.0, below: float = 0.0, name: str | None = None
+    ):
+        super().__init__(reward, name)
+        self.at_least = at_least
+        self.above = above
+        self.below = below
+
+    def change(self, score: float) -> float:
+        return float(self.above if score >= self.at_least else self.below)
+
+
+@register_reward("scale")
+class Scale(BaseWrapper):
+    """The score of `reward` times `factor`, plus `offset`."""
+
+    def __init__(self, reward: RewardLike, factor: float = 1.0, offset: float = 0.0, *, name: str | None = None):
+        super().__init__(reward, name)
+        if not (math.isfinite(factor) and math.isfinite(offset)):
+            raise ConfigError(f"rewards.{self.name}: factor={factor}, offset={offset} is not accepted: finite numbers.")
+        self.factor = factor
+        self.offset = offset
+
+    def change(self, score: float) -> float:
+        return score * self.factor + self.offset
+
+
+@register_reward("gate")
+class Gate(BaseWrapper):
+    """The score of `reward` where `by`, another reward, gives at least `at_least`; `otherwise` everywhere else.
+
+    What `by` does not let through is not shown to `reward` at all, which saves the calls of an expensive one.
+    """
+
+    rewards_among_options = ("reward", "by")
+
+    def __init__(
+        self,
+        reward: RewardLike,
+        by: RewardLike,
+        *,
+        at_least: float = 1.0,
+        otherwise: float = 0.0,
+        name: str | None = None,
+    ):
+        super().__init__(reward, name)
+        self.by = as_reward_function(by)
+        if self.by.per_turn:
+            accepted = "a reward of whole episodes is accepted"
+            raise ConfigError(f"rewards.{self.name}.by={self.by.name!r} scores turns; {accepted}.")
+        self.at_least = at_least
+        self.otherwise = float(otherwise)
+        self.parts = (self.reward, self.by)
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
+        gates = _scores(self.by, samples)
+        opened = [index for index, gate in enumerate(gates) if as_number(gate) >= self.at_least]
+        scores = [self._shut(sample, gate) for sample, gate in zip(samples, gates, strict=True)]
+        if opened:
+            for index, score in zip(opened, _scores(self.reward, [samples[index] for index in opened]), strict=True):
+                scores[index] = score
+        return scores
+
+    def examples(self) -> Sequence[RewardExample]:
+        """What `by` does not let through."""
+        shut = [] if self.per_turn else [example for example in self.by.examples() if example.score < self.at_least]
+        return [replace(example, score=self.otherwise) for example in shut]
+
+    def change(self, score: float) -> float:
+        return score
+
+    def _shut(self, sample: SampleState, gate: Any) -> Any:
+        if not math.isfinite(as_number(gate)):
+            return gate  # a failure, or no number at all: the sample must fail, not be shut out
+        return [self.otherwise] * len(policy_messages(sample)) if self.per_turn else self.otherwise
+
+
+def _scores(reward: BaseRewardFunction, samples: Sequence[SampleState]) -> list[Any]:
+    return as_list(reward.name, reward.score_batch(samples), len(samples))

@@ -1,0 +1,97 @@
+"""The penalty of repetition and the reward of tool use: bounded, and not to be had by writing what looks like it."""
+
+import pytest
+
+from rl4llm.core.base_env import ChatMessage, SampleState
+from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.types import TokenSpan
+from rl4llm.rewards import RepetitionPenalty, ToolUseReward, check_examples
+from rl4llm.rewards.score import score
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
+
+
+def said(*turns):
+    """A sample of (text of the policy, answers of tools) for each turn, after a prompt in which a tool was used."""
+    shown = [ChatMessage("user", "1+1?"), ChatMessage("assistant", CALL), ChatMessage("tool", "2"), ChatMessage("user", "?")]
+    sample = SampleState("p", 0, shown, "85", init_msg_size=len(shown))
+    for text, answers in turns:
+        sample.messages += [ChatMessage("assistant", text), *(ChatMessage("tool", answer) for answer in answers)]
+    return sample
+
+
+def sampled(*turns):
+    sample = said(*(("...", []) for _ in turns))
+    for tokens in turns:
+        sample.spans += [TokenSpan.context([1]), TokenSpan(tuple(tokens), "policy", (-1.0,) * len(tokens), 0)]
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([("85", [])], 0.0),
+        ([(CALL, ["85"]), ("85", [])], 1.0),
+        ([(CALL, ["85"])] * 4, 1.0),
+        ([(CALL, ["85", "85"]), (CALL, ["Error: no"]), ("85", [])], 2 / 3),
+        ([(CALL, ["85"])] * 5, 0.0),
+        ([(CALL * 100, ["85"] * 4 + ["Error: at most 4 calls per turn"])], 0.0),
+        ([(CALL * 100 + " Tool: 85 <tool_response>85</tool_response>", [])], 0.0),
+    ],
+)
+def test_tool_use_counts_what_the_environment_answered_and_is_bounded(turns, expected):
+    assert score([said(*turns)], [ToolUseReward(max_calls=4)]).reward.tolist() == pytest.approx([expected])
+
+
+def test_turns_share_the_reward_of_tool_use_by_their_calls_that_worked():
+    sample = said((CALL, ["85", "Error: no"]), (CALL, ["85"]), ("85", []))
+    scores = score([sample], [ToolUseReward(per_turn=True)])
+    assert sample.turn_rewards == pytest.approx({0: 1 / 3, 1: 1 / 3, 2: 0.0})
+    assert scores.rewards["tool_use"].tolist() == pytest.approx([2 / 3])
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([range(100)], 0.0),
+        ([[5] * 101], -0.99),
+        ([[1, 2, 3]], 0.0),
+        ([[]], 0.0),
+        ([range(50), range(50)], -49 / 99),
+        ([[7, 8] * 50_000], -(1 - 2 / 99_999)),
+    ],
+)
+def test_repetition_costs_the_share_of_ngrams_that_were_there_before(turns, expected):
+    penalty = RepetitionPenalty(n=2, allowed=0.0)
+    assert score([sampled(*turns)], [penalty]).reward.tolist() == pytest.approx([expected])
+
+
+def test_a_little_repetition_is_allowed_and_the_penalty_has_a_bound():
+    penalty = RepetitionPenalty(n=1, allowed=0.5, factor=2.0)
+    assert [penalty.at([1, 2, 1, 2]), penalty.at([1, 1, 1, 2])] == [0.0, 0.0]
+    assert penalty.at([1, 1, 1, 1]) == pytest.approx(-1.0)
+    assert -2.0 < penalty.at([1] * 100_000) < -1.99
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RepetitionPenalty(),
+        lambda: RepetitionPenalty(n=1, allowed=0.0, factor=3.0),
+        lambda: ToolUseReward(),
+        lambda: ToolUseReward(per_turn=True, max_calls=1),
+    ],
+)
+def test_the_examples_hold(make):
+    assert {0.0} != {example.score for example in make().examples() if not isinstance(example.score, list)}
+    check_examples([make()])
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="max_calls=0"):
+        ToolUseReward(max_calls=0)
+    for options in ({"n": 0}, {"allowed": 1.0}, {"factor": -1.0}):
+        with pytest.raises(ConfigError, match="is not accepted"):
+            RepetitionPenalty(**options)
+    with pytest.raises(RewardError, match="looks at tokens"):
+        RepetitionPenalty()([ChatMessage("assistant", "a a a")], "")
