@@ -51,6 +51,7 @@ from rl4llm.data.demonstrations import check_rows
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.rollout import Rollout
+from rl4llm.inference.judge import LLMJudge
 from rl4llm.rewards import Scale, as_reward_function, check_examples, register_reward, weighted_sum
 from rl4llm.sandbox import Sandbox
 from rl4llm.tracking.run import RunTracker
@@ -59,6 +60,7 @@ from rl4llm.trainers.prepare import Batching, Preparation
 from rl4llm.trainers.rl import Inference, RLTrainer
 
 register_reward("reward_model")(LearnedReward)
+register_reward("llm_judge")(LLMJudge)
 
 
 MAY_CHANGE = (
