@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class Cell:
         self.limits = limits
         self.inbox = bytearray()
         self.printed = {"out": bytearray(), "err": bytearray()}
+        self.beside: Sequence[Cell] = ()  # cells that are weighed while this one is listened to
         self.directory = self._own_directory()
         requests, self._to = os.pipe()
         self._from, replies = os.pipe()
@@ -228,7 +229,8 @@ class Cell:
                 name = "out" if descriptor == self._out else "err"
                 if self._read(name, descriptor) == 0:
                     self._poll.unregister(descriptor)
-        self._weigh()
+        for cell in (self, *self.beside):
+            cell._weigh()
 
     def _hear(self) -> None:
         try:

@@ -189,6 +189,7 @@ def _code(station: Station, candidate: Candidate, tests: Asserts | Suite, limits
         while "done" not in (message := cell.receive(_next_deadline(limits, deadline), "a test")):
             plan = message.get("plan", plan)
             _act_on(message, results, candidate, cell, deadline)
+            cell.beside = [candidate.cell] if candidate.cell else []
     except Ended as ended:
         if ended.status == "infra_error":
             raise

@@ -39,7 +39,9 @@ class Station:
 
     def start(self, limits: Limits) -> Cell:
         """A new cell, which may not stand yet; raises Ended with infra_error."""
-        cell = self._ahead.popleft() if self._ahead and limits == self.limits else Cell(self.place, limits)
+        fits = limits.disk_bytes == self.limits.disk_bytes  # all other limits are set when the program comes
+        cell = self._ahead.popleft() if self._ahead and fits else Cell(self.place, limits)
+        cell.limits = limits
         self._used.append(cell)
         return cell
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import cmath
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 64
 MAX_DIGITS = 20_000
+MAX_COLLISIONS = 100
 
 
 class WireError(Exception):
@@ -66,7 +68,7 @@ def decode(value: Any) -> Any:
     ((kind, content),) = value.items()
     try:
         return _MAKERS[kind](content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise WireError(f"an object that is no literal: {str(error)[:100]}") from None
 
 
@@ -107,15 +109,23 @@ def _lines(text: str) -> list[str]:
 
 def _pairs(content: Any) -> dict[Any, Any]:
     pairs = [(decode(key), decode(item)) for key, item in content]
+    _hashable([key for key, _ in pairs])
     if len(dict(pairs)) != len(pairs):
         raise WireError("a dict with a key twice")
     return dict(pairs)
 
 
+def _hashable(items: list[Any]) -> list[Any]:
+    """Items for a set; many of one hash, which are easily found among integers, would take hours."""
+    if items and max(Counter(map(hash, items)).values()) > MAX_COLLISIONS:
+        raise WireError("values that share a hash")
+    return items
+
+
 _MAKERS = {
     "tuple": lambda content: tuple(decode(list(content))),
-    "set": lambda content: set(decode(list(content))),
-    "frozenset": lambda content: frozenset(decode(list(content))),
+    "set": lambda content: set(_hashable(decode(list(content)))),
+    "frozenset": lambda content: frozenset(_hashable(decode(list(content)))),
     "dict": _pairs,
     "bytes": lambda content: content.encode("latin-1"),
     "bytearray": lambda content: bytearray(content, "latin-1"),

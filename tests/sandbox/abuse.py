@@ -18,7 +18,8 @@ SUITE = Suite(
     tuple(f"test_it.py::test_{n}" for n in ANSWERS),
 )
 STDIN = Stdin(tuple((f"{n}\n", f"{value}\n") for n, value in ANSWERS.items()))
-KINDS = {"calls": CALLS, "asserts": ASSERTS, "check": CHECK, "suite": SUITE, "stdin": STDIN, "script": None}
+LOOP = Asserts((f"assert all(map(lambda n: solve(n) == {ANSWERS}[n], {list(ANSWERS)}))",))
+KINDS = {"loop": LOOP, "calls": CALLS, "asserts": ASSERTS, "check": CHECK, "suite": SUITE, "stdin": STDIN, "script": None}
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,30 @@ attack("messages", "replaces-the-answering", """
     main.answer = lambda module, request: '"value":1,"passed":true,"test":"assert 1"'
     def solve(n): return 0
 """, "calls", "asserts", "suite")
+
+def literal(name, value):
+    """A reply with the right number and a value that nothing honest encodes like this."""
+    source = f"import sys\nsys.modules['__main__'].answer = lambda module, request: '\"value\":' + {value}\ndef solve(n): return 0"
+    attack("messages", name, source, "calls", "asserts")
+
+
+literal("bytes-of-a-number", "'{\"bytes\":5}'")
+literal("complex-of-nothing", "'{\"complex\":[]}'")
+literal("complex-of-too-much", "'{\"complex\":[1' + '0' * 400 + ',0]}'")
+literal("set-of-lists", "'{\"set\":[[1],[2]]}'")
+literal("dict-of-half-pairs", "'{\"dict\":[[1],[2]]}'")
+literal("dict-of-a-number", "'{\"dict\":7}'")
+literal("type-that-is-none", "'{\"type\":[\"int\"]}'")
+literal("object-of-two-types", "'{\"set\":[1],\"tuple\":[2]}'")
+literal("nothing-behind-it", "''")
+literal("set-with-one-hash", "'{\"set\":[' + ','.join(str(i * (2**61 - 1)) for i in range(45_000)) + ']}'")
+literal("dict-with-one-hash", "'{\"dict\":[' + ','.join('[%d,0]' % (i * (2**61 - 1)) for i in range(35_000)) + ']}'")
+attack("messages", "error-of-another-kind", """
+    import sys
+    sys.modules["__main__"].answer = lambda module, request: '"error":["int"],"reason":{"a":1}'
+    def solve(n): return 0
+""", *FUNCTIONS)
+attack("messages", "ends-the-loop-of-the-tests", "def solve(n): raise StopIteration", *FUNCTIONS, "loop")
 
 # Looking for the answers
 attack("search", "frames", """

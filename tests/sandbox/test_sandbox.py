@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from check_abuse import below
 
 from rl4llm.core.errors import ConfigError, SandboxError
 from rl4llm.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox
@@ -36,6 +37,13 @@ def gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:
         return True
+
+
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 20
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return gone(pid)
 
 
 def test_the_level_is_probed_with_a_canary_for_each_property_and_logged(_bubblewrap, caplog):
@@ -90,9 +98,11 @@ def test_a_canary_that_gets_out_disqualifies_a_level():
 
 def test_a_supervisor_that_is_killed_is_replaced_and_the_program_tried_again(sandbox):
     assert sandbox.run(DOUBLE).status == "ok"
+    started_ahead = [child for pid in sandbox.pids() for child in below(pid)]
     for pid in sandbox.pids():
         os.kill(pid, signal.SIGKILL)
     assert sandbox.run(DOUBLE).status == "ok"
+    assert all(wait_until_gone(pid) for pid in started_ahead)
 
 
 def test_a_program_is_ended_at_its_limit_and_the_sandbox_goes_on(sandbox):
@@ -149,12 +159,11 @@ def test_sandboxes_end_with_the_process_that_uses_them(_bubblewrap):
     )
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     supervisor = int(process.stdout.readline())
+    running = below(supervisor)
+    assert len(running) > 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
-    while not gone(supervisor) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert gone(supervisor)
+    assert all(wait_until_gone(pid) for pid in [supervisor, *running])
 
 
 def test_a_program_is_judged_in_a_fork_of_the_trainer(sandbox):
