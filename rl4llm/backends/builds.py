@@ -45,13 +45,17 @@ def remove_dead_locks(root: Path, now: float | None = None) -> list[Path]:
 
 @contextmanager
 def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> Iterator[None]:
-    """While the main thread does `what`, say which extensions it waits for; raises ConfigError at the deadline."""
+    """While the main thread does `what`, say which extensions it waits for; raises ConfigError at the deadline.
+
+    Locks of builders that are killed meanwhile are removed. Whoever waited then finds no extension; the next start does.
+    """
     root, done, late = build_root(), threading.Event(), threading.Event()
 
     def watch() -> None:
         start = time.monotonic()
         while not done.wait(min(say_every_s, max(0.0, deadline_s - (time.monotonic() - start)))):
             waited = time.monotonic() - start
+            remove_dead_locks(root)
             logger.warning("%s has taken %.0f s. %s", what, waited, _state(root))
             if waited >= deadline_s:
                 late.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -300,6 +301,7 @@ class _Zero:
         self._access = deepspeed.utils
         self._options, self._parameters, self._adam = inner.options, inner.parameters, inner.adam
         self.step_number = 0
+        self._places: dict[int, list[tuple[int, int]]] | None = None  # by parameter and rank, once someone asked
         self._linked = False  # whether DeepSpeed knows where the moments are, which it finds out in its first step
         self._give_moments()
 
@@ -321,7 +323,7 @@ class _Zero:
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.steps():
             for moment in MOMENT_NAMES:
-                yield f"{name}.{moment}", self._access.safe_get_full_optimizer_state(self._parameters[name], moment)
+                yield f"{name}.{moment}", self._on_first(self._parameters[name], moment)
 
     def moment_specs(self) -> list[TensorSpec]:
         return [
@@ -355,7 +357,7 @@ class _Zero:
         self.step_number = step_number
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        return self._access.safe_get_full_fp32_param(parameter)
+        return self._on_first(parameter)
 
     def put(self, parameter: nn.Parameter, tensor: Tensor) -> None:
         self._access.safe_set_full_fp32_param(parameter, tensor)
@@ -391,6 +393,28 @@ class _Zero:
         for state in self._adam.state.values():
             for name, tensor in state.items():
                 state[name] = tensor.to(device)
+
+    def _on_first(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
+        """The fp32 weight or a moment: all of it on the first rank, of use nowhere else.
+
+        Each rank sends its part once, where DeepSpeed's own way adds up whole tensors over all ranks.
+        """
+        if self._places is None:
+            own = {name: _place(one) for name, one in self._parameters.items()}
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, own)
+            names = {name: [places[name] for places in everyone] for name in own}
+            self._places = {id(one): names[name] for name, one in self._parameters.items()}
+        return _sent_to_first(self._part(parameter, moment), self._places[id(parameter)], _shape(parameter))
+
+    def _part(self, parameter: nn.Parameter, moment: str | None) -> Tensor:
+        """What this rank holds of it."""
+        if hasattr(parameter, "ds_id"):
+            find = self._access.safe_get_local_optimizer_state if moment else self._access.safe_get_local_fp32_param
+            return find(parameter, moment) if moment else find(parameter)
+        if parameter._hp_mapping is None:
+            return torch.zeros(0, device=self._adam.param_groups[0]["params"][0].device)
+        return parameter._hp_mapping.get_hp_fragment(moment).detach()
 
     def _device(self) -> torch.device:
         return torch.device(self._engine.device)
@@ -484,6 +508,35 @@ def _put_together(parameter: Tensor) -> Tensor:
             part.copy_(own)
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
     return found[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+def _place(parameter: nn.Parameter) -> tuple[int, int]:
+    """Where this rank's part of the fp32 weight begins, and how many numbers it has."""
+    if hasattr(parameter, "ds_id"):
+        size = parameter.ds_tensor.ds_numel
+        start = min(size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
+        return start, min(size, parameter.ds_numel - start)
+    mapping = parameter._hp_mapping
+    return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+
+def _sent_to_first(part: Tensor, places: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Tensor:
+    """A tensor of which each rank holds the numbers at its place: whole on the first one, elsewhere that rank's part."""
+    rank, numel = dist.get_rank(), math.prod(shape)
+    part = part[: places[rank][1]]
+    if rank > 0:
+        if len(part):
+            dist.send(part, 0)
+        return part
+    if len(part) == numel:
+        return part.view(shape)
+    found = part.new_empty(numel)
+    for other, (start, count) in enumerate(places):
+        if other == 0:
+            found[start : start + count] = part
+        elif count:
+            dist.recv(found[start : start + count], other)
+    return found.view(shape)
 
 
 def _master_spec(spec: TensorSpec, tensor: Tensor) -> TensorSpec:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -76,6 +76,16 @@ def test_a_start_finds_out_whether_the_builder_behind_a_young_lock_was_killed(lo
     young = lock(age_s=0)
     with watched_builds("The start", deadline_s=60.0):
         assert not young.exists()
+
+
+def test_nobody_waits_for_a_builder_that_is_killed_in_the_middle(lock, monkeypatch):
+    monkeypatch.setattr("rl4llm.backends.builds.STALE_S", 0.1)
+    held, builder = lock(age_s=0), ExitStack()
+    builder.enter_context(working_in(held.parent))
+    with builder, watched_builds("The start", deadline_s=60.0, say_every_s=0.05):
+        builder.close()
+        while held.exists():  # as torch waits
+            time.sleep(0.01)
 
 
 def test_a_user_who_interrupts_the_start_is_not_told_about_deadlines(lock):
