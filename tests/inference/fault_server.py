@@ -15,6 +15,7 @@ import math
 import random
 import socket
 import struct
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -409,6 +410,28 @@ class FaultServer:
 
     async def _abort_request(self, body):
         return None
+
+
+@contextlib.contextmanager
+def serving(server):
+    """Runs a server in a thread of this process."""
+    up, end = threading.Event(), threading.Event()
+
+    async def serve():
+        await server.start()
+        up.set()
+        while not end.is_set():
+            await asyncio.sleep(0.05)
+        await server.stop()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(30)
+        yield server
+    finally:
+        end.set()
+        thread.join()
 
 
 class Router:

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
+from fault_server import FaultServer, serving
 from rank_processes import RankProcesses
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
+from rl4llm.backends.models import load_model
 from rl4llm.core.checkpoint import latest_checkpoint
 from rl4llm.core.errors import CheckpointError, RunDirError
 from rl4llm.core.ranks import Ranks
@@ -155,6 +158,8 @@ def trained_until(ranks, moment, *given):
     """Train, until the kill; what says whether it was reached is who is dead."""
     pids = ranks.gather(os.getpid())
     if ranks.is_first:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file that grows beyond its limit is the end, at once
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.addaudithook(Strike(moment, pids))
     return trained(ranks, *given)
 
@@ -172,8 +177,6 @@ class Strike:
             return
         self.left -= 1
         if self.left == 0 and self.moment.bytes_more:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.moment.bytes_more,) * 2)
         elif self.left == 0:
             os.kill(self.pids[self.moment.victim], signal.SIGKILL)
@@ -203,8 +206,8 @@ WITH_OTHERS = [name for name in SAVING if "rank" in name or "tensor" in name or 
 SAVED = ("before the pointer", "before pruning", "in the middle of pruning")
 def dies(processes, moment, *given, options=()):
     """Train until a moment, at which a rank must die; the other one is then killed too."""
-    processes.begin(trained_until, moment, *given, options)
-    assert processes.dead(moment.victim), f"{moment} was not reached"
+    processes.begin(*((trained_until, moment) if moment else (trained,)), *given, options)
+    assert processes.dead(moment.victim if moment else 0), f"{moment} was not reached"
     processes.over_within(1.0)
     processes.close()
 
@@ -231,6 +234,55 @@ def test_killed_at_each_moment_of_saving_a_run_goes_on_from_a_whole_checkpoint_t
         now = step_saved(tmp_path)
         assert now == before + (name in SAVED) or (moment.victim == 1 and now in (before, before + 1)), name
     assert_same_weights(processes(trained, *given, tuple(options.items()))[0], expected.weights)
+
+
+SECOND = r".*/weights/v000002\.tmp-\w+"
+PUBLISHING = {  # of version 2, after version 1, from which the run resumed
+    "before its directory": Moment(rf"os.mkdir {SECOND} \d+"),
+    "in the middle of a tensor": Moment(rf"open {SECOND}/model-.*.safetensors [wx]", bytes_more=20_000),
+    "the other rank, with the weights": Moment(rf"open {SECOND}/model-.*.safetensors [wx]", victim=1),
+    "before its manifest": Moment(rf"open {SECOND}/manifest.json w"),
+    "before its name": Moment(rf"os.rename {SECOND} .*/v000002"),
+    "before the pointer": Moment(r"os.rename .*/LATEST.tmp-\w+ .*/LATEST", nth=2),
+    "before the server is asked": None,
+    "when the server has it, before the proof": None,
+}
+
+
+def slay(processes, *, after):
+    """The first rank dies when it asks, before or after what it asked for was done."""
+
+    async def fault(server, request, answer):
+        found = await answer() if after else None
+        processes.kill(0)
+        return web.json_response(found or await answer())
+
+    return fault
+
+
+def test_killed_at_each_moment_of_publishing_a_run_goes_on_with_the_same_server_to_the_same_weights(
+    processes, tokenizer, model_dir, tmp_path
+):
+    model, options = load_model(model_dir), {"checkpoint.every": 1, "max_steps": 3}
+
+    def given(server, name, **more):
+        through = {"inference": {"name": "sglang", "url": server.url, "deadline_s": 30.0}}
+        return model_dir, tmp_path / name, FSDP2, tuple((options | through | more).items())
+
+    with serving(FaultServer(model, tokenizer, one_by_one=True)) as server:
+        expected, _ = processes(trained, *given(server, "whole"))
+    with serving(FaultServer(model, tokenizer, one_by_one=True)) as server:
+        processes(trained, *given(server, "killed", max_steps=1))
+        processes.close()
+        for name, moment in PUBLISHING.items():
+            if moment is None:
+                server.next("/update_weights_from_disk", None, slay(processes, after="has it" in name))
+            *where, through = given(server, "killed")
+            dies(processes, moment, *where, options=through)
+            assert step_saved(tmp_path / "killed") == 1
+        found, _ = processes(trained, *given(server, "killed"))
+    assert_same_weights(found, expected)
+    assert sorted(path.name for path in (tmp_path / "killed" / "weights").glob("[!.]*")) == ["LATEST", "v000002", "v000003"]
 
 
 def told(ranks, *given):

@@ -1,17 +1,15 @@
 """Several ranks are one trainer: the same steps, one writer, and a checkpoint that any number of ranks goes on from."""
 
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from fault_server import FaultServer
+from fault_server import FaultServer, serving
 
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model
@@ -177,28 +175,6 @@ def test_any_number_of_ranks_draws_the_same_prompts_in_place_of_dropped_groups(o
     assert any(2 * row["groups/refills"] > row["groups/dropped"] for row in steps)  # of a single prompt one rank plays none
     cursors = [latest_checkpoint(tmp_path / name / "checkpoints").state["prompts"] for name in ("one", "two")]
     assert cursors[0] == cursors[1]
-
-
-@contextlib.contextmanager
-def serving(server):
-    """Runs a server in a thread of this process."""
-    up, end = threading.Event(), threading.Event()
-
-    async def serve():
-        await server.start()
-        up.set()
-        while not end.is_set():
-            await asyncio.sleep(0.05)
-        await server.stop()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert up.wait(30)
-        yield server
-    finally:
-        end.set()
-        thread.join()
 
 
 def test_ranks_that_hold_parts_of_the_weights_give_them_to_one_server_and_all_sample_from_it(
