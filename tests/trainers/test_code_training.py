@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from abuse import CHECK
+from attacker import HACKS, HONEST
 
 from rl4llm.build import build_trainer
 from rl4llm.cli import main
@@ -62,3 +64,25 @@ def test_training_refuses_the_weak_level_unless_the_configuration_allows_it(mode
     with build_trainer(config) as trainer:
         trainer.train()
     assert json.loads((tmp_path / "run" / "sandbox.json").read_text())["properties"]["network"] is False
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed; scripts/install_sandbox.sh does it")
+def test_a_policy_that_only_attacks_earns_nothing_and_training_goes_on(model_dir, tmp_path):
+    path = tmp_path / "problem.jsonl"
+    prompt = 'def solve(n):\n    """Solve."""\n'
+    rows = [{"id": number, "prompt": prompt, "entry_point": "solve", "test": CHECK.tests[0]} for number in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = -(-len(HACKS) // 6)
+    overrides = ["inference.name=attacker:Attacker", "rollout.group_size=4", f"max_steps={steps}", "rollout.max_tokens=600"]
+    rewards = "rewards=[{name: code, partial: true, wall_s: 1.0, total_s: 2.0}]"
+    given = arguments(model_dir, path, tmp_path / "run", *overrides, rewards)
+    with build_trainer(load_config(given[0], given[1:])) as trainer:
+        trainer.train()
+    assert trainer.step == steps
+    files = sorted((tmp_path / "run" / "episodes").glob("step-*.jsonl"))
+    episodes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    honest = [episode["reward"] for episode in episodes if HONEST in episode["messages"][-1]["content"]]
+    hacks = {episode["messages"][-1]["content"]: episode["reward"] for episode in episodes}
+    assert honest == [1.0] * (2 * steps)
+    assert {text: reward for text, reward in hacks.items() if reward != 0.0 and HONEST not in text} == {}
+    assert len(hacks) == len(HACKS) + 1
