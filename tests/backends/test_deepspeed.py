@@ -153,7 +153,7 @@ def directories(tmp_path):
     return make
 
 
-CASES = [*((stage, "policy") for stage in STAGES), (1, "lora"), (3, "lora"), (0, "critic"), (2, "critic"), (3, "critic")]
+CASES = [(stage, kind) for kind in ("policy", "lora", "critic") for stage in STAGES]
 
 
 @pytest.mark.parametrize(("stage", "kind"), CASES)
@@ -205,7 +205,7 @@ def test_a_bf16_model_keeps_fp32_weights_for_the_optimizer_and_resumes_from_them
     assert_same_files(resumed, whole, 0.0)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_resuming_equals_the_uninterrupted_run_bit_for_bit(on_ranks, build, trajectories, directories, stage):
     half, whole, resumed = directories("half", "whole", "resumed")
     given = {"model": build("qwen3"), "stage": stage}
@@ -231,9 +231,10 @@ def test_other_numbers_of_ranks_other_stages_and_plain_torch_go_on_from_the_same
     other.load(of_one)
     assert_same_steps(train(other, share(trajectories), 1), expected[3:4], 1e-5)
     other.save(of_torch)
-    told, weights = on_ranks(continued, {**given, "stage": 1}, trajectories, 1, of_torch, back)[0]
-    assert_same_steps(told, expected[4:], 1e-5)
-    assert_same_tensors(weights, dict(plain.weights()), 1e-5)
+    for stage in (0, 1):
+        told, weights = on_ranks(continued, {**given, "stage": stage}, trajectories, 1, of_torch, back)[0]
+        assert_same_steps(told, expected[4:], 1e-5)
+        assert_same_tensors(weights, dict(plain.weights()), 1e-5)
 
 
 def broken_on_the_second(ranks, given, trajectories):
