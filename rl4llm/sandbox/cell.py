@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -28,7 +27,6 @@ _LOAD = "import marshal, sys; exec(marshal.loads(bytes.fromhex(sys.argv[3])))"
 START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 WEIGHED_EVERY_S = 0.05
-PIPE_BYTES = 1 << 20
 KEPT_ERRORS = 16 * 1024
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -88,8 +86,7 @@ class Cell:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        self._started = time.monotonic()
-        self._weighed = self._started
+        self._weighed = time.monotonic()
         self._ready = False
         self._poll = select.poll()
         for descriptor in (self._from, self._out, self._err):
@@ -97,7 +94,6 @@ class Cell:
             self._poll.register(descriptor, select.POLLIN)
         self._poll.register(place.owner, select.POLLIN)
         os.set_blocking(self._to, False)
-        fcntl.fcntl(self._to, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def play(self, role: str, job: Mapping[str, Any]) -> None:
         """Wait until the sandbox stands, then say what it is to be; Ended, with infra_error where it does not stand."""
@@ -209,7 +205,7 @@ class Cell:
 
     def _await_ready(self) -> None:
         try:
-            message = self.receive(self._started + START_TIMEOUT_S, "the start of the sandbox")
+            message = self.receive(time.monotonic() + START_TIMEOUT_S, "the start of the sandbox")
         except Ended as ended:
             raise Ended("infra_error", ended.reason) from None
         if message != {"ready": True}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +56,8 @@ def bubblewrap(
     **_: object,
 ) -> Start:
     """Namespaces for everything, a file system of /usr and one small tmpfs, no capabilities, a filter of system calls."""
-    prefix = os.path.dirname(os.path.dirname(python))
-    readable = ["/usr"] + [path for path in (prefix, *packages) if not _within(path, "/usr")]
+    libraries = os.path.join(os.path.dirname(os.path.dirname(python)), "lib")  # not all beside it: that may be a home
+    readable = ["/usr"] + [path for path in (python, libraries, *packages) if not _within(path, "/usr")]
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     command += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
     command += ["--proc", "/proc", "--dev", "/dev"]
@@ -89,6 +90,25 @@ def find_python(uid: int | None) -> str | None:
     """The interpreter for sandboxes: this one's, else the system's, whichever `uid` may run; None for neither."""
     own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     return next((path for path in (own, os.path.realpath(SYSTEM_PYTHON)) if _may_run(path, uid)), None)
+
+
+def slot_uids(slots: int, uid_map: str | None = None) -> list[int | None]:
+    """A uid for each slot that nobody else has; None, which is one's own, where this process may not become another.
+
+    `uid_map` is the text of /proc/self/uid_map: in a container root may have few uids, or only its own.
+    """
+    if uid_map is None:
+        if os.getuid() != 0:
+            return [None] * slots
+        uid_map = Path("/proc/self/uid_map").read_text()
+    ranges = [tuple(map(int, line.split())) for line in uid_map.splitlines()]
+    first, _, count = max(ranges)
+    wanted = FIRST_UID + 1000 * secrets.randbelow(100_000)  # other runs on this machine take others
+    if first <= wanted < first + count - slots:
+        return [wanted + number for number in range(slots)]
+    if count < 1000 + slots:
+        return [None] * slots
+    return [first + count - 1 - slots - secrets.randbelow(500) + number for number in range(slots)]
 
 
 def find_bwrap() -> str | None:

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import queue
-import secrets
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl4llm.core.errors import ConfigError, SandboxError, unknown
-from rl4llm.sandbox.levels import FIRST_UID, LEVELS, find_bwrap, find_python
+from rl4llm.sandbox.levels import LEVELS, find_bwrap, find_python, slot_uids
 from rl4llm.sandbox.probe import Probe, probe_level
 from rl4llm.sandbox.program import Limits, Outcome, Program, TestResult
 
@@ -139,11 +138,7 @@ class Sandbox:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._probe: Probe | None = None
-        first = FIRST_UID + 1000 * secrets.randbelow(100_000)  # other runs on this machine take others
-        self._all = [
-            _Slot("", first + number if os.getuid() == 0 else None, self.packages, self.limits)
-            for number in range(self.slots)
-        ]
+        self._all = [_Slot("", uid, self.packages, self.limits) for uid in slot_uids(self.slots)]
         self._free: queue.LifoQueue[_Slot] = queue.LifoQueue()
         for slot in self._all:
             self._free.put(slot)

@@ -16,7 +16,10 @@ from check_abuse import below
 
 from rl4llm.core.errors import ConfigError, SandboxError
 from rl4llm.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox
+from rl4llm.sandbox import cell as cell_module
 from rl4llm.sandbox import sandbox as sandbox_module
+from rl4llm.sandbox.cell import Cell, Place, compiled_inside
+from rl4llm.sandbox.levels import FIRST_UID, bubblewrap, find_python, slot_uids
 from rl4llm.sandbox.probe import NEEDED, probe_level
 
 HELLO = Program("print('hello')")
@@ -193,6 +196,43 @@ def test_options_that_cannot_work_are_refused(options, message):
 def test_limits_that_are_no_limits_are_refused(limit):
     with pytest.raises(ConfigError, match="is not accepted"):
         Limits(**limit)
+
+
+def test_a_sandbox_that_was_started_long_ahead_still_serves(_bubblewrap, monkeypatch):
+    monkeypatch.setattr(cell_module, "START_TIMEOUT_S", 1.0)
+    (uid,) = slot_uids(1)
+    python = find_python(uid)
+    owner, _ = os.pipe()
+    cell = Cell(Place("bubblewrap", python, uid, (), owner, compiled_inside(python)), Limits())
+    time.sleep(1.2)
+    cell.play("calls", {"source": "x = 1", "prefix": "", "entry_point": ""})
+    assert cell.receive(time.monotonic() + 20) == {"loaded": True}
+    cell.end()
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "lowest", "highest"),
+    [
+        ("0 0 4294967295", FIRST_UID, 2**31),  # root of the machine
+        ("0 100000 65536", 60_000, 65_535),  # root of a container
+        ("0 1000 1\n1 100000 65536", 60_000, 65_536),
+    ],
+)
+def test_root_gives_each_slot_a_uid_that_it_may_take_and_nobody_has(uid_map, lowest, highest):
+    uids = slot_uids(8, uid_map)
+    assert len(set(uids)) == 8
+    assert lowest <= min(uids) <= max(uids) <= highest
+
+
+def test_root_that_may_become_nobody_else_stays_what_it_is():
+    assert slot_uids(2, "0 1000 1") == [None, None]
+
+
+def test_only_the_interpreter_and_its_libraries_are_bound_of_the_directory_that_it_lies_in():
+    bound = " ".join(bubblewrap("/home/me/bin/python3", ["code"], disk_bytes=2**20).command)
+    assert "--ro-bind /home/me/bin/python3 /home/me/bin/python3 --ro-bind /home/me/lib /home/me/lib" in bound
+    assert "/home/me /home/me" not in bound
+    assert "--ro-bind / /" not in " ".join(bubblewrap("/bin/python3", ["code"], disk_bytes=2**20).command)
 
 
 def test_a_run_that_waits_for_a_slot_gets_it(sandbox):
