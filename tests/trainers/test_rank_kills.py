@@ -121,9 +121,9 @@ def random_backends():
 def test_killed_at_random_times_no_run_loses_more_than_one_interval_or_ends_with_other_weights(
     whole, processes, model_dir, tmp_path, backend, kills
 ):
-    expected, chance, killed, done, saved = whole(backend), random.Random(0), 0, 0, 0
+    expected, chance, killed, resumed, done, saved = whole(backend), random.Random(0), 0, 0, 0, 0
     longest = expected.seconds
-    while killed < kills:
+    while killed < kills or resumed < kills // 2:  # many die before they have saved anything
         directory, start = tmp_path / str(done), time.monotonic()
         processes.begin(trained, model_dir, directory, backend)
         if processes.over_within(chance.uniform(0.0, longest)):
@@ -138,7 +138,7 @@ def test_killed_at_random_times_no_run_loses_more_than_one_interval_or_ends_with
         now = step_saved(directory)
         assert now >= saved
         assert max(steps_logged(directory), default=0) - now <= EVERY
-        saved = now
+        resumed, saved = resumed + (now > 0), now
     assert_same_weights(processes(trained, model_dir, tmp_path / str(done), backend)[0], expected.weights)
     assert steps_logged(tmp_path / str(done)) == [1, 2, 3, 4, 5, 6]
 
