@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, DataError, unknown
@@ -24,6 +24,11 @@ _WARM_UP = [
     ["(1, 2]", "\\{1, \\sqrt{2}\\}"],
     ["\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "x = 3"],
 ]
+SeveralBoxed = Literal["last", "first", "all", "none"]
+SEVERAL_BOXED: tuple[str, ...] = get_args(SeveralBoxed)
+MAX_BOXES = 8
+Grade = tuple[float, str | None]
+Question = tuple[str, str]
 _TEMPLATES = {"boxed": "\\boxed{{{}}}", "hash": "#### {}", "answer": "The answer is {}."}
 
 
@@ -39,9 +44,10 @@ class MathReward(BaseRewardFunction):
     Args:
         name: under which the score is logged.
         extract: where the answer is looked for, see `rl4llm.rewards.extract.final_answer`.
-        several_boxed: "last" takes the last of several different boxed answers, "all_equal" gives 0.0 for them.
+        several_boxed: what counts where a reply has several different boxed answers: the "last", the "first", none of them
+            ("none"), or each, so that all must be right ("all").
         workers: verifier processes.
-        timeout_s: time limit of one comparison.
+        timeout_s: time limit of one comparison; with the end of its worker it is over in 2 seconds.
         memory_bytes: address space of one worker.
         max_answer_chars: longer answers score 0.0 unread.
 
@@ -54,17 +60,17 @@ class MathReward(BaseRewardFunction):
         name: str = "math",
         *,
         extract: Extraction = "auto",
-        several_boxed: Literal["last", "all_equal"] = "last",
+        several_boxed: SeveralBoxed = "last",
         workers: int = 2,
-        timeout_s: float = 2.0,
+        timeout_s: float = 1.8,
         memory_bytes: int = 1024**3,
         max_answer_chars: int = 400,
     ):
         super().__init__(name)
         if extract not in EXTRACTIONS:
             raise ConfigError(unknown(f"rewards.{name}.extract", extract, EXTRACTIONS))
-        if several_boxed not in ("last", "all_equal"):
-            raise ConfigError(unknown(f"rewards.{name}.several_boxed", several_boxed, ("last", "all_equal")))
+        if several_boxed not in SEVERAL_BOXED:
+            raise ConfigError(unknown(f"rewards.{name}.several_boxed", several_boxed, SEVERAL_BOXED))
         self.extract = extract
         self.several_boxed = several_boxed
         self.prefilter = Prefilter(max_chars=max_answer_chars)
@@ -103,18 +109,27 @@ class MathReward(BaseRewardFunction):
     def _grade_all(self, replies: Sequence[tuple[str, Any]]) -> list[tuple[float | RewardFailure, str | None]]:
         """Score and note for each (reply, ground truth); equal questions are asked once."""
         settled = [self._settle(reply, _golds(ground_truth)) for reply, ground_truth in replies]
-        unsettled = [questions for questions in settled if isinstance(questions, list)]
+        unsettled = [item for items in settled for item in items if isinstance(item, list)]
         questions = list(dict.fromkeys(question for some in unsettled for question in some))
         verdicts = dict(zip(questions, self.pool.map(questions), strict=True))
-        return [_verdict(verdicts, item) if isinstance(item, list) else item for item in settled]
+        return [_worst([_verdict(verdicts, item) for item in items]) for items in settled]
 
-    def _settle(self, reply: str, golds: list[str]) -> tuple[float, str | None] | list[tuple[str, str]]:
-        """A grade where none of the workers is needed, else the questions for them."""
+    def _settle(self, reply: str, golds: list[str]) -> list[Grade | list[Question]]:
+        """For each answer that counts, a grade where none of the workers is needed, else the questions for them."""
         answer = final_answer(reply, self.extract, self.prefilter.max_chars)
         if answer is None:
-            return 0.0, "no_answer"
-        if self.several_boxed == "all_equal" and self._boxes_differ(reply):
-            return 0.0, "several_answers: different boxed answers"
+            return [(0.0, "no_answer")]
+        answers = self._different_boxes(reply) or [answer]
+        chosen = {
+            "last": [answer],
+            "first": answers[:1],
+            "all": answers if len(answers) <= MAX_BOXES else [],
+            "none": answers if len(answers) == 1 else [],
+        }
+        several = f"several_answers: {len(answers)} different boxed answers"
+        return [self._settle_one(item, golds) for item in chosen[self.several_boxed]] or [(0.0, several)]
+
+    def _settle_one(self, answer: str, golds: list[str]) -> Grade | list[Question]:
         if len(answer) > self.prefilter.max_chars:
             return 0.0, f"refused: more than {self.prefilter.max_chars} characters"
         compared = {gold: same(gold, answer) for gold in golds}
@@ -126,9 +141,13 @@ class MathReward(BaseRewardFunction):
         refused = self.prefilter.refuse(answer, " ".join(undecided))
         return (0.0, f"refused: {refused}") if refused else [(gold, answer) for gold in undecided]
 
-    def _boxes_differ(self, reply: str) -> bool:
+    def _different_boxes(self, reply: str) -> list[str]:
+        """The boxed answers, without those that are the one before them."""
+        if self.extract not in ("auto", "boxed"):
+            return []
         boxes = boxed_answers(after_thinking(reply), self.prefilter.max_chars)
-        return any(same(boxes[-1], box) is not True for box in boxes[:-1])
+        before = [None, *boxes]
+        return [box for box, last in zip(boxes, before, strict=False) if last is None or same(last, box) is not True]
 
 
 def _golds(ground_truth: Any) -> list[str]:
@@ -150,13 +169,19 @@ def _gold(ground_truth: Any) -> str:
     return text
 
 
-def _verdict(
-    verdicts: Mapping[tuple[str, str], Any], questions: list[tuple[str, str]]
-) -> tuple[float | RewardFailure, str | None]:
-    answers = [verdicts[question] for question in questions]
+def _verdict(verdicts: Mapping[Question, Any], item: Grade | list[Question]) -> tuple[float | RewardFailure, str | None]:
+    if not isinstance(item, list):
+        return item
+    answers = [verdicts[question] for question in item]
     if True in answers:
         return 1.0, None
     if missing := [answer for answer in answers if isinstance(answer, Unavailable)]:
         return RewardFailure(missing[0].reason), None
     faults = [answer for answer in answers if isinstance(answer, Fault)]
     return 0.0, f"{type(faults[0]).__name__.lower()}: {faults[0].reason}" if faults else None
+
+
+def _worst(grades: list[tuple[float | RewardFailure, str | None]]) -> tuple[float | RewardFailure, str | None]:
+    """The grade of a reply in which all of several answers must be right; one that is wrong decides."""
+    order = {0.0: 0, 1.0: 2}
+    return min(grades, key=lambda grade: 1 if isinstance(grade[0], RewardFailure) else order[grade[0]])

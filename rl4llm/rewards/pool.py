@@ -201,6 +201,7 @@ class VerifierPool:
                     self._collect(job)
             finally:  # an interrupt must not leave answers to this job for the next one to read
                 self._stop([worker for worker in self._crew if worker.task is not None])
+            self._staff(self._strength)  # those that died get ready while nobody waits for them
         self._count(job)
         return [job.outcomes[index] for index in range(len(tasks))]
 
@@ -221,12 +222,14 @@ class VerifierPool:
     def close(self) -> None:
         """End all workers; a later use starts new ones."""
         with self._exclusive():
+            self._strength = 0
             self._stop(list(self._crew))
 
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._crew: list[_Worker] = []
+        self._strength = 0
         self._failed_starts = 0
         self._start_error = ""
         self._finalizer = weakref.finalize(self, _stop_all, self._crew, self._owner)
@@ -250,6 +253,7 @@ class VerifierPool:
                 self._crew.append(self._start())
             except OSError as error:
                 self._failed_start(f"{type(error).__name__}: {error}")
+        self._strength = max(self._strength, len(self._crew))
 
     def _start(self) -> _Worker:
         settings = {

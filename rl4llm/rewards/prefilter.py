@@ -24,6 +24,9 @@ class Prefilter:
     max_digits: int = 60
     max_exponent_digits: int = 4
     max_factorial_digits: int = 2
+    max_tower: int = 2
+    max_power_of_sum: int = 30
+    max_subscripts: int = 20
 
     def refuse(self, answer: str, gold: str) -> str | None:
         """Why `answer` is not worth a look, None when it is."""
@@ -35,6 +38,12 @@ class Prefilter:
             f"brackets nested more than {self.max_depth} deep": _depth(answer) > self.max_depth,
             f"more than {max_digits} digits": _digits(answer) > max_digits,
             "an astronomical power": any(self._astronomical(exponent) for exponent in _exponents(answer)),
+            "a tower of powers": _tower(answer) > max(self.max_tower, _tower(gold)),
+            "a large power of a sum": any(
+                int(power) > self.max_power_of_sum and power not in gold for power in _powers_of_sums(answer)
+            ),
+            "a large root": any(index not in gold for index in re.findall(r"\\sqrt\[(\d{3,})", answer)),
+            f"more than {self.max_subscripts} subscripts": answer.count("_") > max(self.max_subscripts, gold.count("_")),
             "a factorial": "!" not in gold and any(not self._small(number) for number in _factorials(answer)),
         }
         reasons = [reason for reason, holds in checks.items() if holds]
@@ -71,6 +80,25 @@ def _end_of_exponent(answer: str, start: int) -> int:
         if depth == 0:
             return index + 1
     return len(answer)
+
+
+def _tower(answer: str) -> int:
+    """How deep powers stand in exponents: 1 for x^2, 2 for x^{y^2}."""
+    return max((1 + _tower(exponent.removesuffix("^")) for exponent in _exponents(answer)), default=0)
+
+
+def _powers_of_sums(answer: str) -> Iterator[str]:
+    """The whole-number exponents of brackets in which something is added or subtracted."""
+    answer = re.sub(r"\s+", "", answer.replace("**", "^").replace("\\left", "").replace("\\right", ""))
+    for match in re.finditer(r"\)\^\{?(\d{1,9})", answer):
+        depth, start = 0, match.start()
+        while start > 0:
+            depth += (answer[start] == ")") - (answer[start] == "(")
+            if depth == 0:
+                break
+            start -= 1
+        if re.search(r"[+-]", answer[start : match.start()]):
+            yield match[1]
 
 
 def _factorials(answer: str) -> list[str]:

@@ -1,8 +1,10 @@
 """The math reward: right answers score 1, wrong ones 0, and no text of a model can hurt or fool the grader."""
 
 import asyncio
+import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from bombs import BOMBS
 
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, DataError, RewardError
@@ -19,49 +22,6 @@ from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.score import score
-
-BOMBS = [
-    "9^{9^9}",
-    "9^{9^{9^{9}}}",
-    "9^9^9",
-    "(9^9)^9^9",
-    "9**9**9",
-    "{9^{999}}^{999999}",
-    "2^{1000000000000}",
-    "((((9^{9999})^{9999})^{9999})^{9999})",
-    "(99999999+x)^{9999}",
-    "100000000!",
-    "((10!)!)!",
-    "3!!!!!",
-    "2^{99!}",
-    "99^{99}!",
-    "(" * 3000 + "1" + ")" * 3000,
-    "(" * 200 + "1" + ")" * 200,
-    "{" * 150 + "1" + "}" * 150,
-    "\\sqrt{" * 60 + "2" + "}" * 60,
-    "\\frac{1}{" * 40 + "2" + "}" * 40,
-    "\\sum_{n=1}^{10^{10}} n",
-    "\\sum_{n=1}^{9999} \\frac{1}{n^{n}}",
-    "\\prod_{k=1}^{99999} k",
-    "\\int_0^{1} x^{x^{x}} dx",
-    "\\lim_{x \\to 0} \\frac{\\sin^{99} x}{x^{99}}",
-    "\\binom{10^8}{5 \\cdot 10^7}",
-    "(x+y+z+w+v)^{300}",
-    "(1+x)^{9999} - (1-x)^{9999}",
-    "\\sqrt[9999]{x^{9999}+1} + \\sqrt[9998]{x^{9998}+1}",
-    "1" * 100_000,
-    "0." + "3" * 300,
-    "1+" * 5000 + "1",
-    "x" * 399,
-    "\\begin{pmatrix}" + " & ".join("12345") * 10 + "\\end{pmatrix}^{999}",
-    "\\sin(" * 30 + "x" + ")" * 30,
-    "\\boxed{" * 50 + "1" + "}" * 50,
-    "}" * 100 + "{" * 100,
-    "\ud800\udfff \x00 18",
-    "\\" * 300,
-    "__import__('os').system('true')",
-    "",
-]
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +40,31 @@ def grade(reward, answer, ground_truth):
     return reward([ChatMessage("assistant", f"So it is \\boxed{{{answer}}}.")], ground_truth)
 
 
-@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
-def test_a_bomb_scores_exactly_zero_and_leaves_the_grader_alive(reward, bomb):
+def here(work):
+    return work()
+
+
+def in_thread(work):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_loop(work):
+    async def inside():
+        return work()
+
+    return asyncio.run(inside())
+
+
+@pytest.mark.parametrize("run", [here, in_thread, in_loop])
+def test_bombs_score_exactly_zero_wherever_they_are_graded_and_leave_the_grader_alive(reward, run):
     gold = "2\\sqrt{3}"
-    assert score([finished(f"\\boxed{{{bomb}}}", gold)], [reward]).reward.tolist() == [0.0]
-    assert grade(reward, "\\sqrt{12}", gold) == 1.0
+    scores = run(lambda: reward.score_batch([finished(f"\\boxed{{{bomb}}}", gold) for bomb in BOMBS]))
+    assert len(BOMBS) == 60 and scores == [0.0] * 60
+    assert run(lambda: grade(reward, "\\sqrt{12}", gold)) == 1.0
 
 
 def test_a_grader_that_hangs_is_a_zero_with_a_reason_and_a_count(tmp_path, monkeypatch):
@@ -114,22 +94,6 @@ def test_a_grader_that_cannot_start_fails_the_sample_and_never_scores_it(tmp_pat
         grade(reward, "2y", "2z")
     with pytest.raises(RewardError, match="a_module_that_is_not_there"):
         check_examples([reward])
-
-
-def test_grading_works_in_the_main_thread_another_thread_and_an_event_loop(reward):
-    grades = {}
-
-    async def in_loop():
-        return grade(reward, "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}")
-
-    def in_thread():
-        grades["thread"] = grade(reward, "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}")
-
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    thread.join()
-    grades |= {"main": grade(reward, "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}"), "loop": asyncio.run(in_loop())}
-    assert grades == {"thread": 1.0, "main": 1.0, "loop": 1.0}
 
 
 def test_a_worker_killed_from_outside_does_not_change_a_grade(reward):
@@ -214,12 +178,35 @@ def test_different_answers_are_wrong_however_close_they_look(reward, answer, gol
     assert grade(reward, answer, gold) == 0.0
 
 
-def test_different_boxed_answers_follow_the_policy():
-    reply = "\\boxed{17}, no: \\boxed{18}"
-    agreeing = "\\boxed{18}, that is \\boxed{18.0}"
-    last, strict = MathReward(), MathReward(several_boxed="all_equal")
-    assert [reward([ChatMessage("assistant", reply)], "18") for reward in (last, strict)] == [1.0, 0.0]
-    assert [reward([ChatMessage("assistant", agreeing)], "18") for reward in (last, strict)] == [1.0, 1.0]
+@pytest.mark.parametrize(
+    ("reply", "gold", "expected"),
+    [
+        ("\\boxed{17}, no: \\boxed{18}", "18", {"last": 1.0, "first": 0.0, "all": 0.0, "none": 0.0}),
+        ("\\boxed{18}, no: \\boxed{17}", "18", {"last": 0.0, "first": 1.0, "all": 0.0, "none": 0.0}),
+        ("\\boxed{18}, that is \\boxed{18.0}", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
+        ("\\boxed{x(x+1)}, so \\boxed{x^2+x}", "x+x^2", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 0.0}),
+        ("\\boxed{x+y}, so \\boxed{x^2+x}", "x+x^2", {"last": 1.0, "first": 0.0, "all": 0.0, "none": 0.0}),
+        ("".join(f"\\boxed{{{n}}} " for n in range(19)), "18", {"last": 1.0, "first": 0.0, "all": 0.0, "none": 0.0}),
+        ("\\boxed{18}", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
+        ("The answer is 18.", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
+    ],
+)
+def test_different_boxed_answers_follow_the_policy(policies, reply, gold, expected):
+    said = [ChatMessage("assistant", reply)]
+    assert {name: reward(said, gold) for name, reward in policies.items()} == expected
+
+
+@pytest.fixture(scope="module")
+def policies():
+    rewards = {name: MathReward(several_boxed=name, workers=1) for name in ("last", "first", "all", "none")}
+    yield rewards
+    for reward in rewards.values():
+        reward.close()
+
+
+def test_boxes_play_no_part_where_answers_are_looked_for_elsewhere():
+    reward = MathReward(extract="hash", several_boxed="none")
+    assert reward([ChatMessage("assistant", "\\boxed{1} \\boxed{2}\n#### 18")], "18") == 1.0
 
 
 def test_reasons_for_zero_are_noted_but_a_plain_wrong_answer_needs_none(reward):
@@ -273,17 +260,24 @@ def test_numbers_need_no_worker_at_all():
     assert reward.pool.pids() == []
 
 
-@pytest.mark.parametrize("options", [{"extract": "box"}, {"several_boxed": "first"}])
+@pytest.mark.parametrize("options", [{"extract": "box"}, {"several_boxed": "all_equal"}])
 def test_unknown_options_are_refused_with_what_is_known(options):
     with pytest.raises(ConfigError, match=rf"rewards\.math\.{next(iter(options))}=.*Known: "):
         MathReward(**options)
 
 
+def test_mathematics_is_right_against_itself_and_wrong_against_another(reward):
+    answers = [answer for row in known("math/train.jsonl.gz") if (answer := row["ground_truth"]).strip()]
+    drawn = random.Random(0).sample(answers, 300)
+    replies = [f"Therefore $x=\\boxed{{{answer}}}$." for answer in drawn]
+    assert sum(reward.score_batch([finished(*pair) for pair in zip(replies, drawn, strict=True)])) >= 297
+    shifted = zip(replies, drawn, [drawn[-1], *drawn[:-1]], strict=True)
+    others = [(reply, gold) for reply, answer, gold in shifted if gold != answer]
+    assert sum(reward.score_batch([finished(*pair) for pair in others])) <= 1
+
+
 def test_every_gsm8k_answer_is_right_against_itself_and_wrong_against_another():
-    data = Path(os.environ.get("RL4LLM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k" / "test.jsonl"
-    if not data.exists():
-        pytest.skip(f"no GSM8K at {data}; set RL4LLM_TEST_DATA to a directory with gsm8k/test.jsonl")
-    solutions = [json.loads(line)["answer"] for line in data.read_text().splitlines()]
+    solutions = [row["answer"] for row in known("gsm8k/test.jsonl")]
     reward = MathReward()
     for form in ("{}", "\\boxed{{{}}}", "The answer is ${}.", "#### {}"):
         replies = [form.format(solution.rpartition("#### ")[2]) for solution in solutions]
@@ -297,3 +291,12 @@ def test_every_gsm8k_answer_is_right_against_itself_and_wrong_against_another():
 
 def _number(solution):
     return float(solution.rpartition("#### ")[2].replace(",", ""))
+
+
+def known(name):
+    """The rows of a file of problems that is not part of this repository."""
+    data = Path(os.environ.get("RL4LLM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / name
+    if not data.exists():
+        pytest.skip(f"no {data}; set RL4LLM_TEST_DATA to a directory with {name}")
+    with (gzip.open if data.suffix == ".gz" else open)(data, "rt") as file:
+        return [json.loads(line) for line in file]

@@ -22,6 +22,11 @@ from rl4llm.rewards.prefilter import Prefilter
         ("9 ^ {99999}", "power"),
         ("9^{12,345}", "power"),
         ("9^{9!}", "power"),
+        ("e^{e^{e^{x}}}", "tower"),
+        ("(x+y)^{300}", "power of a sum"),
+        ("\\left( 1 - x \\right) ^ {31}", "power of a sum"),
+        ("\\sqrt[999]{x+1}", "root"),
+        ("a" + "_a" * 21, "subscripts"),
         ("100!", "factorial"),
         ("(5!)!", "factorial"),
         ("5!!", "factorial"),
@@ -44,6 +49,10 @@ def test_costly_answers_are_refused_with_the_reason(answer, reason):
         "e^{x^{2}}",
         "(x^2)^3 y^{n}",
         "2^{2023} - 1",
+        "(2)^{100} + 1",
+        "(x+y)^{30}",
+        "\\sqrt[10]{2}",
+        "a_1 + a_2 + a_3",
         "10!",
         "n!",
         "4\\!:\\!51",
@@ -60,4 +69,7 @@ def test_ordinary_answers_pass(answer):
 def test_what_the_trusted_answer_contains_may_be_answered():
     assert Prefilter().refuse("\\binom{9}{2}", "\\binom{9}{7}") is None
     assert Prefilter().refuse("100!", "100!") is None
+    assert Prefilter().refuse("(x+1)^{300}", "(1+x)^{300}") is None
+    assert Prefilter().refuse("e^{e^{e^{x}}}", "e^{e^{e^{x}}}") is None
+    assert Prefilter().refuse("\\sqrt[999]{1+x}", "\\sqrt[999]{x+1}") is None
     assert Prefilter().refuse("1" * 80, "2" * 80) is None

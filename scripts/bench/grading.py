@@ -1,0 +1,135 @@
+"""How right, how safe and how fast the grading of mathematics is: counts, and seconds on this machine.
+
+    python scripts/bench/grading.py [--math FILE] [--answers N]
+
+FILE holds the answers of MATH's training problems, one JSON object with `ground_truth` in each line (.jsonl or .jsonl.gz);
+without it the two suites of answers are left out. Three suites and a figure:
+
+- each answer, in a box, against itself, and with other markup that means the same: how many are right;
+- each answer against that of another problem: how many are right, and of these, how many are not the same text;
+- 60 answers made to hang or crash a grader, in the main thread, in another thread and in an event loop: how many are not
+  exactly 0.0, and how long the slowest took;
+- 128 answers of which a fifth are such bombs: seconds, with 2 workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import random
+import runpy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rl4llm.core.base_env import ChatMessage
+from rl4llm.rewards import MathReward
+from rl4llm.rewards.replies import as_sample
+
+BOMBS = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "rewards" / "bombs.py"))["BOMBS"]
+GOLD = "2\\sqrt{3}"
+OTHER_MARKUP = (("\\frac{", "\\dfrac{"), ("(", "\\left("), (")", "\\right)"), (",", ", "), ("+", " + "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--math", type=Path, help="MATH's training problems, .jsonl or .jsonl.gz")
+    parser.add_argument("--answers", type=int, help="how many of them, drawn with seed 0; all by default")
+    options = parser.parse_args()
+    reward = MathReward()
+    reward.pool.warm_up()
+    if options.math:
+        grade_answers(reward, read_answers(options.math, options.answers))
+    for place, run in {"main thread": run_here, "a thread": run_in_thread, "an event loop": run_in_loop}.items():
+        throw_bombs(reward, place, run)
+    reward.close()
+    time_batch()
+
+
+def read_answers(path: Path, count: int | None) -> list[str]:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        answers = [json.loads(line)["ground_truth"] for line in file]
+    given = [answer for answer in answers if answer.strip()]
+    print(f"{path.name}: {len(answers)} problems, {len(answers) - len(given)} of them without an answer")
+    random.Random(0).shuffle(given)
+    return given[:count]
+
+
+def grade(reward: MathReward, answers: Sequence[str], golds: Sequence[str]) -> list[float]:
+    said = [[ChatMessage("assistant", f"So it is \\boxed{{{answer}}}.")] for answer in answers]
+    return reward.score_batch([as_sample(one, gold, {}) for one, gold in zip(said, golds, strict=True)])
+
+
+def grade_answers(reward: MathReward, answers: Sequence[str]) -> None:
+    start = time.perf_counter()
+    own = sum(grade(reward, answers, answers))
+    print(f"against themselves: {own:.0f} of {len(answers)} right ({own / len(answers):.2%})")
+    other = [rewritten(answer) for answer in answers]
+    changed = [(new, old) for new, old in zip(other, answers, strict=True) if new != old]
+    right = sum(grade(reward, [new for new, _ in changed], [old for _, old in changed]))
+    print(f"with other markup: {right:.0f} of {len(changed)} right ({right / max(len(changed), 1):.2%})")
+    golds = [*answers[1:], answers[0]]
+    pairs = [(a, g) for a, g, score in zip(answers, golds, grade(reward, answers, golds), strict=True) if score == 1.0]
+    texts = [(answer, gold) for answer, gold in pairs if answer != gold]
+    print(f"against another problem's: {len(pairs)} of {len(answers)} right, {len(pairs) - len(texts)} of the same text")
+    print(f"  right with another text: {len(texts)} ({len(texts) / len(answers):.2%}): {texts}")
+    print(f"  {time.perf_counter() - start:.0f} s in all; {dict(reward.pool.counts)}")
+
+
+def rewritten(answer: str) -> str:
+    for old, new in OTHER_MARKUP:
+        if "\\text" not in answer and "\\left" not in answer and "\\dfrac" not in answer:
+            answer = answer.replace(old, new)
+    return answer
+
+
+def throw_bombs(reward: MathReward, place: str, run: Callable[[Callable[[], float]], float]) -> None:
+    seconds, wrong = [], 0
+    for bomb in BOMBS:
+        start = time.perf_counter()
+        wrong += run(lambda bomb=bomb: grade(reward, [bomb], [GOLD])[0]) != 0.0
+        seconds.append(time.perf_counter() - start)
+    alive = run(lambda: grade(reward, ["\\sqrt{12}"], [GOLD])[0]) == 1.0
+    print(f"bombs in {place}: {wrong} of {len(BOMBS)} not 0.0, the slowest {max(seconds):.2f} s; grades on: {alive}")
+
+
+def run_here(work: Callable[[], float]) -> float:
+    return work()
+
+
+def run_in_thread(work: Callable[[], float]) -> float:
+    results: list[float] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def run_in_loop(work: Callable[[], float]) -> float:
+    async def inside() -> float:
+        return work()
+
+    return asyncio.run(inside())
+
+
+def time_batch() -> None:
+    """128 answers that differ, so that nothing is asked once for several; the workers have still to start."""
+    rng = random.Random(0)
+    bombs = BOMBS[:26]
+    honest = [f"x^{{{rng.randint(2, 9)}}} + {n + 1}" for n in range(128 - len(bombs))]
+    answers = [*bombs, *honest]
+    rng.shuffle(answers)
+    reward = MathReward()
+    start = time.perf_counter()
+    scores = grade(reward, answers, [answer if answer in honest else GOLD for answer in answers])
+    seconds = time.perf_counter() - start
+    right = sum(score == (answer in honest) for score, answer in zip(scores, answers, strict=True))
+    print(f"128 answers, {len(bombs)} of them bombs: {seconds:.1f} s, {right} graded right; {dict(reward.pool.counts)}")
+    reward.close()
+
+
+if __name__ == "__main__":
+    main()
