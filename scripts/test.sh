@@ -2,6 +2,7 @@
 # Installs rl4llm with what the tests need, checks the style, and runs the tests: scripts/test.sh [--fast] [pytest arguments]
 #
 #   --fast           without the tests that need a real inference server or DeepSpeed
+#   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)
 #   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once
 set -euo pipefail
 fast="" extras="dev deepspeed"

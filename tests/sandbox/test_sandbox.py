@@ -235,6 +235,18 @@ def test_only_the_interpreter_and_its_libraries_are_bound_of_the_directory_that_
     assert "--ro-bind / /" not in " ".join(bubblewrap("/bin/python3", ["code"], disk_bytes=2**20).command)
 
 
+def test_what_a_program_left_growing_is_seen_while_its_tests_think(sandbox):
+    source = (
+        "import os, time\ndef f(x):\n    for _ in range(6):\n        if os.fork() == 0:\n"
+        "            held = bytearray(100 * 2**20)\n            held[::4096] = b'x' * len(held[::4096])\n"
+        "            time.sleep(100)\n            os._exit(0)\n    return x"
+    )
+    tests = Asserts(("assert f(1) == 1\n", "import time\ntime.sleep(8)\nassert time"))
+    outcome = sandbox.run(Program(source, tests), Limits(wall_s=20, total_s=30, memory_bytes=300 * 2**20))
+    assert [test.status for test in outcome.tests] == ["ok", "model_error"]
+    assert "all its processes held more than" in outcome.reason
+
+
 def test_a_run_that_waits_for_a_slot_gets_it(sandbox):
     sleeper = Program("import time; time.sleep(0.3)")
     slow = [threading.Thread(target=sandbox.run, args=(sleeper,)) for _ in range(sandbox.slots)]

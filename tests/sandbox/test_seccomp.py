@@ -1,0 +1,57 @@
+"""The filter of system calls, run by an interpreter of its instructions, for both processors that it knows."""
+
+import errno
+import struct
+
+import pytest
+
+from rl4llm.sandbox.seccomp import ALLOW, ERRNO, KILL, REFUSED, seccomp_filter
+
+PROCESSORS = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+REFUSAL = ERRNO | errno.EPERM
+
+
+def verdict(machine, number, *arguments, audit=None):
+    """What the kernel would do with a system call."""
+    data = struct.pack("<IIQ6Q", number, audit or PROCESSORS[machine][1], 0, *arguments, *[0] * (6 - len(arguments)))
+    program = list(struct.iter_unpack("HBBI", seccomp_filter(machine)))
+    position = accumulator = 0
+    while True:
+        code, if_true, if_false, value = program[position]
+        position += 1
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("<I", data, value)
+            continue
+        holds = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[code]
+        position += if_true if holds else if_false
+
+
+@pytest.mark.parametrize("machine", PROCESSORS)
+def test_every_refused_call_is_refused_and_its_neighbours_are_not(machine):
+    column = PROCESSORS[machine][0]
+    refused = {numbers[column] for numbers in REFUSED.values()} - {None}
+    assert len(refused) > 50
+    special = {(56, 220)[column], 435, (41, 198)[column], (16, 29)[column]}
+    for number in set(range(500)) - special:
+        assert verdict(machine, number) == (REFUSAL if number in refused else ALLOW), number
+
+
+@pytest.mark.parametrize("machine", PROCESSORS)
+def test_arguments_decide_where_a_call_is_needed_by_honest_programs_too(machine):
+    column = PROCESSORS[machine][0]
+    clone, socket, ioctl = (56, 220)[column], (41, 198)[column], (16, 29)[column]
+    assert verdict(machine, clone, 0x01200011) == ALLOW
+    assert verdict(machine, 435) == ERRNO | errno.ENOSYS
+    for flag in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+        assert verdict(machine, clone, flag | 17) == REFUSAL
+    assert [verdict(machine, socket, family) == ALLOW for family in (1, 2, 10, 16, 17, 38, 40)] == [True] * 3 + [False] * 4
+    assert verdict(machine, ioctl, 0, 0x5412) == REFUSAL
+    assert verdict(machine, ioctl, 0, 0x5413) == ALLOW
+
+
+def test_calls_by_the_conventions_of_other_processors_are_refused():
+    assert verdict("x86_64", 0, audit=0x40000003) == KILL
+    assert verdict("x86_64", 0x40000000 | 59) == REFUSAL
+    assert seccomp_filter("riscv64") is None
