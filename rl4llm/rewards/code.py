@@ -82,7 +82,7 @@ class CodeReward(BaseRewardFunction):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """One score per sample; a RewardFailure stands where the sandbox or the tests did not work."""
-        with ThreadPoolExecutor(getattr(self.sandbox, "slots", 4), thread_name_prefix="rl4llm-code") as threads:
+        with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
             grades = list(threads.map(self._grade_sample, samples))
         for sample, (_, note, tests) in zip(samples, grades, strict=True):
             if note:

@@ -20,7 +20,9 @@ from rl4llm.sandbox.wire import WireError, read, write
 
 INSIDE = Path(__file__).with_name("_inside.py")
 _COMPILE = (
-    "import marshal, sys; code = compile(sys.stdin.read(), 'sandbox', 'exec', optimize=2); "
+    "import marshal, sys\n"
+    "if sys.version_info < (3, 11): sys.exit('sandboxes need Python 3.11 or newer')\n"
+    "code = compile(sys.stdin.read(), 'sandbox', 'exec', optimize=2); "
     "sys.stdout.write(marshal.dumps(code).hex())"
 )
 _LOAD = "import marshal, sys; exec(marshal.loads(bytes.fromhex(sys.argv[3])))"
@@ -291,9 +293,10 @@ class Cell:
 def compiled_inside(python: str) -> str:
     """The code that runs in sandboxes, compiled once, since every sandbox would take 6 ms for it."""
     command = [python, "-s", "-S", "-c", _COMPILE]
-    return subprocess.run(
-        command, input=INSIDE.read_text(), capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    done = subprocess.run(command, input=INSIDE.read_text(), capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise Ended("infra_error", f"{python}: {done.stderr.strip()[-300:]}")
+    return done.stdout
 
 
 def end_strays(known: set[int]) -> None:

@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What runs programs: the sandboxes of this machine, or, behind the same two methods, those of another one."""
+    """What runs programs: the sandboxes of this machine, or, behind the same two methods, those of another one.
+
+    `slots` is how many programs it runs at a time.
+    """
+
+    slots: int
 
     def run(self, program: Program, limits: Limits | None = None) -> Outcome:
         """What came of a program. Whatever goes wrong is an outcome; nothing is raised for it."""

@@ -79,7 +79,10 @@ def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")  # when memory runs out, sandboxes go before the trainer
     channel = Connection(os.dup(0))
-    inside = compiled_inside(settings["python"])
+    try:
+        inside = compiled_inside(settings["python"])
+    except Ended as ended:
+        sys.exit(ended.reason)
     packages = tuple(settings["packages"])
     place = Place(settings["level"], settings["python"], settings["uid"], packages, channel.fileno(), inside)
     station = Station(place, Limits(**settings["limits"]))

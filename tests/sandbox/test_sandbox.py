@@ -247,6 +247,18 @@ def test_what_a_program_left_growing_is_seen_while_its_tests_think(sandbox):
     assert "all its processes held more than" in outcome.reason
 
 
+def test_an_interpreter_that_cannot_serve_is_named(_bubblewrap, open_dir, monkeypatch):
+    python = open_dir / "python3"
+    python.write_text("#!/bin/sh\necho 'sandboxes need Python 3.11 or newer' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sandbox_module, "find_python", lambda uid: str(python))
+    with pytest.raises(SandboxError, match=rf"prefork: it does not start: .*{python}: sandboxes need Python"):
+        Sandbox().probe()
+    monkeypatch.setattr(sandbox_module, "find_python", lambda uid: None)
+    with pytest.raises(SandboxError, match=r"can run neither .* nor /usr/bin/python3; install python3"):
+        Sandbox().probe()
+
+
 def test_a_run_that_waits_for_a_slot_gets_it(sandbox):
     sleeper = Program("import time; time.sleep(0.3)")
     slow = [threading.Thread(target=sandbox.run, args=(sleeper,)) for _ in range(sandbox.slots)]
