@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import EngineError
-from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.errors import EngineError, EnvError, RL4LLMError, UnreachableError
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory, WeightRef
+from rl4llm.data.render import Renderer
+from rl4llm.envs.rollout import Rollout, RolloutResult
 
 Script = Mapping[str, Sequence[str]] | Callable[[str, Sequence[int]], str]
 
@@ -207,3 +212,276 @@ async def _check_errors(client: BaseClient) -> None:
         except EngineError:
             continue
         _demand(False, f"{case} raises EngineError")
+
+
+REPLIES = (
+    "I do not know.",
+    "",
+    " \n",
+    "{",
+    '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": 7, "arguments": null}</tool_call><tool_call>{"na',
+    "```python\nraise SystemExit(1)\n```",
+    "<answer>\u00e9\u4e16\U0001f600</answer> " + "9" * 500,
+)
+"""What a policy says to every environment sooner or later."""
+ROOM = 1 << 20  # a context that no episode of a check fills
+IDLE = 1000  # so often a loop may ask for a turn that the context has no room for
+
+
+def check_env(env: BaseMDPEnv, replies: Sequence[str] = (), *, rows: Sequence[int] = (0, 1)) -> None:
+    """Check that an environment keeps its contract; raises EnvError with the law it breaks, and where.
+
+        check_env(MyEnv(rows, tokenizer, [MyReward()], batch_size=1, group_size=1), replies=["up", "I give up"])
+
+    Episodes are played to their end without a model: each sample of a group begins with another of `replies` and `REPLIES`,
+    which are answers that make no sense to most environments. The laws:
+
+    - whatever the policy says, no episode raises or fails;
+    - a group shares its prompt, and the prompt stays as the dataset has it;
+    - roles alternate: the policy speaks after somebody else did, and others only in `reply_roles`;
+    - budgets hold: at most `max_steps` turns, and no more tokens than the context has room for;
+    - nothing is marked as the policy's that it did not say at that very point;
+    - the same seed gives the same episode, again and in another order;
+    - a step that raises, or a reply that never comes, fails its own episode and no other.
+
+    Args:
+        env: the environment, with its dataset, tokenizer and rewards. It is not closed.
+        replies: what a policy may say that gets further in it, such as right answers and right calls.
+        rows: which prompts of its dataset are played.
+    """
+    check = _EnvCheck(env, (*replies, *REPLIES), [row for row in rows if row < len(env.dataset)])
+    check.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One rollout: what the engine was asked and said, and what became of it."""
+
+    client: _Recorder
+    result: RolloutResult
+    error: RL4LLMError | None
+
+    @property
+    def episodes(self) -> dict[tuple[str, int], Trajectory]:
+        return {(item.prompt_id, item.extras["sample"]): item for item in self.result.trajectories}
+
+    @property
+    def broken(self) -> str | None:
+        """What went wrong first, with what the policy had said last."""
+        if self.error is not None:
+            return str(self.error)
+        if not self.result.failed:
+            return None
+        sample = self.result.failed[0]
+        last = next((item.content for item in reversed(sample.messages) if item.role == "assistant"), None)
+        return f"prompt {sample.prompt_id!r}, sample {sample.index}, policy {last!r:.200}: {sample.failure}"
+
+
+class _EnvCheck:
+    """Plays rollouts of an environment and holds each law against them."""
+
+    def __init__(self, env: BaseMDPEnv, replies: Sequence[str], rows: list[int]):
+        self.env, self.replies, self.rows = env, replies, rows
+        self.renderer = Renderer(env.tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
+
+    def run(self) -> None:
+        """Hold all laws, the ones that explain others first."""
+        first = self.play()
+        self.check_prompts(first)
+        self.demand(first.client.over is None, "an episode has at most max_steps turns", first.client.over)
+        self.demand(first.broken is None, "whatever the policy says, no episode raises or fails", first.broken)
+        for name, episode in first.episodes.items():
+            self.check_roles(name, episode)
+            self.check_authors(name, episode, first.client)
+            turns = f"{episode.num_turns} turns"
+            self.demand(episode.num_turns <= self.env.max_steps, "an episode has at most max_steps turns", turns)
+        self.check_context(first.client)
+        self.check_repeats(first, self.play(rows=self.rows[::-1]))
+        self.check_contained()
+
+    def play(
+        self, env: BaseMDPEnv | None = None, rows: Sequence[int] | None = None, room: int = ROOM, silent: str = ""
+    ) -> _Played:
+        """One rollout in which each reply begins an episode of each prompt."""
+        client = _Recorder(self.env.tokenizer, self.replies, room, self.env.max_steps, silent)
+        with asyncio.Runner() as runner:
+            runner.run(client.load(WeightRef(0)))
+            env = env or self.env
+            rollout = Rollout(env, client, self.renderer, runner, seed=env.seed, max_failed_share=1.0)
+            params = SamplingParams(max_tokens=ROOM)
+            try:
+                rows = self.rows if rows is None else rows
+                result = rollout.play(rows, step=0, sampling_params=params, group_size=len(self.replies))
+            except RL4LLMError as error:
+                return _Played(client, RolloutResult((), ()), error)
+        return _Played(client, result, None)
+
+    def check_prompts(self, played: _Played) -> None:
+        """Before all others: groups of different prompts cannot even be built."""
+        firsts: dict[str, set[tuple[int, ...]]] = {}
+        for session, prompt_ids in played.client.firsts.items():
+            firsts.setdefault(_prompt_of(session), set()).add(prompt_ids)
+        mixed = [prompt for prompt, found in firsts.items() if len(found) > 1]
+        law = "a group shares its prompt: its samples begin with the same tokens, which only the dataset decides"
+        self.demand(not mixed, law, f"prompts {mixed} had several beginnings")
+        for row in self.rows:
+            stored = tuple(_message(item) for item in self.env.dataset[row]["messages"])
+            prompt_id = str(self.env.dataset[row].get("prompt_id", row))
+            for (owner, index), episode in played.episodes.items():
+                kept = owner != prompt_id or episode.messages[: len(stored)] == stored
+                self.demand(kept, "an episode leaves the messages of its prompt as they are", f"{owner!r}, sample {index}")
+
+    def check_roles(self, name: tuple[str, int], episode: Trajectory) -> None:
+        where = f"prompt {name[0]!r}, sample {name[1]}: {[message.role for message in episode.messages]}"
+        begin = self._prompt_size(name[0])
+        pairs = pairwise(message.role for message in episode.messages[begin - 1 :])
+        alternate = not any(before == after == "assistant" for before, after in pairs)
+        self.demand(alternate, "roles alternate: somebody else speaks between two turns of the policy", where)
+        others = {message.role for message in episode.messages[begin:]} - {"assistant", *self.env.reply_roles}
+        law = f"the environment speaks in its reply_roles, {self.env.reply_roles}, which the chat template was checked for"
+        self.demand(not others, law, where)
+
+    def check_authors(self, name: tuple[str, int], episode: Trajectory, client: _Recorder) -> None:
+        before: tuple[int, ...] = ()
+        for span in episode.spans:
+            said = client.said.get((name[0], before), ())
+            sampled = span.author == "context" or (span.token_ids, span.logprobs) in said
+            law = "only what the policy said at that very point is marked as its own, tokens and log-probs"
+            text = self.env.tokenizer.decode(list(span.token_ids))
+            self.demand(sampled, law, f"prompt {name[0]!r}, sample {name[1]}: {text!r:.200}")
+            before += span.token_ids
+
+    def check_context(self, client: _Recorder) -> None:
+        """A context in which few turns have room."""
+        room = max(map(len, client.firsts.values())) + 8
+        played = self.play(room=room)
+        self.demand(played.broken is None, "an episode that fills the context ends there and counts", played.broken)
+        longest = max((episode.num_tokens for episode in played.episodes.values()), default=0)
+        self.demand(longest <= room, "an episode has no more tokens than the context", f"{longest} of {room}")
+
+    def check_repeats(self, first: _Played, again: _Played) -> None:
+        law = "the same seed gives the same episode, again and in another order of the prompts; derive what is random "
+        law += "from env.seed, sample.prompt_id and sample.index, and keep the state of an episode in the sample"
+        self.demand(again.broken is None, law, again.broken)
+        for (prompt_id, index), episode in first.episodes.items():
+            other = again.episodes[prompt_id, index]
+            pairs = zip(_told(episode), _told(other), strict=False)
+            seen = next((f"{one!r:.200} and then {two!r:.200}" for one, two in pairs if one != two), "one ended earlier")
+            self.demand(_told(episode) == _told(other), law, f"prompt {prompt_id!r}, sample {index}: {seen}")
+
+    def check_contained(self) -> None:
+        """One episode breaks in the environment, then one in the engine."""
+        victim = (str(self.env.dataset[self.rows[0]].get("prompt_id", self.rows[0])), 1)
+        raised: list[str] = []
+        broken = self.play(env=_raising(self.env, victim, raised))
+        law = "a step that raises fails its own episode, which is left out, and no other; in a loop of your own, catch what "
+        law += "respond raises and call sample.fail(...)"
+        self._check_alone(broken, victim, law, expected=bool(raised))
+        session = f"0/{victim[0]}/{victim[1]}"
+        law = "a reply that never comes fails its own episode, which is left out, and no other; leave samples that are done"
+        self._check_alone(self.play(silent=session), victim, law, expected=True)
+
+    def demand(self, holds: bool, law: str, seen: str | None) -> None:
+        if not holds:
+            raise EnvError(f"check_env: {type(self.env).__name__} breaks this law: {law}. Seen: {seen}.")
+
+    def _check_alone(self, played: _Played, victim: tuple[str, int], law: str, expected: bool) -> None:
+        self.demand(played.error is None, law, str(played.error))
+        failed = {(sample.prompt_id, sample.index) for sample in played.result.failed}
+        self.demand(failed == ({victim} if expected else set()), law, f"{victim} broke, and {sorted(failed)} failed")
+
+    def _prompt_size(self, prompt_id: str) -> int:
+        named = ((row, self.env.dataset[row]) for row in self.rows)
+        return next(len(item["messages"]) for row, item in named if str(item.get("prompt_id", row)) == prompt_id)
+
+
+class _Recorder(ScriptedClient):
+    """Says each of some replies as the first of an episode, and others after it; remembers what it said to what.
+
+    It never answers the session `silent`, and stops a loop that asks for more turns than an episode may have.
+    """
+
+    def __init__(self, tokenizer: Any, replies: Sequence[str], room: int, max_turns: int, silent: str):
+        super().__init__(tokenizer, self._next, context_length=room)
+        self.replies, self.max_turns, self.silent = replies, max_turns, silent
+        self.firsts: dict[str, tuple[int, ...]] = {}
+        self.said: dict[tuple[str, tuple[int, ...]], list[tuple[tuple[int, ...], tuple[float, ...]]]] = {}
+        self._asked: dict[str, list[tuple[int, ...]]] = {}  # the prompts of a session's turns, from its last beginning
+        self._idle = 0
+        self.over: str | None = None  # how a loop asked for too much
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+    ) -> Completion:
+        prompt = tuple(prompt_ids)
+        if session:
+            self._note_turn(session, prompt)
+        if session and session == self.silent:
+            raise UnreachableError("check_env keeps the engine silent for this episode.")
+        completion = await super().generate(prompt_ids, sampling_params, session=session)
+        if session:
+            said = (completion.token_ids, completion.logprobs)
+            self.said.setdefault((_prompt_of(session), prompt), []).append(said)
+        return completion
+
+    async def version(self) -> int:
+        self._idle += 1
+        if self._idle > IDLE * len(self.replies):
+            self._stop("turns without end are asked for samples that are done, because the context is full")
+        return await super().version()
+
+    def _note_turn(self, session: str, prompt: tuple[int, ...]) -> None:
+        self.firsts.setdefault(session, prompt)
+        asked = self._asked.setdefault(session, [])
+        if asked and prompt[: len(asked[-1])] != asked[-1]:  # the episode is played again
+            asked.clear()
+        if prompt not in asked:
+            asked.append(prompt)
+        if len(asked) > self.max_turns:
+            self._stop(f"session {session} asks for turn {len(asked)}, and max_steps is {self.max_turns}")
+
+    def _stop(self, over: str) -> NoReturn:
+        self.over = over
+        raise EnvError(f"check_env: {over}.")
+
+    def _next(self, session: str, prompt_ids: Sequence[int]) -> str:
+        index, turn = (int(session.rpartition("/")[2]), len(self._asked[session]) - 1) if session else (0, 0)
+        return self.replies[(index + turn) % len(self.replies)]
+
+
+def _raising(env: BaseMDPEnv, victim: tuple[str, int], raised: list[str]) -> BaseMDPEnv:
+    """An environment that shares everything with `env`, but whose `respond` raises for one sample."""
+    respond = type(env).respond
+
+    def stumble(sample: SampleState) -> None:
+        if (sample.prompt_id, sample.index) == victim:
+            raised.append(sample.session)
+            raise RuntimeError("check_env makes this step raise")
+
+    async def awaited(self: BaseMDPEnv, sample: SampleState) -> Sequence[ChatMessage]:
+        stumble(sample)
+        return await respond(self, sample)
+
+    def plain(self: BaseMDPEnv, sample: SampleState) -> Any:
+        stumble(sample)
+        return respond(self, sample)
+
+    method = awaited if inspect.iscoroutinefunction(respond) else plain
+    kind = type(type(env).__name__, (type(env),), {"respond": method})
+    stumbling = object.__new__(kind)
+    vars(stumbling).update(vars(env))
+    return stumbling
+
+
+def _told(episode: Trajectory) -> list[Any]:
+    """What two plays of one episode must agree in."""
+    return [*episode.messages, *episode.spans, episode.stop_reason, *episode.turn_rewards]
+
+
+def _prompt_of(session: str) -> str:
+    return session.partition("/")[2].rpartition("/")[0]
+
+
+def _message(item: Any) -> ChatMessage:
+    return item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item)
