@@ -10,7 +10,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rl4llm.rewards.compare import number
+
 _COSTLY = ("\\sum", "\\prod", "\\int", "\\lim", "\\binom", "\\choose", "\\mod", "\\bmod", "\\pmod")
+_LISTS = (",", ";", "or", "\\cup", "\\pm", "\\{", "=", "<", ">", "\\le", "\\ge", "\\in")
+_RELATES = re.compile(r"\\(?:approx|equiv)(?![A-Za-z])|\bor\b|\band\b")
+_FOREIGN = re.compile(r"[&|~@#?`:;<>\"\u2190-\u22ff]|\.\s*\.|[\d}]\s+\.|\d\.\s+\d")
+_DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?")
+_OF_NUMBERS = {
+    "frac", "dfrac", "tfrac", "cfrac", "sqrt", "cdot", "times", "div", "pi", "left", "right", "displaystyle", "quad",
+    "degree", "text", "textbf", "textit", "textrm", "textnormal", "mathrm", "mathbf", "mbox", "boxed", "log", "ln", "lg",
+    "exp", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "lfloor",
+    "rfloor", "lceil", "rceil", "binom", "over", "overline", "bar", "dot", "!", ",", ";", ":", "%", "$", " ",
+}  # fmt: skip
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CLOSES = {"{": "}", "(": ")"}
 
@@ -44,10 +56,12 @@ class Prefilter:
             ),
             "a large root": any(index not in gold for index in re.findall(r"\\sqrt\[(\d{3,})", answer)),
             f"more than {self.max_subscripts} subscripts": answer.count("_") > max(self.max_subscripts, gold.count("_")),
+            "a set where the order counts": _opens(gold) == "(" and _opens(answer) == "{",
             "a factorial": "!" not in gold and any(not self._small(number) for number in _factorials(answer)),
         }
         reasons = [reason for reason, holds in checks.items() if holds]
         reasons += [command for command in _COSTLY if command in answer and command not in gold]
+        reasons += [f"more than one thing, by {mark!r}" for mark in _lists(answer, gold)]
         return next(iter(reasons), None)
 
     def _astronomical(self, exponent: str) -> bool:
@@ -57,6 +71,25 @@ class Prefilter:
 
     def _small(self, number: str) -> bool:
         return number.isalpha() or (number.isdigit() and len(number) <= self.max_factorial_digits)
+
+
+def _lists(answer: str, gold: str) -> Iterator[str]:
+    """What makes the answer a list or a statement where the trusted one is a single thing.
+
+    Computer algebra takes the last number of what it cannot read, so that "17 \\to 18" would be 18.
+    """
+    if any(mark in gold for mark in _LISTS):
+        return
+    yield from _RELATES.findall(answer)
+    if number(gold) is None:
+        return
+    answer = _DEGREES.sub("", answer)
+    commands = re.findall(r"\\([A-Za-z]+|.)", answer)
+    yield from (name for name in commands if name not in _OF_NUMBERS and f"\\{name}" not in gold)
+    yield from _FOREIGN.findall(re.sub(r"\\.", "", answer))
+    values = {value.value for side in answer.split("=") if (value := number(side))}
+    if len(values) > 1:
+        yield "="
 
 
 def _exponents(answer: str) -> Iterator[str]:
@@ -80,6 +113,11 @@ def _end_of_exponent(answer: str, start: int) -> int:
         if depth == 0:
             return index + 1
     return len(answer)
+
+
+def _opens(text: str) -> str:
+    """The bracket that a text begins with."""
+    return text.strip().removeprefix("\\left").lstrip(" \\")[:1]
 
 
 def _tower(answer: str) -> int:

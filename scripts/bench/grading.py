@@ -119,16 +119,20 @@ def time_batch() -> None:
     """128 answers that differ, so that nothing is asked once for several; the workers have still to start."""
     rng = random.Random(0)
     bombs = BOMBS[:26]
-    honest = [f"x^{{{rng.randint(2, 9)}}} + {n + 1}" for n in range(128 - len(bombs))]
-    answers = [*bombs, *honest]
+    golds = {f"x^{{{rng.randint(2, 9)}}} + {n}": f"{n} + x^{{{rng.randint(2, 9)}}}" for n in range(128 - len(bombs))}
+    answers = [*bombs, *golds]
     rng.shuffle(answers)
     reward = MathReward()
     start = time.perf_counter()
-    scores = grade(reward, answers, [answer if answer in honest else GOLD for answer in answers])
+    scores = grade(reward, answers, [golds.get(answer, GOLD) for answer in answers])
     seconds = time.perf_counter() - start
-    right = sum(score == (answer in honest) for score, answer in zip(scores, answers, strict=True))
+    right = sum(score == is_right(answer, golds) for score, answer in zip(scores, answers, strict=True))
     print(f"128 answers, {len(bombs)} of them bombs: {seconds:.1f} s, {right} graded right; {dict(reward.pool.counts)}")
     reward.close()
+
+
+def is_right(answer: str, golds: dict[str, str]) -> bool:
+    return answer in golds and set(answer.split(" + ")) == set(golds[answer].split(" + "))
 
 
 if __name__ == "__main__":

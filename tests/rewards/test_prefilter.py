@@ -63,12 +63,31 @@ def test_costly_answers_are_refused_with_the_reason(answer, reason):
     ],
 )
 def test_ordinary_answers_pass(answer):
+    assert Prefilter().refuse(answer, "x, y") is None
+
+
+@pytest.mark.parametrize("gold", ["18", "\\frac{7}{3}"])
+@pytest.mark.parametrize(
+    "relation", ["\\to", "\\approx", "\\equiv", "\\\\", "\\cup", "\\foo", "&", "|", "->", "→", "=", "\\text{or}", ". ", "@"]
+)
+def test_a_number_is_no_list_whatever_stands_between_its_members(gold, relation):
+    for answer in (f"17 {relation} {gold}", f"{gold} {relation} 17"):
+        assert "more than one thing" in Prefilter().refuse(answer, gold)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["x = 18", "9 \\cdot 2 = 18", "18^\\circ", "18\\text{ m}", "\\sqrt{324}", "\\$18", "18\\%", "0.\\overline{3}", "3!"],
+)
+def test_a_number_may_be_written_as_numbers_are(answer):
     assert Prefilter().refuse(answer, "18") is None
 
 
 def test_what_the_trusted_answer_contains_may_be_answered():
     assert Prefilter().refuse("\\binom{9}{2}", "\\binom{9}{7}") is None
     assert Prefilter().refuse("100!", "100!") is None
+    assert Prefilter().refuse("\\left\\{1,2\\right\\}", "(1,2)") == "a set where the order counts"
+    assert Prefilter().refuse("\\{1,2\\}", "1,2") is None
     assert Prefilter().refuse("(x+1)^{300}", "(1+x)^{300}") is None
     assert Prefilter().refuse("e^{e^{e^{x}}}", "e^{e^{e^{x}}}") is None
     assert Prefilter().refuse("\\sqrt[999]{1+x}", "\\sqrt[999]{x+1}") is None
