@@ -13,10 +13,12 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.backends.lora import FrozenModel
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import load_config
+from rl4llm.core.base_env import ChatMessage, RewardExample, SampleState
 from rl4llm.core.base_publisher import BasePublisher
-from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.core.errors import ConfigError, EngineError, RewardError
 from rl4llm.core.types import WeightRef
 from rl4llm.evaluate import evaluate
+from rl4llm.rewards import BatchCallable, Clip, Gate, score
 from rl4llm.sync.claim import ClaimingPublisher
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
@@ -115,3 +117,26 @@ def test_a_server_reads_what_is_measured_beside_the_run_where_it_can_see_it(mode
             evaluate(load_config(overrides=keys))
         server.shutdown()
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_training_refuses_to_start_when_a_users_reward_does_not_hold_on_its_examples(model_dir, tmp_path):
+    def shouts(completions):
+        return [float(text.isupper()) for text in completions]
+
+    said = [ChatMessage("user", "?"), ChatMessage("assistant", "quiet")]
+    blind = BatchCallable(shouts, "shouts", examples=[RewardExample(said, "", 1.0)])
+    for reward in (blind, Clip(blind, 0, 1), Gate("format", blind)):
+        with pytest.raises(RewardError, match="'quiet' for ground truth '': expected 1, but reward 'shouts' gave 0"):
+            GRPOTrainer(str(model_dir), ROWS, [reward], output={"dir": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_weight_of_a_reward_of_turns_is_that_of_its_turns(model_dir, tmp_path):
+    rewards = ["format", {"name": "tool_use", "per_turn": True, "weight": 0.25}]
+    run = GRPOTrainer(str(model_dir), ROWS, rewards=rewards, output={"dir": str(tmp_path)})
+    calls = [ChatMessage("user", "?"), ChatMessage("assistant", "call"), ChatMessage("tool", "85")]
+    sample = SampleState("p", 0, calls, "", init_msg_size=1)
+    env = run.trainer.rollout.env
+    assert score([sample], env.reward_functions, env.reward_transform_fn).reward.tolist() == [0.0]
+    assert sample.turn_rewards == {0: 0.25}
+    run.trainer.close()

@@ -1,0 +1,50 @@
+"""Replies that are made to hurt: every reward that needs no server gives each of them a finite score, and soon."""
+
+import math
+
+import pytest
+
+from rl4llm.core.base_env import ChatMessage, SampleState
+from rl4llm.core.types import TokenSpan
+from rl4llm.rewards import as_reward_function
+from rl4llm.rewards.score import score
+
+REWARDS = [
+    "math",
+    "format",
+    "tool_use",
+    "repetition",
+    {"name": "length", "max_length": 100, "unit": "chars"},
+    {"name": "overlong", "max_length": 100, "buffer": 10},
+    {"name": "gate", "reward": "format", "by": "math"},
+]
+REPLIES = {
+    "lone surrogates": "\ud800 \\boxed{1\udfff8} ```python\nx = '\udc80'\n```",
+    "10 MB of one letter": "x" * 10_000_000,
+    "10 MB of boxes": "\\boxed{" * 1_428_571,
+    "10 MB of answers": "The answer is 18. " * 555_555,
+    "10 MB of tags": "<think>" * 1_428_571,
+    "10 MB of marks": "#### " * 2_000_000,
+    "10 MB of digits": "1" * 10_000_000,
+    "10 MB of white space": " " * 10_000_000,
+    "10 MB of fences": "```python\n" * 1_000_000,
+    "10 MB of calls": "<tool_call>" * 900_000,
+    "zero bytes": "\x00" * 1000 + "\\boxed{18\x00}",
+    "nothing": "",
+}
+
+
+@pytest.fixture(scope="module", params=REWARDS, ids=str)
+def reward(request):
+    reward = as_reward_function(request.param)
+    yield reward
+    reward.close()
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_hostile_reply_gets_a_finite_score(reward, name):
+    sample = SampleState("p", 0, [ChatMessage("user", "?"), ChatMessage("assistant", REPLIES[name])], "18", init_msg_size=1)
+    sample.spans = [TokenSpan.context([1]), TokenSpan((2,) * 5000, "policy", (-1.0,) * 5000, 0)]
+    earned = score([sample], [reward]).reward.item()
+    assert sample.failure is None and math.isfinite(earned)
+    assert earned == 0.0 or reward.name != "math" or "answers" in name
