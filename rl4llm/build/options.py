@@ -26,7 +26,7 @@ class Given:
 
 def with_options(where: str, make: Callable[..., Any], options: Mapping[str, Any], *args: Any, **fixed: Any) -> Any:
     """Call `make` with a user's options, after checking that it takes them."""
-    accepted = _accepted(make) - set(fixed)
+    accepted = accepted_options(make) - set(fixed)
     for name in options:
         if name not in accepted:
             raise ConfigError(unknown(f"{where} option", name, accepted))
@@ -36,7 +36,7 @@ def with_options(where: str, make: Callable[..., Any], options: Mapping[str, Any
         raise ConfigError(f"{where}: {error}. Options: {', '.join(sorted(accepted))}.") from error
 
 
-def _accepted(make: Callable[..., Any]) -> set[str]:
+def accepted_options(make: Callable[..., Any]) -> set[str]:
     """Names of the keyword parameters of a function or of a class and the bases it passes **kwargs to."""
     makers = [cls.__init__ for cls in make.__mro__ if "__init__" in vars(cls)] if inspect.isclass(make) else [make]
     names: set[str] = set()

@@ -37,7 +37,7 @@ from rl4llm.build.models import (
     plain_model,
     set_up_torch,
 )
-from rl4llm.build.options import Given, with_options
+from rl4llm.build.options import Given, accepted_options, with_options
 from rl4llm.config import Config, flatten, to_yaml
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend
@@ -196,9 +196,9 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     for name in algorithm.needs().rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
-    env = _env(config, given, dataset, tokenizer, rewards, transform)
+    env = _env(config, given, dataset, tokenizer, rewards, transform, sandbox)
     held_out = held_out_rows(config, given)
-    eval_env = _env(config, given, held_out, tokenizer, rewards, transform) if held_out is not None else None
+    eval_env = _env(config, given, held_out, tokenizer, rewards, transform, sandbox) if held_out is not None else None
     renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
     prompts = prompt_stream(config, dataset)
     check_examples(rewards)
@@ -256,9 +256,11 @@ def _env(
     tokenizer: Any,
     rewards: Sequence[BaseRewardFunction],
     transform: Any,
+    sandbox: Sandbox,
 ) -> BaseMDPEnv:
     options = dict(config.env)
     name = options.pop("name")
+    env_class = given.env_class or ENVIRONMENTS[name]
     fixed = {
         "dataset": dataset,
         "tokenizer": tokenizer,
@@ -271,7 +273,9 @@ def _env(
         "shuffle_dataset": config.data.shuffle,
         "reward_transform_fn": transform,
     }
-    return with_options("env", given.env_class or ENVIRONMENTS[name], options, **fixed)
+    if "sandbox" in accepted_options(env_class):
+        fixed["sandbox"] = sandbox
+    return with_options("env", env_class, options, **fixed)
 
 
 def _sandbox(config: Config) -> Sandbox:

@@ -189,7 +189,8 @@ class Renderer:
         except TemplateError as error:
             if not stops:
                 raise self._error("any conversation, as the tokenizer has no eos token either", str(error)) from error
-        return tuple(dict.fromkeys(stops))
+        waiting = self._template.waiting_end()
+        return tuple(dict.fromkeys([*stops, *([tokenizer.convert_tokens_to_ids(waiting)] if waiting else [])]))
 
     def _frame_bytes(self, messages: Sequence[ChatMessage]) -> int | None:
         """Bytes of a rendering less its contents; None where contents do not simply stand in it."""

@@ -23,6 +23,7 @@ Shape = tuple[str, ...]
 
 PINNED_DAY = datetime(2025, 1, 1)
 ANOTHER_DAY = datetime(2031, 10, 17, 19, 43, 58)
+_WAITING_END = "<|eom_id|>"
 _REPLY = "ProbeReplyOfThePolicy"
 _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
 _RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -100,6 +101,10 @@ class ChatTemplate:
     def final_end(self, *, system: bool) -> str:
         """The token that closes the assistant's turn at the end of a conversation: what a trained model samples."""
         return self.split_end(self.after_reply([*opening(system), _reply(0)], [], prompt=False))[0]
+
+    def waiting_end(self) -> str | None:
+        """The token by which Llama 3.1 and later end a turn that waits for a tool; None where the template has none."""
+        return _WAITING_END if _WAITING_END in self._source and _WAITING_END in self._added else None
 
     def generation_prompt(self, *, system: bool) -> str:
         """What the template adds to ask for an assistant's turn, e.g. a header and "<think>"."""

@@ -5,34 +5,46 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from transformers.utils import get_json_schema
-
-from rl4llm.core.base_env import BaseMDPEnv, SampleState
-from rl4llm.core.types import ChatMessage
+from rl4llm.core.base_env import LLM, BaseMDPEnv, EnvState, SampleState
+from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.registry import register_env
-from rl4llm.envs.tools import TOOLS
+from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes
+from rl4llm.envs.tools.arguments import objection
+from rl4llm.envs.tools.formats import ToolCall, call_format
+from rl4llm.sandbox import Runner
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+GRACE_S = 30.0
+THOUGHT_ENDS = "</think>"
 
 
 @register_env("tool")
 class ToolMDPEnv(BaseMDPEnv):
-    """Runs the calls of each turn, in the Hermes and Qwen format, until a turn has none.
+    """Runs the calls of each turn, all at once, until a turn has none.
 
         <tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>
 
     What the model got wrong (a malformed call, an unknown tool, arguments the tool does not take, a tool that raises) is
-    answered with a short error that it can learn from. A tool that exceeds its deadline fails the sample.
+    answered with a short error that it can learn from. A tool that raises EnvError says that it is not the model's fault:
+    that fails the sample. `sample.extras` counts `tool_calls` and, among them, `tool_errors`.
+
+    Calls are read from the very tokens that were sampled. What stands before ``</think>`` is no call.
 
     Args:
-        tools: typed Python functions with a docstring, plain or async, or names of registered ones.
+        tools: typed Python functions with a docstring, objects of a `ToolSet`, names of registered ones, or mappings of a
+            name and options, such as ``{name: workspace, max_bytes: 100000}``.
+        format: how the policy writes calls, see `rl4llm.envs.tools.formats`; "auto" takes the chat template's.
         max_reply_chars: longer results of a tool are cut.
-        max_calls: further calls of one turn are answered with an error.
+        max_calls: further calls of one turn are answered with an error. With 1, generation stops behind the call. Where a
+            format has an end for all calls of a turn, it stops there in any case.
+        budget: calls of an episode; further ones are answered with an error. None for any number.
+        tool_timeout_s: seconds that a tool may take which has no deadline of its own.
+        on_timeout: "mask" fails the sample when a tool takes longer; "error" answers the model so.
         describe_tools: whether the prompt shows the tools' schemas; a policy that knows its tools needs none.
+        sandbox: where tools run programs, for those that do.
     """
 
     reply_roles = ("tool",)
@@ -40,50 +52,139 @@ class ToolMDPEnv(BaseMDPEnv):
     def __init__(
         self,
         *args: Any,
-        tools: Sequence[str | Callable[..., Any]] = ("calculator",),
+        tools: Sequence[str | Mapping[str, Any] | Callable[..., Any] | ToolSet] = ("calculator",),
+        format: str = "auto",
         max_steps: int = 4,
         max_reply_chars: int = 2000,
         max_calls: int = 4,
+        budget: int | None = None,
+        tool_timeout_s: float = 60.0,
+        on_timeout: Literal["mask", "error"] = "mask",
         describe_tools: bool = True,
+        sandbox: Runner | None = None,
         **kwargs: Any,
     ):
-        functions = [TOOLS[tool] if isinstance(tool, str) else tool for tool in tools]
-        self.tools = {function.__name__: function for function in functions}
+        if on_timeout not in ("mask", "error"):
+            raise ConfigError(f"env.on_timeout={on_timeout!r} is not accepted: mask or error.")
+        limits = {
+            "max_calls": max_calls,
+            "budget": budget,
+            "tool_timeout_s": tool_timeout_s,
+            "max_reply_chars": max_reply_chars,
+        }
+        for name, limit in limits.items():
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"env.{name}={limit} is not accepted: above 0.")
         self.max_reply_chars = max_reply_chars
         self.max_calls = max_calls
+        self.budget = budget
+        self.tool_timeout_s = tool_timeout_s
+        self.on_timeout = on_timeout
+        self.toolsets = [as_toolset(item, provided={"sandbox": sandbox}) for item in tools]
+        self._homes = homes(self.toolsets)
+        self._opened: dict[int, dict[int, ToolSet]] = {}  # by sample and set
+        self.tools = {name: home.tools[name] for name, home in self._homes.items()}
+        deadlines = [tool.timeout_s or tool_timeout_s for tool in self.tools.values()]
+        self.respond_timeout_s = max([self.respond_timeout_s, *(deadline + GRACE_S for deadline in deadlines)])
         if describe_tools:
-            kwargs.setdefault("tool_schemas", [get_json_schema(function) for function in functions])
+            kwargs.setdefault("tool_schemas", [dict(tool.schema) for tool in self.tools.values()])
         super().__init__(*args, max_steps=max_steps, **kwargs)
+        self.format = call_format(format, self.tokenizer, self.tool_schemas)
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        calls = CALL.findall(sample.last_message.content)
-        sample.extras["tool_calls"] = sample.extras.get("tool_calls", 0) + len(calls)
-        over = [self._error(sample, f"at most {self.max_calls} calls per turn")] * (len(calls) > self.max_calls)
-        replies = await asyncio.gather(*(self._call(sample, text) for text in calls[: self.max_calls]))
-        return [ChatMessage("tool", reply) for reply in [*replies, *over]]
+        calls = list(self.format.parse(self._said(sample).rpartition(THOUGHT_ENDS)[2]))
+        earlier = sample.extras.get("tool_calls", 0)
+        sample.extras["tool_calls"] = earlier + len(calls)
+        left = self.max_calls if self.budget is None else max(0, min(self.max_calls, self.budget - earlier))
+        replies = list(await asyncio.gather(*(self._answer(sample, call) for call in calls[:left])))
+        if len(calls) > self.max_calls:
+            replies.append(self._error(sample, f"at most {self.max_calls} calls per turn"))
+        elif len(calls) > left:
+            replies.append(self._error(sample, f"all {self.budget} calls of this task are used up"))
+        return [ChatMessage("tool", reply) for reply in replies]
 
-    async def _call(self, sample: SampleState, text: str) -> str:
-        try:
-            call = json.loads(text)
-            name, arguments = call["name"], call["arguments"]
-            function = self.tools[name]
-        except (ValueError, TypeError, RecursionError):
-            return self._error(sample, 'a call must be {"name": ..., "arguments": {...}}')
-        except KeyError as missing:
-            return self._error(sample, f"no {missing}; tools: {', '.join(self.tools)}")
-        if not isinstance(arguments, dict):
-            return self._error(sample, "arguments must be an object")
-        try:
-            result = await self._run(function, arguments)
-        except Exception as error:  # noqa: BLE001 - one of the two places: a tool run on the model's arguments
-            return self._error(sample, f"{type(error).__name__}: {error}")
-        return str(result)[: self.max_reply_chars]
+    def _run_interaction_loop(
+        self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams, **kwargs: Any
+    ) -> EnvState:
+        return super()._run_interaction_loop(env_state, llm, self._stopping(sampling_params), **kwargs)
 
-    async def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
+        try:
+            await super()._run_episode(sample, llm, sampling_params)
+        finally:
+            for opened in self._opened.pop(id(sample), {}).values():
+                if opened not in self.toolsets:
+                    opened.close()
+
+    def close(self) -> None:
+        """Release the tools and the rewards."""
+        for toolset in self.toolsets:
+            toolset.close()
+        super().close()
+
+    def _stopping(self, params: SamplingParams) -> SamplingParams:
+        """What ends calls ends the turn: as a token, which stays in the text, or as the text of several tokens."""
+        end = self.format.stop(self.max_calls)
+        if not end:
+            return params
+        token = self.tokenizer.get_vocab().get(end)
+        if token is None:
+            return params.replace(stop=(*params.stop, end))
+        return params.replace(stop_token_ids=(*params.stop_token_ids, token))
+
+    def _said(self, sample: SampleState) -> str:
+        """The policy's last turn with its special tokens, in which some formats are written."""
+        spans = []
+        for span in reversed(sample.spans):
+            if span.author != "policy":
+                break
+            spans.insert(0, span)
+        token_ids = [token for span in spans for token in span.token_ids]
+        if not token_ids:  # a loop that records its turns later
+            return sample.last_message.content
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    async def _answer(self, sample: SampleState, call: ToolCall) -> str:
+        problem = call.problem or self._objection(call)
+        if problem:
+            return self._error(sample, problem)
+        deadline = self.tools[call.name].timeout_s or self.tool_timeout_s
+        limit = asyncio.timeout(deadline)
+        try:
+            async with limit:
+                return self._shown(await self._run(sample, call))
+        except EnvError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - one of the two places: a tool run on the model's arguments
+            if not limit.expired():
+                kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
+                return self._error(sample, f"{kind}{error}")
+        late = f"{call.name} took more than {deadline:g} s"
+        if self.on_timeout == "mask":
+            sample.fail(f"the tool {late}", "env/timeout")
+        return self._error(sample, late)
+
+    def _objection(self, call: ToolCall) -> str | None:
+        if call.name not in self.tools:
+            return f"no tool {call.name[:50]!r}; tools: {', '.join(self.tools)}"
+        return objection(self.tools[call.name], call.arguments)
+
+    async def _run(self, sample: SampleState, call: ToolCall) -> Any:
+        home = self._homes[call.name]
+        opened = self._opened.setdefault(id(sample), {})
+        if id(home) not in opened:
+            opened[id(home)] = home.open(sample)
+        function = opened[id(home)].tools[call.name].function
         if inspect.iscoroutinefunction(function):
-            return await function(**arguments)
-        return await self.off_loop(lambda: function(**arguments))
+            return await function(**call.arguments)
+        return await self.off_loop(lambda: function(**call.arguments))
+
+    def _shown(self, result: Any) -> str:
+        """A result as a text that every tokenizer takes: short, and without halves of characters."""
+        if not isinstance(result, str):
+            result = "no result" if result is None else json.dumps(result, ensure_ascii=False, default=str)
+        return result[: self.max_reply_chars].encode(errors="replace").decode()
 
     def _error(self, sample: SampleState, text: str) -> str:
         sample.extras["tool_errors"] = sample.extras.get("tool_errors", 0) + 1
-        return f"Error: {text}"[: self.max_reply_chars]
+        return self._shown(f"Error: {text}")

@@ -296,6 +296,16 @@ def test_a_generation_prompt_that_depends_on_the_past_is_rendered_behind_it():
     assert renderer.following(new, ended=True, messages=longer) == prompts[1]
 
 
+def test_a_turn_that_ends_by_waiting_for_a_tool_is_not_closed_a_second_time():
+    template = (TEMPLATES / "headers_bos.jinja").read_text() + "{# <|eom_id|> #}"
+    tokenizer = train_tokenizer(template, [*HEADERS, "<|eom_id|>"], eos="<|eot_id|>", bos="<|begin_of_text|>")
+    renderer, waiting = Renderer(tokenizer, roles=("tool",)), tokenizer.convert_tokens_to_ids("<|eom_id|>")
+    assert waiting in renderer.stop_token_ids and renderer.ends_turn([5, waiting])
+    follows = renderer.following([ChatMessage("tool", "85")], ended=True)
+    assert tokenizer.decode(follows).startswith("<|start_header_id|>ipython")
+    assert len(Renderer(chatml(EACH + ASK, specials=[*CHATML, "<|eom_id|>"])).stop_token_ids) == 1
+
+
 def test_the_longest_token_is_the_end_of_turn():
     tokenizer = chatml(EACH + ASK, specials=["<|im_end", *CHATML])
     assert Renderer(tokenizer).stop_token_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
