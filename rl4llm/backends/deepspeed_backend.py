@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,16 @@ from transformers import PreTrainedModel
 
 from rl4llm.backends.builds import watched_builds
 from rl4llm.backends.deepspeed_config import Demands, ZeroOptions, engine_config
+from rl4llm.backends.gathered_adapter import GatheredAdapter
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, reduced
-from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.token_numbers import nothing_of
-from rl4llm.core.base_backend import BaseAdapter, TokenLosses
-from rl4llm.core.errors import CheckpointError, ConfigError
+from rl4llm.backends.zero_optimizer import ReplicatedOptimizer, ZeroOptimizer
+from rl4llm.backends.zero_parts import put_together, whole_shape
+from rl4llm.core.base_backend import TokenLosses
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.tensor_file import TensorFile
 from rl4llm.core.types import TensorSpec, TrainBatch
@@ -85,7 +86,7 @@ class DeepSpeedBackend(ModelBackend):
         super().__init__(model, ranks=ranks, autocast=autocast, value_head=value_head)
         self._module.always_runs = True
         if adapter is not None:
-            self.adapter = _GatheredAdapter(adapter, self._gathered)
+            self.adapter = GatheredAdapter(adapter, self._gathered)
         self._optimizer = self._start(options) if trains else self._start_frozen()
 
     @torch.no_grad()
@@ -169,12 +170,12 @@ class DeepSpeedBackend(ModelBackend):
         elif self.stage < 3:
             self._module.to(self.device)
 
-    def _start(self, options: OptimizerOptions) -> _Replicated | _Zero:
+    def _start(self, options: OptimizerOptions) -> ReplicatedOptimizer | ZeroOptimizer:
         inner = Optimizer(self._named_parameters(), options)
         self._engine = self._initialize(optimizer=inner.adam)
         if self.stage == 0:
-            return _Replicated(self._engine, inner, self.device)
-        return _Zero(self._engine, inner, self._deepspeed, self._take_no_step)
+            return ReplicatedOptimizer(self._engine, inner, self.device)
+        return ZeroOptimizer(self._engine, inner, self._deepspeed, self._take_no_step)
 
     def _start_frozen(self) -> None:
         """Only stage 3 shards what does not train; below it, every rank keeps the model as it is."""
@@ -194,7 +195,7 @@ class DeepSpeedBackend(ModelBackend):
         return engine
 
     @property
-    def _trained(self) -> _Replicated | _Zero:
+    def _trained(self) -> ReplicatedOptimizer | ZeroOptimizer:
         if self._optimizer is None:
             raise ConfigError("A model with trains=False has no state to save or load; it is the one in its directory.")
         return self._optimizer
@@ -217,7 +218,7 @@ class DeepSpeedBackend(ModelBackend):
     def _wholes(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named.items():
             if self._lies_plainly(tensor):
-                yield name, _put_together(tensor)
+                yield name, put_together(tensor)
             else:
                 with self._gathered([tensor]):
                     yield name, tensor.detach()
@@ -226,10 +227,10 @@ class DeepSpeedBackend(ModelBackend):
         """Whether each rank holds its part of it as it is, in its memory."""
         zero = self._settings["zero_optimization"]
         elsewhere = zero.get("offload_param", {}).get("device") == "nvme"
-        return _shape(tensor) != tuple(tensor.shape) and not elsewhere and not any(zero.get(key) for key in ALTERED)
+        return whole_shape(tensor) != tuple(tensor.shape) and not elsewhere and not any(zero.get(key) for key in ALTERED)
 
     def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
-        return TensorSpec(name, _shape(tensor), tensor.dtype)
+        return TensorSpec(name, whole_shape(tensor), tensor.dtype)
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint holds, each tensor whole and in the precision that trains."""
@@ -251,292 +252,10 @@ class DeepSpeedBackend(ModelBackend):
         return weights, moments, state
 
 
-class _Replicated:
-    """Stage 0: every rank has the whole optimizer, and steps with the same gradient."""
-
-    def __init__(self, engine: Any, inner: Optimizer, device: torch.device):
-        self._engine, self._inner, self._device = engine, inner, device
-        self.check, self.restore = inner.check, inner.restore
-
-    @property
-    def step_number(self) -> int:
-        return self._inner.step_number
-
-    def step(self) -> dict[str, float]:
-        self._engine.buffered_allreduce_fallback()
-        return self._inner.step()
-
-    def steps(self) -> dict[str, int]:
-        return self._inner.state()[1]
-
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._inner.state()[0].items()
-
-    def moment_specs(self) -> list[TensorSpec]:
-        return [TensorSpec.of(name, tensor) for name, tensor in self.moments()]
-
-    def master(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach()
-
-    def put(self, parameter: nn.Parameter, tensor: Tensor) -> None:
-        """The parameter is all that there is."""
-
-    def offload(self) -> None:
-        self._engine.module.to("cpu")
-        self._inner.to("cpu")
-
-    def onload(self) -> None:
-        self._engine.module.to(self._device)
-        self._inner.to(self._device)
-
-
-class _Zero:
-    """Stages 1 to 3: DeepSpeed has cut the parameters' fp32 copies and moments into parts, one for each rank.
-
-    `inner` made the optimizer, whose parameters are those parts now. `take_no_step` makes moments where there are none.
-    """
-
-    def __init__(self, engine: Any, inner: Optimizer, deepspeed: Any, take_no_step: Callable[[], None]):
-        self._engine, self._deepspeed, self._take_no_step = engine, deepspeed, take_no_step
-        self._access = deepspeed.utils
-        self._options, self._parameters, self._adam = inner.options, inner.parameters, inner.adam
-        self.step_number = 0
-        self._places: dict[int, list[tuple[int, int]]] | None = None  # by parameter and rank, once someone asked
-        self._linked = False  # whether DeepSpeed knows where the moments are, which it finds out in its first step
-        self._give_moments()
-
-    def step(self) -> dict[str, float]:
-        lr = self._options.lr_at(self.step_number)
-        self._set_lr(lr)
-        self._engine.step()
-        self._linked = self._linked or self._engine.was_step_applied()
-        metrics = {"grad_norm": float(self._engine.get_global_grad_norm()), "lr": lr}
-        if self._engine.was_step_applied():
-            self.step_number += 1
-        else:
-            metrics["skipped"] = 1.0
-        return metrics
-
-    def steps(self) -> dict[str, int]:
-        return dict.fromkeys(self._parameters, self.step_number) if self.step_number else {}
-
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self.steps():
-            for moment in MOMENT_NAMES:
-                yield f"{name}.{moment}", self._on_first(self._parameters[name], moment)
-
-    def moment_specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(f"{name}.{moment}", _shape(self._parameters[name]), torch.float32)
-            for name in self.steps()
-            for moment in MOMENT_NAMES
-        ]
-
-    def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
-        """Raise CheckpointError when they are not the moments and the steps of these parameters."""
-        unknown_names = sorted(steps.keys() - self._parameters.keys())
-        if unknown_names:
-            raise CheckpointError(f"The optimizer state has parameters that are not trained here: {unknown_names[0]}.")
-        for name in steps:
-            for moment in MOMENT_NAMES:
-                shape = _shape(self._parameters[name])
-                if f"{name}.{moment}" not in moments or tuple(moments.shape(f"{name}.{moment}")) != shape:
-                    raise CheckpointError(f"The optimizer state has no {moment} of {shape} for {name}.")
-
-    def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
-        if not self._linked:
-            self._set_lr(0.0)
-            self._take_no_step()
-            self._linked = True
-        for name, parameter in self._parameters.items():
-            for moment in MOMENT_NAMES:
-                value = moments[f"{name}.{moment}"] if name in steps else torch.zeros(_shape(parameter))
-                self._access.safe_set_full_optimizer_state(parameter, value.to(parameter.device), moment)
-        for state in self._adam.state.values():
-            state["step"].fill_(max(steps.values(), default=0))
-        self.step_number = step_number
-
-    def master(self, parameter: nn.Parameter) -> Tensor:
-        return self._on_first(parameter)
-
-    def put(self, parameter: nn.Parameter, tensor: Tensor) -> None:
-        self._access.safe_set_full_fp32_param(parameter, tensor)
-
-    def offload(self) -> None:
-        if not hasattr(self._engine.optimizer, "offload_states"):
-            raise ConfigError(
-                "zero_stage=1 of a bf16 model cannot leave the device between updates. Set zero_stage to 2 or 3."
-            )
-        if self._engine.zero_offload_param() is not None:
-            return  # DeepSpeed keeps the weights elsewhere and moves nothing then
-        pinned = self._device().type == "cuda"
-        if self._engine.zero_optimization_stage() < 3:
-            self._engine.offload_states(pin_memory=pinned)
-        else:
-            kinds = self._deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
-            gradients = [] if self._engine.zero_use_cpu_optimizer() else [kinds.lp_grads]
-            include = [kinds.lp_params, *gradients, kinds.contiguous_grad_buffer]
-            self._engine.offload_states(include=include, pin_memory=pinned)
-            self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        if self._engine.zero_offload_param() is not None:
-            return
-        self._engine.reload_states()
-        if self._engine.zero_optimization_stage() == 3 and not self._engine.zero_use_cpu_optimizer():
-            self._move(self._device())
-
-    def _move(self, device: torch.device) -> None:
-        """Move what DeepSpeed moves in stage 3 only for an optimizer of its own: fp32 weights and moments."""
-        for part in self._engine.optimizer.fp32_partitioned_groups_flat:
-            part.data = part.data.to(device)
-        for state in self._adam.state.values():
-            for name, tensor in state.items():
-                state[name] = tensor.to(device)
-
-    def _on_first(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-        """The fp32 weight or a moment: all of it on the first rank, of use nowhere else.
-
-        Each rank sends its part once, where DeepSpeed's own way adds up whole tensors over all ranks.
-        """
-        if self._places is None:
-            own = {name: _place(one) for name, one in self._parameters.items()}
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
-            names = {name: [places[name] for places in everyone] for name in own}
-            self._places = {id(one): names[name] for name, one in self._parameters.items()}
-        return _sent_to_first(self._part(parameter, moment), self._places[id(parameter)], _shape(parameter))
-
-    def _part(self, parameter: nn.Parameter, moment: str | None) -> Tensor:
-        """What this rank holds of it."""
-        if hasattr(parameter, "ds_id"):
-            find = self._access.safe_get_local_optimizer_state if moment else self._access.safe_get_local_fp32_param
-            return find(parameter, moment) if moment else find(parameter)
-        if parameter._hp_mapping is None:
-            return torch.zeros(0, device=self._adam.param_groups[0]["params"][0].device)
-        return parameter._hp_mapping.get_hp_fragment(moment).detach()
-
-    def _device(self) -> torch.device:
-        return torch.device(self._engine.device)
-
-    def _give_moments(self) -> None:
-        """DeepSpeed looks for moments once, in the first step, when only the first group of parameters has got them."""
-        for group in self._adam.param_groups:
-            for part in group["params"]:
-                moments = {moment: torch.zeros_like(part) for moment in MOMENT_NAMES}
-                self._adam.state[part] = {"step": torch.zeros((), device=part.device)} | moments
-
-    def _set_lr(self, lr: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-
-
-class _GatheredAdapter(BaseAdapter):
-    """An adapter and a model that may be sharded: what is asked for is put together for that long.
-
-    `inner` looks at a parameter only when it is asked for the next tensor.
-    """
-
-    def __init__(self, inner: LoraAdapter, gathered: Callable[[Sequence[Tensor]], AbstractContextManager[Any]]):
-        self._inner, self._gathered = inner, gathered
-        self._own = [parameter for parameter in inner.model.parameters() if parameter.requires_grad]
-        self._names = [name for name, _ in inner.base_parameters()]
-        self._digest = inner.base_digest()  # while all of the model is here
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        inner = self._inner.weights()
-        for parameter in self._own:
-            with self._gathered([parameter]):
-                yield next(inner)
-
-    def specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(spec.name, _shape(own), own.dtype) for spec, own in zip(self._inner.specs(), self._own, strict=True)
-        ]
-
-    def write_config(self, directory: Path) -> None:
-        self._inner.write_config(directory)
-
-    def off(self) -> AbstractContextManager[None]:
-        return self._inner.off()
-
-    def base_digest(self) -> str:
-        return self._digest
-
-    def frozen(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """The frozen ones of the model's parameters under their Hugging Face names."""
-        frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
-        return dict(zip(self._names, frozen, strict=True))
-
-    @torch.no_grad()
-    def merged(self, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-        """What the adapter makes of each frozen parameter."""
-        inner = self._inner.merged_parameters()
-        for name, parameter in named.items():
-            if parameter.requires_grad:
-                continue
-            layer = name.removesuffix("base_layer.weight")
-            beside = [own for other, own in named.items() if own.requires_grad and other.startswith(layer)]
-            with self._gathered([parameter, *beside]):
-                yield next(inner)
-
-
 def _count_trained(*modules: nn.Module | None) -> int:
     """How many numbers train."""
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole, which ZeRO-3 keeps beside a parameter that is elsewhere."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
-def _put_together(parameter: Tensor) -> Tensor:
-    """All of a parameter that ZeRO-3 has cut into equal parts, padded at the end.
-
-    Takes no more memory than the result, where DeepSpeed's own way needs twice as much over gloo.
-    """
-    own, group = parameter.ds_tensor, parameter.ds_process_group
-    found = own.new_empty(own.numel() * dist.get_world_size(group), device=parameter.device)
-    for rank, part in enumerate(found.split(own.numel())):
-        if rank == dist.get_rank(group):
-            part.copy_(own)
-        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
-    return found[: parameter.ds_numel].view(parameter.ds_shape)
-
-
-def _place(parameter: nn.Parameter) -> tuple[int, int]:
-    """Where this rank's part of the fp32 weight begins, and how many numbers it has."""
-    if hasattr(parameter, "ds_id"):
-        size = parameter.ds_tensor.ds_numel
-        start = min(size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
-        return start, min(size, parameter.ds_numel - start)
-    mapping = parameter._hp_mapping
-    return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
-
-
-def _sent_to_first(part: Tensor, places: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Tensor:
-    """A tensor of which each rank holds the numbers at its place: whole on the first one, elsewhere that rank's part."""
-    rank, numel = dist.get_rank(), math.prod(shape)
-    part = part[: places[rank][1]]
-    if rank > 0:
-        if len(part):
-            dist.send(part, 0)
-        return part
-    if len(part) == numel:
-        return part.view(shape)
-    found = part.new_empty(numel)
-    for other, (start, count) in enumerate(places):
-        if other == 0:
-            found[start : start + count] = part
-        elif count:
-            dist.recv(found[start : start + count], other)
-    return found.view(shape)
 
 
 def _master_spec(spec: TensorSpec, tensor: Tensor) -> TensorSpec:
