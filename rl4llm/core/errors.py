@@ -6,6 +6,7 @@
     ├── TemplateError      a chat template that cannot be extended token for token
     ├── ModelError         a model or tokenizer that cannot be used
     ├── EnvError           an environment broke its contract
+    │   └── TooManyFailuresError   too large a share of a rollout's episodes failed
     ├── RewardError        a reward function broke its contract
     ├── SandboxError       no sandbox that may be used can be started here
     ├── EngineError        an inference engine failed or was asked something impossible
@@ -26,7 +27,8 @@ Each message names where, what was given, what is accepted and the next step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class RL4LLMError(Exception):
@@ -51,6 +53,14 @@ class ModelError(RL4LLMError):
 
 class EnvError(RL4LLMError):
     """An environment broke its contract, or too many of its episodes failed."""
+
+
+class TooManyFailuresError(EnvError):
+    """Too large a share of a rollout's episodes failed; `failed` are their samples, for the episode record."""
+
+    def __init__(self, message: str, failed: Sequence[Any] = ()):
+        super().__init__(message)
+        self.failed = tuple(failed)
 
 
 class RewardError(RL4LLMError):

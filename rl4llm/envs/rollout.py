@@ -11,7 +11,7 @@ import torch
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, EnvState, SampleState
-from rl4llm.core.errors import EnvError, RL4LLMError
+from rl4llm.core.errors import EnvError, RL4LLMError, TooManyFailuresError
 from rl4llm.core.types import ChatMessage, Group, SamplingParams, Trajectory, count_turns
 from rl4llm.data.render import Renderer
 from rl4llm.envs.policy import PolicyLLM
@@ -44,7 +44,7 @@ class Rollout:
     """Plays the episodes of an environment against an engine.
 
     A failed sample is played once more from its seed; what fails again, or is not scored, is left out and counted, and when
-    more than `max_failed_share` of a rollout fails, EnvError names the three most frequent causes.
+    more than `max_failed_share` of a rollout fails, TooManyFailuresError names the three most frequent causes.
     """
 
     def __init__(
@@ -188,9 +188,10 @@ class Rollout:
         examples = {sample.failure_class: sample.failure for sample in reversed(failed)}
         if causes.total() > self._max_failed_share * len(samples):
             most = "; ".join(f"{count} x {cause}: {examples[cause]}" for cause, count in causes.most_common(3))
-            raise EnvError(
+            raise TooManyFailuresError(
                 f"{causes.total()} of {len(samples)} episodes failed, more than rollout.max_failed_share="
-                f"{self._max_failed_share:g} allows. Most frequent: {most}."
+                f"{self._max_failed_share:g} allows. Most frequent: {most}.",
+                failed,
             )
 
     def _trajectory(self, sample: SampleState, rewards: dict[str, torch.Tensor], reward: float) -> Trajectory:

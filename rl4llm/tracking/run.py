@@ -112,6 +112,10 @@ class RunTracker:
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
 
+    def stopped_by(self, step: int, failed: Sequence[SampleState]) -> None:
+        """Store the attempts that failed in a step that will not be finished because of them."""
+        self._store_episodes(step, (), failed)
+
     def evaluation(self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> dict[str, float]:
         """Log one measurement of the held-out set; returns its metrics, on the first rank."""
         self._store_episodes(step, groups, failed, kind="eval")

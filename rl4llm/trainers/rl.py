@@ -16,7 +16,7 @@ from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer, merge
-from rl4llm.core.errors import StaleWeightsError
+from rl4llm.core.errors import StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update, WeightRef
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
@@ -257,15 +257,19 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def _play(self, rows: Sequence[int], round_number: int) -> RolloutResult:
         needs = self.algorithm.needs()
-        return self.rollout.play(
-            rows,
-            step=self.step,
-            sampling_params=self.sampling_params,
-            first_index=round_number * (self.rollout.env.group_size + 1),
-            sampling=needs.sampling,
-            greedy_baseline=needs.greedy_baseline,
-            earlier=self.prompts.earlier,
-        )
+        try:
+            return self.rollout.play(
+                rows,
+                step=self.step,
+                sampling_params=self.sampling_params,
+                first_index=round_number * (self.rollout.env.group_size + 1),
+                sampling=needs.sampling,
+                greedy_baseline=needs.greedy_baseline,
+                earlier=self.prompts.earlier,
+            )
+        except TooManyFailuresError as error:
+            self.tracker.stopped_by(self.step + 1, error.failed)
+            raise
 
     def _count(self, collected: RolloutResult) -> tuple[int, int]:
         """How many groups train and how many were played, on all ranks."""

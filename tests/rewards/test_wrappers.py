@@ -78,7 +78,9 @@ def test_a_configuration_may_nest_them():
 
 
 @pytest.mark.parametrize("value", [RewardFailure("no worker"), math.nan, None, "1", ValueError("broken")])
-@pytest.mark.parametrize("make", [lambda inner: Clip(inner, 0, 1), lambda inner: Gate(Number(), inner)])
+@pytest.mark.parametrize(
+    "make", [lambda inner: Clip(inner, 0, 1), lambda inner: Threshold(inner, 0.5), lambda inner: Gate(Number(), inner)]
+)
 def test_what_fails_inside_fails_the_sample_and_is_never_a_score(make, value):
     class Fails(Number):
         def score_batch(self, samples):

@@ -17,7 +17,7 @@ from rl4llm.api import DAPOTrainer, GRPOTrainer
 from rl4llm.build import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
-from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError
+from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import WeightRef
 
 SMALL = {"rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "checkpoint": {"every": 2}}
@@ -454,3 +454,17 @@ def test_ctrl_c_finishes_the_step_and_the_same_call_goes_on(model_dir, tmp_path)
     resumed = trainer(model_dir, tmp_path / "run", max_steps=4, reward_functions=[reward]).train()
     whole = trainer(model_dir, tmp_path / "whole", max_steps=4).train()
     assert_same_weights(weights(resumed), weights(whole))
+
+
+def test_a_run_that_failures_stop_names_their_classes_and_keeps_their_episodes(model_dir, tmp_path):
+    class Moody(Vowels):
+        def __call__(self, messages, ground_truth, **kwargs):
+            return None if ground_truth in "012" else super().__call__(messages, ground_truth)
+
+    said = r"max_failed_share=0.1 .* x vowels/invalid: reward 'vowels' returned None"
+    with pytest.raises(TooManyFailuresError, match=said):
+        trainer(model_dir, tmp_path, reward_functions=[Moody()], max_steps=3).train()
+    last = sorted((tmp_path / "episodes").glob("step-*.jsonl"))[-1]
+    stored = [json.loads(line) for line in last.read_text().splitlines()]
+    assert stored and {episode["failure_class"] for episode in stored} == {"vowels/invalid"}
+    assert all(episode["messages"] and "reward" not in episode for episode in stored)
