@@ -7,9 +7,11 @@ word of model-written code, except where this process holds the tests.
 """
 
 import _ast
+import builtins
 import os
 import resource
 import sys
+from _sitebuiltins import Quitter
 
 try:
     from _json import encode_basestring_ascii as quoted
@@ -28,7 +30,7 @@ ONLY_AST = 0x400
 def encoded(value, depth=0):
     """A literal as JSON. What JSON has no word for is an object with one key, which is the type."""
     if depth > MAX_DEPTH:
-        raise TypeError("the value is nested too deeply")
+        raise RecursionError("the value is nested too deeply")
     if value is None or value is True or value is False:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int):
@@ -127,7 +129,13 @@ def main():
     limit(job["limits"])
     sys.set_int_max_str_digits(0)
     sys.path.extend(job["packages"])
+    add_exits()
     ROLES[job["role"]](channel, job)
+
+
+def add_exits():
+    """Define `exit` and `quit`, which scripts end with; Python adds them to the builtins when it looks for packages."""
+    builtins.exit, builtins.quit = Quitter("exit", "Ctrl-D"), Quitter("quit", "Ctrl-D")
 
 
 def code_of(job):
@@ -210,31 +218,23 @@ def end_group(pid):
 
 
 def run_script(code, text):
-    """Be the script, and never return."""
-    status = 1
+    """Be the script, and then end as Python does: with its threads, what it registered for the end, and its open files."""
+    os.setsid()
+    os.close(REQUESTS)
+    os.close(REPLIES)
+    read_from(text)
+    main_module = type(sys)("__main__")
+    main_module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main_module
+    sys.argv = ["program.py"]
     try:
-        os.setsid()
-        os.close(REQUESTS)
-        os.close(REPLIES)
-        read_from(text)
-        main_module = type(sys)("__main__")
-        main_module.__dict__["__builtins__"] = __builtins__
-        sys.modules["__main__"] = main_module
-        sys.argv = ["program.py"]
         exec(code, main_module.__dict__)
-        status = 0
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if stop.code is not None and not isinstance(stop.code, int):
-            sys.stderr.write(f"{stop.code}\n")
+    except SystemExit:
+        raise
     except BaseException as error:  # noqa: BLE001 - the model's code
         sys.__excepthook__(type(error), error, error.__traceback__.tb_next)
-    finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(status & 255)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
 
 
 def read_from(text):
@@ -278,7 +278,7 @@ class Proxy:
             return decoded(reply["value"])
         if "ended" in reply:
             raise CandidateEnded(reply["ended"])
-        kind = getattr(__import__("builtins"), reply["error"], None)
+        kind = getattr(builtins, reply["error"], None)
         ordinary = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NEVER_PASSED_ON)
         raise (kind if ordinary else RuntimeError)(reply["reason"])
 
@@ -326,7 +326,7 @@ def units_of(channel, job, namespace):
     leaves = [leaf for tree in trees for leaf in walk(tree)]
     bases = {leaf.value.id for leaf in leaves if isinstance(leaf, _ast.Attribute) and isinstance(leaf.value, _ast.Name)}
     for name in {leaf.id for leaf in leaves if isinstance(leaf, _ast.Name)}:
-        if name not in namespace and name not in dir(__import__("builtins")):
+        if name not in namespace and name not in dir(builtins):
             namespace[name] = __import__(name) if name in LIBRARY & bases else Proxy(channel, name)
     checks = [node for tree in trees for node in tree.body if isinstance(node, _ast.FunctionDef) and node.name == "check"]
     number = 0

@@ -60,7 +60,8 @@ def bubblewrap(
     readable = ["/usr"] + [path for path in (python, libraries, *packages) if not _within(path, "/usr")]
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     command += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
-    command += ["--proc", "/proc", "--dev", "/dev"]
+    # A shared mapping of /dev/zero would be memory that no limit counts.
+    command += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero"]
     for path in ("/dev/shm", "/tmp"):
         command += ["--size", str(max(65536, disk_bytes // 2)), "--tmpfs", path]
     for path in readable:

@@ -12,10 +12,11 @@ import struct
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 24, 40
 NEW_NAMESPACES = 0x7E020000  # the CLONE_NEW* flags of clone
 X32 = 0x40000000
 TIOCSTI = 0x5412
+MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 SOCKETS = (1, 2, 10)  # unix, IPv4, IPv6: all in a network namespace of their own
 
 # name: number on x86-64, on arm64; None where there is no such call
@@ -36,7 +37,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "iopl": (172, None), "ioperm": (173, None),
 }  # fmt: skip
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-CLONE, CLONE3, SOCKET, IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+CLONE, CLONE3, SOCKET, IOCTL, MMAP = (56, 220), (435, 435), (41, 198), (16, 29), (9, 222)
 
 
 def seccomp_filter(machine: str | None = None) -> bytes | None:
@@ -55,6 +56,9 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     program += [_op(EQUAL, CLONE3[column], 0, 1), _op(RETURN, ERRNO | errno.ENOSYS)]
     program += _when(CLONE[column], [_op(LOAD, FIRST_ARGUMENT), _op(ANY_BIT, NEW_NAMESPACES, 0, 1), refuse])
     program += _when(IOCTL[column], [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, TIOCSTI, 0, 1), refuse])
+    # Shared memory without a file stays when most of its mapping is gone, so no limit of a process counts it.
+    anonymous = [_op(LOAD, FOURTH_ARGUMENT), _op(ANY_BIT, MAP_ANONYMOUS, 0, 2), _op(ANY_BIT, MAP_SHARED, 0, 1), refuse]
+    program += _when(MMAP[column], anonymous)
     known = [_op(EQUAL, family, len(SOCKETS) - index, 0) for index, family in enumerate(SOCKETS)]
     program += _when(SOCKET[column], [_op(LOAD, FIRST_ARGUMENT), *known, _op(RETURN, ERRNO | errno.EAFNOSUPPORT)])
     return b"".join([*program, _op(RETURN, ALLOW)])

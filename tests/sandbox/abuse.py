@@ -396,6 +396,7 @@ libc("becomes-root", "for call in (libc.setuid, libc.setgid, libc.setfsuid):\n  
 libc("set-user-id-program", "os.system('/usr/bin/su -c id > /tmp/o 2>&1; /usr/bin/mount -t tmpfs none /tmp >> /tmp/o 2>&1')\nif 'uid=0' in open('/tmp/o').read(): print('ESCAPED')")
 libc("bpf-and-friends", "import platform\nx86 = platform.machine() == 'x86_64'\nfor number in (321, 323, 298, 425, 250, 175) if x86 else (280, 282, 241, 425, 219, 105):\n    if libc.syscall(number, 0, 0, 0, 0, 0) >= 0: print('ESCAPED', number)")
 libc("shared-memory-segments", "if libc.shmget(0, 10**8, 0o1600) >= 0: print('ESCAPED')")
+libc("shared-memory-without-a-file", "libc.mmap.restype = ctypes.c_void_p\nfor flags, file in ((0x21, -1), (0x23, -1), (1, os.open('/dev/zero', os.O_RDWR)), (3, os.open('/dev/zero', os.O_RDWR))):\n    if libc.mmap(None, ctypes.c_size_t(2**20), 3, flags, file, ctypes.c_long(0)) != 2**64 - 1: print('ESCAPED', flags, file)")
 libc("raises-its-limits", "import resource\nfor kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):\n    try:\n        resource.setrlimit(kind, (resource.RLIM_INFINITY,) * 2); print('ESCAPED')\n    except (ValueError, OSError): pass")
 libc("no-filter", "status = open('/proc/self/status').read()\nif 'NoNewPrivs:\\t1' not in status or 'CapEff:\\t0000000000000000' not in status: print('ESCAPED')")
 libc("terminal", "import fcntl, termios\ntry:\n    fcntl.ioctl(0, termios.TIOCSTI, b'x'); print('ESCAPED')\nexcept OSError: pass\ntry:\n    open('/dev/tty'); print('ESCAPED')\nexcept OSError: pass")

@@ -33,7 +33,7 @@ def test_every_refused_call_is_refused_and_its_neighbours_are_not(machine):
     column = PROCESSORS[machine][0]
     refused = {numbers[column] for numbers in REFUSED.values()} - {None}
     assert len(refused) > 50
-    special = {(56, 220)[column], 435, (41, 198)[column], (16, 29)[column]}
+    special = {(56, 220)[column], 435, (41, 198)[column], (16, 29)[column], (9, 222)[column]}
     for number in set(range(500)) - special:
         assert verdict(machine, number) == (REFUSAL if number in refused else ALLOW), number
 
@@ -41,12 +41,14 @@ def test_every_refused_call_is_refused_and_its_neighbours_are_not(machine):
 @pytest.mark.parametrize("machine", PROCESSORS)
 def test_arguments_decide_where_a_call_is_needed_by_honest_programs_too(machine):
     column = PROCESSORS[machine][0]
-    clone, socket, ioctl = (56, 220)[column], (41, 198)[column], (16, 29)[column]
+    clone, socket, ioctl, mmap = (56, 220)[column], (41, 198)[column], (16, 29)[column], (9, 222)[column]
     assert verdict(machine, clone, 0x01200011) == ALLOW
     assert verdict(machine, 435) == ERRNO | errno.ENOSYS
     for flag in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
         assert verdict(machine, clone, flag | 17) == REFUSAL
     assert [verdict(machine, socket, family) == ALLOW for family in (1, 2, 10, 16, 17, 38, 40)] == [True] * 3 + [False] * 4
+    assert {verdict(machine, mmap, 0, 0, 3, flags) for flags in (0x02, 0x22, 0x01, 0x03)} == {ALLOW}
+    assert {verdict(machine, mmap, 0, 0, 3, flags) for flags in (0x21, 0x23)} == {REFUSAL}
     assert verdict(machine, ioctl, 0, 0x5412) == REFUSAL
     assert verdict(machine, ioctl, 0, 0x5413) == ALLOW
 
