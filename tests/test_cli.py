@@ -62,6 +62,16 @@ def test_the_same_command_goes_on_where_it_stopped(run):
     assert sorted(set(steps)) == [0, 1, 2, 3]
 
 
+def test_a_changed_key_is_told_where_it_is_safe_and_refused_without_force_where_it_is_not(run):
+    _, small, _ = run
+    command = ["train", "configs/quickstart.yaml", *small, "max_steps=3"]
+    refused = " ".join(rl4llm(*command, "training.lr=0.5", code=1).split())
+    assert "training.lr: 0.0001 -> 0.5" in refused
+    assert "--force" in refused
+    assert "eval.limit: 4 -> 2" in " ".join(rl4llm(*command, "eval.limit=2").split())
+    assert "training.lr: 0.0001 -> 0.5" in " ".join(rl4llm("train", "--force", *command[1:], "training.lr=0.5").split())
+
+
 def test_a_run_whose_servers_are_all_down_stops_with_75_and_the_same_command_goes_on(
     model_dir, tmp_path, monkeypatch, capsys
 ):

@@ -43,7 +43,7 @@ from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_trainer import BaseTrainer, Schedule
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError, unknown
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import SamplingParams
 from rl4llm.data.answers import ANSWER_COLUMNS
@@ -82,13 +82,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     dataset = training_rows(config, given.dataset, learns_from)
     parts = _reinforced if learns_from == "episodes" else _supervised
     make = parts(config, given, algorithm, tokenizer, dataset)
-    run = RunDir(config.output.dir)
-    if ranks.is_first:
-        identity = fingerprint(config) | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
-        identity |= _given_identity(given, dataset)
-        settings = {"processes": ranks.size} | settings_of(config)
-        run = RunDir.open(config.output.dir, identity, settings=settings, allow_changes=force)
-    ranks.wait()
+    run = _open_run(config, _given_identity(given, dataset), force)
     try:
         if ranks.is_first:
             run.write_text("config.yaml", to_yaml(config))
@@ -96,6 +90,22 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     except BaseException:
         run.close()
         raise
+
+
+def _open_run(config: Config, given_identity: Mapping[str, Any], force: bool) -> RunDir:
+    """The run's directory, which the first rank holds; when it cannot, no rank goes on."""
+    ranks, problem = all_ranks(config), None
+    run = RunDir(config.output.dir)
+    if ranks.is_first:
+        identity = fingerprint(config) | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
+        settings = {"processes": ranks.size} | settings_of(config)
+        try:
+            run = RunDir.open(config.output.dir, identity | given_identity, settings=settings, allow_changes=force)
+        except RL4LLMError as error:
+            problem = error
+    if ranks.share(problem is not None):
+        raise problem or RunDirError(f"{config.output.dir} cannot be used; the message of rank 0 says why.")
+    return run
 
 
 def build_algorithm(config: Config) -> BaseAlgorithm:

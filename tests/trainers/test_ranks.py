@@ -246,11 +246,22 @@ def test_another_number_of_prompts_over_all_ranks_is_another_run(on_ranks, alone
         trainer(alone, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch"}, **options)
 
 
+def told_of_another_run(ranks, model_dir, directory):
+    with pytest.raises(RunDirError) as told:
+        trainer(ranks, model_dir, directory, ALGORITHMS["grpo"], {"name": "torch"}, **{"training.lr": 1.0})
+    return str(told.value)
+
+
+def test_what_speaks_against_a_run_ends_every_rank_with_the_reason_on_the_first(on_ranks, alone, model_dir, tmp_path):
+    trained(alone, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch"}, max_steps=1)
+    first, second = on_ranks(told_of_another_run, model_dir, tmp_path)
+    assert "training.lr: 0.003 -> 1.0" in first
+    assert "rank 0 says why" in second
+
+
 HANGS = """
 import sys, time
 from rl4llm.core.ranks import join_ranks
-from rl4llm.core.errors import ConfigError, RunDirError
-from rl4llm.core.ranks import Ranks
 from rl4llm.core.watchdog import Watchdog
 
 ranks = join_ranks(30)
