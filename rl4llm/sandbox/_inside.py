@@ -325,9 +325,12 @@ def units_of(channel, job, namespace):
     trees = [compile(text, "tests", "exec", ONLY_AST) for text in job["tests"]]
     leaves = [leaf for tree in trees for leaf in walk(tree)]
     bases = {leaf.value.id for leaf in leaves if isinstance(leaf, _ast.Attribute) and isinstance(leaf.value, _ast.Name)}
-    for name in {leaf.id for leaf in leaves if isinstance(leaf, _ast.Name)}:
-        if name not in namespace and name not in dir(builtins):
-            namespace[name] = __import__(name) if name in LIBRARY & bases else Proxy(channel, name)
+    unknown = {leaf.id for leaf in leaves if isinstance(leaf, _ast.Name)} - namespace.keys() - set(dir(builtins))
+    for name in unknown:
+        namespace[name] = __import__(name) if name in LIBRARY & bases else Proxy(channel, name)
+    if not job["entry_point"] and not unknown - (LIBRARY & bases) - stored(leaves):
+        name = builtin_meant(leaves)
+        namespace[name] = Proxy(channel, name)
     checks = [node for tree in trees for node in tree.body if isinstance(node, _ast.FunctionDef) and node.name == "check"]
     number = 0
     for tree in trees:
@@ -339,6 +342,19 @@ def units_of(channel, job, namespace):
                 number += is_test
                 code = compile(_ast.Module(body=[part], type_ignores=[]), "tests", "exec")
                 yield f"assert {number}" if is_test else f"line {part.lineno}", code, scope, is_test
+
+
+def stored(leaves):
+    """The names that tests give values to themselves."""
+    return {leaf.id for leaf in leaves if isinstance(leaf, _ast.Name) and isinstance(leaf.ctx, _ast.Store)}
+
+
+def builtin_meant(leaves):
+    """The function of the program where it is named like a builtin, as `sum` in MBPP; ValueError where that is not clear."""
+    called = [leaf.func.id for leaf in leaves if isinstance(leaf, _ast.Call) and isinstance(leaf.func, _ast.Name)]
+    if len(set(called)) != 1:
+        raise ValueError(f"the tests call no function of the program but {sorted(set(called))}; name it as entry_point")
+    return called[0]
 
 
 def parts_of(node, checks, channel, job, namespace):

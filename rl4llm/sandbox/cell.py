@@ -30,6 +30,7 @@ START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 WEIGHED_EVERY_S = 0.05
 KEPT_ERRORS = 16 * 1024
+MAX_DRAINED = 4096  # pieces, each of which may be small
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -138,10 +139,11 @@ class Cell:
             raise Ended("model_error", str(error)) from None
 
     def drain(self) -> None:
-        """Take what was printed so far and is still in the pipes."""
+        """Take what was printed so far and is still in the pipes, whoever goes on printing."""
         for name, descriptor in (("out", self._out), ("err", self._err)):
-            while self._read(name, descriptor):
-                pass
+            for _ in range(MAX_DRAINED):
+                if not self._read(name, descriptor):
+                    break
 
     def end(self) -> None:
         """Kill all of it, and wait until nothing is left; raises Ended with infra_error when something stays."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.sandbox.cell import BrokenTests, Cell, Ended
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rl4llm.sandbox.supervisor import Station
 
 SHOWN = 2000
+TESTS_BYTES = 8 * 1024**2  # of one call that tests make; they are trusted, but may pass on what the program returned
 
 
 def judge(station: Station, program: Program, limits: Limits) -> Outcome:
@@ -28,11 +30,17 @@ def judge(station: Station, program: Program, limits: Limits) -> Outcome:
     if tests is None:
         return _script(Candidate(station, program, limits, deadline, "scripts"))
     if isinstance(tests, Stdin):
+        limits = _with_room(limits, [expected for _, expected in tests.cases])
         return _stdin(Candidate(station, program, limits, deadline, "scripts"), tests)
-    candidate = Candidate(station, program, limits, deadline, "calls")
     if isinstance(tests, Calls):
-        return _calls(candidate, tests)
-    return _code(station, candidate, tests, limits, deadline)
+        limits = _with_room(limits, [repr(case.expected) for case in tests.cases])
+        return _calls(Candidate(station, program, limits, deadline, "calls"), tests)
+    return _code(station, Candidate(station, program, limits, deadline, "calls"), tests, limits, deadline)
+
+
+def _with_room(limits: Limits, expected: Sequence[str]) -> Limits:
+    """Limits in which what is expected fits, however it is written."""
+    return replace(limits, output_bytes=max(limits.output_bytes, 8 * max(map(len, expected), default=0)))
 
 
 class Candidate:
@@ -181,7 +189,7 @@ def _compared(reply: dict[str, Any], expected: Any, float_tolerance: float) -> t
 def _code(station: Station, candidate: Candidate, tests: Asserts | Suite, limits: Limits, deadline: float) -> Outcome:
     """Tests that are code run in a sandbox of their own, and what they call is passed on from here."""
     candidate.begin()  # both sandboxes come up at the same time
-    cell = station.start(limits)
+    cell = station.start(replace(limits, output_bytes=max(limits.output_bytes, TESTS_BYTES)))
     cell.play(*_role(candidate.program, tests))
     results: list[TestResult] = []
     plan: list[str] = []

@@ -49,7 +49,7 @@ class Asserts:
     """Tests that are code: assert statements, or a function ``check(candidate)`` as HumanEval has it.
 
     Each statement with an assert in it is a test. `setup` runs before them; names that neither it nor the tests define are
-    the program's functions.
+    the program's functions. Where there is no such name, the one builtin that they call is meant.
     """
 
     tests: tuple[str, ...]
@@ -100,7 +100,7 @@ class Limits:
         processes: processes and threads at a time.
         disk_bytes: of all files; they lie in memory.
         files: how many files there may be.
-        output_bytes: of what it prints, per script; of what a function returns, as JSON.
+        output_bytes: of what it prints, per script; of what a function returns, as JSON. Longer expected answers raise it.
     """
 
     wall_s: float = 5.0

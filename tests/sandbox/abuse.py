@@ -19,7 +19,8 @@ SUITE = Suite(
 )
 STDIN = Stdin(tuple((f"{n}\n", f"{value}\n") for n, value in ANSWERS.items()))
 LOOP = Asserts((f"assert all(map(lambda n: solve(n) == {ANSWERS}[n], {list(ANSWERS)}))",))
-KINDS = {"loop": LOOP, "calls": CALLS, "asserts": ASSERTS, "check": CHECK, "suite": SUITE, "stdin": STDIN, "script": None}
+NESTED = Asserts((f"assert solve([solve(3)]) == {ANSWERS}[3]",))
+KINDS = {"loop": LOOP, "nested": NESTED, "calls": CALLS, "asserts": ASSERTS, "check": CHECK, "suite": SUITE, "stdin": STDIN, "script": None}
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ literal("dict-of-half-pairs", "'{\"dict\":[[1],[2]]}'")
 literal("dict-of-a-number", "'{\"dict\":7}'")
 literal("type-that-is-none", "'{\"type\":[\"int\"]}'")
 literal("object-of-two-types", "'{\"set\":[1],\"tuple\":[2]}'")
+attack("messages", "value-too-deep-to-pass-on", "import sys\nsys.modules['__main__'].answer = lambda module, request: '\"value\":' + '[' * 64 + ']' * 64\ndef solve(n): return 0", "nested")
 literal("nothing-behind-it", "''")
 literal("set-with-one-hash", "'{\"set\":[' + ','.join(str(i * (2**61 - 1)) for i in range(45_000)) + ']}'")
 literal("dict-with-one-hash", "'{\"dict\":[' + ','.join('[%d,0]' % (i * (2**61 - 1)) for i in range(35_000)) + ']}'")
@@ -338,6 +340,15 @@ def solve(n):
 """)
 attack("processes", "holds-the-output-open", "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint(0)", "stdin")
 attack("processes", "thread-bomb", "import threading, time\ndef solve(n):\n    while True:\n        try: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n        except RuntimeError: time.sleep(0.01)")
+attack("processes", "complaints-that-go-on", """
+    import fcntl, os, time
+    fcntl.fcntl(2, 1031, 2**20)
+    for _ in range(8):
+        if os.fork() == 0:
+            os.setsid()
+            while True: os.write(2, b"x" * 65536)
+    time.sleep(0.1)
+""", "stdin")
 attack("processes", "shell-bomb", "import subprocess\ndef solve(n): return subprocess.run(['/bin/sh', '-c', ':(){ :|:& };:'])")
 attack("disk", "fills-the-disk", "def solve(n):\n    i = 0\n    while True:\n        i += 1\n        try: open(f'/tmp/{i}', 'wb').write(b'x' * 10**6)\n        except OSError: pass")
 attack("disk", "one-huge-file", "def solve(n):\n    f = open('/tmp/f', 'wb')\n    f.truncate(10**12)\n    f.seek(10**11); f.write(b'x'); f.flush()")

@@ -136,6 +136,7 @@ def test_tests_that_do_not_work_are_nobodys_fault_but_theirs(sandbox):
         Asserts(("x = 1",)),
         Asserts(("raise SystemExit\nassert f(1) == 1",), setup="1 / 0"),
         Asserts(("assert f(lambda: 1) == 1",)),
+        Asserts(("assert len(sorted([1])) == 1",)),
         Calls(()),
         Calls((Call("f", (object(),), 1),)),
     ):
