@@ -20,6 +20,7 @@ import gzip
 import json
 import random
 import runpy
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ GOLD = "2\\sqrt{3}"
 OTHER_MARKUP = (("\\frac{", "\\dfrac{"), ("(", "\\left("), (")", "\\right)"), (",", ", "), ("+", " + "))
 
 
-def main() -> None:
+def main() -> int:
+    """Run everything; 1 when a bomb was not graded 0 or the graders did not go on after it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--math", type=Path, help="MATH's training problems, .jsonl or .jsonl.gz")
     parser.add_argument("--answers", type=int, help="how many of them, drawn with seed 0; all by default")
@@ -43,10 +45,11 @@ def main() -> None:
     reward.pool.warm_up()
     if options.math:
         grade_answers(reward, read_answers(options.math, options.answers))
-    for place, run in {"main thread": run_here, "a thread": run_in_thread, "an event loop": run_in_loop}.items():
-        throw_bombs(reward, place, run)
+    places = {"main thread": run_here, "a thread": run_in_thread, "an event loop": run_in_loop}
+    harmless = [throw_bombs(reward, place, run) for place, run in places.items()]
     reward.close()
     time_batch()
+    return 0 if all(harmless) else 1
 
 
 def read_answers(path: Path, count: int | None) -> list[str]:
@@ -86,7 +89,7 @@ def rewritten(answer: str) -> str:
     return answer
 
 
-def throw_bombs(reward: MathReward, place: str, run: Callable[[Callable[[], float]], float]) -> None:
+def throw_bombs(reward: MathReward, place: str, run: Callable[[Callable[[], float]], float]) -> bool:
     seconds, wrong = [], 0
     for bomb in BOMBS:
         start = time.perf_counter()
@@ -94,6 +97,7 @@ def throw_bombs(reward: MathReward, place: str, run: Callable[[Callable[[], floa
         seconds.append(time.perf_counter() - start)
     alive = run(lambda: grade(reward, ["\\sqrt{12}"], [GOLD])[0]) == 1.0
     print(f"bombs in {place}: {wrong} of {len(BOMBS)} not 0.0, the slowest {max(seconds):.2f} s; grades on: {alive}")
+    return alive and not wrong
 
 
 def run_here(work: Callable[[], float]) -> float:
@@ -136,4 +140,4 @@ def is_right(answer: str, golds: dict[str, str]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,11 @@
-"""Runs the proof of the sandbox and prints the counts: nothing in it is typed in.
+"""Runs the proof of the sandbox and of the graders and prints the counts: nothing in it is typed in.
 
-    python scripts/sandbox_suite.py [--humaneval HumanEval.jsonl.gz]
+    python scripts/reward_suites.py [--humaneval HumanEval.jsonl.gz] [--math MATH_TRAIN.jsonl.gz]
 
 Programs that attack or cheat, each of which must be contained, graded as wrong, and gone without a trace; honest programs
 and their wrong twins, each of which must be graded as what it is; and, where its file is given, HumanEval's own solutions
-and as many stubs. The first two run as this user and, where this is root, as an ordinary user too. Exits with 1 if one
-fails. The tests in tests/sandbox run the same programs.
+and as many stubs. The first two run as this user and, where this is root, as an ordinary user too. Then mathematics, by
+scripts/bench/grading.py. Exits with 1 if one fails. The tests in tests/sandbox and tests/rewards run the same programs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import pwd
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ def main() -> int:
     """Run everything and print a table; 1 when anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--humaneval", default=os.environ.get("RL4LLM_HUMANEVAL"), help="file with HumanEval's problems")
+    parser.add_argument("--math", help="file with MATH's training problems")
     arguments = parser.parse_args()
     console = Console(highlight=False, markup=False)
     sandbox = Sandbox(limits=Limits(wall_s=20, total_s=60))
@@ -56,7 +58,10 @@ def main() -> int:
         console.print(f"{name}: {problem}", soft_wrap=True)
     if not arguments.humaneval:
         console.print("HumanEval was left out: --humaneval or RL4LLM_HUMANEVAL names its file.")
-    return 1 if failed else 0
+    console.print("Mathematics")
+    given = ["--math", arguments.math] if arguments.math else []
+    graded = subprocess.run([sys.executable, ROOT / "scripts" / "bench" / "grading.py", *given], check=False)
+    return 1 if failed or graded.returncode else 0
 
 
 def _counts(sandbox: Sandbox, humaneval: str | None) -> Iterator[Count]:
