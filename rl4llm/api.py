@@ -36,7 +36,7 @@ class PolicyTrainer:
     def __init__(
         self,
         model: Any,
-        dataset: Any,
+        dataset: Any = None,
         reward_functions: Sequence[Any] | None = None,
         *,
         tokenizer: Any = None,
@@ -50,7 +50,8 @@ class PolicyTrainer:
         if isinstance(keys["algorithm"], Mapping):
             keys["algorithm"] = {"name": self.algorithm, **keys["algorithm"]}
         keys["model.path"] = str(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
-        keys["data.path"] = str(dataset) if isinstance(dataset, str | Path) else f"a {type(dataset).__name__}"
+        if dataset is not None:
+            keys["data.path"] = str(dataset) if isinstance(dataset, str | Path) else f"a {type(dataset).__name__}"
         given = Given(
             model=None if isinstance(model, str | Path) else model,
             tokenizer=tokenizer,

@@ -45,7 +45,7 @@ class ModelConfig:
 class DataConfig:
     """Where prompts come from; rows without `messages` and `ground_truth` are made from two columns."""
 
-    path: str = MISSING  # directory, .jsonl, .parquet, hub name, or the name of a generated task
+    path: str | None = None  # directory, .jsonl, .parquet, hub name, or a generated task; null: what the environment brings
     split: str = "train"
     prompt_column: str | None = None
     answer_column: str | None = None
@@ -156,7 +156,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
-    rewards: list[Any] = field(default_factory=lambda: ["math"])  # names, or mappings with name, weight and options
+    rewards: list[Any] | None = None  # names, or mappings with name, weight and options; null: the environment's own
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     inference: dict[str, Any] = field(default_factory=lambda: {"name": "local"})

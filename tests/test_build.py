@@ -12,6 +12,7 @@ from vowels import Vowels
 from rl4llm.api import GRPOTrainer
 from rl4llm.backends.lora import FrozenModel
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.build import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import ChatMessage, RewardExample, SampleState
 from rl4llm.core.base_publisher import BasePublisher
@@ -48,6 +49,12 @@ def test_an_engine_takes_weights_in_the_ways_that_are_tested_and_refuses_the_oth
     with pytest.raises(ConfigError, match=accepted):
         trainer(model_dir, tmp_path / "run", **keys)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_prompts_is_told_to_set_data_path(model_dir, tmp_path):
+    keys = {"model.path": str(model_dir), "output.dir": str(tmp_path / "run"), "rewards": ["math"]}
+    with pytest.raises(ConfigError, match=r"data.path is not set.*data.path=\.\.\."):
+        build_trainer(load_config(overrides=keys))
 
 
 @pytest.mark.parametrize("written", ["{run}", "{run}/", "{run}/weights/.."])

@@ -48,8 +48,8 @@ def test_a_preset_is_laid_over_a_task_and_single_keys_over_both(preset):
 
 
 def test_what_must_be_set_is_named():
-    with pytest.raises(ConfigError, match=r"data.path is not set.*data.path=\.\.\."):
-        load_config(overrides=["model.path=m"])
+    with pytest.raises(ConfigError, match=r"model.path is not set.*model.path=\.\.\."):
+        load_config(overrides=["data.path=d"])
 
 
 def test_a_missing_file_is_answered_with_the_closest_one():

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from rl4llm.build.models import all_ranks
-from rl4llm.build.options import Given
+from rl4llm.build.options import Given, accepted_options, with_options
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import LearnsFrom, Needs
+from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import label_group, pair_group, valued_at_the_end
@@ -21,6 +22,7 @@ from rl4llm.data.pack import plan_table
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.read import has_splits
 from rl4llm.data.render import Renderer
+from rl4llm.envs import ENVIRONMENTS
 from rl4llm.trainers.prepare import Batching
 
 GENERATED: dict[str, Callable[..., list[dict[str, Any]]]] = {"arithmetic": arithmetic_rows}
@@ -41,11 +43,11 @@ LOOKED_AT = 256
 """Of so many of the longest rows of a dataset it is checked before a run that they can be learned from."""
 
 
-def training_rows(config: Config, dataset: Any, learns_from: LearnsFrom) -> Any:
-    """What is learned from: the rows given, or those of `data.path`."""
+def training_rows(config: Config, given: Given, learns_from: LearnsFrom) -> Any:
+    """What is learned from: the rows given, those of `data.path`, or those that the environment brings."""
     data = config.data
-    source = data.path if dataset is None else dataset
-    return _load(config, source, data.split, data.limit, learns_from)
+    source = data.path if given.dataset is None else given.dataset
+    return _load(config, given, source, data.split, data.limit, learns_from)
 
 
 def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episodes") -> Any:
@@ -58,22 +60,48 @@ def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episo
         return None
     else:
         source = config.eval.path or config.data.path
-    if config.eval.path is None and source == config.data.path and source not in GENERATED and not has_splits(source):
+    stored = isinstance(source, str) and source not in GENERATED
+    if config.eval.path is None and source == config.data.path and stored and not has_splits(source):
         raise ConfigError(
             f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
             "Set eval.path to other prompts, or eval.every=0 to measure none."
         )
-    return _load(config, source, config.eval.split, config.eval.limit, learns_from)
+    return _load(config, given, source, config.eval.split, config.eval.limit, learns_from)
 
 
-def _load(config: Config, source: Any, split: str, limit: int | None, learns_from: LearnsFrom = "episodes") -> Any:
-    if isinstance(source, str) and source in GENERATED:
+def environment_of(config: Config, given: Given) -> type[BaseMDPEnv]:
+    """The class of the environment: the one given, or that of `env.name`."""
+    return given.env_class or ENVIRONMENTS[config.env["name"]]
+
+
+def _generator(config: Config, given: Given, source: Any) -> Callable[..., Any] | None:
+    """What makes prompts that no file holds: the environment, which then takes no others, or a generated task."""
+    bring = environment_of(config, given).prompts
+    if bring is not None and source is None:
+        accepted = accepted_options(bring)
+        return partial(with_options, "env", bring, {name: value for name, value in config.env.items() if name in accepted})
+    if bring is not None:
+        raise ConfigError(
+            f"{source!r:.100} is not accepted as data with the environment {environment_of(config, given).__name__}, which "
+            "brings its own prompts. Leave data.path and eval.path out."
+        )
+    if source is None:
+        raise ConfigError("data.path is not set. Set it in the YAML file or on the command line: data.path=...")
+    return GENERATED.get(source) if isinstance(source, str) else None
+
+
+def _load(
+    config: Config, given: Given, source: Any, split: str, limit: int | None, learns_from: LearnsFrom = "episodes"
+) -> Any:
+    generate = _generator(config, given, source)
+    if generate is not None:
         if learns_from != "episodes":
+            where = "What the environment brings" if source is None else f"data.path={source!r}"
             raise ConfigError(
-                f"data.path={source!r} is a generated task for episodes, but algorithm.name={config.algorithm['name']!r} "
+                f"{where} is a generated task for episodes, but algorithm.name={config.algorithm['name']!r} "
                 f"learns from {learns_from}. Give it a dataset of those."
             )
-        return GENERATED[source](split, limit)
+        return generate(split, limit)
     data = config.data
     return load_rows(
         source,

@@ -18,6 +18,7 @@ from rl4llm.backends.models import load_tokenizer
 from rl4llm.build.data import (
     LOOKED_AT,
     check_prompts,
+    environment_of,
     held_out_rows,
     longest_rows,
     micro_batch_plan,
@@ -79,7 +80,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     _check_names(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     learns_from = algorithm.needs().learns_from
-    dataset = training_rows(config, given.dataset, learns_from)
+    dataset = training_rows(config, given, learns_from)
     parts = _reinforced if learns_from == "episodes" else _supervised
     make = parts(config, given, algorithm, tokenizer, dataset)
     run = _open_run(config, _given_identity(given, dataset), force)
@@ -268,9 +269,9 @@ def _env(
     transform: Any,
     sandbox: Sandbox,
 ) -> BaseMDPEnv:
-    options = dict(config.env)
-    name = options.pop("name")
-    env_class = given.env_class or ENVIRONMENTS[name]
+    env_class = environment_of(config, given)
+    of_prompts = accepted_options(env_class.prompts) if env_class.prompts else ()
+    options = {name: value for name, value in config.env.items() if name != "name" and name not in of_prompts}
     fixed = {
         "dataset": dataset,
         "tokenizer": tokenizer,
@@ -306,7 +307,7 @@ def _rewards(config: Config, given: Given, sandbox: Sandbox) -> tuple[list[BaseR
     if given.reward_functions is not None:
         return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
     functions, weights = [], {}
-    for item in config.rewards:
+    for item in environment_of(config, given).default_rewards if config.rewards is None else config.rewards:
         if not isinstance(item, str | Mapping):
             raise ConfigError(f"rewards: {item!r} is not accepted: a name, or a mapping with name, weight and options.")
         options = {"name": item} if isinstance(item, str) else dict(item)

@@ -213,6 +213,12 @@ class BaseMDPEnv:
     respond_timeout_s: float = 120.0
     reply_roles: tuple[str, ...] = ("user",)  # of the messages that `respond` returns; the chat template must know them
     continue_truncated: bool = False  # whether an episode goes on after a turn that ran into its token limit
+    default_rewards: Sequence[Any] = ("math",)  # names, or mappings with options, where a configuration has no `rewards`
+    prompts: Callable[..., Sequence[Mapping[str, Any]]] | None = None
+    """A static method ``prompts(split, limit, **options)`` of an environment that brings its own dataset.
+
+    Its options are options of the environment. What it returns for the splits "train" and "test" must not overlap.
+    """
 
     def __init__(  # noqa: PLR0913 - the public contract
         self,

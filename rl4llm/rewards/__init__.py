@@ -1,7 +1,7 @@
 """Rewards: what an episode was worth.
 
-Importing this package registers every reward that comes with rl4llm. `_worker.py` and `_verify_math.py` run in processes
-of their own, by path, and are imported by nobody.
+Importing this package registers every reward that comes with rl4llm. `_worker.py`, `_verify_math.py` and
+`_reasoning_gym.py` run in processes of their own, by path, and are imported by nobody.
 """
 
 from rl4llm.rewards.callables import BatchCallable, RewardLike, as_reward_function
@@ -13,6 +13,7 @@ from rl4llm.rewards.length import LengthReward
 from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.overlong import OverlongPenalty
 from rl4llm.rewards.pool import Crash, RewardFailure, Timeout, Unavailable, VerifierPool
+from rl4llm.rewards.reasoning import ReasoningReward
 from rl4llm.rewards.registry import REWARDS, register_reward
 from rl4llm.rewards.repetition import RepetitionPenalty
 from rl4llm.rewards.score import Scores, score
@@ -30,6 +31,7 @@ __all__ = [
     "LengthReward",
     "MathReward",
     "OverlongPenalty",
+    "ReasoningReward",
     "RepetitionPenalty",
     "RewardFailure",
     "RewardLike",
