@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage, EnvState, SampleState
     from rl4llm.core.base_trainer import BaseRLTrainer, BaseTrainer
     from rl4llm.core.types import SamplingParams
-    from rl4llm.envs import register_env
+    from rl4llm.envs import ToolMDPEnv, register_env
+    from rl4llm.envs.tools import ToolSet, register_tool, tool
     from rl4llm.rewards import register_reward
 
 __version__ = "0.1.0"
@@ -33,10 +34,14 @@ __all__ = [
     "SFTTrainer",
     "SampleState",
     "SamplingParams",
+    "ToolMDPEnv",
+    "ToolSet",
     "load_config",
     "register_algorithm",
     "register_env",
     "register_reward",
+    "register_tool",
+    "tool",
 ]
 
 _HOME = {
@@ -50,10 +55,14 @@ _HOME = {
     "RewardTrainer": "rl4llm.api",
     "SFTTrainer": "rl4llm.api",
     "SamplingParams": "rl4llm.core.types",
+    "ToolMDPEnv": "rl4llm.envs",
+    "ToolSet": "rl4llm.envs.tools",
     "load_config": "rl4llm.config",
     "register_algorithm": "rl4llm.algorithms",
     "register_env": "rl4llm.envs",
     "register_reward": "rl4llm.rewards",
+    "register_tool": "rl4llm.envs.tools",
+    "tool": "rl4llm.envs.tools",
 }
 
 

@@ -25,4 +25,4 @@ def test_the_example_runs_and_its_reward_rises(name, tmp_path):
 
 
 def test_there_is_an_example_for_each_thing_that_users_write():
-    assert RUNNABLE == ["custom_env.py", "custom_loop.py", "custom_reward.py", "new_algorithm.py"]
+    assert RUNNABLE == ["custom_env.py", "custom_loop.py", "custom_reward.py", "custom_tool.py", "new_algorithm.py"]

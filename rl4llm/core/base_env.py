@@ -39,6 +39,7 @@ class SampleState:
     into its token limit), "context" (no room for another turn) or "failed" (then `failure` says what broke, and
     `failure_class` of what kind that is, such as "env/timeout" or "math/unavailable"; a failed attempt is counted and left
     out of training, never scored 0). `spans` is the token record; only the `llm` writes it.
+    What the environment puts into ``extras["metrics"]``, numbers by name, is logged as the mean ``env/<name>``.
     `sampling` holds fields of SamplingParams that are this sample's own. One that `is_baseline` is compared with, and never
     trains.
     """

@@ -29,7 +29,7 @@ class ToolMDPEnv(BaseMDPEnv):
 
     What the model got wrong (a malformed call, an unknown tool, arguments the tool does not take, a tool that raises) is
     answered with a short error that it can learn from. A tool that raises EnvError says that it is not the model's fault:
-    that fails the sample. `sample.extras` counts `tool_calls` and, among them, `tool_errors`.
+    that fails the sample. Logged are `env/tool_calls` of an episode and, among them, `env/tool_errors`.
 
     Calls are read from the very tokens that were sampled. What stands before ``</think>`` is no call.
 
@@ -82,7 +82,8 @@ class ToolMDPEnv(BaseMDPEnv):
         self.on_timeout = on_timeout
         self.toolsets = [as_toolset(item, provided={"sandbox": sandbox}) for item in tools]
         self._homes = homes(self.toolsets)
-        self._opened: dict[int, dict[int, ToolSet]] = {}  # by sample and set
+        # By ids of samples, which are kept so that no other gets their id, and of sets.
+        self._opened: dict[int, tuple[SampleState, dict[int, ToolSet]]] = {}
         self.tools = {name: home.tools[name] for name, home in self._homes.items()}
         deadlines = [tool.timeout_s or tool_timeout_s for tool in self.tools.values()]
         self.respond_timeout_s = max([self.respond_timeout_s, *(deadline + GRACE_S for deadline in deadlines)])
@@ -93,8 +94,9 @@ class ToolMDPEnv(BaseMDPEnv):
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
         calls = list(self.format.parse(self._said(sample).rpartition(THOUGHT_ENDS)[2]))
-        earlier = sample.extras.get("tool_calls", 0)
-        sample.extras["tool_calls"] = earlier + len(calls)
+        counts = sample.extras.setdefault("metrics", {"tool_calls": 0, "tool_errors": 0})
+        earlier = counts["tool_calls"]
+        counts["tool_calls"] += len(calls)
         left = self.max_calls if self.budget is None else max(0, min(self.max_calls, self.budget - earlier))
         replies = list(await asyncio.gather(*(self._answer(sample, call) for call in calls[:left])))
         if len(calls) > self.max_calls:
@@ -112,12 +114,19 @@ class ToolMDPEnv(BaseMDPEnv):
         try:
             await super()._run_episode(sample, llm, sampling_params)
         finally:
-            for opened in self._opened.pop(id(sample), {}).values():
-                if opened not in self.toolsets:
-                    opened.close()
+            self.end_episode(sample)
+
+    def end_episode(self, sample: SampleState) -> None:
+        """Close the tools that the sample had for itself; a loop of one's own calls this when the sample is done."""
+        _, sets = self._opened.pop(id(sample), (sample, {}))
+        for opened in sets.values():
+            if opened not in self.toolsets:
+                opened.close()
 
     def close(self) -> None:
         """Release the tools and the rewards."""
+        for sample, _ in list(self._opened.values()):
+            self.end_episode(sample)
         for toolset in self.toolsets:
             toolset.close()
         super().close()
@@ -171,7 +180,7 @@ class ToolMDPEnv(BaseMDPEnv):
 
     async def _run(self, sample: SampleState, call: ToolCall) -> Any:
         home = self._homes[call.name]
-        opened = self._opened.setdefault(id(sample), {})
+        _, opened = self._opened.setdefault(id(sample), (sample, {}))
         if id(home) not in opened:
             opened[id(home)] = home.open(sample)
         function = opened[id(home)].tools[call.name].function
@@ -186,5 +195,5 @@ class ToolMDPEnv(BaseMDPEnv):
         return result[: self.max_reply_chars].encode(errors="replace").decode()
 
     def _error(self, sample: SampleState, text: str) -> str:
-        sample.extras["tool_errors"] = sample.extras.get("tool_errors", 0) + 1
+        sample.extras["metrics"]["tool_errors"] += 1
         return self._shown(f"Error: {text}")

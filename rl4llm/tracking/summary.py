@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
@@ -27,6 +27,7 @@ class Episode:
     turns: int
     stop_reason: str
     notes: tuple[str, ...] = ()
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 def facts(groups: Sequence[Group]) -> list[list[Episode]]:
@@ -55,6 +56,7 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) 
     turns                        mean number of times the policy spoke
     truncated                    share that ran into a token limit or the end of the context
     stop/<reason>                share of each stop reason
+    env/<name>                   mean of what the environment measured, over the trajectories for which it did
     groups/zero_spread           share of groups whose rewards are all equal, which teach a group-relative algorithm nothing
     model_faults/<reward>/<why>  how many a reward gave 0 for more than a wrong answer, such as math/timeout
     played_again/<class>         how many were finished at the second attempt, by what had failed the first
@@ -72,6 +74,7 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) 
         **_rewards(trajectories),
         **_lengths(trajectories),
         **_stops(trajectories),
+        **_measured(trajectories),
         "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
         "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group),
         **{note: float(count) for note, count in sorted(Counter(_notes(trajectories)).items())},
@@ -81,6 +84,14 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) 
 
 def _notes(trajectories: Sequence[Episode]) -> Iterator[str]:
     return (note for trajectory in trajectories for note in trajectory.notes)
+
+
+def _measured(trajectories: Sequence[Episode]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.measured.items():
+            values.setdefault(f"env/{name}", []).append(value)
+    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
 
 
 def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
@@ -126,6 +137,7 @@ def _fact(trajectory: Trajectory) -> Episode:
         trajectory.num_turns,
         trajectory.stop_reason,
         tuple(_noted(trajectory.extras)),
+        {name: float(value) for name, value in trajectory.extras.get("metrics", {}).items()},
     )
 
 

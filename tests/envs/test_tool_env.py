@@ -16,7 +16,8 @@ from rl4llm.envs.sgl_tool_env import SglToolMDPEnv
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools import ToolSet, Workspace, tool
 from rl4llm.rewards import as_reward_function
-from rl4llm.testing import ScriptedClient
+from rl4llm.testing import ScriptedClient, check_env
+from rl4llm.tracking.summary import summarize
 
 
 def call(name, /, **arguments):
@@ -28,14 +29,14 @@ def play(tokenizer):
     """Plays one prompt's episodes; the policy says `turns` in this order. Returns the result, client and environment."""
     runner = asyncio.Runner()
 
-    def run(turns, *, client=None, tokenizer=tokenizer, group_size=1, max_failed_share=1.0, columns=None, **options):
+    def run(turns, *, client=None, tokenizer=tokenizer, group_size=1, columns=None, env_class=ToolMDPEnv, **options):
         client = client or ScriptedClient(tokenizer, {"": turns} if isinstance(turns, list) else turns)
         runner.run(client.load(WeightRef(0)))
         rows = [{"messages": [{"role": "user", "content": "How many?"}], "ground_truth": "85", **(columns or {})}]
         options = {"describe_tools": False, "max_steps": 8, **options}
-        env = ToolMDPEnv(rows, tokenizer, [as_reward_function("tool_use")], 1, group_size, **options)
+        env = env_class(rows, tokenizer, [as_reward_function("tool_use")], 1, group_size, **options)
         renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles)
-        rollout = Rollout(env, client, renderer, runner, seed=0, max_failed_share=max_failed_share)
+        rollout = Rollout(env, client, renderer, runner, seed=0, max_failed_share=1.0)
         result = rollout.play([0], step=0, sampling_params=SamplingParams(max_tokens=2000))
         env.close()
         return result, client, env
@@ -64,7 +65,7 @@ def test_calls_are_run_until_a_turn_has_none(play):
     result, _, _ = play([call("calculator", expression="37+48"), call("calculator", expression="2*85"), "Answer: 170"])
     (trajectory,) = result.trajectories
     assert [message.content for message in trajectory.messages if message.role == "tool"] == ["85", "170"]
-    assert trajectory.stop_reason == "done" and trajectory.extras["tool_calls"] == 2
+    assert trajectory.stop_reason == "done" and trajectory.extras["metrics"] == {"tool_calls": 2, "tool_errors": 0}
     assert [span.author for span in trajectory.spans] == ["context", "policy"] * 3
     assert trajectory.rewards["tool_use"] == 1.0
 
@@ -226,6 +227,20 @@ def test_calls_are_read_from_special_tokens_that_the_text_of_a_message_leaves_ou
     assert said == ['calculator{"expression": "37+48"}', "85", "Answer: 85"]
 
 
+def test_calls_and_errors_of_an_episode_are_metrics(play):
+    result, _, _ = play([call("calculator", expression="1") + call("oops"), "Answer: 85"], group_size=2)
+    metrics = summarize(result.groups)
+    assert (metrics["env/tool_calls"], metrics["env/tool_errors"]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("tools", [["calculator"], ["workspace", hang_too]])
+def test_the_environment_keeps_the_contract(tokenizer, tools):
+    rows = [{"messages": [{"role": "user", "content": f"How many are {i}?"}], "ground_truth": "85"} for i in range(2)]
+    env = ToolMDPEnv(rows, tokenizer, [as_reward_function("tool_use")], 1, 1, tools=tools, on_timeout="error")
+    check_env(env, [call("calculator", expression="37+48"), call("write_file", path="a", text="b") * 2, call("hang_too")])
+    env.close()
+
+
 class Notes(ToolSet):
     """Counts its episodes that are open."""
 
@@ -264,6 +279,23 @@ def test_an_episode_that_fails_closes_its_tools_too(play):
     notes = Notes()
     play([call("note", text="a"), call("hang")], tools=[notes, hang])
     assert notes.book == ["open", "close", "close"]  # the last with the run; played once more, it hangs without a note
+
+
+class OwnLoop(ToolMDPEnv):
+    """Asks for no replies of its own accord, and ends no episode."""
+
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        for sample in env_state.sample_states:
+            sample.messages.append(llm.chat([sample.messages], sampling_params)[0])
+            sample.messages += llm.run(self.respond(sample))
+        return env_state
+
+
+def test_what_a_loop_of_ones_own_leaves_open_is_closed_with_the_environment(play):
+    notes = Notes()
+    result, _, _ = play([call("note", text="a")], tools=[notes], env_class=OwnLoop, group_size=2)
+    assert [trajectory.messages[-1].content for trajectory in result.trajectories] == ["a", "a"]
+    assert notes.book == ["open"] * 2 + ["close"] * 3
 
 
 def test_a_workspace_begins_with_the_files_of_its_row(play):

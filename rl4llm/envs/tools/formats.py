@@ -44,13 +44,13 @@ class CallFormat:
 
     Args:
         parse: the calls of a turn.
-        marks: what a chat template of this format has in it, one of them.
+        marks: one of them stands in a chat template of this format; without any, it has to be chosen by name.
         ends_call: the text behind one call, "" where there is none.
         ends_calls: the text behind the last call of a turn, "" where only the end of the turn tells.
     """
 
     parse: Callable[[str], Iterator[ToolCall]]
-    marks: tuple[str, ...]
+    marks: tuple[str, ...] = ()
     ends_call: str = ""
     ends_calls: str = ""
 
@@ -118,7 +118,7 @@ def call_format(name: str, tokenizer: Any, tools: list[Any] | None = None) -> Ca
     if name != "auto":
         return FORMATS[name]
     if getattr(tokenizer, "response_template", None):
-        return CallFormat(lambda text: _templated(tokenizer, text), ())
+        return CallFormat(lambda text: _templated(tokenizer, text))
     template = (tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else "") or ""
     if "<function=" in template:
         raise ConfigError(

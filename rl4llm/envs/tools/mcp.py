@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -92,6 +93,7 @@ class _Session:
         self._mcp, self._server, self._where = _import_mcp(), server, where
         self._ready: Future[Mapping[str, Mapping[str, Any]]] = Future()
         self._client: Any = None
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - what a started server says aside
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve())
         self.offered: Mapping[str, Mapping[str, Any]] = {}
@@ -105,9 +107,9 @@ class _Session:
             self.offered = self._ready.result(timeout_s)
         except TimeoutError as error:
             self.close()
-            raise EnvError(f"mcp: {self._where} did not say what it offers within {timeout_s:g} s.") from error
+            raise EnvError(f"mcp: {self._where} did not say what it offers within {timeout_s:g} s.{self._said()}") from error
         except Exception as error:
-            raise EnvError(f"mcp: no connection to {self._where}: {_cause(error)}.") from error
+            raise EnvError(f"mcp: no connection to {self._where}: {_cause(error)}.{self._said()}") from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """What a tool answers, as text. Raises ToolError when the tool says that the call went wrong, EnvError when the
@@ -120,7 +122,7 @@ class _Session:
                 raise ToolError(str(error)) from error
             self.over = True
             self._stop()
-            raise EnvError(f"mcp: the connection to {self._where} broke while it ran {name}.") from error
+            raise EnvError(f"mcp: the connection to {self._where} broke while it ran {name}.{self._said()}") from error
         text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
         if result.is_error:
             raise ToolError(text)
@@ -130,6 +132,11 @@ class _Session:
         """End the connection, and with it a server that was started for it."""
         self._stop()
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _said(self) -> str:
+        self._log.seek(0)
+        words = self._log.read().strip()[-300:]
+        return f" It said: {words}" if words else ""
 
     def _stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
@@ -146,7 +153,9 @@ class _Session:
             self._loop.close()
 
     async def _serve(self) -> None:
-        async with self._mcp.Client(self._server) as client:
+        stdio = isinstance(self._server, self._mcp.StdioServerParameters)
+        server = self._mcp.stdio_client(self._server, errlog=self._log) if stdio else self._server
+        async with self._mcp.Client(server) as client:
             self._client = client
             self._ready.set_result({tool.name: _schema(tool) for tool in await _listed(client)})
             await asyncio.Event().wait()
