@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.code_tests import code_in, program_of
 from rl4llm.rewards.pool import RewardFailure
@@ -117,7 +117,10 @@ class CodeReward(BaseRewardFunction):
         if len(reply) > 4 * self.max_chars:
             return 0.0, f"too_long: the reply has {len(reply)} characters", None
         code, fenced = code_in(reply)
-        program = program_of(code, ground_truth, columns)
+        try:
+            program = program_of(code, ground_truth, columns)
+        except DataError as error:
+            return RewardFailure(str(error)), None, None
         if not code.strip():
             return 0.0, "no_code", None
         if len(code) > self.max_chars:

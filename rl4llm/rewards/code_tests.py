@@ -67,7 +67,7 @@ def _tests(ground_truth: Any, entry_point: str, setup: str) -> Asserts | Calls |
     if "fn" in ground_truth[0]:
         cases = (Call(case["fn"], tuple(case["args"]), case["expected"], case.get("kwargs", {})) for case in ground_truth)
         return Calls(tuple(cases))
-    return Stdin(tuple((str(case["input"]), str(case["output"])) for case in ground_truth))
+    return Stdin(tuple((_text(case["input"]), _text(case["output"])) for case in ground_truth))
 
 
 def _from_mapping(tests: Mapping[str, Any]) -> Calls | Stdin | Suite:

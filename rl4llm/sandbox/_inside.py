@@ -139,16 +139,17 @@ def add_exits():
 
 
 def code_of(job):
-    """The program, compiled; what does not define the entry point continues the prefix."""
+    """The program, compiled, in the parts to be run; what does not define the entry point continues the prefix."""
     prefix, source = job["prefix"], job["source"]
     if not prefix:
-        return compile(source, "program.py", "exec")
+        return [compile(source, "program.py", "exec")]
     try:
         alone = compile(source, "program.py", "exec", ONLY_AST)
-        joint = "\n\n" if any(getattr(node, "name", None) == job["entry_point"] for node in alone.body) else ""
+        defined = any(getattr(node, "name", None) == job["entry_point"] for node in alone.body)
     except SyntaxError:
-        joint = ""
-    return compile(prefix + joint + source, "program.py", "exec")
+        defined = False
+    texts = [setup_of(prefix), source] if defined else [prefix + source]
+    return [compile(text, "program.py", "exec") for text in texts]
 
 
 def be_called(channel, job):
@@ -162,7 +163,8 @@ def be_called(channel, job):
     module.__dict__.update(namespace)
     sys.modules["solution"] = module
     try:
-        exec(code, module.__dict__)
+        for part in code:
+            exec(part, module.__dict__)
     except BaseException as error:  # noqa: BLE001 - the model's code
         return channel.send('{"broken":%s}' % quoted(reason_of(error)))  # noqa: UP031
     channel.send('{"loaded":true}')
@@ -224,11 +226,12 @@ def run_script(code, text):
     os.close(REPLIES)
     read_from(text)
     main_module = type(sys)("__main__")
-    main_module.__dict__["__builtins__"] = __builtins__
+    main_module.__dict__.update({"__builtins__": __builtins__, "__file__": "program.py"})
     sys.modules["__main__"] = main_module
     sys.argv = ["program.py"]
     try:
-        exec(code, main_module.__dict__)
+        for part in code:
+            exec(part, main_module.__dict__)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the model's code

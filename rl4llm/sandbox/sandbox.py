@@ -161,8 +161,8 @@ class Sandbox:
                 return probe
             problems.append(f"{name}: {probe.problem}")
         raise SandboxError(
-            "No sandbox for programs that a model wrote can be had here. Install bubblewrap (apt-get install bubblewrap, or "
-            "scripts/install_sandbox.sh), and allow user namespaces where they are switched off "
+            "No sandbox for programs that a model wrote can be had here. Install bubblewrap 0.8 or newer (apt-get install "
+            "bubblewrap, or scripts/install_sandbox.sh), and allow user namespaces where they are switched off "
             "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0).\n"
             + "\n".join(problems)
         )

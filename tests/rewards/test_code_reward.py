@@ -99,7 +99,7 @@ def test_rows_of_humaneval_mbpp_apps_and_suites_are_understood(sandbox):
         (fenced("def double(x): return 2 * x"), sample("", ["assert double(2) == 4", "assert double(pi) > 6"],
                                                        test_imports=["from math import pi"])),
         (fenced("print(2 * int(input()))"), sample("", '{"inputs": ["2\\n", ["4", "5"]], "outputs": ["4\\n", ["8"]]}')),
-        (fenced("print(2 * int(input()))"), sample("", [{"input": "2", "output": "4"}])),
+        (fenced("print(2 * int(input()))"), sample("", [{"input": ["2", ""], "output": ["4"]}])),
         (fenced("class Solution:\n    def double(self, x): return 2 * x"),
          sample("", {"fn_name": "Solution.double", "inputs": [[2]], "outputs": [4]})),
         (fenced("def double(x): return 2 * x"), sample("", [{"fn": "double", "args": [2], "expected": 4}])),

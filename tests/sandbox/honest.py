@@ -185,6 +185,7 @@ script("longer-output", "print('x ' * 1_500_000)", ("", "x " * 1_500_000), wrong
 script("long-output", "print('x' * 500_000)", ("", "x" * 500_000))
 script("sys-exit", "import sys\nprint(1)\nsys.exit()", ("", "1"))
 script("exit-0", "print(1)\nexit(0) if False else None\nraise SystemExit(0)", ("", "1"))
+script("names-its-own-file", "import os\nprint(os.path.basename(__file__))", ("", "program.py"))
 script("exit-and-quit", "n = int(input())\nprint(n)\nif n > 1: quit()\nexit(0)", ("1", "1"), ("2", "2"))
 script("thread-that-nobody-joins", "import threading, time\ndef main():\n    time.sleep(0.05)\n    print(input())\nthreading.Thread(target=main).start()", ("a", "a"), wrong="import threading\nthreading.Thread(target=print).start()")
 script("prints-at-the-end", "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(3)", ("", "3"))
@@ -211,6 +212,10 @@ add("long-argument-of-a-test", "def f(x): return len(x)", Asserts(("assert f(lis
 add("long-answers", "def f(n): return list(range(n))", Calls((Call("f", (200_000,), list(range(200_000))),)))
 add("check-that-returns", "def f(x): return x", Asserts(("def check(candidate):\n    for i in range(3):\n        assert candidate(i) == i\n    return True\n",), "f"))
 add("continues-the-prompt", "    return x + 1\n", Asserts(("assert f(1) == 2",), "f"), prefix="def f(x):\n    \"\"\"One more.\"\"\"\n", entry_point="f")
+PROMPTED = Asserts(("assert f(1) == 1",), "f", "def f(x):\n")
+add("repeats-a-bare-signature", "def f(x):\n    return x\n", PROMPTED, prefix="def f(x):\n", entry_point="f")
+add("continues-a-bare-signature", "    return x\n", PROMPTED, prefix="def f(x):\n", entry_point="f")
+add("future-after-the-prompt", "from __future__ import annotations\ndef f(x: N) -> N:\n    return g(x)\n", PROMPTED, prefix="def g(x): return x\ndef f(x):\n", entry_point="f")
 add("uses-the-prompt", "def f(x): return helper(x) + 1\n", Asserts(("assert f(1) == 3",), "f"), prefix="def helper(x): return 2 * x\n\ndef f(x):\n    \"\"\"Doc.\"\"\"\n", entry_point="f")
 SUITE = {"test_a.py": "import unittest\nfrom solution import f\n\ndef test_plain():\n    assert f(1) == 2\n\nclass Plain:\n    def test_two(self): assert f(2) == 3\n\nclass Cases(unittest.TestCase):\n    def setUp(self): self.x = 3\n    def test_three(self): self.assertEqual(f(self.x), 4)\n    def test_raises(self):\n        with self.assertRaises(TypeError): f('a')\n"}
 IDS = ("test_a.py::test_plain", "test_a.py::Plain::test_two", "test_a.py::Cases::test_three", "test_a.py::Cases::test_raises")
