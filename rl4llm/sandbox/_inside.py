@@ -55,6 +55,8 @@ def _tagged(value, depth):
         return type(value).__name__, quoted(value.decode("latin-1"))
     if isinstance(value, complex):
         return "complex", f"[{encoded(value.real)},{encoded(value.imag)}]"
+    if hasattr(type(value), "__next__"):
+        return "iterator", "[" + ",".join([encoded(item, depth) for item in value]) + "]"
     raise TypeError(f"a {type(value).__name__} is not a literal")
 
 
@@ -71,7 +73,7 @@ def decoded(value):
         return (bytes if kind == "bytes" else bytearray)(content, "latin-1")
     if kind == "complex":
         return complex(*content)
-    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decoded(content))
+    return {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind](decoded(content))
 
 
 class Channel:

@@ -51,7 +51,7 @@ class Asserts:
     Each statement with an assert in it is a test. `setup` runs before them; names that neither it nor the tests define are
     the program's functions. Where there is no such name, the one builtin that they call is meant.
     The tests and the program live in two processes, between which only values of Python's literals pass: tests of its
-    classes, of changes to an argument, or of what a generator yields fail here, whatever the program is.
+    classes or of changes to an argument fail here, whatever the program is. An iterator passes with all that it yields.
     """
 
     tests: tuple[str, ...]
