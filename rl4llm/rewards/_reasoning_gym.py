@@ -22,7 +22,7 @@ FUNCTIONS = ("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "
              "sqrt", "Abs", "erf")  # fmt: skip
 """What an answer in mathematics may call."""
 EVALUATES = ("eval(", "parse_expr(", "sympify(")
-ENDLESS = 1 << 30
+CHUNK = 500  # problems of one dataset: some tasks make all of them at once
 
 
 def problem(task: str, options: str, number: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def score(task: str, options: str, number: int, question: str, answer: str) -> f
     if _evaluates(task) and calls_something(answer):
         raise ValueError("the answer calls a function, and this task's verifier would run it")
     random.seed(0)
-    return float(_dataset(task, options).score_answer(answer, entry))
+    return float(_dataset(task, options, number // CHUNK).score_answer(answer, entry))
 
 
 def calls_something(answer: str) -> bool:
@@ -74,13 +74,14 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _dataset(task: str, options: str) -> Any:
-    return reasoning_gym.create_dataset(task, size=ENDLESS, **json.loads(options))
+def _dataset(task: str, options: str, chunk: int) -> Any:
+    given = json.loads(options)
+    return reasoning_gym.create_dataset(task, size=CHUNK, **given | {"seed": given["seed"] + chunk * CHUNK})
 
 
 @lru_cache(maxsize=8192)
 def _problem(task: str, options: str, number: int) -> dict[str, Any]:
-    return _dataset(task, options)[number]
+    return _dataset(task, options, number // CHUNK)[number % CHUNK]
 
 
 @lru_cache(maxsize=64)
