@@ -116,7 +116,7 @@ class CodeReward(BaseRewardFunction):
     def _grade(self, reply: str, ground_truth: Any, columns: Mapping[str, Any]) -> Grade:
         if len(reply) > 4 * self.max_chars:
             return 0.0, f"too_long: the reply has {len(reply)} characters", None
-        code, fenced = code_in(reply)
+        code, fenced = code_in(reply, columns.get("entry_point") or "")
         try:
             program = program_of(code, ground_truth, columns)
         except DataError as error:

@@ -19,9 +19,10 @@ _ACCEPTED = (
 )
 
 
-def code_in(reply: str) -> tuple[str, bool]:
+def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:
     """The last block of code in a reply, Python's before others, and whether it stood in a closed block.
 
+    Blocks that define `entry_point` come first: what follows them is often an example of its use.
     A reply without any block is code as a whole. Reasoning up to ``</think>`` is skipped.
     """
     text = after_thinking(reply)
@@ -31,7 +32,9 @@ def code_in(reply: str) -> tuple[str, bool]:
     if not blocks:
         return text, False
     named = [index for index, (language, _, _) in enumerate(blocks) if language.strip().lower() in _PYTHON]
-    chosen = named[-1] if named else len(blocks) - 1
+    named = named or list(range(len(blocks)))
+    defining = [index for index in named if entry_point and f"def {entry_point}(" in blocks[index][2]]
+    chosen = (defining or named)[-1]
     return blocks[chosen][2], closed or chosen < len(blocks) - 1
 
 

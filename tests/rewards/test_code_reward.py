@@ -176,6 +176,12 @@ def test_the_last_block_of_python_is_the_code(reply, code, closed):
     assert code_in(reply) == (code, closed)
 
 
+def test_the_block_that_defines_the_entry_point_comes_before_an_example_of_its_use():
+    reply = "```python\ndef f(x): return 0\n```\n```python\ndef f(x): return x\n```\nUse:\n```python\nprint(f(1))\n```"
+    assert code_in(reply, "f") == ("def f(x): return x\n", True)
+    assert code_in(reply, "g") == code_in(reply) == ("print(f(1))\n", True)
+
+
 HUGE = "```python\n" + "x" * 10_000_000 + "\n```"
 
 
