@@ -10,6 +10,7 @@ if [ "${1:-}" = --fast ]; then
   fast=1 extras=dev
   shift
 fi
+if command -v cc > /dev/null 2>&1; then extras="$extras reasoning"; fi  # one of its dependencies is compiled
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh" $extras
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # small tensors: more threads only wait for each other
 ruff check .
