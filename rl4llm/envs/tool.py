@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Literal
 
 from rl4llm.core.base_env import LLM, BaseMDPEnv, EnvState, SampleState
@@ -23,7 +24,7 @@ THOUGHT_ENDS = "</think>"
 
 @register_env("tool")
 class ToolMDPEnv(BaseMDPEnv):
-    """Runs the calls of each turn, all at once, until a turn has none.
+    """Runs the calls of each turn, until a turn has none: all at once, but those to one episode's own tools in their order.
 
         <tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>
 
@@ -84,9 +85,10 @@ class ToolMDPEnv(BaseMDPEnv):
         self._homes = homes(self.toolsets)
         # By ids of samples, which are kept so that no other gets their id, and of sets.
         self._opened: dict[int, tuple[SampleState, dict[int, ToolSet]]] = {}
+        self._turns: dict[tuple[int, int], asyncio.Lock] = {}
         self.tools = {name: home.tools[name] for name, home in self._homes.items()}
         deadlines = [tool.timeout_s or tool_timeout_s for tool in self.tools.values()]
-        self.respond_timeout_s = max([self.respond_timeout_s, *(deadline + GRACE_S for deadline in deadlines)])
+        self.respond_timeout_s = max([self.respond_timeout_s, *(max_calls * deadline + GRACE_S for deadline in deadlines)])
         if describe_tools:
             kwargs.setdefault("tool_schemas", [dict(tool.schema) for tool in self.tools.values()])
         super().__init__(*args, max_steps=max_steps, **kwargs)
@@ -119,6 +121,8 @@ class ToolMDPEnv(BaseMDPEnv):
     def end_episode(self, sample: SampleState) -> None:
         """Close the tools that the sample had for itself; a loop of one's own calls this when the sample is done."""
         _, sets = self._opened.pop(id(sample), (sample, {}))
+        for home in self.toolsets:
+            self._turns.pop((id(sample), id(home)), None)
         for opened in sets.values():
             if opened not in self.toolsets:
                 opened.close()
@@ -158,9 +162,10 @@ class ToolMDPEnv(BaseMDPEnv):
         if problem:
             return self._error(sample, problem)
         deadline = self.tools[call.name].timeout_s or self.tool_timeout_s
-        limit = asyncio.timeout(deadline)
+        limit = asyncio.timeout(None)
         try:
-            async with limit:
+            async with self._in_turn(sample, call), limit:
+                limit.reschedule(asyncio.get_running_loop().time() + deadline)  # from when it is its turn
                 return self._shown(await self._run(sample, call))
         except EnvError:
             raise
@@ -172,6 +177,13 @@ class ToolMDPEnv(BaseMDPEnv):
         if self.on_timeout == "mask":
             sample.fail(f"the tool {late}", "env/timeout")
         return self._error(sample, late)
+
+    def _in_turn(self, sample: SampleState, call: ToolCall) -> AbstractAsyncContextManager[Any]:
+        """What belongs to one episode is used by one call after the other, in the order in which they were written."""
+        home = self._homes[call.name]
+        if type(home).open is ToolSet.open:
+            return nullcontext()
+        return self._turns.setdefault((id(sample), id(home)), asyncio.Lock())
 
     def _objection(self, call: ToolCall) -> str | None:
         if call.name not in self.tools:
