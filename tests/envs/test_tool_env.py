@@ -141,9 +141,9 @@ def test_calls_of_a_turn_run_at_once_and_are_answered_in_order(answers):
 
 
 def test_calls_to_what_belongs_to_the_episode_are_made_in_the_order_in_which_they_were_written(answers):
-    texts = [str(number) * 5000 for number in range(10)]
+    texts = [str(number) for number in range(4)]
     written = "".join(call("write_file", path="a", text=text) + call("read_file", path="a") for text in texts)
-    assert answers(written, tools=["workspace"], max_calls=20, max_reply_chars=9)[1::2] == [text[:9] for text in texts]
+    assert answers(written, tools=["workspace"], max_calls=8)[1::2] == texts
 
 
 def test_a_turn_and_an_episode_have_a_budget_of_calls(play, answers):
