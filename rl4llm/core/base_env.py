@@ -259,8 +259,15 @@ class BaseMDPEnv:
         self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams, **kwargs: Any
     ) -> EnvState:
         """Play all episodes to their end. By default each sample is its own coroutine: a slow one holds up nobody."""
-        llm.run(self._run_episodes(env_state, llm, sampling_params))
+        llm.run(self._run_episodes(env_state, llm, self.turn_params(sampling_params)))
         return env_state
+
+    def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
+        """How the policy's turns are sampled here, such as with a stop of the environment's own."""
+        return sampling_params
+
+    def end_episode(self, sample: SampleState) -> None:
+        """Release what the sample's episode held; a loop of one's own calls this when the sample is done."""
 
     def close(self) -> None:
         """Release the rewards."""
@@ -281,6 +288,7 @@ class BaseMDPEnv:
         try:
             await self._run_turns(sample, llm, sampling_params)
         finally:
+            self.end_episode(sample)
             await llm.close(sample)
 
     async def _run_turns(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:

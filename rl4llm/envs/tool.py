@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Literal
 
-from rl4llm.core.base_env import LLM, BaseMDPEnv, EnvState, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.registry import register_env
@@ -107,19 +107,18 @@ class ToolMDPEnv(BaseMDPEnv):
             replies.append(self._error(sample, f"all {self.budget} calls of this task are used up"))
         return [ChatMessage("tool", reply) for reply in replies]
 
-    def _run_interaction_loop(
-        self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams, **kwargs: Any
-    ) -> EnvState:
-        return super()._run_interaction_loop(env_state, llm, self._stopping(sampling_params), **kwargs)
-
-    async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
-        try:
-            await super()._run_episode(sample, llm, sampling_params)
-        finally:
-            self.end_episode(sample)
+    def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
+        """What ends calls ends the turn: as a token, which stays in the text, or as the text of several tokens."""
+        end = self.format.stop(self.max_calls)
+        if not end:
+            return sampling_params
+        token = self.tokenizer.get_vocab().get(end)
+        if token is None:
+            return sampling_params.replace(stop=(*sampling_params.stop, end))
+        return sampling_params.replace(stop_token_ids=(*sampling_params.stop_token_ids, token))
 
     def end_episode(self, sample: SampleState) -> None:
-        """Close the tools that the sample had for itself; a loop of one's own calls this when the sample is done."""
+        """Close the tools that the sample had for itself."""
         _, sets = self._opened.pop(id(sample), (sample, {}))
         for home in self.toolsets:
             self._turns.pop((id(sample), id(home)), None)
@@ -134,16 +133,6 @@ class ToolMDPEnv(BaseMDPEnv):
         for toolset in self.toolsets:
             toolset.close()
         super().close()
-
-    def _stopping(self, params: SamplingParams) -> SamplingParams:
-        """What ends calls ends the turn: as a token, which stays in the text, or as the text of several tokens."""
-        end = self.format.stop(self.max_calls)
-        if not end:
-            return params
-        token = self.tokenizer.get_vocab().get(end)
-        if token is None:
-            return params.replace(stop=(*params.stop, end))
-        return params.replace(stop_token_ids=(*params.stop_token_ids, token))
 
     def _said(self, sample: SampleState) -> str:
         """The policy's last turn with its special tokens, in which some formats are written."""
