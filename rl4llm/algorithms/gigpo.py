@@ -64,11 +64,13 @@ def _by_state(group: Group) -> list[list[tuple[int, int]]]:
 
 def _states(trajectory: Trajectory) -> list[tuple[int, ...]]:
     """The tokens that stood before each turn since the last one."""
-    states, since, before = [], (), "context"
-    for span in trajectory.spans:
-        if span.author == "context":
-            since = since + span.token_ids if before == "context" else span.token_ids
-        elif before == "context":
-            states.append(since)
-        before = span.author
+    states = []
+    for record in trajectory.records:
+        since, before = (), "context"
+        for span in record:
+            if span.author == "context":
+                since = since + span.token_ids if before == "context" else span.token_ids
+            elif before == "context":
+                states.append(since)
+            before = span.author
     return states

@@ -6,6 +6,7 @@ they were states, or cut the credit at them, are wrong in multi-turn episodes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,23 +15,39 @@ from torch import Tensor
 from rl4llm.algorithms.functional import KLEstimator, kl
 from rl4llm.algorithms.sequences import Sequences, discounted_sums, policy_tokens, turn_ends
 from rl4llm.core.base_algorithm import Total
-from rl4llm.core.types import Group, TrainBatch
+from rl4llm.core.types import Group, TrainBatch, Trajectory, count_turns
 
 
 def turn_rewards(group: Group) -> Tensor:
-    """What each turn earned (G, K), NaN where there was none; what the episode earned as a whole stands at the last."""
+    """What each turn earned (G, K), NaN where there was none.
+
+    What the episode earned as a whole stands at its last turn, and at that of every fork of its history.
+    """
     turns = [trajectory.num_turns for trajectory in group.trajectories]
     rewards_GK = torch.full((len(turns), max(1, *turns)), torch.nan, dtype=torch.float64)
     for row_K, trajectory, count in zip(rewards_GK, group.trajectories, turns, strict=True):
         row_K[:count] = rewards_GK.new_tensor(trajectory.turn_rewards) if trajectory.turn_rewards else 0.0
-        row_K[max(count, 1) - 1] += trajectory.reward - sum(trajectory.turn_rewards)
+        row_K[[max(end, 1) - 1 for _, end in _record_bounds(trajectory)]] += trajectory.reward - sum(trajectory.turn_rewards)
     return rewards_GK
 
 
 def turn_returns(group: Group, discount: float) -> Tensor:
-    """What was still to be earned at each turn (G, K), discounted per turn; NaN where there was no such turn."""
+    """What was still to be earned at each turn (G, K), discounted per turn; NaN where there was no such turn.
+
+    In a history that was rewritten, what is to be earned is that of the fork alone.
+    """
     rewards_GK = turn_rewards(group)
-    return discounted_sums(rewards_GK.nan_to_num(0.0), discount).masked_fill(rewards_GK.isnan(), torch.nan)
+    returns_GK = discounted_sums(rewards_GK.nan_to_num(0.0), discount).masked_fill(rewards_GK.isnan(), torch.nan)
+    for number, trajectory in enumerate(group.trajectories):
+        for start, end in _record_bounds(trajectory) if trajectory.forks else ():
+            returns_GK[number, start:end] = discounted_sums(rewards_GK[number : number + 1, start:end], discount)[0]
+    return returns_GK
+
+
+def _record_bounds(trajectory: Trajectory) -> list[tuple[int, int]]:
+    """The first turn of each token record, and the one after its last."""
+    ends = list(itertools.accumulate(map(count_turns, trajectory.records)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def token_rewards(batch: TrainBatch, kl_coef: float = 0.0, estimator: KLEstimator = "k1") -> Tensor:

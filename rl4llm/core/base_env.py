@@ -38,7 +38,8 @@ class SampleState:
     `stop_reason` says why a finished attempt ended: "done" (the environment ended it), "max_steps", "length" (a turn ran
     into its token limit), "context" (no room for another turn) or "failed" (then `failure` says what broke, and
     `failure_class` of what kind that is, such as "env/timeout" or "math/unavailable"; a failed attempt is counted and left
-    out of training, never scored 0). `spans` is the token record; only the `llm` writes it.
+    out of training, never scored 0). `spans` is the token record; only the `llm` writes it. Where a history
+    can be rewritten, `forks` holds further records, see `Trajectory`.
     What the environment puts into ``extras["metrics"]``, numbers by name, is logged as the mean ``env/<name>``.
     `sampling` holds fields of SamplingParams that are this sample's own. One that `is_baseline` is compared with, and never
     trains.
@@ -56,6 +57,7 @@ class SampleState:
     failure: str | None = None
     failure_class: str = ""
     spans: list[TokenSpan] = field(default_factory=list)
+    forks: list[list[TokenSpan]] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     session: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -68,6 +70,10 @@ class SampleState:
     @property
     def token_ids(self) -> list[int]:
         return [token for span in self.spans for token in span.token_ids]
+
+    @property
+    def policy_spans(self) -> list[TokenSpan]:
+        return [span for record in (self.spans, *self.forks) for span in record if span.author == "policy"]
 
     @property
     def last_message(self) -> ChatMessage:

@@ -155,6 +155,9 @@ class Trajectory:
 
     `turn_rewards` holds what each turn of the policy earned by itself, one number per turn or none at all; their sum is
     part of `reward`, the rest of which the episode earned as a whole.
+
+    An episode whose history was rewritten has one token record for each history: the first is `spans`, those that came
+    later are `forks`. What two records share was sampled in one of them and is context in the other.
     """
 
     prompt_id: str
@@ -165,6 +168,18 @@ class Trajectory:
     stop_reason: str
     extras: Mapping[str, Any] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
+    forks: tuple[tuple[TokenSpan, ...], ...] = ()
+
+    @property
+    def records(self) -> tuple[tuple[TokenSpan, ...], ...]:
+        """All token records of the episode; its turns are numbered through them, one record after the other."""
+        return (self.spans, *self.forks)
+
+    def by_record(self) -> tuple[Trajectory, ...]:
+        """Each token record as if it were all there is; rewards are still those of the episode."""
+        if not self.forks:
+            return (self,)
+        return tuple(replace(self, spans=record, forks=(), turn_rewards=()) for record in self.records)
 
     @property
     def token_ids(self) -> list[int]:
@@ -172,11 +187,11 @@ class Trajectory:
 
     @property
     def policy_spans(self) -> list[TokenSpan]:
-        return [span for span in self.spans if span.author == "policy"]
+        return [span for record in self.records for span in record if span.author == "policy"]
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(span.token_ids) for span in self.spans)
+        return sum(len(span.token_ids) for record in self.records for span in record)
 
     @property
     def num_policy_tokens(self) -> int:
@@ -184,7 +199,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        return count_turns(self.spans)
+        return sum(map(count_turns, self.records))
 
     @property
     def version(self) -> int:

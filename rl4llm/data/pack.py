@@ -110,6 +110,7 @@ def pack(
 ) -> list[TrainBatch]:
     """Micro-batches of at most `max_tokens_per_batch` tokens, padding included.
 
+    Each token record of a trajectory is a sequence of its own, and its tokens weigh what the whole trajectory's do.
     Trajectories without a token of the policy have nothing to learn and get no place; `totals` still counts them. With
     `whole_groups` the trajectories of a prompt stand in the same micro-batch.
     Raises ConfigError when what cannot be cut exceeds the budget.
@@ -119,7 +120,9 @@ def pack(
     prompts = _numbered([trajectory.prompt_id for trajectory in trajectories])
     policy_tokens = np.array([trajectory.num_policy_tokens for trajectory in trajectories], np.int64)
     weights = AGGREGATIONS[aggregation](policy_tokens, prompts, totals)
-    kept = [i for i, credit in enumerate(credits) if credit is not None and policy_tokens[i] > 0]
+    owners, trajectories, credits = _by_record(trajectories, credits)
+    prompts, weights = prompts[owners], weights[owners]
+    kept = [i for i, credit in enumerate(credits) if credit is not None and trajectories[i].num_policy_tokens > 0]
     lengths = np.array([trajectory.num_tokens for trajectory in trajectories], np.int64)
     batches = []
     for part in _parts(kept, prompts, lengths, max_tokens_per_batch) if whole_groups else filter(None, [kept]):
@@ -130,6 +133,22 @@ def pack(
         _check_budget(int(flat.lengths.max()), budget)
         batches += [_batch(flat, pieces, pad_token_id) for pieces in LAYOUTS[layout](flat, budget).by_batch()]
     return batches
+
+
+def _by_record(
+    trajectories: Sequence[Trajectory], credits: Sequence[Credit]
+) -> tuple[list[int], list[Trajectory], list[Credit]]:
+    """Token records as trajectories with credits of their own, and the number of the trajectory that each is of."""
+    owners, records, shares = [], [], []
+    for i, (trajectory, credit) in enumerate(zip(trajectories, credits, strict=True)):
+        first = 0
+        for record in trajectory.by_record():
+            turns = slice(first, first + record.num_turns)
+            owners.append(i)
+            records.append(record)
+            shares.append(credit[turns] if isinstance(credit, Sequence) and trajectory.forks else credit)
+            first = turns.stop
+    return owners, records, shares
 
 
 def _parts(kept: list[int], prompts: Ints, lengths: Ints, budget: int) -> list[list[int]]:

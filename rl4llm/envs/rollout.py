@@ -12,7 +12,7 @@ import torch
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, EnvState, SampleState
 from rl4llm.core.errors import EnvError, RL4LLMError, TooManyFailuresError
-from rl4llm.core.types import ChatMessage, Group, SamplingParams, Trajectory, count_turns
+from rl4llm.core.types import ChatMessage, Group, SamplingParams, TokenSpan, Trajectory, count_turns
 from rl4llm.data.render import Renderer
 from rl4llm.envs.policy import PolicyLLM
 from rl4llm.rewards.score import score
@@ -195,18 +195,18 @@ class Rollout:
             )
 
     def _trajectory(self, sample: SampleState, rewards: dict[str, torch.Tensor], reward: float) -> Trajectory:
-        last = max(i for i, span in enumerate(sample.spans) if span.author == "policy")
         turns = range(count_turns(sample.spans)) if sample.turn_rewards else ()
         turn_rewards = tuple(sample.turn_rewards.get(turn, 0.0) for turn in turns)
         return Trajectory(
             prompt_id=sample.prompt_id,
-            spans=tuple(sample.spans[: last + 1]),  # what came after the policy's last word trains nothing
+            spans=_to_last_word(sample.spans),
             messages=tuple(sample.messages),
             rewards={name: float(value) for name, value in rewards.items()},
             reward=reward + sum(turn_rewards),
             stop_reason=sample.stop_reason or "done",
             extras={"sample": sample.index, "ground_truth": sample.ground_truth, **sample.extras},
             turn_rewards=turn_rewards,
+            forks=tuple(_to_last_word(record) for record in sample.forks),
         )
 
     @staticmethod
@@ -218,3 +218,9 @@ class Rollout:
             baseline = next((trajectories[id(sample)] for sample in played if sample.is_baseline), None)
             if members:
                 yield Group(members[0].prompt_id, members, baseline)
+
+
+def _to_last_word(spans: Sequence[TokenSpan]) -> tuple[TokenSpan, ...]:
+    """What came after the policy's last word trains nothing."""
+    last = max(i for i, span in enumerate(spans) if span.author == "policy")
+    return tuple(spans[: last + 1])

@@ -62,4 +62,4 @@ class RepetitionPenalty(BaseRewardFunction):
 
 
 def _policy_token_ids(sample: SampleState) -> list[int]:
-    return [token for span in sample.spans if span.author == "policy" for token in span.token_ids]
+    return [token for span in sample.policy_spans for token in span.token_ids]

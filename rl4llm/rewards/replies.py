@@ -28,4 +28,4 @@ def final_reply(messages: Sequence[ChatMessage]) -> str:
 
 def policy_tokens(sample: SampleState) -> int:
     """How many tokens of the sample the policy sampled, over all its turns."""
-    return sum(len(span.token_ids) for span in sample.spans if span.author == "policy")
+    return sum(len(span.token_ids) for span in sample.policy_spans)

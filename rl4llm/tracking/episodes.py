@@ -8,6 +8,7 @@
     episodes/eval-000012.jsonl
         the same, of the held-out set
 
+An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
 An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` holds what environments and
 rewards noted: why a reward gave 0 (`reward_notes`), what failed before it was played again (`played_again_after`).
 """
@@ -89,6 +90,7 @@ def _finished(trajectory: Trajectory, index: int) -> dict[str, Any]:
         "ground_truth": _plain(extras.pop("ground_truth", None)),
         "messages": [message.to_dict() for message in trajectory.messages],
         "spans": [_span(span) for span in trajectory.spans],
+        **_forks(trajectory.forks),
         "extras": _plain(extras),
     }
 
@@ -103,8 +105,13 @@ def _failed(sample: SampleState) -> dict[str, Any]:
         "ground_truth": _plain(sample.ground_truth),
         "messages": [message.to_dict() for message in sample.messages],
         "spans": [_span(span) for span in sample.spans],
+        **_forks(sample.forks),
         "extras": _plain(sample.extras),
     }
+
+
+def _forks(forks: Sequence[Sequence[TokenSpan]]) -> dict[str, Any]:
+    return {"forks": [[_span(span) for span in record] for record in forks]} if forks else {}
 
 
 def _span(span: TokenSpan) -> dict[str, Any]:

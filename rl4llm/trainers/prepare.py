@@ -75,7 +75,7 @@ class Batching:
 
     def _pieces(self, trajectories: Sequence[Trajectory]) -> list[int]:
         if not self.whole_groups:
-            return [trajectory.num_tokens for trajectory in trajectories]
+            return [record.num_tokens for trajectory in trajectories for record in trajectory.by_record()]
         sizes: dict[str, int] = {}
         for trajectory in trajectories:
             sizes[trajectory.prompt_id] = sizes.get(trajectory.prompt_id, 0) + trajectory.num_tokens

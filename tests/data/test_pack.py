@@ -195,6 +195,39 @@ def test_a_credit_may_be_one_number_per_turn_whatever_weights_wrote_it():
     assert batch.credits_BT.tolist() == [[0.0, 0.5, 0.5, 0.0, -2.0]]
 
 
+def forked(prompt_id, first, *others):
+    """An episode with several token records."""
+    return replace(trajectory(prompt_id, *first), forks=tuple(trajectory(prompt_id, *spans).spans for spans in others))
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_each_record_of_a_rewritten_history_is_a_sequence_with_the_credit_of_its_episode(layout):
+    one = forked("a", [[1], [2, 3]], [[1, 2, 3, 4], [5]], [[1, 6], [7], [8], [9, 10]])
+    batches = packed([one, trajectory("a", [1], [11])], [0.5, -1.0], layout, budget=8)
+    chains = {tuple(item[0] for item in chain): chain for batch in batches for chain in read_back(batch)}
+    credits = {
+        (1, 2, 3): [0, 0.5, 0.5], (1, 2, 3, 4, 5): [0, 0, 0, 0, 0.5],
+        (1, 6, 7, 8, 9, 10): [0, 0, 0.5, 0, 0.5, 0.5], (1, 11): [0, -1],
+    }  # fmt: skip
+    assert {tokens: [item[4] for item in chain] for tokens, chain in chains.items()} == credits
+
+
+def test_credits_of_turns_go_through_the_records_of_an_episode_in_order():
+    one = forked("a", [[1], [2], [3], [4]], [[1, 2, 5], [6]])
+    (batch,) = packed([one], [(0.5, -2.0, 3.0)])
+    assert batch.token_ids_BT.tolist() == [[1, 2, 3, 4], [1, 2, 5, 6]]
+    assert batch.credits_BT.tolist() == [[0.0, 0.5, 0.0, -2.0], [0.0, 0.0, 0.0, 3.0]]
+
+
+@pytest.mark.parametrize(("aggregation", "share"), [("sequence", 1 / 2), ("prompt", 1 / 2), ("token", 4 / 6)])
+def test_an_episode_weighs_no_more_for_having_rewritten_its_history(aggregation, share):
+    trajectories = [forked("a", [[1], [2, 3]], [[4], [5]], [[6], [7]]), trajectory("b", [8], [9, 10])]
+    (batch,) = packed(trajectories, aggregation=aggregation)
+    weights = dict(zip(batch.token_ids_BT.flatten().tolist(), batch.weights_BT.flatten().tolist(), strict=True))
+    assert [weights[token] for token in (2, 3, 5, 7)] == pytest.approx([share / 4] * 4)
+    assert batch.weights_BT.sum().item() == pytest.approx(1.0)
+
+
 def test_a_trajectory_without_a_credit_gets_no_place_but_counts_in_every_total():
     one = [trajectory("a", [1], [2, 3]), trajectory("a", [1], [4])]
     (batch,) = packed(one, credits=[1.0, None], aggregation="prompt")

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,16 @@ def test_an_episode_comes_back_with_every_token_its_author_and_its_worth(tmp_pat
             "credit": 0.25,
         }
     ]
+
+
+def test_the_records_of_a_rewritten_history_are_stored_beside_the_first(tmp_path):
+    one = trajectory()
+    forked = replace(one, forks=((TokenSpan.context([1, 2, 5, 6, 7]), one.spans[1]),))
+    EpisodeLog(tmp_path).log(1, [Group("p", (forked, one))])
+    first, second = read_episodes(tmp_path)
+    policy = {"author": "policy", "token_ids": [5, 6], "logprobs": [-0.1, -1 / 3], "version": 11}
+    assert first["forks"] == [[{"author": "context", "token_ids": [1, 2, 5, 6, 7]}, policy]]
+    assert "forks" not in second and first["spans"] == second["spans"]
 
 
 def test_a_failed_attempt_is_stored_with_its_reason_and_without_a_reward(tmp_path):
