@@ -151,10 +151,11 @@ def roles_between(dataset: Any, answers: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(roles - {"assistant", "system"}))
 
 
-def check_prompts(rows: Any, renderer: Renderer, context_length: int, where: str) -> None:
+def check_prompts(rows: Any, env: BaseMDPEnv, renderer: Renderer, context_length: int, where: str) -> None:
     """A prompt that leaves no room for an answer is found now, not in the middle of a run."""
     for number in range(len(rows)):
-        length = renderer.prompt_too_long(_messages(rows[number]), context_length - 1)
+        openings = _policy_openings(env, rows[number])
+        length = next(filter(None, (renderer.prompt_too_long(item, context_length - 1) for item in openings)), None)
         if length is not None:
             raise DataError(
                 f"{where}: prompt {rows[number].get('prompt_id', number)!r} has {length} tokens, but the model's context "
@@ -163,11 +164,13 @@ def check_prompts(rows: Any, renderer: Renderer, context_length: int, where: str
 
 
 def micro_batch_plan(
-    config: Config, batching: Batching, rows: Any, renderer: Renderer, new_tokens: int, context_length: int
+    config: Config, env: BaseMDPEnv, batching: Batching, rows: Any, renderer: Renderer, context_length: int
 ) -> list[dict[str, Any]]:
     """How prompts x samples become micro-batches; raises ConfigError when they cannot."""
-    longest = max(len(renderer.first(_messages(row))) for row in longest_rows(rows, 16))
-    new_tokens = min(new_tokens, context_length - longest)
+    openings = (messages for row in longest_rows(rows, 16) for messages in _policy_openings(env, row))
+    longest = max(len(renderer.first(messages)) for messages in openings)
+    lines = env.max_steps * len(env.roles)  # each role reads what the others say
+    new_tokens = min(lines * config.rollout.max_tokens, context_length - longest)
     return plan_table(
         prompts=config.rollout.prompts,
         samples=config.rollout.group_size,
@@ -176,7 +179,14 @@ def micro_batch_plan(
         max_tokens_per_batch=batching.max_tokens_per_batch or batching.budget([longest + new_tokens]),
         layout=config.training.layout,
         updates=config.training.updates_per_rollout,
+        roles=len(env.trained_roles),
     )
+
+
+def _policy_openings(env: BaseMDPEnv, row: Mapping[str, Any]) -> list[list[ChatMessage]]:
+    """The prompts that the policy gets from a row, one for each role that it plays."""
+    openings = env.openings(row)
+    return [openings[role] for role in env.policy_roles]
 
 
 def _messages(row: Mapping[str, Any], column: str = "messages") -> list[ChatMessage]:

@@ -218,7 +218,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     check_parts(config, backend)
     client = build_client(config, backend.model if backend.whole else plain_model(config, copy.deepcopy(start)), tokenizer)
     for rows, where in ((dataset, "data"), (held_out or (), "eval")):
-        check_prompts(rows, renderer, client.context_length, where)
+        check_prompts(rows, env, renderer, client.context_length, where)
     new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
     batching = _batching(config, algorithm, tokenizer, longest_completion=new_tokens)
     preparation = Preparation(
@@ -230,7 +230,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         reference=build_reference(config, algorithm, backend, start, tokenizer),
         ranks=all_ranks(config),
     )
-    plan = micro_batch_plan(config, batching, dataset, renderer, new_tokens, client.context_length)
+    plan = micro_batch_plan(config, env, batching, dataset, renderer, client.context_length)
     runner = asyncio.Runner()
     played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
 

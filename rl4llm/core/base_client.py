@@ -64,6 +64,9 @@ class BaseClient(ABC):
     async def expect(self, session: str) -> None:
         """The conversation begins; an engine in deterministic mode waits for all conversations under way."""
 
+    async def park(self, session: str) -> None:
+        """The conversation waits for another one; its cache may stay, and nobody waits for it until `expect`."""
+
     async def pause(self) -> None:
         """Stop generating at the next token; requests wait."""
 

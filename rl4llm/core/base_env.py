@@ -16,16 +16,26 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from rl4llm.core.errors import ConfigError, DataError, EnvError, RewardError
+from rl4llm.core.errors import ConfigError, DataError, EnvError, RewardError, unknown
 from rl4llm.core.threads import all_together, in_own_thread
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
 
-__all__ = ["LLM", "BaseMDPEnv", "BaseRewardFunction", "ChatMessage", "EnvState", "RewardExample", "SampleState"]
+__all__ = [
+    "LLM",
+    "BaseMDPEnv",
+    "BaseRewardFunction",
+    "ChatMessage",
+    "EnvState",
+    "EpisodeState",
+    "Line",
+    "RewardExample",
+    "SampleState",
+]
 
 T = TypeVar("T")
 RewardTransform = Callable[[dict[str, Tensor]], Tensor]
@@ -42,7 +52,7 @@ class SampleState:
     can be rewritten, `forks` holds further records, see `Trajectory`.
     What the environment puts into ``extras["metrics"]``, numbers by name, is logged as the mean ``env/<name>``.
     `sampling` holds fields of SamplingParams that are this sample's own. One that `is_baseline` is compared with, and never
-    trains.
+    trains. Where several roles speak in an `episode`, each has a sample, in which its own lines are the assistant's.
     """
 
     prompt_id: str
@@ -63,6 +73,8 @@ class SampleState:
     sampling: Mapping[str, float] = field(default_factory=dict)
     is_baseline: bool = False
     turn_rewards: dict[int, float] = field(default_factory=dict)
+    role: str = ""
+    episode: EpisodeState | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.init_msg_size = self.init_msg_size or len(self.messages)
@@ -97,16 +109,37 @@ class SampleState:
         self.stop_reason = self.stop_reason or stop_reason
 
     def fail(self, failure: str, failure_class: str = "env/failed") -> None:
-        """End the attempt as failed, through no fault of the model: it will not train and not count as reward 0."""
-        self.failure = failure
-        self.failure_class = failure_class
-        self.stop_reason = None
-        self.finish("failed")
+        """End the attempt as failed, through no fault of the model: it will not train and not count as reward 0.
+
+        What fails for one role fails for all of the episode.
+        """
+        for seat in (self,) if self.episode is None else self.episode.seats.values():
+            seat.failure = failure if seat is self else f"role {self.role!r}: {failure}"
+            seat.failure_class = failure_class
+            seat.stop_reason = None
+            seat.finish("failed")
+
+
+class Line(NamedTuple):
+    """What a role said in one turn."""
+
+    role: str
+    text: str
+
+
+@dataclass(slots=True)
+class EpisodeState:
+    """What the roles of one episode have in common: the task as the dataset has it, what was said so far, in order, and
+    each role's own sample."""
+
+    task: tuple[ChatMessage, ...]
+    said: list[Line] = field(default_factory=list)
+    seats: dict[str, SampleState] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class EnvState:
-    """All attempts of one rollout; the samples of one prompt stand together."""
+    """All attempts of one rollout; the samples of one prompt stand together, and of these those of one episode."""
 
     sample_states: list[SampleState]
     step: int = 0
@@ -121,6 +154,10 @@ class LLM(Protocol):
 
     async def close(self, sample: SampleState) -> None:
         """The sample's episode is over."""
+        ...
+
+    async def park(self, sample: SampleState) -> None:
+        """Another role of the episode goes on, whose sample was opened; this one speaks again after another `open`."""
         ...
 
     async def reply(self, sample: SampleState, sampling_params: SamplingParams) -> Completion:
@@ -220,6 +257,9 @@ class BaseMDPEnv:
     respond_timeout_s: float = 120.0
     reply_roles: tuple[str, ...] = ("user",)  # of the messages that `respond` returns; the chat template must know them
     continue_truncated: bool = False  # whether an episode goes on after a turn that ran into its token limit
+    roles: tuple[str, ...] = ("",)  # who speaks in an episode; each role's sample is one of the policy's, but for those of
+    opponents: Mapping[str, Any] = {}  # roles that somebody else plays, by role
+    frozen: Sequence[str] = ()  # roles that the policy plays without learning from it
     default_rewards: Sequence[Any] = ("math",)  # names, or mappings with options, where a configuration has no `rewards`
     prompts: Callable[..., Sequence[Mapping[str, Any]]] | None = None
     """A static method ``prompts(split, limit, **options)`` of an environment that brings its own dataset.
@@ -255,6 +295,31 @@ class BaseMDPEnv:
         self.shuffle_dataset = shuffle_dataset
         self.reward_transform_fn = reward_transform_fn
         self._check()
+
+    @property
+    def policy_roles(self) -> tuple[str, ...]:
+        """The roles that the policy plays."""
+        return tuple(role for role in self.roles if role not in self.opponents)
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """The roles that the policy learns from."""
+        return tuple(role for role in self.policy_roles if role not in self.frozen)
+
+    def opening(self, role: str, task: Sequence[ChatMessage], columns: Mapping[str, Any]) -> Sequence[ChatMessage]:
+        """How the conversation of a role begins, from the messages and the other columns of a row: by default as it is."""
+        return task
+
+    def openings(self, row: Mapping[str, Any]) -> dict[str, list[ChatMessage]]:
+        """How the conversation of each role begins; raises EnvError where `opening` does not return messages."""
+        columns = dict(row)
+        task = [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in columns.pop("messages")]
+        found = {role: self.opening(role, task, columns) for role in self.roles}
+        for role, messages in found.items():
+            if not isinstance(messages, list | tuple) or not all(isinstance(item, ChatMessage) for item in messages):
+                where = f"{type(self).__name__}.opening({role!r})"
+                raise EnvError(f"{where} must return a list of ChatMessage, not {messages!r:.200}")
+        return {role: list(messages) for role, messages in found.items()}
 
     def respond(self, sample: SampleState) -> Sequence[ChatMessage] | Coroutine[Any, Any, Sequence[ChatMessage]]:
         """The environment's next messages after the policy's last one; an empty list ends the episode. May be async."""
@@ -354,10 +419,27 @@ class BaseMDPEnv:
         if len(self.dataset) == 0:
             raise DataError(f"{where}: the dataset is empty.")
         row = self.dataset[0]
+        taken = [column for column in ("role", "transcript") if column in row] if any(self.roles) else []
+        if taken:
+            raise DataError(f"{where}: rewards are told the role and the transcript, so columns {taken} need other names.")
         missing = [column for column in ("messages", "ground_truth") if column not in row]
         if missing:
             raise DataError(f"{where}: the dataset has no column {missing}; it has {sorted(row)}.")
+        self._check_roles(where)
         self._check_rewards(where)
+
+    def _check_roles(self, where: str) -> None:
+        odd = [role for role in self.roles if not re.fullmatch(r"[a-zA-Z0-9_\-]+", str(role))] if self.roles != ("",) else []
+        if odd:
+            raise ConfigError(f"{where}: role {odd[0]!r} is not accepted: letters, digits, '_' and '-' only.")
+        if not self.roles or len(set(self.roles)) < len(self.roles):
+            raise ConfigError(f"{where}: roles={list(self.roles)} is not accepted: at least one, and all different.")
+        for key, role in (*(("frozen", role) for role in self.frozen), *(("opponents", role) for role in self.opponents)):
+            if role not in self.roles:
+                raise ConfigError(unknown(f"env.{key}", str(role), self.roles))
+        if not self.trained_roles:
+            played = f"env.frozen={list(self.frozen)}, env.opponents for {list(self.opponents)}"
+            raise ConfigError(f"{where}: no role would learn ({played}). Leave one of {', '.join(self.roles)} out of them.")
 
     def _check_rewards(self, where: str) -> None:
         names = [reward_function.name for reward_function in self.reward_functions]

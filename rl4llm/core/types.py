@@ -19,6 +19,8 @@ from rl4llm.core.errors import DataError, EngineError
 
 Author = Literal["policy", "context"]
 FinishReason = Literal["stop", "length", "abort"]
+GroupKey = tuple[str, str]
+"""A prompt and, in an episode of several roles, one of them."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -154,7 +156,8 @@ class Trajectory:
     """One finished episode: its exact tokens, what was said, and what it was worth.
 
     `turn_rewards` holds what each turn of the policy earned by itself, one number per turn or none at all; their sum is
-    part of `reward`, the rest of which the episode earned as a whole.
+    part of `reward`, the rest of which the episode earned as a whole. `role` is who speaks as the policy here, in an episode
+    of several roles; each has a trajectory of its own.
 
     An episode whose history was rewritten has one token record for each history: the first is `spans`, those that came
     later are `forks`. What two records share was sampled in one of them and is context in the other.
@@ -169,6 +172,12 @@ class Trajectory:
     extras: Mapping[str, Any] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     forks: tuple[tuple[TokenSpan, ...], ...] = ()
+    role: str = ""
+
+    @property
+    def group_key(self) -> GroupKey:
+        """Equal for the trajectories that are compared with one another."""
+        return self.prompt_id, self.role
 
     @property
     def records(self) -> tuple[tuple[TokenSpan, ...], ...]:
@@ -209,21 +218,30 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt, in sample order; all start with the same prompt tokens.
+    """The trajectories of one prompt and role, in sample order; all start with the same prompt tokens.
 
-    `baseline` is one more that only serves for comparison and never trains, such as the greedy one.
+    `baseline` is one more that only serves for comparison and never trains, such as the greedy one. Nothing of a `frozen`
+    group trains: the policy only plays that role.
     """
 
     prompt_id: str
     trajectories: tuple[Trajectory, ...]
     baseline: Trajectory | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         for trajectory in self.trajectories:
             if trajectory.prompt_id != self.prompt_id:
                 raise EngineError(f"Group {self.prompt_id!r} holds a trajectory of prompt {trajectory.prompt_id!r}.")
+            if trajectory.role != self.role:
+                raise EngineError(f"Group {self.prompt_id!r} holds the roles {self.role!r} and {trajectory.role!r}.")
             if trajectory.spans[0] != self.trajectories[0].spans[0]:
                 raise EngineError(f"Group {self.prompt_id!r}: its trajectories start from different prompt tokens.")
+
+    @property
+    def role(self) -> str:
+        """Who speaks as the policy in its trajectories."""
+        return self.trajectories[0].role if self.trajectories else ""
 
     @property
     def rewards_G(self) -> Tensor:

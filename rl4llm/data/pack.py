@@ -34,6 +34,7 @@ NEVER = -1
 class StepTotals:
     """What one optimizer step trains on, over all micro-batches and ranks: policy tokens, trajectories and prompts.
 
+    A prompt counts once for each role that was played in it.
     `constant_length` is the divisor of the aggregation "constant", in tokens.
     """
 
@@ -50,7 +51,7 @@ class StepTotals:
 def totals_of(trajectories: Sequence[Trajectory], *, constant_length: int = 0) -> StepTotals:
     """The totals of one optimizer step; add those of other ranks before packing."""
     tokens = sum(trajectory.num_policy_tokens for trajectory in trajectories)
-    prompts = len({trajectory.prompt_id for trajectory in trajectories})
+    prompts = len({trajectory.group_key for trajectory in trajectories})
     return StepTotals(tokens, len(trajectories), prompts, constant_length)
 
 
@@ -117,7 +118,7 @@ def pack(
     """
     if not trajectories:
         return []
-    prompts = _numbered([trajectory.prompt_id for trajectory in trajectories])
+    prompts = _numbered(trajectory.group_key for trajectory in trajectories)
     policy_tokens = np.array([trajectory.num_policy_tokens for trajectory in trajectories], np.int64)
     weights = AGGREGATIONS[aggregation](policy_tokens, prompts, totals)
     owners, trajectories, credits = _by_record(trajectories, credits)
@@ -168,8 +169,9 @@ def plan_table(
     max_tokens_per_batch: int,
     layout: str,
     updates: int = 1,
+    roles: int = 1,
 ) -> list[dict[str, object]]:
-    """How prompts x samples become micro-batches when every trajectory is as long as it may be, as rows of a table.
+    """How prompts x samples x roles become micro-batches when every trajectory is as long as it may be, as rows of a table.
 
     Raises ConfigError when one trajectory would exceed `max_tokens_per_batch`, or a step would train on no prompt.
     """
@@ -177,7 +179,7 @@ def plan_table(
     _check_budget(longest, max_tokens_per_batch)
     if updates > prompts:
         raise ConfigError(f"training.updates_per_rollout={updates} is not accepted: at most one per prompt ({prompts}).")
-    groups = math.ceil(prompts / updates)
+    groups = math.ceil(prompts * roles / updates)
     lengths = np.full(groups * samples, longest, np.int64)
     owners = np.repeat(np.arange(groups), samples)
     pieces = LAYOUTS[layout](_Layable(lengths, np.full_like(lengths, max_prompt_tokens), owners), max_tokens_per_batch)
@@ -185,7 +187,8 @@ def plan_table(
     rows = {
         "prompts per rollout": prompts,
         "samples per prompt": samples,
-        "trajectories per rollout": prompts * samples,
+        **({"roles that learn": roles} if roles > 1 else {}),
+        "trajectories per rollout": prompts * samples * roles,
         "optimizer steps per rollout": updates,
         "longest trajectory (tokens)": longest,
         "micro-batches per optimizer step, at most": len(sizes),
@@ -371,9 +374,9 @@ def _span_credits(trajectories: list[Trajectory], credits: list[Credit]) -> Floa
 
 def _groups(trajectories: list[Trajectory]) -> Ints:
     """Equal numbers for trajectories that begin with the same prompt; one that begins with the policy is alone."""
-    firsts = ((i, t.prompt_id, t.spans[0]) for i, t in enumerate(trajectories))
+    firsts = ((i, t.group_key, t.spans[0]) for i, t in enumerate(trajectories))
     return _numbered(
-        (prompt, first.token_ids) if first.author == "context" and first.token_ids else i for i, prompt, first in firsts
+        (key, first.token_ids) if first.author == "context" and first.token_ids else i for i, key, first in firsts
     )
 
 

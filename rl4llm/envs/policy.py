@@ -38,7 +38,8 @@ class PolicyLLM:
         """Announce the samples of a rollout, so that conversations passed to `generate` can be recognised."""
         self._samples = list(samples)
         for sample in samples:
-            sample.session = f"{self._identity[1]}/{sample.prompt_id}/{sample.index}"
+            role = f"/{sample.role}" if sample.role else ""
+            sample.session = f"{self._identity[1]}/{sample.prompt_id}{role}/{sample.index}"
             self._recorded[sample.session] = 0
             self._sampled[sample.session] = []
 
@@ -52,6 +53,10 @@ class PolicyLLM:
     async def open(self, sample: SampleState) -> None:
         """The sample's episode begins; an engine in deterministic mode waits for it from now on."""
         await self._client.expect(sample.session)
+
+    async def park(self, sample: SampleState) -> None:
+        """Another role of the episode goes on; an engine in deterministic mode waits for that one."""
+        await self._client.park(sample.session)
 
     async def close(self, sample: SampleState) -> None:
         """The sample's episode is over; the engine may drop its cache."""
@@ -108,7 +113,8 @@ class PolicyLLM:
             return Completion("", (), (), "abort", await self._client.version())
         turn = count_turns(sample.spans)
         draw = len(self._sampled[sample.session])  # several draws at one point are different draws
-        seed = derive_seed(*self._identity, params.seed, sample.prompt_id, sample.index, turn, draw)
+        whose = (sample.prompt_id, sample.role) if sample.role else (sample.prompt_id,)
+        seed = derive_seed(*self._identity, params.seed, *whose, sample.index, turn, draw)
         try:
             completion = await self._client.generate(
                 prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session

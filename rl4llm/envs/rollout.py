@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.base_env import BaseMDPEnv, EnvState, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, EnvState, EpisodeState, SampleState
 from rl4llm.core.errors import EnvError, RL4LLMError, TooManyFailuresError
 from rl4llm.core.types import ChatMessage, Group, SamplingParams, TokenSpan, Trajectory, count_turns
 from rl4llm.data.render import Renderer
@@ -43,8 +44,9 @@ class _Attempt:
 class Rollout:
     """Plays the episodes of an environment against an engine.
 
-    A failed sample is played once more from its seed; what fails again, or is not scored, is left out and counted, and when
-    more than `max_failed_share` of a rollout fails, TooManyFailuresError names the three most frequent causes.
+    An episode has a sample for each role that the policy plays. One that failed is played once more from its seed, and
+    the others with it; what fails again, or is not scored, is left out and counted, and when more than `max_failed_share` of
+    a rollout fails, TooManyFailuresError names the three most frequent causes.
     """
 
     def __init__(
@@ -87,20 +89,21 @@ class Rollout:
         size = group_size or self.env.group_size
         seen = Counter({row: count * (size + greedy_baseline) for row, count in (earlier or {}).items()})
         attempts = list(self._attempts(rows, size, first_index, seen, sampling, greedy_baseline))
-        samples = [self._sample(attempt) for attempt in attempts]
-        self._play(samples, step, sampling_params)
-        self._play_failed_again(attempts, samples, step, sampling_params)
+        episodes = [self._seats(attempt) for attempt in attempts]
+        self._play(episodes, step, sampling_params)
+        self._play_failed_again(attempts, episodes, step, sampling_params)
+        samples = [seat for seats in episodes for seat in seats if seat.failure is not None or seat.policy_spans]
         scores = score(samples, self.env.reward_functions, self.env.reward_transform_fn)
         for sample in samples:
             self._check_turns(sample)
-        self._check_failures(samples)
+        self._check_failures(episodes)
         trajectories = {
             id(sample): self._trajectory(sample, {name: values[i] for name, values in scores.rewards.items()}, reward)
             for i, (sample, reward) in enumerate(zip(samples, scores.reward.tolist(), strict=True))
             if sample.failure is None
         }
         return RolloutResult(
-            groups=tuple(self._groups(samples, trajectories, size + greedy_baseline)),
+            groups=tuple(self._groups(episodes, trajectories, size + greedy_baseline)),
             failed=tuple(sample for sample in samples if sample.failure is not None),
         )
 
@@ -122,22 +125,35 @@ class Rollout:
                 yield _Attempt(row, begin + size, GREEDY, is_baseline=True)
             seen[row] += size + greedy_baseline
 
-    def _sample(self, attempt: _Attempt) -> SampleState:
+    def _seats(self, attempt: _Attempt) -> list[SampleState]:
+        """The samples of one episode, one for each role that the policy plays."""
         columns = dict(self.env.dataset[attempt.row])
-        messages = [
-            item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in columns.pop("messages")
-        ]
-        return SampleState(
-            str(columns.pop("prompt_id", attempt.row)),
-            attempt.index,
-            messages,
-            columns.pop("ground_truth"),
-            columns,
-            sampling=attempt.sampling,
-            is_baseline=attempt.is_baseline,
-        )
+        openings = self.env.openings(columns)
+        task = columns.pop("messages")
+        prompt_id, ground_truth = str(columns.pop("prompt_id", attempt.row)), columns.pop("ground_truth")
+        episode = EpisodeState(task) if any(openings) else None
 
-    def _play(self, samples: list[SampleState], step: int, sampling_params: SamplingParams) -> None:
+        def seat(role: str, messages: list[ChatMessage]) -> SampleState:
+            shared = {} if episode is None else {"role": role, "transcript": episode.said}
+            return SampleState(
+                prompt_id,
+                attempt.index,
+                messages,
+                ground_truth,
+                columns | shared,
+                sampling=attempt.sampling,
+                is_baseline=attempt.is_baseline,
+                role=role,
+                episode=episode,
+            )
+
+        seats = {role: seat(role, messages) for role, messages in openings.items()}
+        if episode is not None:
+            episode.seats |= seats
+        return [seats[role] for role in self.env.policy_roles]
+
+    def _play(self, episodes: list[list[SampleState]], step: int, sampling_params: SamplingParams) -> None:
+        samples = [seat for seats in episodes for seat in seats]
         llm = PolicyLLM(self._client, self._renderer, self._runner, seed=self._seed, step=step)
         llm.begin(samples)
         try:
@@ -149,49 +165,51 @@ class Rollout:
             raise EnvError(f"{where} raised {type(error).__name__}: {error}") from error
         finally:
             llm.end()
-        for sample in samples:
-            self._check_played(sample)
+        for seats in episodes:
+            self._check_played(seats)
 
     def _play_failed_again(
         self,
         attempts: list[_Attempt],
-        samples: list[SampleState],
+        episodes: list[list[SampleState]],
         step: int,
         sampling_params: SamplingParams,
     ) -> None:
-        again = [i for i, sample in enumerate(samples) if sample.failure is not None]
+        again = [i for i, seats in enumerate(episodes) if _failed(seats)]
         for i in again:
-            first_failure = samples[i].failure_class
-            samples[i] = self._sample(attempts[i])
-            samples[i].extras["played_again_after"] = first_failure
+            first_failure = episodes[i][0].failure_class
+            episodes[i] = self._seats(attempts[i])
+            for seat in episodes[i]:
+                seat.extras["played_again_after"] = first_failure
         if again:
-            self._play([samples[i] for i in again], step, sampling_params)
+            self._play([episodes[i] for i in again], step, sampling_params)
 
-    def _check_played(self, sample: SampleState) -> None:
-        if sample.failure is None and not any(span.author == "policy" for span in sample.spans):
-            said = any(message.role == "assistant" for message in sample.messages[sample.init_msg_size :])
+    def _check_played(self, seats: list[SampleState]) -> None:
+        if not _failed(seats) and not any(seat.policy_spans for seat in seats):
+            said = any(message.role == "assistant" for seat in seats for message in seat.messages[seat.init_msg_size :])
             nothing = "ended the episode before the policy said anything"
             other = "ended the episode with no assistant message that is the text that was sampled; append it unchanged"
-            sample.fail(f"{type(self.env).__name__} {other if said else nothing}", "env/contract")
-        self._check_turns(sample)
-        if not sample.done:  # a level-3 loop that did not say why it stopped
-            sample.finish("done")
+            seats[0].fail(f"{type(self.env).__name__} {other if said else nothing}", "env/contract")
+        for seat in seats:
+            self._check_turns(seat)
+            if not seat.done:  # a level-3 loop that did not say why it stopped
+                seat.finish("done")
 
     def _check_turns(self, sample: SampleState) -> None:
         if sample.failure is None and max(sample.turn_rewards, default=-1) >= count_turns(sample.spans):
             rewarded = "a turn that the policy did not take was rewarded"
             sample.fail(f"{type(self.env).__name__}: {rewarded}", "env/contract")
 
-    def _check_failures(self, samples: list[SampleState]) -> None:
-        failed = [sample for sample in samples if sample.failure is not None]
-        causes = Counter(sample.failure_class for sample in failed)
-        examples = {sample.failure_class: sample.failure for sample in reversed(failed)}
-        if causes.total() > self._max_failed_share * len(samples):
+    def _check_failures(self, episodes: list[list[SampleState]]) -> None:
+        failed = [seats for seats in episodes if _failed(seats)]
+        causes = Counter(seats[0].failure_class for seats in failed)
+        examples = {seats[0].failure_class: seats[0].failure for seats in reversed(failed)}
+        if causes.total() > self._max_failed_share * len(episodes):
             most = "; ".join(f"{count} x {cause}: {examples[cause]}" for cause, count in causes.most_common(3))
             raise TooManyFailuresError(
-                f"{causes.total()} of {len(samples)} episodes failed, more than rollout.max_failed_share="
+                f"{causes.total()} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
                 f"{self._max_failed_share:g} allows. Most frequent: {most}.",
-                failed,
+                [seat for seats in failed for seat in seats],
             )
 
     def _trajectory(self, sample: SampleState, rewards: dict[str, torch.Tensor], reward: float) -> Trajectory:
@@ -207,17 +225,39 @@ class Rollout:
             extras={"sample": sample.index, "ground_truth": sample.ground_truth, **sample.extras},
             turn_rewards=turn_rewards,
             forks=tuple(_to_last_word(record) for record in sample.forks),
+            role=sample.role,
         )
 
-    @staticmethod
-    def _groups(samples: list[SampleState], trajectories: dict[int, Trajectory], size: int) -> Iterator[Group]:
-        """Each draw of a prompt is a group of its own, whatever else a rank plays."""
-        for first in range(0, len(samples), size):
-            played = [sample for sample in samples[first : first + size] if id(sample) in trajectories]
-            members = tuple(trajectories[id(sample)] for sample in played if not sample.is_baseline)
-            baseline = next((trajectories[id(sample)] for sample in played if sample.is_baseline), None)
-            if members:
-                yield Group(members[0].prompt_id, members, baseline)
+    def _groups(
+        self, episodes: list[list[SampleState]], trajectories: dict[int, Trajectory], size: int
+    ) -> Iterator[Group]:
+        """Each draw of a prompt is a group of its own for each role, whatever else a rank plays."""
+        for first in range(0, len(episodes), size):
+            for seats in zip(*episodes[first : first + size], strict=True):  # those of one role
+                played = [seat for seat in seats if id(seat) in trajectories]
+                members = [trajectories[id(seat)] for seat in played if not seat.is_baseline]
+                baseline = next((trajectories[id(seat)] for seat in played if seat.is_baseline), None)
+                if members:
+                    frozen = members[0].role in self.env.frozen
+                    yield Group(members[0].prompt_id, tuple(_from_common_start(members)), baseline, frozen)
+
+
+def _failed(seats: Sequence[SampleState]) -> bool:
+    return any(seat.failure is not None for seat in seats)
+
+
+def _from_common_start(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
+    """The trajectories with the tokens that all begin with as their first span: who is not the first to speak in an episode
+    begins with what others said in it."""
+    firsts = [trajectory.spans[0].token_ids for trajectory in trajectories]
+    if not trajectories[0].role or len(set(firsts)) == 1:
+        yield from trajectories
+        return
+    shared = next(i for i, tokens in enumerate(zip_longest(*firsts)) if len(set(tokens)) > 1)
+    for trajectory, first in zip(trajectories, firsts, strict=True):
+        rest = filter(None, [first[shared:]])
+        spans = (TokenSpan.context(first[:shared]), *map(TokenSpan.context, rest), *trajectory.spans[1:])
+        yield replace(trajectory, spans=spans)
 
 
 def _to_last_word(spans: Sequence[TokenSpan]) -> tuple[TokenSpan, ...]:

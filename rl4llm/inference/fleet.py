@@ -145,6 +145,10 @@ class FleetClient(BaseClient):
         for member in self._servers:
             await member.client.expect(session)
 
+    async def park(self, session: str) -> None:
+        for member in self._servers:
+            await member.client.park(session)
+
     async def release(self, session: str) -> None:
         self._names.release(session)
         self._homes.release(session)

@@ -116,6 +116,10 @@ class LocalClient(BaseClient):
     async def expect(self, session: str) -> None:
         self._expected.add(session)
 
+    async def park(self, session: str) -> None:
+        self._expected.discard(session)
+        self._wake_pump()
+
     async def pause(self) -> None:
         self._paused = True
 

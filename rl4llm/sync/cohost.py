@@ -88,6 +88,9 @@ class CohostedClient(BaseClient):
     async def expect(self, session: str) -> None:
         await self._client.expect(session)
 
+    async def park(self, session: str) -> None:
+        await self._client.park(session)
+
     async def release(self, session: str) -> None:
         await self._client.release(session)
 

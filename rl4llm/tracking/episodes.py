@@ -10,7 +10,8 @@
 
 An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
 An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` holds what environments and
-rewards noted: why a reward gave 0 (`reward_notes`), what failed before it was played again (`played_again_after`).
+rewards noted: why a reward gave 0 (`reward_notes`), what failed before it was played again (`played_again_after`). Where
+several roles speak in an episode, each that the policy plays has a row, with its `role` and whether that is `frozen`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _rows(
         yield _failed(sample)
     for number, group in enumerate(groups):
         for index, trajectory in enumerate(group.trajectories):
-            row = _finished(trajectory, index)
+            row = _finished(trajectory, index) | ({"frozen": group.frozen} if group.role else {})
             yield row if credits is None else {**row, "credit": credits[number][index]}
 
 
@@ -83,6 +84,7 @@ def _finished(trajectory: Trajectory, index: int) -> dict[str, Any]:
     extras = dict(trajectory.extras)
     return {
         "prompt_id": trajectory.prompt_id,
+        **({"role": trajectory.role} if trajectory.role else {}),
         "sample": extras.pop("sample", index),
         "reward": trajectory.reward,
         "rewards": dict(trajectory.rewards),
@@ -98,6 +100,7 @@ def _finished(trajectory: Trajectory, index: int) -> dict[str, Any]:
 def _failed(sample: SampleState) -> dict[str, Any]:
     return {
         "prompt_id": sample.prompt_id,
+        **({"role": sample.role} if sample.role else {}),
         "sample": sample.index,
         "failure": sample.failure or "unknown",
         "failure_class": sample.failure_class,

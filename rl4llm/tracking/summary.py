@@ -28,11 +28,13 @@ class Episode:
     stop_reason: str
     notes: tuple[str, ...] = ()
     measured: Mapping[str, float] = field(default_factory=dict)
+    role: str = ""
+    frozen: bool = False
 
 
 def facts(groups: Sequence[Group]) -> list[list[Episode]]:
     """The trajectories of each group, as metrics see them."""
-    return [[_fact(trajectory) for trajectory in group.trajectories] for group in groups]
+    return [[_fact(trajectory, group.frozen) for trajectory in group.trajectories] for group in groups]
 
 
 def classes(failed: Sequence[SampleState]) -> list[str]:
@@ -62,14 +64,30 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) 
     played_again/<class>         how many were finished at the second attempt, by what had failed the first
     trajectories, failures       how many were finished, and how many failed through no fault of the policy
     failures/<class>             the latter by class, such as env/timeout or math/unavailable
+    role/<role>/...              all but the failures once more for the trajectories of each role
 
-    Without any trajectory only the last three are there.
+    Without any trajectory only the failures and `trajectories` are there. Roles that are frozen count in no metric but
+    their own.
     """
-    trajectories = [trajectory for group in groups for trajectory in group]
     kinds = {f"failures/{kind}": float(count) for kind, count in sorted(Counter(failed).items())}
-    counts = {"trajectories": float(len(trajectories)), "failures": float(len(failed)), **kinds}
+    failures = {"failures": float(len(failed)), **kinds}
+    return {**_of([group for group in groups if not any(member.frozen for member in group)]), **failures, **_by_role(groups)}
+
+
+def _by_role(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    roles = dict.fromkeys(member.role for group in groups for member in group if member.role)
+    return {
+        f"role/{role}/{name}": value
+        for role in roles
+        for name, value in _of([group for group in groups if any(member.role == role for member in group)]).items()
+    }
+
+
+def _of(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """Metrics of the trajectories of groups."""
+    trajectories = [trajectory for group in groups for trajectory in group]
     if not trajectories:
-        return counts
+        return {"trajectories": 0.0}
     return {
         **_rewards(trajectories),
         **_lengths(trajectories),
@@ -78,7 +96,7 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) 
         "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
         "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group),
         **{note: float(count) for note, count in sorted(Counter(_notes(trajectories)).items())},
-        **counts,
+        "trajectories": float(len(trajectories)),
     }
 
 
@@ -128,7 +146,7 @@ def _zero_spread(group: Sequence[Episode]) -> bool:
     return min(rewards) == max(rewards)
 
 
-def _fact(trajectory: Trajectory) -> Episode:
+def _fact(trajectory: Trajectory, frozen: bool) -> Episode:
     return Episode(
         trajectory.reward,
         dict(trajectory.rewards),
@@ -138,6 +156,8 @@ def _fact(trajectory: Trajectory) -> Episode:
         trajectory.stop_reason,
         tuple(_noted(trajectory.extras)),
         {name: float(value) for name, value in trajectory.extras.get("metrics", {}).items()},
+        trajectory.role,
+        frozen,
     )
 
 

@@ -15,7 +15,7 @@ from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_algorithm import BaseAlgorithm, Total
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.ranks import Ranks
-from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory, Update
+from rl4llm.core.types import Group, GroupKey, TokenSpan, TrainBatch, Trajectory, Update
 from rl4llm.data.pack import Credit, StepTotals, check_aggregation, pack, totals_of
 
 T = TypeVar("T")
@@ -76,9 +76,9 @@ class Batching:
     def _pieces(self, trajectories: Sequence[Trajectory]) -> list[int]:
         if not self.whole_groups:
             return [record.num_tokens for trajectory in trajectories for record in trajectory.by_record()]
-        sizes: dict[str, int] = {}
+        sizes: dict[GroupKey, int] = {}
         for trajectory in trajectories:
-            sizes[trajectory.prompt_id] = sizes.get(trajectory.prompt_id, 0) + trajectory.num_tokens
+            sizes[trajectory.group_key] = sizes.get(trajectory.group_key, 0) + trajectory.num_tokens
         return list(sizes.values())
 
 
@@ -213,7 +213,7 @@ class Preparation:
         Ethayarajh et al. 2024 (KTO), section 4.1.
         """
         members = [trajectory for group in groups for trajectory in group.trajectories]
-        members.sort(key=lambda member: member.prompt_id)  # the estimate does not depend on the order of a batch
+        members.sort(key=lambda member: member.group_key)  # the estimate does not depend on the order of a batch
         mismatched = [
             replace(one, prompt_id=f"{number}", spans=(one.spans[0], _first_policy_span(other)))
             for number, (one, other) in enumerate(zip(members, members[1:] + members[:1], strict=True))

@@ -82,14 +82,17 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def collect(self) -> RolloutResult:
         """Play `group_size` episodes for each of the next prompts, and more in place of groups that do not train.
 
+        A prompt is a group for each role that learns.
+
         Of what is missing over all ranks each plays a share, so that any number of them play the same episodes.
         """
-        wanted, most, refills = self.prompts.batch_size * self.ranks.size, self.algorithm.needs().refills, 0
+        groups = len(self.rollout.env.trained_roles)  # of a prompt
+        wanted, most, refills = self.prompts.batch_size * self.ranks.size * groups, self.algorithm.needs().refills, 0
         with self.clock("rollout"):
             collected = self._play(self.prompts.next_batch(), round_number=0)
             while refills < most and (missing := wanted - self._count(collected)[0]) > 0:
                 refills += 1
-                more = self._play(self.prompts.next_batch(missing), round_number=refills)
+                more = self._play(self.prompts.next_batch(math.ceil(missing / groups)), round_number=refills)
                 collected = RolloutResult(collected.groups + more.groups, collected.failed + more.failed)
         if most:
             kept, played = self._count(collected)
@@ -102,7 +105,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         with self.clock("prepare"):
             self._lend_device()
             self._refresh_reference()
-            kept = [group for group in collected.groups if self.algorithm.keep(group)]
+            kept = [group for group in collected.groups if self._trains(group)]
             prepared = self.preparation.prepare(kept, self.step)
             self._note(kept, prepared)
             return prepared.updates
@@ -272,10 +275,14 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             raise
 
     def _count(self, collected: RolloutResult) -> tuple[int, int]:
-        """How many groups train and how many were played, on all ranks."""
-        kept = sum(self.algorithm.keep(group) for group in collected.groups)
-        kept, played = self.ranks.total(torch.tensor([kept, len(collected.groups)])).tolist()
+        """How many groups train, of how many that are not frozen, on all ranks."""
+        kept = sum(self._trains(group) for group in collected.groups)
+        played = sum(not group.frozen for group in collected.groups)
+        kept, played = self.ranks.total(torch.tensor([kept, played])).tolist()
         return kept, played
+
+    def _trains(self, group: Group) -> bool:
+        return not group.frozen and self.algorithm.keep(group)
 
     def _note(self, kept: Sequence[Group], prepared: Prepared) -> None:
         """Remember what `report` will tell."""

@@ -185,6 +185,19 @@ def test_with_the_aggregation_prompt_every_prompt_counts_alike_however_many_toke
     assert weights == pytest.approx({2: 1 / 6, 3: 1 / 6, 4: 1 / 6, 6: 1 / 2})
 
 
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_each_role_of_a_prompt_is_a_group_of_its_own(layout):
+    plain = [trajectory("a", [1], [2, 3]), trajectory("a", [1], [4]), trajectory("a", [1], [6])]
+    roles = [replace(one, role=role) for one, role in zip(plain, ("pro", "pro", "con"), strict=True)]
+    assert totals_of(plain).prompts == 1
+    assert totals_of(roles).prompts == 2
+    (batch,) = packed(roles, aggregation="prompt", layout=layout)
+    groups = dict(zip(batch.token_ids_BT[batch.mask_BT].tolist(), batch.group_ids_BT[batch.mask_BT].tolist(), strict=True))
+    assert groups == {2: 0, 3: 0, 4: 0, 6: 1}
+    weights = dict(zip(batch.token_ids_BT[batch.mask_BT].tolist(), batch.weights_BT[batch.mask_BT].tolist(), strict=True))
+    assert weights == pytest.approx({2: 1 / 6, 3: 1 / 6, 4: 1 / 6, 6: 1 / 2})
+
+
 def test_a_credit_may_be_one_number_per_turn_whatever_weights_wrote_it():
     spans = (
         TokenSpan.context((1,)),

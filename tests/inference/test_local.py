@@ -477,6 +477,29 @@ def test_deterministic_runs_are_bit_equal_however_long_tools_take(make, max_rows
     assert runs[0] == runs[1] == runs[2]
 
 
+def test_a_session_that_was_parked_is_not_waited_for_and_keeps_its_cache(make):
+    client = make(deterministic=True, stall_timeout_s=5)
+
+    async def turn(ids, session):
+        await client.expect(session)
+        completion = await client.generate(ids, SAMPLED, session=session)
+        return [*ids, *completion.token_ids, 30]
+
+    async def run():
+        pro = await turn(PROMPTS[0], "pro")
+        await client.expect("con")
+        await client.park("pro")
+        await turn(PROMPTS[1], "con")
+        before = (await client.health())["prefill_tokens"]
+        await client.expect("pro")
+        await client.park("con")
+        await turn(pro, "pro")
+        return len(pro), (await client.health())["prefill_tokens"] - before
+
+    length, prefilled = asyncio.run(run())
+    assert prefilled < length - len(PROMPTS[0])
+
+
 def test_a_session_that_never_comes_back_is_an_error_with_its_name(make):
     client = make(deterministic=True, stall_timeout_s=0.05)
 
