@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
 from rl4llm.core.threads import all_together
 from rl4llm.core.types import ChatMessage
-from rl4llm.inference.transport import Retry, Transport
+from rl4llm.inference.chat_server import ChatServer
 from rl4llm.rewards import RewardFailure
 
 CORRECTNESS = "An answer is right when it says the same as the reference answer, in whatever words, and nothing against it."
@@ -93,23 +91,26 @@ class LLMJudge(BaseRewardFunction):
         cache: str | None = None,
     ):
         super().__init__(name)
-        counts = {"attempts": attempts, "deadline_s": deadline_s, "concurrency": concurrency, "max_tokens": max_tokens}
-        for option, value in counts.items():
-            if not value > 0:
-                raise ConfigError(f"rewards.{name}.{option}={value!r} is not accepted: above 0.")
+        if not max_tokens > 0:
+            raise ConfigError(f"rewards.{name}.max_tokens={max_tokens!r} is not accepted: above 0.")
         if not lowest < highest:
             raise ConfigError(f"rewards.{name}: lowest={lowest}, highest={highest} is not accepted: lowest < highest.")
-        if api_key_env and not os.environ.get(api_key_env):
-            raise ConfigError(f"rewards.{name}.api_key_env={api_key_env!r}: this environment variable is not set.")
-        self.url, self.model, self.rubric = url, model, rubric
+        self.server = ChatServer(
+            f"rewards.{name}",
+            url=url,
+            model=model,
+            api_key_env=api_key_env,
+            attempts=attempts,
+            deadline_s=deadline_s,
+            concurrency=concurrency,
+            max_calls=max_calls,
+            max_total_tokens=max_total_tokens,
+        )
+        self.rubric = rubric
         self.lowest, self.highest = lowest, highest
-        self.retry = Retry(attempts)
         self.max_answer_chars = max_answer_chars
-        self.counts: Counter[str] = Counter()
         self._shown = _EXAMPLES if examples is None and rubric == CORRECTNESS else examples or ()
-        self._api_key = os.environ.get(api_key_env) if api_key_env else None
-        self._limits = {"calls": max_calls, "tokens": max_total_tokens}
-        self._deadline_s, self._concurrency, self._max_tokens = deadline_s, concurrency, max_tokens
+        self._max_tokens = max_tokens
         self._cache = _Cache(Path(cache) if cache else None)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
@@ -154,41 +155,26 @@ class LLMJudge(BaseRewardFunction):
         return self._cache.get(self._key(case))
 
     def _key(self, case: _Case) -> str:
-        content = [self.model, self.rubric, self.lowest, self.highest, case.question, case.reference, case.answer]
+        content = [self.server.model, self.rubric, self.lowest, self.highest, case.question, case.reference, case.answer]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     async def _judge_all(self, cases: Sequence[tuple[str, _Case]]) -> list[float | RewardFailure]:
-        transport = Transport(
-            self.url, deadline_s=self._deadline_s, connections=self._concurrency, api_key=self._api_key
-        )
         try:
-            return list(await asyncio.gather(*(self._judge(transport, key, case) for key, case in cases)))
+            return list(await asyncio.gather(*(self._judge(key, case) for key, case in cases)))
         finally:
-            await transport.close()
+            await self.server.disconnect()
 
-    async def _judge(self, transport: Transport, key: str, case: _Case) -> float | RewardFailure:
+    async def _judge(self, key: str, case: _Case) -> float | RewardFailure:
         mark = key[:12]  # of the whole content: a reply that contained its own mark would have another one
-
-        async def attempt(number: int) -> float:
-            self._spend()
-            body = self._request(case, mark) | {"temperature": 0.5 if number else 0.0}
-            reply = await transport.post("/chat/completions", body)
-            return self._verdict(reply, mark)
-
+        request = self._request(case, mark)
         try:
-            score = await self.retry.run(attempt)
-        except RewardFailure as failure:
-            return failure
+            score = await self.server.ask(
+                lambda attempt: request | {"temperature": 0.5 if attempt else 0.0}, lambda text: self._verdict(text, mark)
+            )
         except (UnreachableError, RefusedError) as error:
             return RewardFailure(f"the judge gave no verdict: {error}")
         self._cache.put(key, score)
         return score
-
-    def _spend(self) -> None:
-        for what, limit in self._limits.items():
-            if limit is not None and self.counts[what] >= limit:
-                raise RewardFailure(f"the judge's budget of {limit} {what} is used up")
-        self.counts["calls"] += 1
 
     def _request(self, case: _Case, mark: str) -> dict[str, Any]:
         rules = (
@@ -200,16 +186,11 @@ class LLMJudge(BaseRewardFunction):
         reference = f"Reference answer:\n{case.reference}\n\n" if case.reference else ""
         text = f"Task:\n{case.question}\n\n{reference}Answer to grade:\nBEGIN-{mark}\n{case.answer}\nEND-{mark}"
         messages = [{"role": "system", "content": rules}, {"role": "user", "content": text}]
-        return {"model": self.model, "messages": messages, "max_tokens": self._max_tokens}
+        return {"messages": messages, "max_tokens": self._max_tokens}
 
-    def _verdict(self, reply: Any, mark: str) -> float:
-        """The score in a server's reply; UnreachableError, which is tried again, when there is none."""
-        try:
-            text = reply["choices"][0]["message"]["content"]
-            self.counts["tokens"] += int((reply.get("usage") or {}).get("total_tokens", 0))
-            verdicts = re.findall(rf"VERDICT-{mark}\W{{0,8}}?(-?\d{{1,9}}(?:\.\d{{1,9}})?)[^\w\n]*$", text, re.MULTILINE)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise UnreachableError(f"its reply is no chat completion: {reply!r:.200}") from error
+    def _verdict(self, text: str, mark: str) -> float:
+        """The score in the judge's text; UnreachableError, which is tried again, when there is none."""
+        verdicts = re.findall(rf"VERDICT-{mark}\W{{0,8}}?(-?\d{{1,9}}(?:\.\d{{1,9}})?)[^\w\n]*$", text, re.MULTILINE)
         if not verdicts or not self.lowest <= float(verdicts[-1]) <= self.highest:
             ending = f"a line 'VERDICT-{mark}: N' with N from {self.lowest} to {self.highest}"
             raise UnreachableError(f"its reply has not {ending}: {text[-200:]!r}")

@@ -61,7 +61,7 @@ class Server:
 def judged(reply, **options):
     with Server(reply) as server:
         judge = LLMJudge(url=server.url, model="judge", **options)
-        judge.retry = Retry(judge.retry.attempts, first_wait_s=0.001, longest_wait_s=0.01)
+        judge.server.retry = Retry(judge.server.retry.attempts, first_wait_s=0.001, longest_wait_s=0.01)
         yield judge, server
 
 
@@ -90,9 +90,10 @@ def test_verdicts_become_scores_from_0_to_1_and_the_examples_hold():
 
 
 def test_training_does_not_start_with_a_judge_that_says_yes_to_everything_or_is_not_there():
-    with judged(lambda text, mark, number: f"VERDICT-{mark}: 10") as (judge, _), pytest.raises(RewardError, match="gave 1"):
-        check_examples([judge])
-    judge = LLMJudge(url=judge.url, model="judge", attempts=1)
+    with judged(lambda text, mark, number: f"VERDICT-{mark}: 10") as (judge, server):
+        with pytest.raises(RewardError, match="gave 1"):
+            check_examples([judge])
+    judge = LLMJudge(url=server.url, model="judge", attempts=1)
     with pytest.raises(RewardError, match="the judge gave no verdict"):
         check_examples([judge])
 
@@ -153,7 +154,7 @@ def test_what_is_no_verdict_is_asked_for_again_and_then_fails_the_sample(bad):
         return f"VERDICT-{mark}: 10"
 
     with judged(reply, attempts=2) as (judge, server):
-        assert score(samples("8"), [judge]).reward.tolist() == [1.0] and judge.counts["calls"] == 2
+        assert score(samples("8"), [judge]).reward.tolist() == [1.0] and judge.server.counts["calls"] == 2
         batch = samples("stubborn")
         assert score(batch, [judge]).reward.isnan().all()
         assert batch[0].failure_class == "llm_judge/unavailable" and "the judge gave no verdict" in batch[0].failure
