@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage, EnvState, SampleState
     from rl4llm.core.base_trainer import BaseRLTrainer, BaseTrainer
     from rl4llm.core.types import SamplingParams
-    from rl4llm.envs import ToolMDPEnv, register_env
+    from rl4llm.envs import CodeEnv, ToolMDPEnv, register_env
     from rl4llm.envs.tools import ToolSet, register_tool, tool
     from rl4llm.rewards import register_reward
 
@@ -24,6 +24,7 @@ __all__ = [
     "BaseRewardFunction",
     "BaseTrainer",
     "ChatMessage",
+    "CodeEnv",
     "DAPOTrainer",
     "DPOTrainer",
     "EnvState",
@@ -47,6 +48,7 @@ __all__ = [
 _HOME = {
     "BaseRLTrainer": "rl4llm.core.base_trainer",
     "BaseTrainer": "rl4llm.core.base_trainer",
+    "CodeEnv": "rl4llm.envs",
     "DAPOTrainer": "rl4llm.api",
     "DPOTrainer": "rl4llm.api",
     "GRPOTrainer": "rl4llm.api",

@@ -31,7 +31,7 @@ from honest import HONEST  # noqa: E402
 from sandbox_user import as_nobody, attacks, honest  # noqa: E402
 
 from rl4llm.data.read import read_rows  # noqa: E402
-from rl4llm.rewards.code_tests import program_of  # noqa: E402
+from rl4llm.rewards.code_tests import program_of, stored_tests  # noqa: E402
 from rl4llm.sandbox import Limits, Sandbox  # noqa: E402
 
 Count = tuple[str, str, int, dict[str, str]]
@@ -88,7 +88,7 @@ def _misjudged(statuses: dict[str, str]) -> dict[str, str]:
 
 
 def _graded(sandbox: Sandbox, rows: list, solutions: dict[str, str], status: str) -> dict[str, str]:
-    programs = [program_of(solutions[row["task_id"]], row["test"], row) for row in rows]
+    programs = [program_of(solutions[row["task_id"]], stored_tests(row["test"], row), row) for row in rows]
     with ThreadPoolExecutor(sandbox.slots) as threads:
         outcomes = threads.map(sandbox.run, programs)
     graded = zip(rows, outcomes, strict=True)

@@ -9,7 +9,8 @@ from typing import Any
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.code_tests import code_in, program_of
+from rl4llm.rewards.code_run import CodeRunner
+from rl4llm.rewards.code_tests import stored_tests
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.registry import register_reward
 from rl4llm.rewards.replies import final_reply, policy_messages
@@ -70,9 +71,8 @@ class CodeReward(BaseRewardFunction):
         self.partial = partial
         self.syntax_weight = float(syntax_weight)
         self.format_weight = float(format_weight)
-        self.max_chars = max_chars
-        self.limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
-        self.sandbox: Runner = sandbox or Sandbox()
+        limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
+        self.runner = CodeRunner(sandbox or Sandbox(), limits, max_chars)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         score, _, _ = self._grade(final_reply(messages), ground_truth, kwargs)
@@ -82,7 +82,7 @@ class CodeReward(BaseRewardFunction):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """One score per sample; a RewardFailure stands where the sandbox or the tests did not work."""
-        with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
+        with ThreadPoolExecutor(self.runner.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
             grades = list(threads.map(self._grade_sample, samples))
         for sample, (_, note, tests) in zip(samples, grades, strict=True):
             if note:
@@ -108,28 +108,22 @@ class CodeReward(BaseRewardFunction):
         ]
 
     def close(self) -> None:
-        self.sandbox.close()
+        self.runner.sandbox.close()
 
     def _grade_sample(self, sample: SampleState) -> Grade:
         return self._grade(final_reply(policy_messages(sample)), sample.ground_truth, sample.columns)
 
     def _grade(self, reply: str, ground_truth: Any, columns: Mapping[str, Any]) -> Grade:
-        if len(reply) > 4 * self.max_chars:
-            return 0.0, f"too_long: the reply has {len(reply)} characters", None
-        code, fenced = code_in(reply, columns.get("entry_point") or "")
         try:
-            program = program_of(code, ground_truth, columns)
+            tests = stored_tests(ground_truth, columns)
         except DataError as error:
             return RewardFailure(str(error)), None, None
-        if not code.strip():
-            return 0.0, "no_code", None
-        if len(code) > self.max_chars:
-            return 0.0, f"too_long: the code has {len(code)} characters, accepted are {self.max_chars}", None
-        outcome = self.sandbox.run(program, self.limits)
-        if outcome.status == "infra_error":
-            return RewardFailure(outcome.reason), None, _stored(outcome)
-        note = f"model_error: {outcome.reason}" if outcome.status == "model_error" else None
-        return self._score(outcome, fenced), note, _stored(outcome)
+        run = self.runner.run(reply, tests, columns)
+        if run.outcome is None:
+            return 0.0, run.note, None
+        if run.outcome.status == "infra_error":
+            return RewardFailure(run.outcome.reason), None, _stored(run.outcome)
+        return self._score(run.outcome, run.fenced), run.note, _stored(run.outcome)
 
     def _score(self, outcome: Outcome, fenced: bool) -> float:
         passed = outcome.passed_share if self.partial else float(outcome.status == "ok")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from rl4llm.rewards.extract import after_thinking
 from rl4llm.sandbox import Asserts, Call, Calls, Program, Stdin, Suite
 
 FENCE = "```"
+Tests = Asserts | Calls | Stdin | Suite
 _PYTHON = ("python", "python3", "py")
 _ACCEPTED = (
     "assert statements or a function check(candidate) as text; a list of assert statements; "
@@ -38,25 +41,73 @@ def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:
     return blocks[chosen][2], closed or chosen < len(blocks) - 1
 
 
-def program_of(source: str, ground_truth: Any, columns: Mapping[str, Any]) -> Program:
-    """A reply's code with the tests of its row; raises DataError for tests in no known layout.
+def stored_tests(stored: Any, columns: Mapping[str, Any], column: str = "ground_truth") -> Tests:
+    """The tests that a column of a row holds; raises DataError for those in no known layout.
 
-    The columns `entry_point` and `prompt` (the code before the reply, where it defines the entry point), `test_setup_code`
-    and `test_imports` count where they are there.
+    The columns `entry_point`, `prompt` (where it defines the entry point), `test_setup_code` and `test_imports` count where
+    they are there.
     """
-    entry_point = columns.get("entry_point") or ""
-    prompt = columns.get("prompt")
-    prefix = prompt if isinstance(prompt, str) and entry_point and f"def {entry_point}" in prompt else ""
-    setup = "\n".join([*(columns.get("test_imports") or ()), columns.get("test_setup_code") or "", prefix])
+    setup = "\n".join([*(columns.get("test_imports") or ()), columns.get("test_setup_code") or "", _prefix(columns)])
     try:
-        tests = _tests(ground_truth, entry_point, setup)
+        return _tests(stored, columns.get("entry_point") or "", setup)
     except (KeyError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"[:200]
-        raise DataError(f"ground_truth={ground_truth!r:.200} holds no tests ({problem}). Accepted: {_ACCEPTED}.") from error
-    return Program(source, tests, prefix=prefix, entry_point=entry_point)
+        raise DataError(f"{column}={stored!r:.200} holds no tests ({problem}). Accepted: {_ACCEPTED}.") from error
 
 
-def _tests(ground_truth: Any, entry_point: str, setup: str) -> Asserts | Calls | Stdin | Suite:
+def program_of(source: str, tests: Tests | None, columns: Mapping[str, Any]) -> Program:
+    """A reply's code, behind the code that its row's column `prompt` begins, with tests or to be run as it is."""
+    return Program(source, tests, prefix=_prefix(columns), entry_point=columns.get("entry_point") or "")
+
+
+def visible_tests(columns: Mapping[str, Any], prompt: str) -> Tests | None:
+    """The tests that a program may be told of: the column `public_tests`, or the examples in its prompt; None without any.
+
+    Raises DataError for a column with no tests. The examples are those of the column `prompt`, where the row has one.
+    """
+    if columns.get("public_tests") is not None:
+        return stored_tests(columns["public_tests"], columns, "public_tests")
+    prompt = columns["prompt"] if isinstance(columns.get("prompt"), str) else prompt
+    examples = examples_in(prompt, columns.get("entry_point") or "")
+    return stored_tests(examples, columns) if examples else None
+
+
+def examples_in(prompt: str, entry_point: str = "") -> list[str]:
+    """Assert statements of the calls in a text whose values stand behind them, as doctests or behind an arrow.
+
+    >>> examples_in("Examples: double(2) => 4\\n>>> double(3)\\n6", "double")
+    ['assert double(3) == 6', 'assert double(2) == 4']
+
+    What is no call of literals with a literal behind it is passed over.
+    """
+    found = _DOCTEST.findall(prompt)
+    if entry_point:
+        found += re.findall(rf"({re.escape(entry_point)}\(.*\)){_ARROW}(\S.*?){_END}", prompt, re.MULTILINE)
+    return list(dict.fromkeys(f"assert {call} == {value}" for call, value in found if _is_example(call, value)))
+
+
+_DOCTEST = re.compile(r"^[ \t]*>>>[ \t]*(.*\S)[ \t]*\n[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+_ARROW = r"(?: is|\s*(?:[-=]*>|==?|➞|→|#?\s*(?:=>|returns|should return|should be equal to)))\s*"
+_END = r"[ \t.]*(?:\"\"\"|\'\'\')?[ \t]*$"
+
+
+def _is_example(call: str, value: str) -> bool:
+    try:
+        tree = ast.parse(call, mode="eval").body
+        for part in [value, *map(ast.unparse, [*tree.args, *(keyword.value for keyword in tree.keywords)])]:
+            ast.literal_eval(part)
+    except (SyntaxError, ValueError, TypeError, AttributeError, MemoryError, RecursionError):
+        return False
+    return isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
+
+
+def _prefix(columns: Mapping[str, Any]) -> str:
+    """The code before the reply, where the column `prompt` defines the entry point."""
+    prompt, entry_point = columns.get("prompt"), columns.get("entry_point") or ""
+    return prompt if isinstance(prompt, str) and entry_point and f"def {entry_point}" in prompt else ""
+
+
+def _tests(ground_truth: Any, entry_point: str, setup: str) -> Tests:
     if isinstance(ground_truth, str):
         if ground_truth.lstrip()[:1] not in ("{", "["):
             return _filled(Asserts((ground_truth,), entry_point, setup), ground_truth.strip())

@@ -168,7 +168,8 @@ def be_called(channel, job):
         for part in code:
             exec(part, module.__dict__)
     except BaseException as error:  # noqa: BLE001 - the model's code
-        return channel.send('{"broken":%s}' % quoted(reason_of(error)))  # noqa: UP031
+        reason = f"{reason_of(error)} ({where(error) or 'somewhere'})"
+        return channel.send('{"broken":%s}' % quoted(reason))  # noqa: UP031
     channel.send('{"loaded":true}')
     while True:
         request = channel.receive()
@@ -183,7 +184,19 @@ def answer(module, request):
         return '"value":' + encoded(value)
     except BaseException as error:  # noqa: BLE001 - the model's code
         name = type(error).__name__
-        return f'"error":{quoted(name[:100])},"reason":{quoted(reason_of(error))}'
+        return f'"error":{quoted(name[:100])},"reason":{quoted(reason_of(error))},"where":{quoted(where(error))}'
+
+
+def where(error):
+    """The line of the program that raised, as far as that is known."""
+    try:
+        line, step = 0, error.__traceback__
+        while step is not None:
+            line = step.tb_lineno if step.tb_frame.f_code.co_filename == "program.py" else line
+            step = step.tb_next
+        return f"line {line:d}" if line else ""
+    except BaseException:  # noqa: BLE001 - the model's own exception class
+        return ""
 
 
 def function_of(module, name):
@@ -237,7 +250,8 @@ def run_script(code, text):
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the model's code
-        sys.__excepthook__(type(error), error, error.__traceback__.tb_next)
+        error.__traceback__ = error.__traceback__.tb_next
+        sys.__excepthook__(type(error), error, error.__traceback__)
         raise SystemExit(1) from None
     raise SystemExit(0)
 
@@ -303,14 +317,14 @@ def hold_asserts(channel, job):
         units = list(units_of(channel, job, namespace))
     except BaseException as error:  # noqa: BLE001 - the dataset's code
         return channel.send('{"broken":%s}' % quoted(reason_of(error)))  # noqa: UP031
-    channel.send('{"plan":[%s]}' % ",".join(quoted(name) for name, _, _, is_test in units if is_test))  # noqa: UP031
-    for name, code, scope, is_test in units:
+    channel.send('{"plan":[%s]}' % ",".join(quoted(name) for name, _, _, source in units if source))  # noqa: UP031
+    for name, code, scope, source in units:
         try:
             exec(code, scope)
         except BaseException as error:  # noqa: BLE001 - a failed test, or the step before one
-            report(channel, name, error)
+            report(channel, name, error, source)
         else:
-            if is_test:
+            if source:
                 report(channel, name, None)
     channel.send('{"done":true}')
     return None
@@ -326,7 +340,7 @@ def setup_of(text):
 
 
 def units_of(channel, job, namespace):
-    """(name, code, namespace, whether it is a test) for every statement of the tests, in order."""
+    """(name, code, namespace, text where it is a test) for every statement of the tests, in order."""
     trees = [compile(text, "tests", "exec", ONLY_AST) for text in job["tests"]]
     leaves = [leaf for tree in trees for leaf in walk(tree)]
     bases = {leaf.value.id for leaf in leaves if isinstance(leaf, _ast.Attribute) and isinstance(leaf.value, _ast.Name)}
@@ -338,7 +352,8 @@ def units_of(channel, job, namespace):
         namespace[name] = Proxy(channel, name)
     checks = [node for tree in trees for node in tree.body if isinstance(node, _ast.FunctionDef) and node.name == "check"]
     number = 0
-    for tree in trees:
+    for tree, text in zip(trees, job["tests"], strict=True):
+        lines = text.splitlines()
         for node in tree.body:
             for part, scope in parts_of(node, checks, channel, job, namespace):
                 leaves = [] if is_definition(part) else list(walk(part))
@@ -346,7 +361,8 @@ def units_of(channel, job, namespace):
                 is_test = all(any(isinstance(leaf, kind) for leaf in leaves) for kind in (_ast.Assert, _ast.Name))
                 number += is_test
                 code = compile(_ast.Module(body=[part], type_ignores=[]), "tests", "exec")
-                yield f"assert {number}" if is_test else f"line {part.lineno}", code, scope, is_test
+                source = "\n".join(lines[part.lineno - 1 : part.end_lineno]).strip() or "assert"
+                yield f"assert {number}" if is_test else f"line {part.lineno}", code, scope, is_test and source
 
 
 def stored(leaves):
@@ -397,7 +413,7 @@ LIBRARY = {
 }  # fmt: skip
 
 
-def report(channel, name, error):
+def report(channel, name, error, source=""):
     """How a test ended; `kind` says whose fault a failure is."""
     kind = "passed" if error is None else "wrong"
     if isinstance(error, CandidateEnded):
@@ -405,7 +421,8 @@ def report(channel, name, error):
     elif isinstance(error, NotALiteral):
         kind = "broken"
     reason = "" if error is None else reason_of(error)
-    channel.send(f'{{"test":{quoted(name)},"kind":"{kind}","reason":{quoted(reason)}}}')
+    source = quoted((source or "")[:MAX_REASON])
+    channel.send(f'{{"test":{quoted(name)},"kind":"{kind}","reason":{quoted(reason)},"source":{source}}}')
 
 
 def hold_suite(channel, job):

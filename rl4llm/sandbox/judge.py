@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rl4llm.sandbox.supervisor import Station
 
 SHOWN = 2000
+SHOWN_VALUE = 300  # of a value in what is told of a failed test
+SHOWN_TRACE = 600  # of the end of a traceback there
 TESTS_BYTES = 8 * 1024**2  # of one call that tests make; they are trusted, but may pass on what the program returned
 
 
@@ -136,13 +138,20 @@ def _stdin(candidate: Candidate, tests: Stdin) -> Outcome:
     for number, (given, expected) in enumerate(tests.cases, 1):
         name = f"input {number}"
         try:
-            result, out, _ = _run_once(candidate, given)
+            result, out, err = _run_once(candidate, given)
         except Ended as ended:
-            results.append(TestResult(name, ended.status, ended.reason))
+            shown = f"Input:\n{_brief(given)}\n{ended.reason}"
+            results.append(TestResult(name, ended.status, ended.reason, shown))
             continue
-        if result.passed and not same_text(out, expected):
-            result = TestResult(name, "wrong", "the output is another one")
-        results.append(TestResult(name, result.status, result.reason))
+        if not result.passed:
+            shown = f"Input:\n{_brief(given)}\n{err.strip()[-SHOWN_TRACE:] or result.reason}"
+            result = replace(result, name=name, shown=shown)
+        elif same_text(out, expected):
+            result = TestResult(name, "ok")
+        else:
+            shown = f"Input:\n{_brief(given)}\nExpected output:\n{_brief(expected)}\nOutput:\n{_brief(out)}"
+            result = TestResult(name, "wrong", "the output is another one", shown)
+        results.append(result)
     return _outcome(results, candidate.parsed)
 
 
@@ -169,9 +178,34 @@ def _calls(candidate: Candidate, tests: Calls) -> Outcome:
             reply = candidate.ask(request)
             status, reason = _compared(reply, case.expected, tests.float_tolerance)
         except Ended as ended:
-            status, reason = ended.status, ended.reason
-        results.append(TestResult(name, status, reason))
+            reply, status, reason = {"ended": ended.reason}, ended.status, ended.reason
+        shown = "" if status == "ok" else f"{_exchange(case.fn, request, reply)}\nExpected: {_brief(repr(case.expected))}"
+        results.append(TestResult(name, status, reason, shown))
     return _outcome(results, candidate.parsed)
+
+
+def _exchange(fn: str, request: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
+    """A call and what came of it, as a line."""
+    given = [_value(item) for item in request["args"]]
+    given += [f"{key}={_value(item)}" for key, item in request["kwargs"].get("dict", ())]
+    call = f"{fn}({_brief(', '.join(given))})"
+    if "value" in reply:
+        return f"{call} returned {_value(reply['value'])}"
+    where = f" ({str(reply['where'])[:100]})" if reply.get("where") else ""
+    return f"{call}: {_brief(str(reply.get('reason') or reply.get('ended')))}{where}"
+
+
+def _value(wired: Any) -> str:
+    """A value as Python writes it."""
+    try:
+        return _brief(repr(decode(wired)))
+    except WireError as error:
+        return f"what is no literal: {error}"
+
+
+def _brief(text: str) -> str:
+    text = text.rstrip()
+    return text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
 
 
 def _compared(reply: dict[str, Any], expected: Any, float_tolerance: float) -> tuple[Status, str]:
@@ -193,10 +227,11 @@ def _code(station: Station, candidate: Candidate, tests: Asserts | Suite, limits
     cell.play(*_role(candidate.program, tests))
     results: list[TestResult] = []
     plan: list[str] = []
+    last: tuple[str, Any, Any] | None = None
     try:
         while "done" not in (message := cell.receive(_next_deadline(limits, deadline), "a test")):
             plan = message.get("plan", plan)
-            _act_on(message, results, candidate, cell, deadline)
+            last = _act_on(message, results, last, candidate, lambda answer: cell.send(answer, deadline))
             cell.beside = [candidate.cell] if candidate.cell else []
     except Ended as ended:
         if ended.status == "infra_error":
@@ -204,22 +239,39 @@ def _code(station: Station, candidate: Candidate, tests: Asserts | Suite, limits
         if not plan:
             raise BrokenTests(f"the tests do not run: {ended.reason}") from None
         done = {result.name for result in results}
-        results += [TestResult(name, ended.status, ended.reason) for name in plan if name not in done]
+        results += [TestResult(name, ended.status, ended.reason, ended.reason) for name in plan if name not in done]
     if not plan:
         raise BrokenTests("the tests hold no assert that could fail")
     return _outcome(results, candidate.parsed)
 
 
 def _act_on(
-    message: dict[str, Any], results: list[TestResult], candidate: Candidate, cell: Cell, deadline: float
-) -> None:
-    """Note a result, or pass a call on; what the tests say can be believed, since nothing of the program is with them."""
+    message: dict[str, Any],
+    results: list[TestResult],
+    last: tuple[str, Any, Any] | None,
+    candidate: Candidate,
+    send: Callable[[dict[str, Any]], None],
+) -> tuple[str, Any, Any] | None:
+    """Note a result, or pass a call on; returns the last call of the running test, with what came of it."""
     if "broken" in message:
         raise BrokenTests(f"the tests do not run: {message['broken']}")
     if "test" in message:
-        results.append(TestResult(message["test"], _KINDS[message["kind"]], message["reason"]))
+        results.append(_result(message, _exchange(*last) if last else ""))
+        last = None
     if "call" in message:
-        cell.send(_passed_on(candidate, message), deadline)
+        last = message["call"], message, _passed_on(candidate, message)
+        send(last[2])
+    return last
+
+
+def _result(message: Mapping[str, Any], exchange: str) -> TestResult:
+    """How a test ended; what tests say can be believed, since nothing of the program is with them."""
+    status, reason = _KINDS[message["kind"]], message["reason"]
+    if status == "ok":
+        return TestResult(message["test"], status)
+    told = exchange and (reason == "AssertionError: " or reason.partition(": ")[2] in exchange)
+    shown = (_brief(message.get("source", "")), exchange, "" if told else _brief(reason))
+    return TestResult(message["test"], status, reason, "\n".join(filter(None, shown)))
 
 
 _KINDS: dict[str, Status] = {"passed": "ok", "wrong": "wrong", "ended": "model_error", "broken": "infra_error"}
@@ -240,7 +292,8 @@ def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
     try:
         reply = candidate.ask({"fn": message["call"], "args": message["args"], "kwargs": message["kwargs"]})
         if "value" not in reply:
-            return {"error": str(reply.get("error"))[:100], "reason": str(reply.get("reason"))[:SHOWN]}
+            told = {name: str(reply.get(name, ""))[:size] for name, size in (("reason", SHOWN), ("where", 100))}
+            return {"error": str(reply.get("error"))[:100], **told}
         return {"value": encode(decode(reply["value"]))}
     except WireError as error:
         return {"error": "TypeError", "reason": str(error)}

@@ -122,13 +122,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """One test: its name, whether it passed, and why not."""
+    """One test: its name, whether it passed, and why not.
+
+    Of one that failed, `shown` is what was asked, expected and answered, in a few lines. It holds the expected answer, so it
+    is only for whom the test is no secret.
+    """
 
     __test__ = False  # for pytest, which takes the name for a class of tests
 
     name: str
     status: Status
     reason: str = ""
+    shown: str = ""
 
     @property
     def passed(self) -> bool:

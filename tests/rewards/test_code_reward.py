@@ -9,7 +9,7 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards import CodeReward, RewardFailure, as_reward_function
-from rl4llm.rewards.code_tests import code_in, program_of
+from rl4llm.rewards.code_tests import code_in, stored_tests
 from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.score import score
 from rl4llm.sandbox import Asserts, Calls, Outcome, Sandbox, Stdin, Suite, TestResult
@@ -76,10 +76,9 @@ def test_tests_passed_syntax_and_format_make_the_score(code, full, partial, weig
 
 
 def test_what_came_of_each_test_is_kept_with_the_episode(sandbox):
-    reward = CodeReward(sandbox=sandbox)
+    reward = CodeReward(sandbox=sandbox, wall_s=0.5, total_s=0.5)
     replies = (fenced("def double(x): return x * x"), fenced("while True: pass"), "No idea.\n```\n```")
     samples = [sample(reply) for reply in replies]
-    reward.limits = type(reward.limits)(wall_s=0.5, total_s=0.5)
     assert list(score(samples, [reward]).rewards["code"]) == [0.0, 0.0, 0.0]
     kept = samples[0].extras["tests"]["code"]
     assert (kept["status"], kept["sandbox"]) == ("wrong", "prefork")
@@ -121,7 +120,7 @@ def test_rows_of_humaneval_mbpp_apps_and_suites_are_understood(sandbox):
 )  # fmt: skip
 def test_tests_in_no_known_layout_are_the_datasets_fault(tests):
     with pytest.raises(DataError, match=r"holds no tests.*Accepted: assert statements"):
-        program_of("x = 1", tests, {})
+        stored_tests(tests, {})
     samples = [sample("```python\nx = 1\n```", tests), sample("```python\nx = 1\n```")]
     score(samples, [CodeReward(sandbox=Recorded(Outcome("ok")))])
     assert "holds no tests" in samples[0].failure
@@ -136,7 +135,7 @@ def test_layouts_become_the_right_kind_of_tests():
         '{"files": {"a.py": ""}, "required": ["a.py::x"]}': Suite,
     }
     for text, kind in kinds.items():
-        assert type(program_of("x", text, {}).tests) is kind
+        assert type(stored_tests(text, {})) is kind
 
 
 def test_a_sandbox_that_fails_masks_the_sample_instead_of_scoring_it_0():
@@ -196,7 +195,7 @@ def test_replies_that_no_program_is_are_0_and_cost_nothing(reply, sandbox):
 def test_a_configuration_gives_its_sandbox_to_the_rewards_that_ask_for_one():
     runner = Recorded(Outcome("ok", tests=(TestResult("a", "ok"),)))
     reward = as_reward_function({"name": "code", "label": "mine", "partial": True}, provided={"sandbox": runner})
-    assert (reward.name, reward.partial, reward.sandbox) == ("mine", True, runner)
+    assert (reward.name, reward.partial, reward.runner.sandbox) == ("mine", True, runner)
     as_reward_function("format", provided={"sandbox": runner})
     reward.close()
     assert runner.programs is None

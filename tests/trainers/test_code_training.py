@@ -14,6 +14,7 @@ from rl4llm.config import load_config
 from rl4llm.core.errors import RewardError
 
 CONFIG = Path(__file__).parents[2] / "configs" / "humaneval_grpo.yaml"
+REPAIR = CONFIG.with_name("code_repair_grpo.yaml")
 SMALL = [
     "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
     "tracking.tensorboard=false", "checkpoint.every=0",
@@ -27,7 +28,7 @@ def problems(tmp_path):
     rows = [
         {
             "task_id": f"own/{number}",
-            "prompt": f"def add{number}(x):\n    \"\"\"Add {number}.\"\"\"\n",
+            "prompt": f"def add{number}(x):\n    \"\"\"Add {number}, such that add{number}(2) == {number + 2}.\"\"\"\n",
             "entry_point": f"add{number}",
             "test": f"def check(candidate):\n    assert candidate(1) == {number + 1}\n    assert candidate(0) == {number}\n",
         }
@@ -54,6 +55,20 @@ def test_the_configuration_for_programs_trains_end_to_end(model_dir, problems, t
     stored = [json.loads(line)["extras"]["tests"]["code"] for line in episodes]
     assert {item["sandbox"] for item in stored} == {"prefork"}
     assert {item["status"] for item in stored} <= {"wrong", "model_error"}
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed; scripts/install_sandbox.sh does it")
+def test_the_configuration_for_programs_that_are_repaired_trains_end_to_end(model_dir, problems, tmp_path):
+    """The small model says no whole program, but a turn that ends at a frequent letter is one that fails."""
+    given = arguments(model_dir, problems, tmp_path / "run", "rollout.stop=[e,a,t,o]", "rollout.max_tokens=32")
+    assert main(["train", str(REPAIR), *given[1:]]) == 0
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    played = [row for row in metrics if "trajectories" in row]
+    assert [row["trajectories"] for row in played] == [4.0, 4.0]
+    assert all(row["turns"] > 1 and row["env/runs"] > 1 and row["env/first_try"] == 0 for row in played)
+    episodes = (tmp_path / "run" / "episodes" / "step-000001.jsonl").read_text().splitlines()
+    said = [message["content"] for line in episodes for message in json.loads(line)["messages"]]
+    assert any(text.startswith("Test 1 of 1 failed:\nassert add") for text in said)
 
 
 def test_training_refuses_the_weak_level_unless_the_configuration_allows_it(model_dir, problems, tmp_path):
