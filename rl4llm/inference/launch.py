@@ -28,13 +28,13 @@ from types import TracebackType
 import psutil
 
 from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.core.supervise import SUPERVISE
 from rl4llm.inference.command import ENGINES, boot_advice, server_command
 from rl4llm.inference.ports import check_free, describe, holder, url_of
 
 LAST_LINES = 40  # of a dead server's log, in the error
 LONGEST_LINE = 400  # SGLang prints all its options in one line of 20,000 characters
 TAIL_BYTES = 65536
-SUPERVISE = Path(__file__).with_name("supervise.py")  # a path, which holds in whatever directory this process is
 LOOK_S = 0.5
 HEALTH_DEADLINE_S = 4.0
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0  # before a server is started again; doubled each time in a row
@@ -72,7 +72,7 @@ def launch(
 class Server:
     """A server process with everything that it starts, from ``with`` to the end of the block, or of this process.
 
-    However the block or this process ends, kill -9 included, nothing of the server is left: `rl4llm.inference.supervise`
+    However the block or this process ends, kill -9 included, nothing of the server is left: `rl4llm.core.supervise`
     stands between the two.
 
     Args:

@@ -1,11 +1,11 @@
-"""Stands between a launcher and its server, so that no process of the server outlives either of them.
+"""Stands between a launcher and what it starts, a server or an agent, so that no process of that outlives either of them.
 
     python supervise.py LAUNCHER_PID GRACE_S COMMAND ...
 
-It starts the command in a process group of its own and waits for the first of three: the server ends, the launcher asks
-it to stop (SIGTERM), the launcher is gone, killed with -9 perhaps. Then the server is asked to end, killed after
+It starts the command in a process group of its own and waits for the first of three: the command ends, the launcher asks
+it to stop (SIGTERM), the launcher is gone, killed with -9 perhaps. Then the command is asked to end, killed after
 GRACE_S, and so is everything that it started: on Linux, processes whose parent died become children of this one, so that
-none can hide. It ends with the server's exit code.
+none can hide. It ends with the command's exit code. Where it reads and writes is the launcher's choice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
+SUPERVISE = Path(__file__).resolve()  # a path, which holds in whatever directory the launcher is
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # of prctl(2)
 LOOK_S = 0.2  # how often to look whether the launcher lives
 GIVE_UP_S = 30.0  # a process that a driver holds in the kernel cannot be killed
@@ -50,7 +52,7 @@ class Bell:
 
 
 class Family:
-    """The server and all that it started."""
+    """The command and all that it started."""
 
     def __init__(self, command: Sequence[str]):
         libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -60,25 +62,24 @@ class Family:
         self._known: set[psutil.Process] = set()
         self.exit_code: int | None = None
         # Nothing else runs in this process, so code between fork and exec is safe here.
-        self._server = subprocess.Popen(
+        self._first = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
             process_group=0,
             preexec_fn=lambda: libc and libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0),
         )
 
     def runs(self) -> bool:
-        """Whether the server itself runs; takes note of every process that ended."""
+        """Whether the command itself runs; takes note of every process that ended."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self._server.pid:
+                if ended[0] == self._first.pid:
                     self.exit_code = os.waitstatus_to_exitcode(ended[1])
         return self.exit_code is None
 
     def ask(self) -> None:
-        """Ask the server to end."""
+        """Ask the command to end."""
         self._known.update(self._self.children(recursive=True))
-        os.kill(self._server.pid, signal.SIGTERM)
+        os.kill(self._first.pid, signal.SIGTERM)
 
     def kill(self) -> bool:
         """Kill whatever is left; whether anything was."""
