@@ -18,7 +18,7 @@ EXTRAS = {
     "grpc": ["grpcio>=1.66,<2", "protobuf>=5"],
     "mcp": ["mcp>=2.3,<3"],
     "search": ["bm25s>=0.2.10,<1"],
-    "dev": ["pytest>=8,<10", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1"],
+    "dev": ["pytest>=8,<10", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1", "openai>=2,<4"],
 }
 # Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
 IN_ALL = ("deepspeed", "wandb", "lora", "reasoning", "grpc", "mcp", "search", "dev")

@@ -237,6 +237,7 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     def make(run: RunDir) -> RLTrainer:
         tracker = _tracker(config, run)
         client.report_to(tracker.warn)
+        env.report_to(tracker.warn)
         _tell_of(sandbox, run, tracker, first=all_ranks(config).is_first)
         return RLTrainer(
             inference=Inference(

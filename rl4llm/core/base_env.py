@@ -48,8 +48,9 @@ class SampleState:
     `stop_reason` says why a finished attempt ended: "done" (the environment ended it), "max_steps", "length" (a turn ran
     into its token limit), "context" (no room for another turn) or "failed" (then `failure` says what broke, and
     `failure_class` of what kind that is, such as "env/timeout" or "math/unavailable"; a failed attempt is counted and left
-    out of training, never scored 0). `spans` is the token record; only the `llm` writes it. Where a history
-    can be rewritten, `forks` holds further records, see `Trajectory`.
+    out of training, never scored 0). `spans` is the token record; only the `llm` writes it, or an environment that asks it
+    for tokens. Where a history can be rewritten, `forks` holds further records, see `Trajectory`; `own_prompt` says that the
+    dataset does not decide how it begins, so that other attempts may begin otherwise.
     What the environment puts into ``extras["metrics"]``, numbers by name, is logged as the mean ``env/<name>``.
     `sampling` holds fields of SamplingParams that are this sample's own. One that `is_baseline` is compared with, and never
     trains. Where several roles speak in an `episode`, each has a sample, in which its own lines are the assistant's.
@@ -73,6 +74,7 @@ class SampleState:
     sampling: Mapping[str, float] = field(default_factory=dict)
     is_baseline: bool = False
     turn_rewards: dict[int, float] = field(default_factory=dict)
+    own_prompt: bool = False
     role: str = ""
     episode: EpisodeState | None = field(default=None, repr=False, compare=False)
 
@@ -148,6 +150,8 @@ class EnvState:
 class LLM(Protocol):
     """The policy as an environment sees it: messages in, messages out, the exact tokens recorded on the side."""
 
+    context_length: int  # prompt plus completion, in tokens
+
     async def open(self, sample: SampleState) -> None:
         """The sample's episode begins; it will ask for replies until `close`."""
         ...
@@ -162,6 +166,12 @@ class LLM(Protocol):
 
     async def reply(self, sample: SampleState, sampling_params: SamplingParams) -> Completion:
         """Sample the next assistant message, append it to `sample.messages` and its tokens to `sample.spans`."""
+        ...
+
+    async def complete(
+        self, sample: SampleState, token_ids: Sequence[int], sampling_params: SamplingParams, *draw: int | str
+    ) -> Completion:
+        """What the policy says behind any tokens, where the environment writes `sample.spans` itself; see `PolicyLLM`."""
         ...
 
     def generate(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[Completion]:
@@ -339,6 +349,9 @@ class BaseMDPEnv:
 
     def end_episode(self, sample: SampleState) -> None:
         """Release what the sample's episode held; a loop of one's own calls this when the sample is done."""
+
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        """Where to send lines that the user should see."""
 
     def close(self) -> None:
         """Release the rewards."""

@@ -33,6 +33,7 @@ class PolicyLLM:
         self._samples: list[SampleState] = []
         self._recorded: dict[str, int] = {}  # messages of a session that the token record covers
         self._sampled: dict[str, list[Completion]] = {}  # what was sampled at the session's present end
+        self._kept_by_env: set[str] = set()  # sessions whose token records the environment keeps
 
     def begin(self, samples: Sequence[SampleState]) -> None:
         """Announce the samples of a rollout, so that conversations passed to `generate` can be recognised."""
@@ -46,7 +47,7 @@ class PolicyLLM:
     def end(self) -> None:
         """Complete the token records and let the engine drop its caches."""
         for sample in self._samples:
-            if sample.failure is None:
+            if sample.failure is None and sample.session not in self._kept_by_env:
                 self._record_sampled(sample)
         self.run(self._close_all())
 
@@ -72,6 +73,22 @@ class PolicyLLM:
             sample.messages.append(ChatMessage("assistant", self._renderer.content(completion.text)))
             self._record_sampled(sample)
         return completion
+
+    async def complete(
+        self, sample: SampleState, token_ids: Sequence[int], sampling_params: SamplingParams, *draw: int | str
+    ) -> Completion:
+        """What the policy says behind `token_ids`, for an environment that keeps the sample's token records itself.
+
+        `draw` tells this completion from all others of the sample: with the sample it decides the random numbers, whatever
+        else was asked for before. Nothing is appended anywhere; a sample whose completion the engine gave up is failed.
+        """
+        self._kept_by_env.add(sample.session)
+        return await self._ask(sample, token_ids, sampling_params.replace(**sample.sampling), draw)
+
+    @property
+    def context_length(self) -> int:
+        """Prompt plus completion, in tokens."""
+        return self._client.context_length
 
     def generate(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[Completion]:
         """The synchronous batch form: one completion per prompt, in order, and nothing is appended anywhere.
@@ -111,10 +128,17 @@ class PolicyLLM:
         if len(prompt_ids) >= self._client.context_length:
             sample.finish("context")
             return Completion("", (), (), "abort", await self._client.version())
-        turn = count_turns(sample.spans)
         draw = len(self._sampled[sample.session])  # several draws at one point are different draws
+        completion = await self._ask(sample, prompt_ids, params, (count_turns(sample.spans), draw))
+        if completion.finish_reason != "abort":
+            self._sampled[sample.session].append(completion)
+        return completion
+
+    async def _ask(
+        self, sample: SampleState, prompt_ids: Sequence[int], params: SamplingParams, draw: Sequence[int | str]
+    ) -> Completion:
         whose = (sample.prompt_id, sample.role) if sample.role else (sample.prompt_id,)
-        seed = derive_seed(*self._identity, params.seed, *whose, sample.index, turn, draw)
+        seed = derive_seed(*self._identity, params.seed, *whose, sample.index, *draw)
         try:
             completion = await self._client.generate(
                 prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session
@@ -125,8 +149,6 @@ class PolicyLLM:
         if completion.finish_reason == "abort":  # what there is of it may end anywhere, and is no turn of the policy
             given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"
             sample.fail(f"the engine aborted a reply of the policy {given_up}", "engine/aborted")
-        else:
-            self._sampled[sample.session].append(completion)
         return completion
 
     def _with_stops(self, params: SamplingParams) -> SamplingParams:

@@ -238,8 +238,10 @@ class Rollout:
                 members = [trajectories[id(seat)] for seat in played if not seat.is_baseline]
                 baseline = next((trajectories[id(seat)] for seat in played if seat.is_baseline), None)
                 if members:
+                    if members[0].role or any(seat.own_prompt for seat in played):
+                        members = list(_from_common_start(members))
                     frozen = members[0].role in self.env.frozen
-                    yield Group(members[0].prompt_id, tuple(_from_common_start(members)), baseline, frozen)
+                    yield Group(members[0].prompt_id, tuple(members), baseline, frozen)
 
 
 def _failed(seats: Sequence[SampleState]) -> bool:
@@ -248,9 +250,9 @@ def _failed(seats: Sequence[SampleState]) -> bool:
 
 def _from_common_start(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
     """The trajectories with the tokens that all begin with as their first span: who is not the first to speak in an episode
-    begins with what others said in it."""
+    begins with what others said in it, and an agent with whatever it writes."""
     firsts = [trajectory.spans[0].token_ids for trajectory in trajectories]
-    if not trajectories[0].role or len(set(firsts)) == 1:
+    if len(set(firsts)) == 1:
         yield from trajectories
         return
     shared = next(i for i, tokens in enumerate(zip_longest(*firsts)) if len(set(tokens)) > 1)

@@ -47,12 +47,19 @@ class CallFormat:
         marks: one of them stands in a chat template of this format; without any, it has to be chosen by name.
         ends_call: the text behind one call, "" where there is none.
         ends_calls: the text behind the last call of a turn, "" where only the end of the turn tells.
+        begins: what the first call of a turn begins with, one of them.
     """
 
     parse: Callable[[str], Iterator[ToolCall]]
     marks: tuple[str, ...] = ()
     ends_call: str = ""
     ends_calls: str = ""
+    begins: tuple[str, ...] = ()
+
+    def beside(self, text: str) -> str:
+        """What a turn with calls says before them; all of it where nothing tells where they begin."""
+        places = [place for place in map(text.find, self.begins) if place >= 0]
+        return text[: min(places)] if places else text
 
     def stop(self, max_calls: int) -> str:
         """Where generation may stop when a turn has at most so many calls; "" for nowhere."""
@@ -100,12 +107,16 @@ def _deepseek(text: str) -> Iterator[ToolCall]:
 
 FORMATS: Registry[CallFormat] = Registry("env.format")
 for _name, _format in {
-    "mistral": CallFormat(_mistral, (_TOOL_CALLS,)),
+    "mistral": CallFormat(_mistral, (_TOOL_CALLS,), begins=(_TOOL_CALLS, "[{")),
     "deepseek": CallFormat(
-        _deepseek, ("<｜tool▁calls▁begin｜>",), ends_call="<｜tool▁call▁end｜>", ends_calls="<｜tool▁calls▁end｜>"
+        _deepseek,
+        ("<｜tool▁calls▁begin｜>",),
+        ends_call="<｜tool▁call▁end｜>",
+        ends_calls="<｜tool▁calls▁end｜>",
+        begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     ),
-    "hermes": CallFormat(_hermes, ("<tool_call>",), ends_call="</tool_call>"),
-    "llama3": CallFormat(_llama3, (_PYTHON_TAG, "<|eom_id|>", '"parameters":')),
+    "hermes": CallFormat(_hermes, ("<tool_call>",), ends_call="</tool_call>", begins=("<tool_call>",)),
+    "llama3": CallFormat(_llama3, (_PYTHON_TAG, "<|eom_id|>", '"parameters":'), begins=(_PYTHON_TAG, "{")),
 }.items():
     FORMATS.register(_name)(_format)
 

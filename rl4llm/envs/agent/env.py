@@ -1,0 +1,198 @@
+"""Black-box agents: whatever talks to a chat completions API, in front of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.seeds import derive_seed
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.envs.agent.endpoint import Endpoint
+from rl4llm.envs.agent.runs import Agent, CommandAgent, FunctionAgent, Outcome
+from rl4llm.envs.agent.session import Dialects, Session
+from rl4llm.envs.registry import register_env
+
+END_S = 60.0  # for an agent to be gone after it was told to stop
+
+
+@register_env("agent")
+class AgentEnv(BaseMDPEnv):
+    """Runs an agent for each episode, and answers its requests with the policy.
+
+        env.name=agent env.command="python examples/agent.py"
+        env.name=agent env.agent=my_package.my_agent:solve
+
+    The agent gets the row as its task (all columns but `ground_truth`, and a `seed`), and the base URL and key of an
+    endpoint that speaks OpenAI's interface. Rewards see the conversation that the policy's last answer stands in; where the
+    agent's output is something else, it follows as a last message of the assistant's.
+
+    What the policy said is recorded token for token, see `rl4llm.envs.agent.history`. Each time that the agent rewrites its
+    history a fork of the token record begins. All of them train, with the reward that the episode earned, and no token does
+    twice. An episode is compared with others, and weighs, as one, however many records it has.
+
+    An agent that breaks, hangs or never asks anything fails the sample (`agent/crashed`, `agent/timeout`, `agent/silent`),
+    since that is not the policy's fault; so agents should expect any text and any arguments of a call. One that breaks after
+    a request was refused because a limit was reached (`max_steps`, the context) has come to its end. Logged are
+    `env/requests`, `env/forks`, and `env/generated_tokens` with those of them that are in a record, `env/trained_tokens`:
+    the others never reached the agent, or belong to an attempt that failed and was played again.
+
+    Args:
+        command: of a process for each episode, see `CommandAgent`.
+        agent: a function or "package.module:function", see `FunctionAgent`.
+        max_steps: requests of an episode that are answered.
+        timeout_s: seconds that an agent may take, the policy's answers included.
+        processes: how many agents run at once that are commands.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        command: str | Sequence[str] | None = None,
+        agent: str | Callable[..., Any] | None = None,
+        max_steps: int = 32,
+        timeout_s: float = 600.0,
+        processes: int = 16,
+        **kwargs: Any,
+    ):
+        if (command is None) == (agent is None):
+            raise ConfigError('env.name=agent needs one of env.command="..." and env.agent=package.module:function.')
+        for name, limit in {"timeout_s": timeout_s, "processes": processes}.items():
+            if not limit > 0:
+                raise ConfigError(f"env.{name}={limit} is not accepted: above 0.")
+        super().__init__(*args, max_steps=max_steps, **kwargs)
+        of_turns = [reward.name for reward in self.reward_functions if reward.per_turn]
+        if of_turns:
+            raise ConfigError(f"The reward {of_turns[0]!r} is one of turns, which the records of an agent do not number.")
+        self.agent: Agent = FunctionAgent(agent) if command is None else CommandAgent(command)
+        self.timeout_s = timeout_s
+        self._processes = processes if command is not None else None
+        self._dialects = Dialects(self.tokenizer)
+        self._open: _Open | None = None
+        self._lost: dict[str, int] = {}  # tokens of failed attempts, by session
+        self._warn: Callable[[str], None] = lambda text: None
+        self._told: set[str] = set()
+
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+
+    async def _run_turns(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
+        async with self._opened() as opened, opened.slot(sample, llm):
+            session = Session(sample, llm, sampling_params, self._dialects, max_requests=self.max_steps)
+            base_url = opened.endpoint.open(session)
+            try:
+                outcome = await self._outcome(session, base_url)
+            finally:
+                await opened.endpoint.close(session)
+        self._conclude(sample, session, outcome)
+
+    async def _outcome(self, session: Session, base_url: str) -> Outcome | None:
+        """What came of the agent; None when it had to be stopped."""
+        running = asyncio.ensure_future(self.agent.run(self._task(session.sample), base_url, session.key))
+        try:
+            await asyncio.wait({running, session.over}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running}, timeout=END_S)
+        if session.over.done():
+            session.over.result()  # raises what stops the run
+        return None if running.cancelled() or not running.done() else running.result()
+
+    def _task(self, sample: SampleState) -> dict[str, Any]:
+        return {
+            **sample.columns,
+            "prompt_id": sample.prompt_id,
+            "sample": sample.index,
+            "seed": derive_seed(self.seed, sample.session) % 2**31,
+            "messages": [message.to_dict() for message in sample.messages],
+        }
+
+    def _conclude(self, sample: SampleState, session: Session, outcome: Outcome | None) -> None:
+        """Hand over the records, and say how the episode ended."""
+        records = session.history.records
+        if records:
+            sample.spans[:] = records[0].spans
+            sample.forks[:] = [record.spans for record in records[1:]]
+            sample.own_prompt = True
+            messages, first = session.conversation
+            sample.init_msg_size = first
+            sample.messages[:] = messages
+            if outcome is not None and outcome.output not in ("", messages[-1].content):
+                sample.messages.append(ChatMessage("assistant", outcome.output))
+        if outcome is None:
+            if sample.failure is None:
+                sample.fail(f"the agent took more than {self.timeout_s:g} s", "agent/timeout")
+        elif outcome.crash and (session.ran_into is None or not records):
+            sample.fail(f"the agent broke: {outcome.crash}", "agent/crashed")
+        elif not records:
+            limit = f"; its requests ran into the limit {session.ran_into!r}" if session.ran_into else ""
+            sample.fail(f"the agent ended without an answer of the policy{limit}", "agent/silent")
+        sample.finish(session.stop_reason)
+        self._note(sample, session)
+
+    def _note(self, sample: SampleState, session: Session) -> None:
+        sampled = session.sampled_tokens + self._lost.pop(sample.session, 0)
+        if sample.failure is not None:
+            self._lost[sample.session] = sampled
+        sample.extras["metrics"] = {
+            "requests": session.requests,
+            "forks": max(0, len(session.history.records) - 1),
+            "generated_tokens": sampled,
+            "trained_tokens": session.history.sampled_tokens,
+        }
+        for name in sorted(session.overridden - self._told):
+            self._told.add(name)
+            self._warn(f"The agent's requests set {name!r}: not done, as the policy is sampled with the run's parameters.")
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[_Open]:
+        """The endpoint, which is there while any episode runs."""
+        if self._open is None:
+            self._open = _Open(self._processes)
+        opened = self._open
+        opened.episodes += 1
+        try:
+            await opened.start()
+            yield opened
+        finally:
+            opened.episodes -= 1
+            if opened.episodes == 0:
+                self._open = None
+                await opened.endpoint.stop()
+
+
+class _Open:
+    """What running episodes share, in the event loop that they run in."""
+
+    def __init__(self, processes: int | None):
+        self.endpoint = Endpoint()
+        self.episodes = 0
+        self._starting: asyncio.Task[None] | None = None
+        self._free = asyncio.Semaphore(processes) if processes else None
+
+    async def start(self) -> None:
+        """Whoever comes first starts it."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self.endpoint.start())
+        await asyncio.shield(self._starting)
+
+    @asynccontextmanager
+    async def slot(self, sample: SampleState, llm: LLM) -> AsyncIterator[None]:
+        """Wait for a free process; meanwhile no engine waits for the sample."""
+        if self._free is None:
+            yield
+            return
+        if self._free.locked():
+            await llm.close(sample)
+            await self._free.acquire()
+            await llm.open(sample)
+        else:
+            await self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release()

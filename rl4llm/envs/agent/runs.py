@@ -1,0 +1,167 @@
+"""How an agent is run: as a command with a process of its own, or as a Python function."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.supervise import SUPERVISE
+from rl4llm.core.threads import in_own_thread
+
+MAX_OUTPUT = 1024**2  # bytes of what an agent prints that are kept
+MAX_LAST_WORDS = 2000  # bytes of its errors that are shown
+GRACE_S = 1.0  # between asking a process to end and killing it
+STOP_S = 40.0  # until whoever kills it is killed himself
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent returned or printed, and how it broke, if it did."""
+
+    output: str = ""
+    crash: str | None = None
+
+
+class Agent(Protocol):
+    """Whatever plays an episode: it is given a task and where the policy is, and may be cancelled at any time."""
+
+    async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Outcome: ...
+
+
+class CommandAgent:
+    """A command: the task comes as JSON on standard input, its output is what it prints, and 0 is success.
+
+    The variables OPENAI_BASE_URL and OPENAI_API_KEY say where the policy is. However it ends, or is ended, none of the
+    processes that it started is left.
+    """
+
+    def __init__(self, command: str | Sequence[str]):
+        self.words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+        if not self.words or shutil.which(self.words[0]) is None:
+            raise ConfigError(f"env.command={command!r} is not accepted: there is no program {self.words[:1]} here.")
+
+    async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Outcome:
+        try:
+            process = await self._start(base_url, api_key)
+        except OSError as error:
+            return Outcome(crash=f"it could not be started: {error}")
+        try:
+            _, output, errors, _ = await asyncio.gather(
+                _feed(process.stdin, json.dumps(task, default=str).encode()),
+                _first(process.stdout, MAX_OUTPUT),
+                _last(process.stderr, MAX_LAST_WORDS),
+                process.wait(),
+            )
+        finally:
+            await _end(process)
+        said = f": {errors}" if errors else ", and said nothing"
+        crash = f"it ended with exit code {_exit_code(process.returncode)}{said}" if process.returncode else None
+        return Outcome(output, crash)
+
+    async def _start(self, base_url: str, api_key: str) -> asyncio.subprocess.Process:
+        no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S), *self.words),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env={
+                **os.environ,
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_KEY": api_key,
+                "NO_PROXY": no_proxy,
+                "no_proxy": no_proxy,
+            },
+            start_new_session=True,  # Ctrl-C in a terminal is for the trainer alone
+        )
+
+
+class FunctionAgent:
+    """A function ``(task, base_url, api_key)``, async or not; what it returns is its output.
+
+    An async one runs in the trainer's event loop and must not block it. One that is not runs in a thread, which nothing can
+    end: after its deadline it is left behind, and every request of it is refused.
+    """
+
+    def __init__(self, function: str | Callable[..., Any]):
+        self.function = _imported(function) if isinstance(function, str) else function
+        if not callable(self.function):
+            raise ConfigError(f"env.agent={function!r} is not accepted: a function (task, base_url, api_key).")
+
+    async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Outcome:
+        try:
+            output = await self._returned(task, base_url, api_key)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's own code, as `respond` is
+            return Outcome(crash=f"it raised {type(error).__name__}: {error}"[:MAX_LAST_WORDS])
+        if not isinstance(output, str):
+            output = "" if output is None else json.dumps(output, ensure_ascii=False, default=str)
+        return Outcome(output[:MAX_OUTPUT].strip())
+
+    async def _returned(self, *given: Any) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(*given)
+        return await in_own_thread("rl4llm-agent", lambda: self.function(*given))
+
+
+def _imported(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    try:
+        if not colon:
+            raise ImportError("there is no ':' in it")
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"env.agent={name!r} cannot be imported: {error}. Accepted: 'package.module:function' on the Python path."
+        ) from error
+
+
+async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # an agent need not read its task
+        stdin.write(content)
+        await stdin.drain()
+        stdin.close()
+
+
+async def _first(stream: asyncio.StreamReader, limit: int) -> str:
+    kept = b""
+    while piece := await stream.read(65536):
+        kept += piece[: limit - len(kept)]
+    return kept.decode(errors="replace").strip()
+
+
+async def _last(stream: asyncio.StreamReader, limit: int) -> str:
+    kept = b""
+    while piece := await stream.read(65536):
+        kept = (kept + piece)[-limit:]
+    return kept.decode(errors="replace").strip()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The supervisor kills what is left of the agent, and then ends."""
+    if process.returncode is not None:
+        return
+    for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience_s)
+            return
+
+
+def _exit_code(code: int) -> str:
+    """As the supervisor passes it on: 128 and more for a signal."""
+    number = code - 128 if code > 128 else -code
+    return f"{code} ({signal.Signals(number).name})" if number in set(signal.Signals) else str(code)
