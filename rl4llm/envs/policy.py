@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ class PolicyLLM:
         self._runner = runner
         self._identity = (seed, step)
         self._samples: list[SampleState] = []
+        self._by_prompt: defaultdict[str, list[SampleState]] = defaultdict(list)
         self._recorded: dict[str, int] = {}  # messages of a session that the token record covers
         self._sampled: dict[str, list[Completion]] = {}  # what was sampled at the session's present end
         self._kept_by_env: set[str] = set()  # sessions whose token records the environment keeps
@@ -38,7 +40,9 @@ class PolicyLLM:
     def begin(self, samples: Sequence[SampleState]) -> None:
         """Announce the samples of a rollout, so that conversations passed to `generate` can be recognised."""
         self._samples = list(samples)
+        self._by_prompt = defaultdict(list)
         for sample in samples:
+            self._by_prompt[sample.prompt_id].append(sample)
             role = f"/{sample.role}" if sample.role else ""
             sample.session = f"{self._identity[1]}/{sample.prompt_id}{role}/{sample.index}"
             self._recorded[sample.session] = 0
@@ -123,7 +127,8 @@ class PolicyLLM:
     async def _generate(self, sample: SampleState, params: SamplingParams) -> Completion:
         self._record_sampled(sample)
         self._record_context(sample)
-        params = params.replace(**sample.sampling)
+        if sample.sampling:
+            params = params.replace(**sample.sampling)
         prompt_ids = sample.token_ids
         if len(prompt_ids) >= self._client.context_length:
             sample.finish("context")
@@ -152,6 +157,8 @@ class PolicyLLM:
         return completion
 
     def _with_stops(self, params: SamplingParams) -> SamplingParams:
+        if set(self._renderer.stop_token_ids) <= set(params.stop_token_ids):
+            return params
         stops = (*params.stop_token_ids, *self._renderer.stop_token_ids)
         return params.replace(stop_token_ids=tuple(dict.fromkeys(stops)))
 
@@ -181,8 +188,10 @@ class PolicyLLM:
                 self._append_context(sample, turn)
             content = sample.messages[turn].content
             completion = self._find(sample, content)
-            written = TokenSpan.context(self._renderer.encode(content))
-            sample.spans.extend((written,) if completion is None else TokenSpan.policy(completion))
+            if completion is None:
+                sample.spans.append(TokenSpan.context(self._renderer.encode(content)))
+            else:
+                sample.spans.extend(TokenSpan.policy(completion))
             self._recorded[sample.session] = turn + 1
             self._sampled[sample.session] = []
 
@@ -193,7 +202,7 @@ class PolicyLLM:
 
     def _find(self, sample: SampleState, content: str) -> Completion | None:
         """The completion with this text that was sampled at this sample's present end, its own before a sibling's."""
-        siblings = [other for other in self._samples if other.prompt_id == sample.prompt_id and other is not sample]
+        siblings = (other for other in self._by_prompt[sample.prompt_id] if other is not sample)
         own = self._sampled[sample.session]
         theirs = (self._sampled[other.session] for other in siblings if other.spans == sample.spans)
         for completions in (own, *theirs):

@@ -100,7 +100,8 @@ class ToolMDPEnv(BaseMDPEnv):
         earlier = counts["tool_calls"]
         counts["tool_calls"] += len(calls)
         left = self.max_calls if self.budget is None else max(0, min(self.max_calls, self.budget - earlier))
-        replies = list(await asyncio.gather(*(self._answer(sample, call) for call in calls[:left])))
+        answers = [self._answer(sample, call) for call in calls[:left]]
+        replies = list(await asyncio.gather(*answers)) if len(answers) > 1 else [await answer for answer in answers]
         if len(calls) > self.max_calls:
             replies.append(self._error(sample, f"at most {self.max_calls} calls per turn"))
         elif len(calls) > left:
