@@ -21,7 +21,7 @@ Message = dict[str, str]
 class Mix:
     """How many demonstrations there are, and which share of the sloppy ones has which flaw."""
 
-    clean: int = 12000
+    clean: int = 14400
     sloppy: int = 4800
     guesses: float = 0.55  # answers at once, wrongly
     stops_early: float = 0.10  # leaves out the second step
