@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print the numbers as JSON")
     evaluate.set_defaults(run=_evaluate)
 
+    _add_collect(commands)
+
     replay = commands.add_parser("replay", help="compute a step that was not finite again, and show where it comes from")
     replay.add_argument("step", help="a directory such as runs/NAME/failed/step-000012")
     replay.set_defaults(run=_replay)
@@ -90,6 +93,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("flags", nargs="*")
     serve.set_defaults(run=_serve)
     return parser
+
+
+def _add_collect(commands: Any) -> None:
+    collect = commands.add_parser("collect", help="play episodes and write them as a dataset, for example for sft")
+    _add_config(collect)
+    collect.add_argument("--out", required=True, type=Path, help="episodes.jsonl, episodes.parquet, or a directory")
+    collect.add_argument("--prompts", type=int, default=64, help="how many; rollout.group_size episodes each (%(default)s)")
+    collect.add_argument("--filter-reward", type=float, metavar="R", help="only episodes with a reward of at least R")
+    collect.set_defaults(run=_collect)
 
 
 def _add_launch(commands: Any) -> None:
@@ -155,6 +167,21 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     for name, value in numbers.items():
         table.add_row(name, f"{value:.4g}")
     Console().print(table)
+    return 0
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    from rl4llm.config import load_config
+    from rl4llm.evaluate import collect
+    from rl4llm.tracking.export import check_target, write_episodes
+
+    if arguments.prompts < 1:
+        raise ConfigError(f"--prompts {arguments.prompts} is not accepted: 1 or above.")
+    check_target(arguments.out)
+    episodes = collect(load_config(arguments.config, arguments.overrides), arguments.prompts)
+    with closing(episodes):
+        kept, total = write_episodes(episodes, arguments.out, arguments.filter_reward)
+    Console().print(f"{kept} of {total} episodes are in {arguments.out}", soft_wrap=True)
     return 0
 
 

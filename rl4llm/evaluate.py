@@ -1,8 +1,10 @@
-"""Measuring a model on the held-out set of a configuration, without training it."""
+"""A model at work without being trained: measured on the held-out set of a configuration, or playing episodes to keep."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,31 +12,54 @@ from rl4llm.build import build_trainer, server_urls
 from rl4llm.config import Config
 from rl4llm.core.checkpoint import latest_checkpoint
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import Trajectory
 from rl4llm.tracking.summary import summarize
 from rl4llm.trainers.rl import RLTrainer
 
 
 def evaluate(config: Config) -> dict[str, float]:
-    """Metrics of greedy episodes on the held-out set, by the run's last checkpoint or, without one, by `model.path`.
-
-    The run's own files stay as they are, so a run can be measured while it trains, but not through the same server: the
-    weights would be replaced, which raises EngineError. Servers read them beside the run's own, where they can.
-    """
+    """Metrics of greedy episodes on the held-out set, by the run's last checkpoint or, without one, by `model.path`."""
     if config.eval.every == 0:
         config = replace(config, eval=replace(config.eval, every=1))
+    with _at_work(config) as trainer:
+        if trainer.evaluation is None:
+            raise ConfigError("This configuration has no held-out set, so there is nothing to evaluate on.")
+        result = trainer.play_held_out()
+        return {"step": float(trainer.step), **summarize(result.groups, result.failed)}
+
+
+def collect(config: Config, prompts: int) -> Iterator[Trajectory]:
+    """Episodes of `rollout.group_size` attempts at each of `prompts` prompts, sampled as in training, in its order.
+
+    The policy is the run's last checkpoint or, without one, `model.path`. Failed attempts are left out; where they are too
+    many, TooManyFailuresError ends it, as in training.
+    """
+    with _at_work(replace(config, eval=replace(config.eval, every=0))) as trainer:
+        for begin in range(0, prompts, trainer.prompts.batch_size):
+            rows = trainer.prompts.next_batch(min(trainer.prompts.batch_size, prompts - begin))
+            result = trainer.rollout.play(rows, step=trainer.step, sampling_params=trainer.sampling_params)
+            yield from result.trajectories
+
+
+@contextmanager
+def _at_work(config: Config) -> Iterator[RLTrainer]:
+    """A trainer with the run's last checkpoint, published to its engine.
+
+    The run's own files stay as they are, so this can be done while it trains, but not through the same server: the weights
+    would be replaced, which raises EngineError. Servers read them beside the run's own, where they can.
+    """
     checkpoint = latest_checkpoint(Path(config.output.dir) / "checkpoints")
     shared = _existing(Path(config.sync.dir or config.output.dir)) if server_urls(config) else None
     with tempfile.TemporaryDirectory(prefix=".eval-", dir=shared) as scratch:
         config = replace(config, output=replace(config.output, dir=scratch), sync=replace(config.sync, dir=None))
         with build_trainer(config) as trainer:
-            if not isinstance(trainer, RLTrainer) or trainer.evaluation is None:
-                raise ConfigError("This configuration samples nothing, so there is nothing to evaluate.")
+            if not isinstance(trainer, RLTrainer):
+                raise ConfigError(f"algorithm.name={config.algorithm['name']!r} samples nothing: there are no episodes.")
             if checkpoint is not None:
                 trainer.backend.load(checkpoint.path / "model")
                 trainer.step = checkpoint.state["step"]
             trainer.publish()
-            result = trainer.play_held_out()
-            return {"step": float(trainer.step), **summarize(result.groups, result.failed)}
+            yield trainer
 
 
 def _existing(directory: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl4llm.cli import main
+from rl4llm.data.read import read_rows
 from rl4llm.inference.member import Patience
 from rl4llm.inference.ports import free_port
 
@@ -121,3 +122,37 @@ def test_a_mistake_gets_one_clear_message_and_no_traceback(model_dir, tmp_path, 
     assert message in output
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
+
+
+def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path):
+    directory, small, _ = run
+    before = sorted(path.relative_to(directory) for path in directory.rglob("*"))
+    command = ["collect", "configs/quickstart.yaml", *small, "--prompts", "3"]
+    files = [tmp_path / name for name in ("a.jsonl", "a.parquet", "saved")]
+    for file in files:
+        assert "6 of 6 episodes" in rl4llm(*command, "--out", file, "--filter-reward", "0")
+    rows = [list(read_rows(str(file), "train")) for file in files]
+    told = ("prompt_id", "group", "messages", "reward")
+    first, *others = [[tuple(row[name] for name in told) for _, row in read] for read in rows]
+    assert len({row[0] for row in first}) == 6
+    assert len({row[1] for row in first}) == 3
+    assert all(other == first for other in others)  # the same seed plays the same episodes
+    assert {"system", "user", "assistant"} <= {message["role"] for row in first for message in row[2]}
+    assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == before
+    learned = [f"data.path={files[0]}", f"output.dir={tmp_path / 'sft'}", "max_steps=1", "rollout.prompts=2", "eval.every=0"]
+    rl4llm("train", "configs/sft.yaml", small[0], *learned, "model.autocast=none")
+    assert (tmp_path / "sft" / "model").is_dir()
+
+
+def test_collect_refuses_before_it_samples_what_it_cannot_write_to(run, tmp_path):
+    _, small, _ = run
+    command = ["collect", "configs/quickstart.yaml", *small]
+    (tmp_path / "there.jsonl").write_text("")
+    (tmp_path / "file").write_text("")
+    for out, said in (("there.jsonl", "exists"), ("x.csv", ".jsonl or .parquet"), ("file/x.jsonl", "cannot be written")):
+        code = 1 if out.startswith("file/") else 2
+        assert said in " ".join(rl4llm(*command, "--out", tmp_path / out, code=code).split())
+    assert "1 or above" in rl4llm(*command, "--out", tmp_path / "x.jsonl", "--prompts", "0", code=2)
+    nothing = rl4llm(*command, "--out", tmp_path / "x.jsonl", "--prompts", "1", "--filter-reward", "7", code=2)
+    assert "None of 2 episodes" in nothing
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there.jsonl"]

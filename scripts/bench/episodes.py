@@ -141,7 +141,6 @@ def alone(options: argparse.Namespace) -> None:
         )
 
 
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)

@@ -90,9 +90,9 @@ def test_verdicts_become_scores_from_0_to_1_and_the_examples_hold():
 
 
 def test_training_does_not_start_with_a_judge_that_says_yes_to_everything_or_is_not_there():
-    with judged(lambda text, mark, number: f"VERDICT-{mark}: 10") as (judge, server):
-        with pytest.raises(RewardError, match="gave 1"):
-            check_examples([judge])
+    always = judged(lambda text, mark, number: f"VERDICT-{mark}: 10")
+    with always as (judge, server), pytest.raises(RewardError, match="gave 1"):
+        check_examples([judge])
     judge = LLMJudge(url=server.url, model="judge", attempts=1)
     with pytest.raises(RewardError, match="the judge gave no verdict"):
         check_examples([judge])
