@@ -343,14 +343,15 @@ class _EnvCheck:
         self.demand(not others, law, where)
 
     def check_authors(self, name: tuple[str, int], episode: Trajectory, client: _Recorder) -> None:
-        before: tuple[int, ...] = ()
-        for span in episode.spans:
-            said = client.said.get((name[0], before), ())
-            sampled = span.author == "context" or (span.token_ids, span.logprobs) in said
-            law = "only what the policy said at that very point is marked as its own, tokens and log-probs"
-            text = self.env.tokenizer.decode(list(span.token_ids))
-            self.demand(sampled, law, f"prompt {name[0]!r}, sample {name[1]}: {text!r:.200}")
-            before += span.token_ids
+        law = "only what the policy said at that very point is marked as its own, tokens and log-probs"
+        for record in episode.records:
+            before: tuple[int, ...] = ()
+            for span in record:
+                said = client.said.get((name[0], before), ())
+                sampled = span.author == "context" or (span.token_ids, span.logprobs) in said
+                text = self.env.tokenizer.decode(list(span.token_ids))
+                self.demand(sampled, law, f"prompt {name[0]!r}, sample {name[1]}: {text!r:.200}")
+                before += span.token_ids
 
     def check_context(self, client: _Recorder) -> None:
         """A context in which few turns have room."""
@@ -476,7 +477,7 @@ def _raising(env: BaseMDPEnv, victim: tuple[str, int], raised: list[str]) -> Bas
 
 def _told(episode: Trajectory) -> list[Any]:
     """What two plays of one episode must agree in."""
-    return [*episode.messages, *episode.spans, episode.stop_reason, *episode.turn_rewards]
+    return [*episode.messages, *episode.records, episode.stop_reason, *episode.turn_rewards]
 
 
 def _prompt_of(session: str) -> str:

@@ -29,6 +29,7 @@ def test_the_example_runs_and_its_reward_rises(name, tmp_path):
 
 def test_there_is_an_example_for_each_thing_that_users_write():
     assert RUNNABLE == [
+        "agent.py",
         "code_repair.py",
         "custom_env.py",
         "custom_loop.py",

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rl4llm.envs.agent.history import Entry
 from rl4llm.envs.agent.session import Session
 from rl4llm.envs.agent.wire import MODEL, Answer, Asked, RequestError, dumps, read_request
 
@@ -61,20 +62,14 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        session.check_open()
-        asked = read_request(await _body(request), session.params)
-        try:
-            answer, entry = await session.answer(asked)
-        except RequestError:
-            raise
-        except Exception as error:
-            session.broke(error)  # where the episode is played it is raised again, and stops the run
-            raise RequestError(f"{type(error).__name__}: {error}", status=500) from error
-        try:
-            return await _sent(request, asked, answer)
-        except (OSError, asyncio.CancelledError):  # nobody is there any more, so nobody acts on this answer
-            session.history.take_back(entry)
-            raise
+        with session.serving():
+            session.check_open()
+            asked, answer, entry = await _answered(session, await _body(request))
+            try:
+                return await _sent(request, asked, answer)
+            except (OSError, asyncio.CancelledError):  # nobody is there any more, so nobody acts on this answer
+                session.history.take_back(entry)
+                raise
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -98,10 +93,25 @@ class Endpoint:
 
 
 async def _body(request: web.Request) -> Any:
+    text = (await request.read()).decode(errors="replace")
     try:
-        return json.loads(await request.read())
+        body = json.loads(text)
+        if "\\ud" in text.lower():  # perhaps halves of characters, which neither tokenizers nor answers take
+            body = json.loads(dumps(body).encode(errors="replace"))
+        return body
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not JSON: {error}"[:300]) from error
+
+
+async def _answered(session: Session, body: Any) -> tuple[Asked, Answer, Entry]:
+    try:
+        asked = read_request(body, session.params)
+        return asked, *await session.answer(asked)
+    except RequestError:
+        raise
+    except Exception as error:
+        session.broke(error)  # where the episode is played it is raised again, and stops the run
+        raise RequestError(f"{type(error).__name__}: {error}", status=500) from error
 
 
 async def _sent(request: web.Request, asked: Asked, answer: Answer) -> web.StreamResponse:

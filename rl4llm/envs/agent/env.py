@@ -54,7 +54,7 @@ class AgentEnv(BaseMDPEnv):
         command: str | Sequence[str] | None = None,
         agent: str | Callable[..., Any] | None = None,
         max_steps: int = 32,
-        timeout_s: float = 600.0,
+        timeout_s: float = 300.0,
         processes: int = 16,
         **kwargs: Any,
     ):
@@ -116,27 +116,31 @@ class AgentEnv(BaseMDPEnv):
         records = session.history.records
         if records:
             sample.spans[:] = records[0].spans
-            sample.forks[:] = [record.spans for record in records[1:]]
+            sample.forks[:] = [list(record.spans) for record in records[1:]]
             sample.own_prompt = True
             messages, first = session.conversation
             sample.init_msg_size = first
             sample.messages[:] = messages
             if outcome is not None and outcome.output not in ("", messages[-1].content):
                 sample.messages.append(ChatMessage("assistant", outcome.output))
-        if outcome is None:
-            if sample.failure is None:
-                sample.fail(f"the agent took more than {self.timeout_s:g} s", "agent/timeout")
-        elif outcome.crash and (session.ran_into is None or not records):
-            sample.fail(f"the agent broke: {outcome.crash}", "agent/crashed")
-        elif not records:
-            limit = f"; its requests ran into the limit {session.ran_into!r}" if session.ran_into else ""
-            sample.fail(f"the agent ended without an answer of the policy{limit}", "agent/silent")
+        if sample.failure is None:  # else the engine gave up, whatever the agent made of that
+            self._judge(sample, session, outcome)
         sample.finish(session.stop_reason)
         self._note(sample, session)
 
+    def _judge(self, sample: SampleState, session: Session, outcome: Outcome | None) -> None:
+        silent = not session.history.records
+        if outcome is None:
+            sample.fail(f"the agent took more than {self.timeout_s:g} s", "agent/timeout")
+        elif outcome.crash and (session.ran_into is None or silent):
+            sample.fail(f"the agent broke: {outcome.crash}", "agent/crashed")
+        elif silent:
+            limit = f"; its requests ran into the limit {session.ran_into!r}" if session.ran_into else ""
+            sample.fail(f"the agent ended without an answer of the policy{limit}", "agent/silent")
+
     def _note(self, sample: SampleState, session: Session) -> None:
         sampled = session.sampled_tokens + self._lost.pop(sample.session, 0)
-        if sample.failure is not None:
+        if sample.failure is not None and "played_again_after" not in sample.extras:
             self._lost[sample.session] = sampled
         sample.extras["metrics"] = {
             "requests": session.requests,

@@ -50,7 +50,7 @@ class Place:
         return self.record is not None and self.answer[0] == len(self.record.messages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """An answer in a record, and how much the record held before."""
 
@@ -64,7 +64,7 @@ class History:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.last: Entry | None = None
+        self.entries: list[Entry] = []  # as they were sampled
 
     def place(self, tools: str, messages: Sequence[ChatMessage], renderer: Renderer) -> Place:
         """Where these messages go on. `tools` stands for what else the beginning of a prompt depends on.
@@ -91,14 +91,16 @@ class History:
         record.messages[:] = [*place.messages, answer]
         record.spans += [TokenSpan.context(context_ids), *TokenSpan.policy(completion)]
         record.answers.append((len(record.messages), len(record.spans)))
-        self.last = Entry(record, tuple(record.messages), before)
-        return self.last
+        entry = Entry(record, tuple(record.messages), before)
+        self.entries.append(entry)
+        return entry
 
     def take_back(self, entry: Entry) -> None:
         """Strike out an answer that never reached the agent."""
         record = entry.record
         if record.messages != list(entry.messages):
             return  # it did reach it: it goes on from there
+        self.entries.remove(entry)
         del record.messages[entry.before[0] :], record.spans[entry.before[1] :], record.answers[-1:]
         if not record.answers:
             self.records.remove(record)

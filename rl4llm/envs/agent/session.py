@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,11 @@ KEPT = 64  # sets of tools whose renderers are kept
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How conversations with one set of tools are rendered, and how calls are read in them; `tools` names the set."""
+    """How conversations with one set of tools are rendered, and how calls of them are read; `tools` names the set."""
 
     tools: str
     renderer: Renderer
-    calls: CallFormat
+    calls: CallFormat | None
 
 
 class Dialects:
@@ -46,7 +47,8 @@ class Dialects:
         name = dumps(list(tools))
         if name not in self._made:
             renderer = Renderer(self.tokenizer, tools, roles=())  # who follows is probed when he first comes
-            self._made[name] = Dialect(name, renderer, call_format("auto", self.tokenizer, list(tools) or None))
+            calls = call_format("auto", self.tokenizer, list(tools)) if tools else None
+            self._made[name] = Dialect(name, renderer, calls)
         self._made.move_to_end(name)
         while len(self._made) > KEPT:
             self._made.popitem(last=False)
@@ -78,12 +80,13 @@ class Session:
         self._closed = False
         self._truncated = False
 
-    async def answer(self, asked: Asked) -> tuple[Answer, Entry]:
-        """The policy's answer, in the record already. Raises RequestError for what is refused."""
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The running task answers a request; it is cancelled when the episode ends before that."""
         task = asyncio.current_task()
         self._under_way.add(task)
         try:
-            return await self._answer(asked)
+            yield
         finally:
             self._under_way.discard(task)
 
@@ -111,12 +114,13 @@ class Session:
 
     @property
     def conversation(self) -> tuple[list[ChatMessage], int]:
-        """The messages up to the policy's last answer, and where in them its first one is."""
-        messages = list(self.history.last.messages) if self.history.last else []
+        """The messages up to the policy's last answer, of which there is one, and where in them its first is."""
+        messages = list(self.history.entries[-1].messages)
         said = [record.messages[count - 1] for record in self.history.records for count, _ in record.answers]
         return messages, next((i for i, message in enumerate(messages) if message in said), len(messages))
 
-    async def _answer(self, asked: Asked) -> tuple[Answer, Entry]:
+    async def answer(self, asked: Asked) -> tuple[Answer, Entry]:
+        """The policy's answer, in the record already. Raises RequestError for what is refused."""
         self.check_open()
         self.overridden.update(asked.overridden)
         dialect, place = self._placed(asked)
@@ -130,7 +134,9 @@ class Session:
         self.check_open()
         answer = self._written(asked, dialect, place, completion, params, f"{digest}-{draw}")
         self.sample.current_step += 1
-        self.ran_into, self._truncated = None, completion.finish_reason == "length"
+        self._truncated = completion.finish_reason == "length"
+        if self.ran_into == "context":  # the agent has made room
+            self.ran_into = None
         return answer, self.history.add(place, completion, read_message(answer.message))
 
     def check_open(self) -> None:
@@ -145,7 +151,7 @@ class Session:
         if self.requests >= self._max_requests:
             self._refuse("max_steps", f"All {self._max_requests} requests of this episode are used up (env.max_steps).")
         most = self._dialects.longest_token * self._llm.context_length
-        if sum(len(message.content) for message in asked.messages) > most:
+        if asked.characters > most:
             self._refuse("context", "The messages are longer than any conversation that the policy's context holds.")
         try:
             dialect = self._dialects.of(asked.tools)
@@ -170,7 +176,7 @@ class Session:
         self, asked: Asked, dialect: Dialect, place: Place, completion: Completion, params: SamplingParams, name: str
     ) -> Answer:
         said = _cut(self._decoded(completion.token_ids), params.stop)
-        calls = self._calls(said, dialect) if asked.tools and asked.may_call else []
+        calls = self._calls(said, dialect.calls) if asked.may_call else []
         ids = (f"{derive_seed('call', self.sample.session, name, i):09x}"[:9] for i in range(len(calls)))  # Mistral's length
         text = dialect.calls.beside(said) if calls else completion.text
         return Answer(
@@ -184,9 +190,9 @@ class Session:
         )
 
     @staticmethod
-    def _calls(said: str, dialect: Dialect) -> list[ToolCall]:
+    def _calls(said: str, written: CallFormat | None) -> list[ToolCall]:
         """None where one cannot be read: then the agent gets all of the text, and may answer that."""
-        calls = list(dialect.calls.parse(said.rpartition(THOUGHT_ENDS)[2]))
+        calls = list(written.parse(said.rpartition(THOUGHT_ENDS)[2])) if written else []
         return [] if any(call.problem for call in calls) else calls
 
     def _decoded(self, token_ids: Sequence[int]) -> str:

@@ -63,6 +63,12 @@ class Asked:
     model: str = MODEL
     overridden: tuple[str, ...] = ()
 
+    @property
+    def characters(self) -> int:
+        """About how long the prompt's text is, without rendering it."""
+        said = sum(len(message.content) + len(str(message.tool_calls or "")) for message in self.messages)
+        return said + len(dumps(list(self.tools)))
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -203,7 +209,7 @@ def _text(content: Any, where: str) -> str:
         text = "".join(part["text"] for part in content)
     else:
         raise _wrong(f"{where}.content must be a text, or a list of parts of text: the policy reads nothing else.")
-    return text.encode(errors="replace").decode()  # halves of characters, which no tokenizer takes
+    return text
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def error_of(response):
         ({"messages": [USER], "tools": [{"name": "f"}]}, 400, "tools must be a list"),
         ({"messages": [USER], "tools": 5}, 400, "tools must be a list"),
         ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 400, "longer than any conversation"),
+        ({"messages": [USER], "tools": [{"function": {"name": "x" * 10_000_000}}]}, 400, "longer than any conversation"),
         ({"messages": [{"role": "user", "content": "number 7 " * 400}]}, 400, "the context holds 512"),
         ({"messages": [{"role": "user", "content": "x" * 65 * 1024**2}]}, 413, "[Mm]aximum request body size"),
     ],
@@ -87,9 +88,15 @@ def test_what_is_not_there_is_named(play, path, status):
 
 
 def test_halves_of_characters_are_replaced_and_any_conversation_is_answered(play):
-    agent, found = asking(b'{"messages": [{"role": "user", "content": "\\ud800 \\u0000 <|im_end|>"}]}')
-    play(agent)
-    assert found[0].status_code == 200
+    half = b"\\ud800 \\u0000 <|im_end|> \xff \xed\xa0\x80"
+    tool = b'{"type": "function", "function": {"name": "f", "description": "%s"}}' % half
+    agent, found = asking(
+        b'{"messages": [{"role": "user", "content": "%s"}]}' % half,
+        b'{"model": "%s", "messages": [{"role": "user", "content": "x"}]}' % half,
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [%s]}' % tool,
+    )
+    result, _ = play(agent)
+    assert [response.status_code for response in found] == [200, 200, 200] and not result.failed
 
 
 def test_what_asks_for_other_sampling_is_answered_with_the_runs_and_told_once(play):
