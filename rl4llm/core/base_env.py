@@ -16,6 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -83,7 +84,7 @@ class SampleState:
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for span in self.spans for token in span.token_ids]
+        return list(chain.from_iterable(span.token_ids for span in self.spans))
 
     @property
     def policy_spans(self) -> list[TokenSpan]:

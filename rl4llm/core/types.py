@@ -76,19 +76,21 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        checks = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (0.0 <= self.temperature < math.inf, "0 (greedy) or above"),
-            "top_p": (0.0 < self.top_p <= 1.0, "above 0, at most 1 (1 is off)"),
-            "top_k": (self.top_k >= 0, "0 (off) or above"),
-        }
-        for name, (holds, accepted) in checks.items():
-            if not holds:
-                raise EngineError(f"SamplingParams.{name}={getattr(self, name)!r} is not accepted: {accepted}.")
+        if not self.max_tokens >= 1:
+            raise self._refused("max_tokens", "at least 1")
+        if not 0.0 <= self.temperature < math.inf:
+            raise self._refused("temperature", "0 (greedy) or above")
+        if not 0.0 < self.top_p <= 1.0:
+            raise self._refused("top_p", "above 0, at most 1 (1 is off)")
+        if not self.top_k >= 0:
+            raise self._refused("top_k", "0 (off) or above")
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+    def _refused(self, name: str, accepted: str) -> EngineError:
+        return EngineError(f"SamplingParams.{name}={getattr(self, name)!r} is not accepted: {accepted}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,9 @@ class TokenSpan:
     @classmethod
     def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
         """Tokens that the policy sampled: one span for each version of the weights."""
-        runs = completion.versions or ((0, completion.version),)
+        if not completion.versions:
+            return (cls(completion.token_ids, "policy", completion.logprobs, completion.version),)
+        runs = completion.versions
         ends = (*(start for start, _ in runs[1:]), len(completion.token_ids))
         return tuple(
             cls(completion.token_ids[start:end], "policy", completion.logprobs[start:end], version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Coroutine, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from rl4llm.core.base_client import BaseClient
@@ -145,9 +146,8 @@ class PolicyLLM:
         whose = (sample.prompt_id, sample.role) if sample.role else (sample.prompt_id,)
         seed = derive_seed(*self._identity, params.seed, *whose, sample.index, *draw)
         try:
-            completion = await self._client.generate(
-                prompt_ids, self._with_stops(params).replace(seed=seed), session=sample.session
-            )
+            seeded = params.replace(seed=seed, stop_token_ids=self._stops(params))
+            completion = await self._client.generate(prompt_ids, seeded, session=sample.session)
         except UnreachableError as error:  # after all attempts; this sample's affair, while other requests get through
             sample.fail(f"no server answered: {error}", "engine/unreachable")
             return Completion("", (), (), "abort", NO_VERSION)
@@ -157,10 +157,11 @@ class PolicyLLM:
         return completion
 
     def _with_stops(self, params: SamplingParams) -> SamplingParams:
-        if set(self._renderer.stop_token_ids) <= set(params.stop_token_ids):
-            return params
-        stops = (*params.stop_token_ids, *self._renderer.stop_token_ids)
-        return params.replace(stop_token_ids=tuple(dict.fromkeys(stops)))
+        return params.replace(stop_token_ids=self._stops(params))
+
+    def _stops(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end a turn: those asked for, and those of the chat template."""
+        return tuple(dict.fromkeys((*params.stop_token_ids, *self._renderer.stop_token_ids)))
 
     def _record_context(self, sample: SampleState) -> None:
         """Append the tokens of the messages since the last recorded one, up to the next generation prompt."""
@@ -205,10 +206,9 @@ class PolicyLLM:
         siblings = (other for other in self._by_prompt[sample.prompt_id] if other is not sample)
         own = self._sampled[sample.session]
         theirs = (self._sampled[other.session] for other in siblings if other.spans == sample.spans)
-        for completions in (own, *theirs):
-            for completion in completions:
-                if content.strip() in (completion.text.strip(), self._renderer.content(completion.text).strip()):
-                    return completion
+        for completion in chain(own, chain.from_iterable(theirs)):  # others' records are compared only if it is not its own
+            if content.strip() in (completion.text.strip(), self._renderer.content(completion.text).strip()):
+                return completion
         return None
 
     def _ended(self, sample: SampleState) -> bool:

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-import torch
-
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, EnvState, EpisodeState, SampleState
 from rl4llm.core.errors import EnvError, RL4LLMError, TooManyFailuresError
@@ -97,8 +95,9 @@ class Rollout:
         for sample in samples:
             self._check_turns(sample)
         self._check_failures(episodes)
+        earned = {name: values.tolist() for name, values in scores.rewards.items()}
         trajectories = {
-            id(sample): self._trajectory(sample, {name: values[i] for name, values in scores.rewards.items()}, reward)
+            id(sample): self._trajectory(sample, {name: values[i] for name, values in earned.items()}, reward)
             for i, (sample, reward) in enumerate(zip(samples, scores.reward.tolist(), strict=True))
             if sample.failure is None
         }
@@ -196,7 +195,7 @@ class Rollout:
                 seat.finish("done")
 
     def _check_turns(self, sample: SampleState) -> None:
-        if sample.failure is None and max(sample.turn_rewards, default=-1) >= count_turns(sample.spans):
+        if sample.failure is None and sample.turn_rewards and max(sample.turn_rewards) >= count_turns(sample.spans):
             rewarded = "a turn that the policy did not take was rewarded"
             sample.fail(f"{type(self.env).__name__}: {rewarded}", "env/contract")
 
@@ -212,14 +211,14 @@ class Rollout:
                 [seat for seats in failed for seat in seats],
             )
 
-    def _trajectory(self, sample: SampleState, rewards: dict[str, torch.Tensor], reward: float) -> Trajectory:
+    def _trajectory(self, sample: SampleState, rewards: dict[str, float], reward: float) -> Trajectory:
         turns = range(count_turns(sample.spans)) if sample.turn_rewards else ()
         turn_rewards = tuple(sample.turn_rewards.get(turn, 0.0) for turn in turns)
         return Trajectory(
             prompt_id=sample.prompt_id,
             spans=_to_last_word(sample.spans),
             messages=tuple(sample.messages),
-            rewards={name: float(value) for name, value in rewards.items()},
+            rewards=rewards,
             reward=reward + sum(turn_rewards),
             stop_reason=sample.stop_reason or "done",
             extras={"sample": sample.index, "ground_truth": sample.ground_truth, **sample.extras},

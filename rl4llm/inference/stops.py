@@ -31,7 +31,7 @@ def stop_tokens(tokenizer: Any, params: SamplingParams) -> tuple[int, ...]:
     """The tokens that end a completion: those given, the tokenizer's end token, special tokens among the stop strings."""
     end = tokenizer.eos_token_id
     own = () if params.ignore_eos or end is None else (end,)
-    special = tokenizer.all_special_tokens
+    special = tokenizer.all_special_tokens if params.stop else ()
     named = [tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
     return tuple(dict.fromkeys((*params.stop_token_ids, *own, *named)))
 

@@ -45,7 +45,7 @@ def score(
     rewards: dict[str, Tensor] = {}
     earned_by_turns: list[list[Sequence[float]]] = [[] for _ in samples]
     for reward_function in reward_functions:
-        rewards[reward_function.name] = torch.full((len(samples),), math.nan, dtype=torch.float64)
+        earned = [math.nan] * len(samples)
         scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
         patience = Patience(slow_after_s, reward_function.score_timeout_s if timeout_s is None else timeout_s)
         values = ask(reward_function, [samples[index] for index in scorable], patience)
@@ -53,8 +53,9 @@ def score(
             if isinstance(value, Broken):
                 samples[index].fail(value.reason, f"{reward_function.name}/{value.kind}")
             else:
-                rewards[reward_function.name][index] = sum(value)
+                earned[index] = sum(value)
                 earned_by_turns[index].append(value if reward_function.per_turn else ())
+        rewards[reward_function.name] = torch.tensor(earned, dtype=torch.float64)
     for sample, turns in zip(samples, earned_by_turns, strict=True):
         _reward_turns(sample, turns)
     left = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
