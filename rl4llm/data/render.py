@@ -13,13 +13,20 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
 from rl4llm.core.types import ROLES, ChatMessage
-from rl4llm.data.template import ChatTemplate, Shape, objection, opening, opening_objection
+from rl4llm.data.template import ChatTemplate, Shape, alike, objection, opening, opening_objection
 
 _MAX_EXPANSION = 11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
+
+
+class _Way(NamedTuple):
+    """How messages of one shape are rendered behind an answer."""
+
+    template: ChatTemplate
+    needs_history: bool
 
 
 class Renderer:
@@ -53,7 +60,7 @@ class Renderer:
         template_args: Mapping[str, Any] | None = None,
     ):
         self._template = ChatTemplate(tokenizer, tools, template_args)
-        self._known: dict[Shape, bool | str] = {}  # whether the history is needed, or why it cannot be done
+        self._known: dict[Shape, _Way | str] = {}  # or why it cannot be done
         self._frames: dict[Shape, int | None] = {}
         self._latest: tuple[tuple[ChatMessage, ...], tuple[int, ...]] = ((), ())
         roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
@@ -86,9 +93,9 @@ class Renderer:
         shape = _shape(new_messages)
         if not shape or shape[-1] == "assistant":
             raise EnvError(f"New messages must end with one to answer; their roles are {_roles(new_messages)}.")
-        history = messages if self._needs_history(shape) else self._base
+        template, needs_history = self._way(shape)
         try:
-            end, rest = self._template.split_end(self._template.after_reply(history, new_messages))
+            end, rest = template.split_end(template.after_reply(messages if needs_history else self._base, new_messages))
         except TemplateError as error:
             raise self._error(f"follow-ups {_roles(new_messages)}", str(error)) from error
         return self.encode(end + rest)[1 if ended else 0 :]
@@ -166,7 +173,7 @@ class Renderer:
             reason = reason or objection(self._template, (role,), system=system)
         return reason
 
-    def _needs_history(self, shape: Shape) -> bool:
+    def _way(self, shape: Shape) -> _Way:
         if shape not in self._known:
             self._known[shape] = self._probe(shape)
         known = self._known[shape]
@@ -174,12 +181,20 @@ class Renderer:
             raise self._error(f"follow-ups [{', '.join(shape)}]", known)
         return known
 
-    def _probe(self, shape: Shape) -> bool | str:
+    def _probe(self, shape: Shape) -> _Way | str:
         for base in (self._base, None):
             reasons = [objection(self._template, shape, system=system, base=base) for system in self._systems]
             if not any(reasons):
-                return base is None
+                return _Way(self._template, True) if base is None else _Way(self._lightest(shape), False)
         return next(reason for reason in reasons if reason)
+
+    def _lightest(self, shape: Shape) -> ChatTemplate:
+        """The template without the tools where these change nothing behind an answer: their schemas take long to render."""
+        try:
+            bare = self._template.without_tools()
+        except TemplateError:  # one of several templates, which asks for tools
+            return self._template
+        return bare if alike(bare, self._template, shape, self._base) else self._template
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         tokenizer = self._template.tokenizer

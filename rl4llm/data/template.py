@@ -122,6 +122,10 @@ class ChatTemplate:
         """The same template with the clock put forward."""
         return ChatTemplate(self.tokenizer, self.tools, self._args, day=ANOTHER_DAY)
 
+    def without_tools(self) -> ChatTemplate:
+        """The same template where no tools are given."""
+        return ChatTemplate(self.tokenizer, None, self._args) if self.tools else self
+
     def _checked_source(self) -> str:
         if not self.tokenizer.chat_template:
             raise TemplateError(
@@ -179,6 +183,15 @@ def objection(
     except TemplateError as error:
         return str(error)
     return None
+
+
+def alike(one: ChatTemplate, other: ChatTemplate, shape: Shape, base: Sequence[ChatMessage]) -> bool:
+    """Whether two templates render messages of this shape in the same way behind the conversation `base`."""
+    new = _made_up(shape, 0)
+    try:
+        return one.after_reply(base, new) == other.after_reply(base, new)
+    except TemplateError:
+        return False
 
 
 class _Probe:

@@ -247,6 +247,21 @@ def test_tool_messages_in_a_row_share_one_turn_and_tools_stand_in_the_system_blo
     )
 
 
+def test_tools_that_change_nothing_behind_an_answer_are_not_rendered_there_and_others_are(tokenizers):
+    indifferent = Renderer(tokenizers["chatml_tools"], tools=TOOLS)
+    said = "m.content + (' (one of ' ~ tools | length ~ ')' if tools and m.role == 'tool' else '')"
+    told = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + EACH.replace("m.content", said)
+    telling = Renderer(chatml(told + ASK), tools=TOOLS)
+    new = [ChatMessage("tool", "85")]
+    for renderer, text in ((indifferent, "85\n</tool_response>"), (telling, f"85 (one of {len(TOOLS)})")):
+        delta = renderer.encode("<|im_end|>")[0], *renderer.following(new, ended=True)
+        assert text in renderer._template.tokenizer.decode(delta)
+        assert ids_of([TokenSpan.context(delta)]) == renderer.encode(
+            renderer._template.after_reply([*asked(True), ChatMessage("assistant", "so")], new)
+        )
+    assert [renderer._way(("tool",)).template.tools is None for renderer in (indifferent, telling)] == [True, False]
+
+
 def test_the_generation_prompt_of_a_template_argument_comes_with_every_turn(tokenizers):
     tokenizer = tokenizers["thinking_chatml"]
     renderer = Renderer(tokenizer, template_args={"enable_thinking": False})
