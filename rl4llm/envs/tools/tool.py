@@ -24,6 +24,8 @@ class ToolError(Exception):
 class Tool:
     """What the policy may call: its schema for the chat template, and the function behind it, plain or async.
 
+    A plain function has a thread of its own for each call; an async one runs in the event loop of all episodes, which costs
+    far less, and must not block it.
     `timeout_s` is its own deadline in seconds; None is that of the environment.
     """
 
