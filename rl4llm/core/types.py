@@ -270,7 +270,8 @@ class TrainBatch:
     trajectories then begin after it. `previous_BT` says so: the column of the token before each token, -1 where there is
     none. Left out, it is the column to the left within the segment. A shared prompt itself begins with -1.
 
-    `group_ids_BT` numbers the groups of a step. `marked_BT` are tokens that an algorithm singled out, `divergence` () is an
+    `group_ids_BT` numbers the groups of a step, `record_ids_BT` the token records of the update, in which a token of the
+    policy stands where `position_ids_BT` says. `marked_BT` are tokens that an algorithm singled out, `divergence` () is an
     estimate for the whole step; what they mean is the algorithm's own affair.
     """
 
@@ -288,6 +289,7 @@ class TrainBatch:
     returns_BT: Tensor | None = None
     previous_BT: Tensor | None = None
     group_ids_BT: Tensor | None = None
+    record_ids_BT: Tensor | None = None
     marked_BT: Tensor | None = None
     divergence: Tensor | None = None
 
@@ -312,11 +314,13 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step: its micro-batches, and which models it moves."""
+    """One optimizer step: its micro-batches, and which models it moves; `records` are the token records that the batches
+    were made of, in the order in which `record_ids_BT` numbers them."""
 
     batches: Sequence[TrainBatch]
     policy: bool = True
     critic: bool = False
+    records: Sequence[tuple[TokenSpan, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ def pack(
 ) -> list[TrainBatch]:
     """Micro-batches of at most `max_tokens_per_batch` tokens, padding included.
 
-    Each token record of a trajectory is a sequence of its own, and its tokens weigh what the whole trajectory's do.
+    Each token record of a trajectory is a sequence of its own, and its tokens weigh what the whole trajectory's do; records
+    are numbered through all trajectories, those without a place included.
     Trajectories without a token of the policy have nothing to learn and get no place; `totals` still counts them. With
     `whole_groups` the trajectories of a prompt stand in the same micro-batch.
     Raises ConfigError when what cannot be cut exceeds the budget.
@@ -128,7 +129,11 @@ def pack(
     batches = []
     for part in _parts(kept, prompts, lengths, max_tokens_per_batch) if whole_groups else filter(None, [kept]):
         flat = _flatten(
-            [trajectories[i] for i in part], [credits[i] for i in part], weights=weights[part], prompts=prompts[part]
+            [trajectories[i] for i in part],
+            [credits[i] for i in part],
+            weights=weights[part],
+            prompts=prompts[part],
+            records=np.array(part, np.int64),
         )
         budget = int(flat.lengths.max()) * len(part) if whole_groups else max_tokens_per_batch
         _check_budget(int(flat.lengths.max()), budget)
@@ -216,6 +221,7 @@ class _Flat(_Layable):
     """All tokens of all trajectories, one after another."""
 
     group_ids: Ints
+    record_ids: Ints
     token_ids: Ints
     mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
@@ -335,7 +341,9 @@ def _line_up(length: Ints, batch: Ints) -> tuple[Ints, Ints]:
     return column, segment
 
 
-def _flatten(trajectories: list[Trajectory], credits: list[Credit], *, weights: Floats, prompts: Ints) -> _Flat:
+def _flatten(
+    trajectories: list[Trajectory], credits: list[Credit], *, weights: Floats, prompts: Ints, records: Ints
+) -> _Flat:
     spans = [span for trajectory in trajectories for span in trajectory.spans]
     counts = np.array([len(trajectory.spans) for trajectory in trajectories])
     sizes = np.array([len(span.token_ids) for span in spans])
@@ -351,6 +359,7 @@ def _flatten(trajectories: list[Trajectory], credits: list[Credit], *, weights: 
         prompt_lengths=np.where(sampled[first_span], 0, sizes[first_span]),
         groups=_groups(trajectories),
         group_ids=prompts[owner],
+        record_ids=records[owner],
         token_ids=_chained([span.token_ids for span in spans], np.int64),
         mask=mask,
         logprobs=logprobs,
@@ -418,6 +427,7 @@ def _batch(flat: _Flat, pieces: _Pieces, pad_token_id: int) -> TrainBatch:
         weights_BT=spread(flat.weights[source]),
         previous_BT=previous,
         group_ids_BT=spread(flat.group_ids[source], NEVER),
+        record_ids_BT=spread(flat.record_ids[source], NEVER),
     )
 
 

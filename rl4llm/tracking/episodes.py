@@ -1,12 +1,20 @@
 """Every episode as it was sampled: what was said, the exact tokens, who wrote them, and what it was worth.
 
     episodes/step-000012.jsonl
-        {"step": 12, "prompt_id": "7", "sample": 0, "reward": 1.0, "rewards": {"accuracy": 1.0}, "credit": 0.5,
-         "stop_reason": "done", "ground_truth": "42", "messages": [{"role": "user", "content": "..."}, ...],
+        {"step": 12, "prompt_id": "7", "sample": 0, "reward": 1.0, "rewards": {"accuracy": 1.0}, "stop_reason": "done",
+         "turns": 2, "tokens": 31, "credit": 0.5, "mismatch": 0.00012,
+         "messages": [{"role": "user", "content": "..."}, ...], "ground_truth": "42",
          "spans": [{"author": "context", "token_ids": [...]},
-                   {"author": "policy", "token_ids": [...], "logprobs": [...], "version": 11}], "extras": {}}
+                   {"author": "policy", "token_ids": [...], "logprobs": [...], "version": 11,
+                    "trainer_logprobs": [...], "advantages": [...], "weight": 0.002, "clipped": [3]}], "extras": {}}
     episodes/eval-000012.jsonl
         the same, of the held-out set
+
+What is short comes first, so that a row can be listed without reading all of it. `tokens` are those that the policy wrote,
+in `turns`. What trained has the numbers of the trainer beside those of the engine: log-probs under the weights that
+sampled (in later optimizer steps of the same rollout under newer ones, unless they are recomputed), the advantage of each
+token, how much each counts in the loss of the step, and at which places of the span a clip cut the gradient; `mismatch` is
+the largest difference of the log-probs, in nats. Episodes that had nothing to teach, and evaluations, have none of these.
 
 An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
 An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` holds what environments and
@@ -24,8 +32,13 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import DataError
-from rl4llm.core.types import Group, TokenSpan, Trajectory
+from rl4llm.core.types import Group, TokenSpan, Trajectory, count_turns
 from rl4llm.tracking.jsonl import read_jsonl
+from rl4llm.tracking.tokens import DIGITS, SpanNote, TrainedTokens
+
+LONG = ("messages", "ground_truth", "spans", "forks", "extras")
+"""The fields of an episode that may be long; they come last, in this order."""
+Notes = Mapping[int, SpanNote]
 
 
 class EpisodeLog:
@@ -45,6 +58,10 @@ class EpisodeLog:
             if int(file.stem.split("-")[1]) > resume_step and (rank == 0 or file.name.endswith(self._ending)):
                 file.unlink(missing_ok=True)
 
+    def due(self, step: int) -> bool:
+        """Whether episodes of this step are stored."""
+        return self._every > 0 and step % self._every == 0
+
     def log(
         self,
         step: int,
@@ -52,13 +69,18 @@ class EpisodeLog:
         failed: Sequence[SampleState] = (),
         credits: Sequence[Sequence[Any]] | None = None,
         kind: Literal["step", "eval"] = "step",
+        trained: TrainedTokens | None = None,
     ) -> None:
-        """Store what a step or an evaluation sampled; `credits` holds a number per trajectory of each group, or per turn."""
-        if self._every == 0 or (kind == "step" and step % self._every):
+        """Store what a step or an evaluation sampled; `credits` holds a number per trajectory of each group, or per turn.
+
+        `trained` knows what the trainer found for their tokens.
+        """
+        if self._every == 0 or (kind == "step" and not self.due(step)):
             return
+        notes = trained.by_span() if trained is not None else {}
         with open(self._directory / f"{kind}-{step:06d}{self._ending}", "w") as file:
-            for row in islice(_rows(groups, failed, credits), self._limit):
-                file.write(json.dumps({"step": step, **row}) + "\n")
+            for row in islice(_rows(groups, failed, credits, notes), self._limit):
+                file.write(json.dumps(_short_first({"step": step, **row})) + "\n")
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:
@@ -69,18 +91,23 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
     return [row for file in files for row in read_jsonl(file)]
 
 
+def _short_first(row: Mapping[str, Any]) -> dict[str, Any]:
+    short = {name: value for name, value in row.items() if name not in LONG}
+    return short | {name: row[name] for name in LONG if name in row}
+
+
 def _rows(
-    groups: Sequence[Group], failed: Sequence[SampleState], credits: Sequence[Sequence[Any]] | None
+    groups: Sequence[Group], failed: Sequence[SampleState], credits: Sequence[Sequence[Any]] | None, notes: Notes
 ) -> Iterator[dict[str, Any]]:
     for sample in failed:
         yield _failed(sample)
     for number, group in enumerate(groups):
         for index, trajectory in enumerate(group.trajectories):
-            row = _finished(trajectory, index) | ({"frozen": group.frozen} if group.role else {})
+            row = _finished(trajectory, index, notes) | ({"frozen": group.frozen} if group.role else {})
             yield row if credits is None else {**row, "credit": credits[number][index]}
 
 
-def _finished(trajectory: Trajectory, index: int) -> dict[str, Any]:
+def _finished(trajectory: Trajectory, index: int, notes: Notes) -> dict[str, Any]:
     extras = dict(trajectory.extras)
     return {
         "prompt_id": trajectory.prompt_id,
@@ -91,8 +118,7 @@ def _finished(trajectory: Trajectory, index: int) -> dict[str, Any]:
         "stop_reason": trajectory.stop_reason,
         "ground_truth": _plain(extras.pop("ground_truth", None)),
         "messages": [message.to_dict() for message in trajectory.messages],
-        "spans": [_span(span) for span in trajectory.spans],
-        **_forks(trajectory.forks),
+        **_tokens(trajectory.spans, trajectory.forks, notes),
         "extras": _plain(extras),
     }
 
@@ -107,20 +133,48 @@ def _failed(sample: SampleState) -> dict[str, Any]:
         "stop_reason": sample.stop_reason,
         "ground_truth": _plain(sample.ground_truth),
         "messages": [message.to_dict() for message in sample.messages],
-        "spans": [_span(span) for span in sample.spans],
-        **_forks(sample.forks),
+        **_tokens(sample.spans, sample.forks),
         "extras": _plain(sample.extras),
     }
 
 
-def _forks(forks: Sequence[Sequence[TokenSpan]]) -> dict[str, Any]:
-    return {"forks": [[_span(span) for span in record] for record in forks]} if forks else {}
+def _tokens(
+    spans: Sequence[TokenSpan], forks: Sequence[Sequence[TokenSpan]], notes: Notes | None = None
+) -> dict[str, Any]:
+    """The token records of an episode, and what is counted in them."""
+    notes, records = notes or {}, (spans, *forks)
+    written = [span for record in records for span in record if span.author == "policy"]
+    first, *others = ([_span(span, notes.get(id(span))) for span in record] for record in records)
+    return {
+        "turns": sum(map(count_turns, records)),
+        "tokens": sum(len(span.token_ids) for span in written),
+        **_mismatch(written, notes),
+        "spans": first,
+        **({"forks": others} if others else {}),
+    }
 
 
-def _span(span: TokenSpan) -> dict[str, Any]:
+def _mismatch(written: Sequence[TokenSpan], notes: Notes) -> dict[str, float]:
+    differences = [
+        abs(ours - theirs)
+        for span in written
+        if (note := notes.get(id(span))) is not None
+        for ours, theirs in zip(note.logprobs, span.logprobs or (), strict=True)
+    ]
+    return {"mismatch": round(max(differences), DIGITS)} if differences else {}
+
+
+def _span(span: TokenSpan, note: SpanNote | None) -> dict[str, Any]:
     row: dict[str, Any] = {"author": span.author, "token_ids": list(span.token_ids)}
     if span.author == "policy":
         row |= {"logprobs": list(span.logprobs or ()), "version": span.version}
+    if note is not None:
+        row |= {
+            "trainer_logprobs": note.logprobs,
+            "advantages": note.advantages,
+            "weight": note.weight,
+            "clipped": note.clipped,
+        }
     return row
 
 

@@ -19,6 +19,7 @@ from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
 from rl4llm.tracking.resources import Resources
 from rl4llm.tracking.summary import Episode, classes, facts, summarize_facts
 from rl4llm.tracking.tensorboard import TensorBoardTracker
+from rl4llm.tracking.tokens import TrainedTokens
 from rl4llm.tracking.tracker import Tolerant, Tracker, Trackers
 from rl4llm.tracking.wandb import WandbTracker
 
@@ -92,11 +93,12 @@ class RunTracker:
         tokens: int,
         credits: Sequence[Sequence[Any]] | None = None,
         counts: Mapping[str, float] | None = None,
+        trained: TrainedTokens | None = None,
     ) -> None:
         """Log one finished step; `tokens` is how many it trained on or sampled, for tokens/s; engines count `counts`."""
         phases = self.clock.lap()
         if groups or failed:
-            self._store_episodes(step, groups, failed, credits=credits)
+            self._store_episodes(step, groups, failed, credits=credits, trained=trained)
         gathered = self._ranks.gather((tokens, facts(groups), classes(failed)))
         if not gathered:
             return
@@ -111,6 +113,10 @@ class RunTracker:
         }
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
+
+    def stores_episodes(self, step: int) -> bool:
+        """Whether the episodes of this step will be kept."""
+        return self._episodes is not None and self._episodes.due(step)
 
     def stopped_by(self, step: int, failed: Sequence[SampleState]) -> None:
         """Store the attempts that failed in a step that will not be finished because of them."""

@@ -123,7 +123,7 @@ class Preparation:
         penalised = self._with_kl_in_reward(list(groups), metrics)
         scored = list(zip(penalised, self.algorithm.batch_credits(penalised, self.total), strict=True))
         packed = self._packed(scored)
-        batches = [batch for share in packed for batch in share]
+        batches = [batch for update in packed for batch in update.batches]
         divergence = self._divergence(penalised) if self.algorithm.needs().mismatched else None
         for batch in batches:
             self._fill(batch)
@@ -131,15 +131,15 @@ class Preparation:
         self.algorithm.assign(batches, self.total)
         return Prepared(self._updates(packed, step), scored, metrics)
 
-    def _packed(self, scored: Sequence[Scored]) -> list[list[TrainBatch]]:
+    def _packed(self, scored: Sequence[Scored]) -> list[Update]:
         """The micro-batches of each optimizer step, on which nothing is known yet but credits.
 
         Steps for which no rank has a trajectory are left out, but for one that says so.
         """
         found = [self._share(share) for share in self.batching.shares(scored)]
-        return [batches for batches, totals in found if totals.sequences] or [[]]
+        return [update for update, totals in found if totals.sequences] or [Update([])]
 
-    def _share(self, share: Sequence[Scored]) -> tuple[list[TrainBatch], StepTotals]:
+    def _share(self, share: Sequence[Scored]) -> tuple[Update, StepTotals]:
         """The micro-batches of one optimizer step on this rank, and the totals of all."""
         trajectories, credits = [], []
         for group, credits_G in share:
@@ -149,7 +149,8 @@ class Preparation:
                     trajectories.append(trajectory)
                     credits.append(self._credit(turns, by_turn=credits_G.dim() > 1))
         totals = self._over_ranks(self.batching.totals(trajectories))
-        return self._aligned(self.batching.pack(trajectories, credits, totals)), totals
+        batches = self._aligned(self.batching.pack(trajectories, credits, totals))
+        return Update(batches, records=[record for trajectory in trajectories for record in trajectory.records]), totals
 
     def _aligned(self, batches: list[TrainBatch]) -> list[TrainBatch]:
         """As many as the rank with the most has, since sharded models compute together; those added teach nothing."""
@@ -176,15 +177,15 @@ class Preparation:
         if needs.critic:
             batch.values_BT = self._numbers(self.critic, batch)
 
-    def _updates(self, packed: list[list[TrainBatch]], step: int) -> list[Update]:
+    def _updates(self, packed: list[Update], step: int) -> list[Update]:
         critic = self.algorithm.needs().critic
         if critic is None:
-            return [Update(batches) for batches in packed * self.batching.epochs]
+            return packed * self.batching.epochs
         epochs = self.batching.epochs if step >= critic.warmup_steps else 0
         return [
-            Update(batches, policy=epoch < epochs, critic=epoch < critic.epochs)
+            replace(update, policy=epoch < epochs, critic=epoch < critic.epochs)
             for epoch in range(max(epochs, critic.epochs))
-            for batches in packed
+            for update in packed
         ]
 
     def _with_kl_in_reward(self, groups: list[Group], metrics: dict[str, float]) -> list[Group]:

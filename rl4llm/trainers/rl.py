@@ -17,12 +17,13 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer, merge
 from rl4llm.core.errors import StaleWeightsError, TooManyFailuresError
-from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update, WeightRef
+from rl4llm.core.types import Group, SamplingParams, TokenSpan, TrainBatch, Update, WeightRef
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.sync.mismatch import check_mismatch, summarize_mismatch, token_mismatch
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
+from rl4llm.tracking.tokens import TrainedTokens
 from rl4llm.trainers.give import give_weights, giving_weights
 from rl4llm.trainers.prepare import Preparation, Prepared
 
@@ -73,6 +74,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self._moved = False  # the weights, since the engines got them
         self._credits: dict[int, list[Any]] = {}  # by the id of a group that trained
         self._notes: dict[str, float] = {}
+        self._records: Sequence[tuple[TokenSpan, ...]] = ()  # those of the update that runs
+        self._trained: TrainedTokens | None = None
         self._closed = False
 
     @property
@@ -108,12 +111,14 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             kept = [group for group in collected.groups if self._trains(group)]
             prepared = self.preparation.prepare(kept, self.step)
             self._note(kept, prepared)
+            self._trained = TrainedTokens() if self.tracker.stores_episodes(self.step + 1) else None
             return prepared.updates
 
     def update(self, update: Update) -> dict[str, float]:
         """One optimizer step; the first of a rollout also measures how far trainer and engine are apart."""
         metrics = self._update_critic(update) if update.critic else {}
         if update.policy:
+            self._records = update.records
             metrics |= summarize_mismatch(super().update(update))
             check_mismatch(metrics, self.inference.stop_above)
             self._moved = self._moved or bool(update.batches)
@@ -123,7 +128,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def forward_backward(self, batch: TrainBatch, last: bool = True) -> dict[str, float]:
         return self.backend.forward_backward(
             batch,
-            self._measured_losses if self._measures_mismatch() else self.algorithm.token_losses,
+            self._noted_losses,
             temperature=self.sampling_params.temperature or 1.0,
             entropy=self.algorithm.needs().entropy,
             last=last,
@@ -148,8 +153,16 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         credits = [self._credits.get(id(group), [0.0] * len(group.trajectories)) for group in collected.groups]
         counts = {**self.inference.client.metrics(), **self._notes}
         self.tracker.step(
-            self.step, collected.groups, collected.failed, metrics, tokens=tokens, credits=credits, counts=counts
+            self.step,
+            collected.groups,
+            collected.failed,
+            metrics,
+            tokens=tokens,
+            credits=credits,
+            counts=counts,
+            trained=self._trained,
         )
+        self._trained = None
 
     def evaluate(self) -> None:
         """Measure on the held-out prompts."""
@@ -223,11 +236,14 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         """Before the weights move; not where samples were drawn at other temperatures than the one that trains."""
         return not self._moved and not self.algorithm.needs().sampling
 
-    def _measured_losses(
+    def _noted_losses(
         self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
     ) -> tuple[Tensor, TokenMetrics]:
         losses_BT, metrics = self.algorithm.token_losses(batch, logprobs_BT, entropy_BT)
-        return losses_BT, {**metrics, **token_mismatch(batch, logprobs_BT)}
+        if self._trained is not None:
+            before_BT = batch.old_logprobs_BT if self.algorithm.needs().old_logprobs else logprobs_BT
+            self._trained.add(self._records, batch, before_BT, metrics.get("clip_fraction"))
+        return losses_BT, metrics | (token_mismatch(batch, logprobs_BT) if self._measures_mismatch() else {})
 
     @property
     def _speaks(self) -> bool:

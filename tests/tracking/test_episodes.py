@@ -1,12 +1,16 @@
+import json
 import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
+from rl4llm.data.pack import pack, totals_of
 from rl4llm.tracking.episodes import EpisodeLog, read_episodes
+from rl4llm.tracking.tokens import TrainedTokens
 
 MESSAGES = (ChatMessage("user", "6 x 7?"), ChatMessage("assistant", "42", tool_calls=({"name": "f"},)))
 
@@ -29,6 +33,20 @@ def groups(count, size=2):
     return [Group(f"p{i}", tuple(trajectory(f"p{i}", sample) for sample in range(size))) for i in range(count)]
 
 
+def packed(trajectories, layout):
+    (batch,) = pack(
+        trajectories,
+        [0.5] * len(trajectories),
+        max_tokens_per_batch=1000,
+        layout=layout,
+        aggregation="token",
+        totals=totals_of(trajectories),
+        pad_token_id=0,
+    )
+    batch.advantages_BT = batch.credits_BT
+    return batch
+
+
 def names(directory):
     return sorted(os.listdir(directory))
 
@@ -43,6 +61,8 @@ def test_an_episode_comes_back_with_every_token_its_author_and_its_worth(tmp_pat
             "reward": 1.5,
             "rewards": {"accuracy": 1.0, "length": 0.5},
             "stop_reason": "done",
+            "turns": 1,
+            "tokens": 2,
             "ground_truth": "42",
             "messages": [
                 {"role": "user", "content": "6 x 7?"},
@@ -56,6 +76,29 @@ def test_an_episode_comes_back_with_every_token_its_author_and_its_worth(tmp_pat
             "credit": 0.25,
         }
     ]
+
+
+def test_what_is_short_comes_first_so_that_a_row_is_listed_without_reading_all_of_it(tmp_path):
+    EpisodeLog(tmp_path).log(3, [Group("p", (trajectory(),))], [failed()], credits=[[0.25]])
+    for line in (tmp_path / "step-000003.jsonl").read_text().splitlines():
+        names = list(json.loads(line))
+        assert names[-4:] == ["messages", "ground_truth", "spans", "extras"]
+        assert {"step", "sample", "stop_reason", "turns", "tokens"} < set(names[:-4])
+
+
+def test_tokens_that_trained_have_the_trainers_numbers_and_the_row_the_worst_difference(tmp_path):
+    quiet, taught = trajectory(sample=0), trajectory(sample=1)
+    trained = TrainedTokens()
+    batch = packed([taught], "packed")
+    trained.add([taught.spans], batch, torch.tensor([[0, 0, -0.1, -0.25]]), torch.tensor([[0, 0, 0, 1]]))
+    EpisodeLog(tmp_path).log(1, [Group("p", (quiet, taught))], trained=trained)
+    without, with_numbers = read_episodes(tmp_path)
+    assert "mismatch" not in without and "weight" not in without["spans"][1]
+    assert with_numbers["mismatch"] == pytest.approx(1 / 3 - 0.25, abs=1e-6)
+    assert with_numbers["spans"][0] == {"author": "context", "token_ids": [1, 2]}
+    span = with_numbers["spans"][1]
+    assert (span["trainer_logprobs"], span["advantages"]) == ([-0.1, -0.25], [0.5, 0.5])
+    assert (span["weight"], span["clipped"]) == (0.5, [1])
 
 
 def test_the_records_of_a_rewritten_history_are_stored_beside_the_first(tmp_path):

@@ -19,6 +19,7 @@ from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import WeightRef
+from rl4llm.tracking.episodes import read_episodes
 
 SMALL = {"rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "checkpoint": {"every": 2}}
 
@@ -130,6 +131,23 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_pa
     subprocess.run([sys.executable, "-c", killed], check=True, timeout=120)
     assert_same_weights(load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "killed.safetensors"))
     assert [row["step"] for row in metrics(tmp_path / "killed")] == list(range(1, 9))
+
+
+def test_the_record_of_an_episode_says_what_the_trainer_knew_of_each_token(model_dir, tmp_path):
+    trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-2, "epochs": 3}).train()
+    spans, weight, log = 0, 0.0, metrics(tmp_path)
+    for row in read_episodes(tmp_path / "episodes" / "step-000002.jsonl"):
+        for span in row["spans"]:
+            if "weight" in span:
+                spans += 1
+                weight += span["weight"] * len(span["token_ids"])
+                assert span["trainer_logprobs"] == pytest.approx(span["logprobs"], abs=1e-5)
+                assert span["advantages"] == pytest.approx([row["credit"]] * len(span["token_ids"]), abs=1e-5)
+        assert row["credit"] == 0 or row["mismatch"] < 1e-5
+    assert spans >= 8 and weight <= 1 + 1e-6  # those without a spread of rewards weigh, but do not train
+    rows = [row for step in (1, 2) for row in read_episodes(tmp_path / "episodes" / f"step-{step:06d}.jsonl")]
+    clipped = any(span.get("clipped") for row in rows for span in row["spans"])
+    assert clipped == (max(row["clip_fraction"] for row in log) > 0)
 
 
 def test_on_the_policy_the_ratio_is_one(model_dir, tmp_path):
