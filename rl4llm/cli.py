@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import webbrowser
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -78,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("step", help="a directory such as runs/NAME/failed/step-000012")
     replay.set_defaults(run=_replay)
 
+    _add_view(commands)
+
     info = commands.add_parser("info", help="versions, devices, and what the names in a configuration may be")
     info.add_argument("topic", nargs="?", choices=("algorithms", "environments", "rewards"), help="only this table")
     info.set_defaults(run=_info)
@@ -114,6 +117,22 @@ def _add_launch(commands: Any) -> None:
     launch.add_argument("--restarts", type=int, default=0, help="in a row, without a new checkpoint (default: never)")
     launch.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
     launch.set_defaults(run=_launch)
+
+
+def _add_view(commands: Any) -> None:
+    view = commands.add_parser(
+        "view",
+        help="look at runs in a browser: curves, configurations, episodes token by token",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  rl4llm view runs/quickstart/grpo\n  rl4llm view runs/a runs/b --open\n"
+        "  rl4llm view runs --export report.html",
+    )
+    view.add_argument("runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory of runs")
+    view.add_argument("--port", type=int, help="of 127.0.0.1; 0 is any that is free (default: the first free one from 6100)")
+    view.add_argument("--open", action="store_true", help="open the page in the browser")
+    view.add_argument("--export", metavar="FILE", help="write all of it into one HTML file instead")
+    view.add_argument("--episodes", type=int, default=200, help="of each run in FILE, the newest (default: %(default)s)")
+    view.set_defaults(run=_view)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
@@ -190,6 +209,26 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     for table in replay(Path(arguments.step)):
         Console().print(table)
+    return 0
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    from rl4llm.view import export, find_runs, serve
+
+    runs, say = find_runs(arguments.runs), Console(stderr=True, markup=False, highlight=False).print
+    if arguments.episodes < 0:
+        raise ConfigError(f"--episodes {arguments.episodes} is not accepted: 0 or above.")
+    if arguments.export is not None:
+        count = export(runs, Path(arguments.export), arguments.episodes)
+        say(f"{arguments.export}: {len(runs)} run(s), {count} episode(s)", soft_wrap=True)
+        return 0
+
+    def ready(url: str) -> None:
+        say(f"{url}  shows {', '.join(run.name for run in runs)}; Ctrl-C ends it", soft_wrap=True)
+        if arguments.open and not webbrowser.open(url):
+            say("No browser can be opened from here. Open the address yourself.")
+
+    serve(runs, arguments.port, ready)
     return 0
 
 

@@ -1,0 +1,155 @@
+"""What the directory of a run says: its configuration, its metrics, how far it is. Nothing is written there."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl4llm.core.errors import RunDirError
+from rl4llm.core.run_dir import RunDir
+from rl4llm.view.index import EpisodeIndex
+from rl4llm.view.texts import TokenTexts
+
+AT_ONCE = 64 << 20  # bytes of metrics in one answer
+STILL_S = 120.0  # a run that wrote nothing for so long is not called running
+
+
+class ViewedRun:
+    """One run. Files that are damaged are told in `about`, as a warning, and do not keep the rest from being shown."""
+
+    def __init__(self, path: Path, name: str):
+        self.path = path
+        self.name = name
+        self._run = RunDir(path)
+        self.index = EpisodeIndex(self._run.episodes_dir)
+        self.texts = TokenTexts(path, self._model_path)
+
+    def about(self) -> dict[str, Any]:
+        """Name, path, identity, dotted configuration, warnings, and whether it writes now."""
+        config, warnings = self._config()
+        identity, problem = self._identity()
+        return {
+            "name": self.name,
+            "path": str(self.path.absolute()),
+            "run_id": str(identity.get("run_id", "")),
+            "created": str(identity.get("created", "")),
+            "version": str(identity.get("rl4llm", "")),
+            "config": config,
+            "warnings": warnings + problem,
+            "max_steps": config.get("max_steps"),
+            "running": self._running(),
+        }
+
+    def metrics(self, start: int = 0) -> dict[str, Any]:
+        """Rows of metrics.jsonl from byte `start` on, and the byte after them; if it was cut off before: all, and `anew`."""
+        file = self._run.metrics_file
+        try:
+            with open(file, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                cut = start > size or (start > 0 and os.pread(opened.fileno(), 1, start - 1) != b"\n")
+                start = 0 if cut else start
+                data = os.pread(opened.fileno(), AT_ONCE, start)
+        except OSError:
+            return {"rows": [], "next": 0, "anew": start > 0, "damaged": 0}
+        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        rows = [row for row in map(_metrics_row, lines) if row]
+        following = start + data.rfind(b"\n") + 1
+        return {"rows": rows, "next": following, "anew": cut, "damaged": len(lines) - len(rows)}
+
+    def _config(self) -> tuple[dict[str, Any], list[str]]:
+        """Whatever keys there are: a run of another version has others."""
+        try:
+            config = yaml.safe_load(self._run.config_file.read_text(encoding="utf-8"))
+            if not isinstance(config, Mapping):
+                return {}, ["config.yaml holds no configuration"]
+            return dict(_flat(config)), []
+        except FileNotFoundError:
+            return {}, ["there is no config.yaml"]
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            return {}, [f"config.yaml cannot be read: {' '.join(str(error).split())}"]
+
+    def _identity(self) -> tuple[Mapping[str, Any], list[str]]:
+        try:
+            identity = json.loads(self._run.run_file.read_text())
+            return (identity, []) if isinstance(identity, Mapping) else ({}, ["run.json is damaged"])
+        except FileNotFoundError:
+            return {}, []
+        except (OSError, ValueError) as error:
+            return {}, [f"run.json is damaged: {error}"]
+
+    def _running(self) -> bool:
+        try:
+            return time.time() - self._run.metrics_file.stat().st_mtime < STILL_S and not self._run.model_dir.exists()
+        except OSError:
+            return False
+
+    def _model_path(self) -> str | None:
+        path = self._config()[0].get("model.path")
+        return path if isinstance(path, str) else None
+
+
+def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[ViewedRun]:
+    """The runs at these paths, each the directory of a run or one that holds such directories.
+
+    Raises RunDirError for a path that is neither.
+    """
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        runs = [path] if _is_run(path) else sorted(filter(_is_run, _children(path)))
+        if not runs:
+            what = "is no directory" if path.exists() else "does not exist"
+            what = "holds no run (no run.json, metrics.jsonl or episodes/)" if path.is_dir() else what
+            raise RunDirError(f"{str(path)!r} {what}. Accepted: output.dir of a run, or a directory of runs, such as runs/.")
+        found |= dict.fromkeys(runs)
+    return [ViewedRun(path, name) for path, name in zip(found, _names(list(found)), strict=True)]
+
+
+def _is_run(path: Path) -> bool:
+    run = RunDir(path)
+    try:
+        return run.run_file.is_file() or run.metrics_file.is_file() or run.episodes_dir.is_dir()
+    except OSError:
+        return False  # it may not be looked at
+
+
+def _children(path: Path) -> list[Path]:
+    try:
+        return [child for child in path.iterdir() if child.is_dir()]
+    except OSError:
+        return []
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """The ends of the paths, as long as it takes for no two to be alike."""
+    parts = [path.absolute().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(own[-length:]) for own in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _metrics_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int | float) else None
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str | int | float | bool | None) else _text(value)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)

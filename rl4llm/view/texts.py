@@ -1,0 +1,84 @@
+"""Token ids as text, with the tokenizer's file alone: the libraries that train need seconds to import."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+FILE = "tokenizer.json"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """What each token looks like. The tokenizer is that of the run's own model, of `model.path`, or of the hub's cache.
+
+    Bytes that are no whole character are shown as escapes, such as ``\\xe2``. Without a tokenizer ids stay ids.
+    """
+
+    def __init__(self, run: Path, model_path: Callable[[], str | None]):
+        self._run = run
+        self._model_path = model_path
+        self._tokenizer: Any = None
+        self._pieces: dict[int, str] = {}
+
+    def of(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """The text of each of these ids that the tokenizer knows."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        wanted = {token for token in token_ids if isinstance(token, int)}
+        if self._tokenizer is not None:
+            self._pieces |= {token: self._piece(token) for token in wanted - self._pieces.keys()}
+        return {token: self._pieces[token] for token in wanted if self._pieces.get(token) is not None}
+
+    def _load(self) -> Any:
+        from tokenizers import Tokenizer  # noqa: PLC0415 - only for looking at tokens
+
+        for file in self._places():
+            if file.is_file():
+                try:
+                    return Tokenizer.from_file(str(file))
+                except Exception:  # noqa: BLE001 - what the library raises for a damaged file has no class of its own
+                    continue
+        return None
+
+    def _places(self) -> Iterator[Path]:
+        yield self._run / "model" / FILE
+        path = self._model_path()
+        if path is None:
+            return
+        yield Path(path).expanduser() / FILE
+        yield Path(path).expanduser() / "model" / FILE
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+            cached = try_to_load_from_cache(path, FILE)
+            if isinstance(cached, str):
+                yield Path(cached)
+
+    def _piece(self, token: int) -> str | None:
+        from tokenizers import decoders  # noqa: PLC0415
+
+        raw = self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+        if raw is None:
+            return None
+        if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            values = [BYTES.get(character) for character in raw]
+            return raw if None in values else _shown(bytes(values))
+        byte = BYTE.fullmatch(raw)
+        return _shown(bytes([int(byte[1], 16)])) if byte else raw.replace("\u2581", " ")
+
+
+def _shown(data: bytes) -> str:
+    return data.decode("utf-8", errors="backslashreplace")
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte: itself where it can be seen, else one from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTES = _byte_characters()

@@ -1,0 +1,72 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from view.runs import write_run
+from view.serving import get, request, served
+
+from rl4llm.view.server import LOOPBACK, PAGE
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def url(tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served")
+    with served(write_run(directory / "one", tokenizer), write_run(directory / "two", tokenizer, lr="2.0e-4")) as address:
+        yield address
+
+
+def test_runs_their_metrics_and_their_episodes_are_served(url):
+    one, two = get(url, "/api/runs")
+    assert [(run["name"], run["config"]["training.lr"]) for run in (one, two)] == [("one", 1e-4), ("two", 2e-4)]
+    metrics = get(url, "/api/runs/0/metrics")
+    assert [row["step"] for row in metrics["rows"]] == [1, 2, 3]
+    assert get(url, f"/api/runs/0/metrics?from={metrics['next']}")["rows"] == []
+    listed = get(url, "/api/runs/1/episodes?from=20")
+    assert len(listed["rows"]) == 5 and not listed["more"]
+    assert len(get(url, "/api/runs/0/episodes")["rows"]) == 25
+    answer = get(url, "/api/runs/0/episodes/3")
+    text = "".join(answer["texts"][str(token)] for span in answer["episode"]["spans"] for token in span["token_ids"])
+    assert text.startswith("How much is ") and text.endswith("It is 43.")
+    assert get(url, "/api/runs/0/search?q=IT%20IS%2042") == {"numbers": [2, 6, 11, 15, 19, 23], "complete": True}
+
+
+def test_a_name_that_only_resolves_to_loopback_is_refused(url):
+    port = url.rstrip("/").rpartition(":")[2]
+    for path in ("/", "/page/main.js", "/api/runs"):
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example", ""):
+            status, _, body = request(url, path, Host=host)
+            assert status in (400, 403) and b"config" not in body, host
+        for host in LOOPBACK:
+            assert request(url, path, Host=host)[0] == request(url, path, Host=f"{host}:{port}")[0] == 200
+
+
+def test_the_server_only_ever_reads(url):
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        status, headers, _ = request(url, "/api/runs", method)
+        assert status == 405 and "Access-Control-Allow-Origin" not in headers
+
+
+def test_every_answer_forbids_scripts_and_readers_from_elsewhere(url):
+    for path in ("/", "/page/style.css", "/api/runs", "/nothing"):
+        headers = request(url, path)[1]
+        assert "script-src 'self';" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cross-Origin-Resource-Policy"] == "same-origin"
+
+
+def test_what_is_not_there_is_a_plain_404_and_no_other_file_is_given(url):
+    files = ["/page/../server.py", "/page/%2e%2e/server.py", "/page/..%2fserver.py", "/page/nothing.js"]
+    for path in [*files, "/api/runs/2/metrics", "/api/runs/0/episodes/999", "/api/runs/0/episodes/1?generation=7"]:
+        status, _, body = request(url, path)
+        assert status == 404 and b"Traceback" not in body and b"import" not in body, path
+    for path in ("-1/metrics", "x/metrics", "0/episodes?from=-1", "0/metrics?from=1e9"):
+        assert request(url, f"/api/runs/{path}")[0] == 400, path
+
+
+def test_the_page_is_all_there_where_the_package_is_installed(tmp_path):
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
+    installed = {file.name for file in (tmp_path / "rl4llm" / "view" / "page").iterdir()}
+    assert installed == {file.name for file in PAGE.iterdir()} and "main.js" in installed
