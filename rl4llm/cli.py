@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run=_evaluate)
 
     _add_collect(commands)
+    _add_export(commands)
 
     replay = commands.add_parser("replay", help="compute a step that was not finite again, and show where it comes from")
     replay.add_argument("step", help="a directory such as runs/NAME/failed/step-000012")
@@ -105,6 +106,15 @@ def _add_collect(commands: Any) -> None:
     collect.add_argument("--prompts", type=int, default=64, help="how many; rollout.group_size episodes each (%(default)s)")
     collect.add_argument("--filter-reward", type=float, metavar="R", help="only episodes with a reward of at least R")
     collect.set_defaults(run=_collect)
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser("export", help="write a run's model as a Hugging Face directory, with a model card")
+    export.add_argument("run_dir", type=Path, metavar="RUN", help="the output.dir of a run")
+    export.add_argument("--out", required=True, type=Path, help="a directory that is not there yet")
+    export.add_argument("--step", type=int, help="of which checkpoint (default: the last)")
+    export.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes, such as a model.path that has moved")
+    export.set_defaults(run=_export)
 
 
 def _add_launch(commands: Any) -> None:
@@ -201,6 +211,14 @@ def _collect(arguments: argparse.Namespace) -> int:
     with closing(episodes):
         kept, total = write_episodes(episodes, arguments.out, arguments.filter_reward)
     Console().print(f"{kept} of {total} episodes are in {arguments.out}", soft_wrap=True)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from rl4llm.export import export
+
+    checkpoint = export(arguments.run_dir, arguments.out, step=arguments.step, overrides=arguments.overrides)
+    Console().print(f"The model after step {checkpoint.step} is in {arguments.out}", soft_wrap=True)
     return 0
 
 

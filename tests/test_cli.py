@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl4llm.cli import main
 from rl4llm.data.read import read_rows
@@ -156,3 +158,35 @@ def test_collect_refuses_before_it_samples_what_it_cannot_write_to(run, tmp_path
     nothing = rl4llm(*command, "--out", tmp_path / "x.jsonl", "--prompts", "1", "--filter-reward", "7", code=2)
     assert "None of 2 episodes" in nothing
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there.jsonl"]
+
+
+def test_an_exported_run_is_a_model_with_a_card_that_says_what_it_reached(run, tmp_path):
+    directory, _, _ = run
+    last = max(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
+    out = tmp_path / "exported"
+    assert f"after step {last}" in rl4llm("export", directory, "--out", out)
+    assert (out / "model.safetensors").read_bytes() == (directory / "model" / "model.safetensors").read_bytes()
+    AutoModelForCausalLM.from_pretrained(out)
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    card = (out / "README.md").read_text()
+    assert f"| held-out set | step 0 | step {last} |" in card
+    assert "| accuracy | " in card
+    assert "name: grpo" in card
+    assert str(directory) not in card
+    assert "exists" in rl4llm("export", directory, "--out", out, code=2)
+    for arguments, said in (((directory, "--step", "99"), "no checkpoint of step 99"), ((tmp_path,), "holds no run")):
+        assert said in " ".join(rl4llm("export", *arguments, "--out", tmp_path / "x", code=1).split())
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_exported_adapter_is_merged(model_dir, tmp_path):
+    run, data = tmp_path / "run", tmp_path / "data.jsonl"
+    said = [{"role": "user", "content": "Say four."}, {"role": "assistant", "content": "four"}]
+    data.write_text("".join(json.dumps({"prompt_id": str(row), "messages": said}) + "\n" for row in range(4)))
+    small = [f"model.path={model_dir}", f"data.path={data}", "eval.every=0", "rollout.prompts=2", "model.autocast=none"]
+    rl4llm("train", "configs/sft.yaml", *small, "model.lora.rank=2", "training.lr=0.1", "max_steps=2", f"output.dir={run}")
+    rl4llm("export", run, "--out", tmp_path / "out")
+    exported = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert exported == (run / "model" / "model.safetensors").read_bytes()
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(model_dir / "model.safetensors").keys()
+    assert exported != (model_dir / "model.safetensors").read_bytes()

@@ -1,0 +1,123 @@
+"""A run as a model that others can load: ``rl4llm export runs/NAME --out models/NAME``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import rl4llm
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.build import build_algorithm, build_model
+from rl4llm.config import Config, load_config, to_yaml
+from rl4llm.core.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
+from rl4llm.core.errors import ConfigError, RunDirError
+from rl4llm.core.run_dir import RunDir, replace_directory
+from rl4llm.tracking.jsonl import read_jsonl
+
+TOLD = ("accuracy", "reward/mean", "loss", "completion_length/mean", "turns")  # of an evaluation
+
+
+def export(run_dir: Path, target: Path, *, step: int | None = None, overrides: Sequence[str] = ()) -> Checkpoint:
+    """Write a checkpoint of a run, the last or that of `step`, as a Hugging Face directory with tokenizer, chat template and
+    a model card; an adapter is merged. Returns the checkpoint.
+
+    One process with plain torch does, whatever backend and however many ranks it ran on. `overrides` change keys of its
+    configuration, such as a model.path that has moved. Raises RunDirError where there is no run or no such checkpoint.
+    """
+    run = RunDir(run_dir)
+    if not run.config_file.is_file():
+        raise RunDirError(f"{run_dir} holds no run: there is no {run.config_file.name} in it. Accepted: an output.dir.")
+    if target.exists():
+        raise ConfigError(f"{target} exists. Next step: remove it, or export to another place.")
+    checkpoint = _checkpoint(run, step)
+    config = replace(load_config(run.config_file, list(overrides)), backend={"name": "torch"})
+    tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
+    algorithm = build_algorithm(config)
+    model = build_model(config, algorithm, "model")
+    model.load(checkpoint.path / "model")
+
+    def write(directory: Path) -> None:
+        tokenizer.save_pretrained(directory)
+        model.export(directory)
+        card = model_card(config, checkpoint.step, read_jsonl(run.eval_file))
+        (directory / "README.md").write_text(card, encoding="utf-8")
+
+    replace_directory(target, write)
+    return checkpoint
+
+
+def model_card(config: Config, step: int, evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """What a reader of the hub should know: how the model was made, and what it reached on the held-out set."""
+    base, name = _shown(config.model.path), str(config.algorithm["name"])
+    head = ["---", "library_name: transformers", f"tags: [rl4llm, {name}]"]
+    head += [f"base_model: {base}"] if "/" in base else []
+    return "\n".join(
+        [
+            *head,
+            "---",
+            f"# {base}, trained with {name}",
+            "",
+            f"{step} steps of {name} on {_shown(config.data.path)}, by rl4llm {rl4llm.__version__}.",
+            "",
+            *_results([row for row in evaluations if row["step"] <= step]),
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            "model, tokenizer = (kind.from_pretrained(PATH) for kind in (AutoModelForCausalLM, AutoTokenizer))",
+            "```",
+            "",
+            "The configuration:",
+            "",
+            "```yaml",
+            to_yaml(_without_places(config)).strip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def _checkpoint(run: RunDir, step: int | None) -> Checkpoint:
+    if step is None:
+        checkpoint = latest_checkpoint(run.checkpoints_dir)
+        if checkpoint is None:
+            raise RunDirError(f"{run.path} has no checkpoint yet: train at least checkpoint.every steps, or until it ends.")
+        return checkpoint
+    kept = {int(path.name.split("-")[1]): path for path in run.checkpoints_dir.glob("step-*") if path.name[5:].isdigit()}
+    if step not in kept:
+        known = ", ".join(map(str, sorted(kept))) or "none"
+        raise RunDirError(f"{run.path} has no checkpoint of step {step}. It has: {known}.")
+    return read_checkpoint(kept[step])
+
+
+def _results(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The first and the last evaluation, as a table."""
+    if not rows:
+        return
+    names = [name for name in TOLD if name in rows[-1]]
+    yield "| held-out set | " + " | ".join(f"step {row['step']}" for row in (rows[0], rows[-1])) + " |"
+    yield "|---|---|---|"
+    for name in names:
+        yield f"| {name} | {rows[0].get(name, float('nan')):.4g} | {rows[-1][name]:.4g} |"
+    yield ""
+
+
+def _shown(path: str | None) -> str:
+    """A hub name as it is; of a place on this machine its last part alone."""
+    if path is None:
+        return "prompts of the environment"
+    return Path(path).name if Path(path).exists() or path.startswith((".", "/", "~")) else path
+
+
+def _without_places(config: Config) -> Config:
+    """The configuration without directories of this machine, and without what opens doors."""
+    return replace(
+        config,
+        model=replace(config.model, path=_shown(config.model.path)),
+        data=replace(config.data, path=None if config.data.path is None else _shown(config.data.path)),
+        eval=replace(config.eval, path=None if config.eval.path is None else _shown(config.eval.path)),
+        sync=replace(config.sync, dir=None),
+        inference={"name": config.inference["name"]},
+        output=replace(config.output, dir=Path(config.output.dir).name),
+    )
