@@ -272,3 +272,30 @@ def test_a_request_that_its_agent_gave_up_leaves_no_trace(play, tokenizer):
     result, client = play(agent, client=ScriptedClient(tokenizer, {"": ["Answer: 85"]}, delay_s=0.5))
     (trajectory,) = result.trajectories
     assert len(client.calls) == 2 and trajectory.num_turns == 1 and not trajectory.forks
+
+
+def test_a_request_that_is_under_way_when_the_episode_ends_is_given_up(play, tokenizer):
+    late = []
+
+    async def leave_behind(base_url):
+        async with httpx.AsyncClient(trust_env=False, verify=TLS) as http:
+            try:
+                response = await http.post(f"{base_url}/chat/completions", json={"messages": [USER]}, timeout=30)
+                late.append(response.status_code)
+            except httpx.RemoteProtocolError:  # hung up on
+                late.append(None)
+
+    async def agent(task, base_url, api_key):
+        async with httpx.AsyncClient(trust_env=False, verify=TLS) as http:
+            await http.post(f"{base_url}/chat/completions", json={"messages": [USER]}, timeout=30)
+        if task["sample"] == 0:
+            background.append(asyncio.create_task(leave_behind(base_url)))
+            while len(client.calls) < 3:
+                await asyncio.sleep(0.01)
+        else:
+            while not late:
+                await asyncio.sleep(0.01)
+
+    background, client = [], ScriptedClient(tokenizer, {"": ["Answer: 85"]}, delay_s=1.0)
+    result, _ = play(agent, client=client, size=2)
+    assert late == [None] and [trajectory.num_turns for trajectory in result.trajectories] == [1, 1]

@@ -230,11 +230,20 @@ def test_the_log_probs_of_every_record_are_the_models_own(wandered, model):
                 at += 1
 
 
-def test_the_same_seed_gives_the_same_episodes_whoever_asks_first(play, remembering, calculator):
-    def episodes():
+def test_the_same_seed_gives_the_same_answers_whoever_asks_first(play, remembering):
+    order = ["one", "two", "three"]
+
+    async def agent(task, base_url, api_key):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        for text in (*order, "one"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+
+    def answers():
         remembering.record.clear()
-        params = SamplingParams(max_tokens=8, temperature=1.0)
-        play(wander, client=remembering, size=3, columns={"tools": [calculator]}, params=params)
+        play(agent, client=remembering, size=3, params=SamplingParams(max_tokens=8, temperature=1.0))
         return sorted((session, prompt_ids, done.token_ids) for session, prompt_ids, done in remembering.record)
 
-    assert episodes() == episodes()
+    first = answers()
+    order.reverse()
+    assert answers() == first
+    assert len({token_ids for _, _, token_ids in first}) == 12  # asking again draws again
