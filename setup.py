@@ -15,13 +15,16 @@ EXTRAS = {
     "sglang": ["sglang>=0.5.2", "torch-memory-saver>=0.0.8"],
     "vllm": ["vllm>=0.32"],
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
-    "grpc": ["grpcio>=1.66,<2", "protobuf>=5"],
+    "remote": ["grpcio>=1.66,<2", "protobuf>=5,<8"],
     "mcp": ["mcp>=2.3,<3"],
     "search": ["bm25s>=0.2.10,<1"],
-    "dev": ["pytest>=8,<10", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1", "openai>=2,<4"],
-}
+    "dev": [
+        "pytest>=8,<10", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1", "openai>=2,<4",
+        "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8",
+    ],
+}  # fmt: skip
 # Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
-IN_ALL = ("deepspeed", "wandb", "lora", "reasoning", "grpc", "mcp", "search", "dev")
+IN_ALL = ("deepspeed", "wandb", "lora", "reasoning", "remote", "mcp", "search", "dev")
 EXTRAS["all"] = [package for name in IN_ALL for package in EXTRAS[name]]
 
 setup(
@@ -33,7 +36,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["rl4llm", "rl4llm.*"]),
-    package_data={"rl4llm": ["py.typed", "view/page/*"]},
+    package_data={"rl4llm": ["py.typed", "view/page/*", "envs/remote/environments.*"]},
     install_requires=[
         "torch>=2.6,<3",
         "transformers>=4.56,<6",

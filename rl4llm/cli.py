@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl4llm import __version__
-from rl4llm.core.errors import ConfigError, EnginesDownError, RL4LLMError
+from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL4LLMError
 
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop before it was done; the same command goes on with it
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parsed(argv)
     try:
         return arguments.run(arguments)
-    except EnginesDownError as error:
+    except (EnginesDownError, HostsDownError) as error:
         Console(stderr=True, markup=False, highlight=False).print(
             f"{error}\nThe same command goes on from the last checkpoint."
         )
@@ -86,11 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("topic", nargs="?", choices=("algorithms", "environments", "rewards"), help="only this table")
     info.set_defaults(run=_info)
 
-    quickstart = commands.add_parser("quickstart", help="build a small model here, warm it up, train it with GRPO")
-    quickstart.add_argument("--dir", default="runs/quickstart", help="where everything goes (default: %(default)s)")
-    quickstart.add_argument("--seed", type=int, default=42)
-    quickstart.add_argument("--configs", default="configs", help="where quickstart*.yaml lie (default: %(default)s)")
-    quickstart.set_defaults(run=_quickstart)
+    _add_quickstart(commands)
+
+    _add_serve_env(commands)
 
     # No prefix starts an option here, so all that follows goes to the launcher, which knows its own options.
     serve = commands.add_parser("serve", help="start an inference server", add_help=False, prefix_chars="\0")
@@ -115,6 +113,23 @@ def _add_export(commands: Any) -> None:
     export.add_argument("--step", type=int, help="of which checkpoint (default: the last)")
     export.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes, such as a model.path that has moved")
     export.set_defaults(run=_export)
+
+
+def _add_quickstart(commands: Any) -> None:
+    quickstart = commands.add_parser("quickstart", help="build a small model here, warm it up, train it with GRPO")
+    quickstart.add_argument("--dir", default="runs/quickstart", help="where everything goes (default: %(default)s)")
+    quickstart.add_argument("--seed", type=int, default=42)
+    quickstart.add_argument("--configs", default="configs", help="where quickstart*.yaml lie (default: %(default)s)")
+    quickstart.set_defaults(run=_quickstart)
+
+
+def _add_serve_env(commands: Any) -> None:
+    host = commands.add_parser("serve-env", help="host environments, with tools and rewards, for trainers elsewhere")
+    host.add_argument("--env", required=True, help="what to host, as in env.name: tool,chat,package.module:Class")
+    host.add_argument("--host", default="127.0.0.1", help="address to listen on; others need a token (default: %(default)s)")
+    host.add_argument("--port", type=int, default=50051, help="0 takes a free one (default: %(default)s)")
+    host.add_argument("overrides", nargs="*", metavar="sandbox.key=value", help="where programs of the policy run")
+    host.set_defaults(run=_serve_env)
 
 
 def _add_launch(commands: Any) -> None:
@@ -273,6 +288,18 @@ def _serve(arguments: argparse.Namespace) -> int:
     from rl4llm.inference.launch import serve
 
     return serve(arguments.flags)
+
+
+def _serve_env(arguments: argparse.Namespace) -> int:
+    from rl4llm.serve_env import serve_env
+
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(f"--port {arguments.port} is not accepted: a number from 1 to 65535, or 0 for a free one.")
+    names = [name.strip() for name in arguments.env.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--env {arguments.env!r} names no environment. Accepted: names, such as tool,chat.")
+    say = Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print
+    return serve_env(names, arguments.host, arguments.port, arguments.overrides, say)
 
 
 def console_script() -> None:

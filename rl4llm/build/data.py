@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rl4llm.build.environments import make_prompts
 from rl4llm.build.models import all_ranks
-from rl4llm.build.options import Given, accepted_options, with_options
+from rl4llm.build.options import Given
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import LearnsFrom, Needs
 from rl4llm.core.base_env import BaseMDPEnv
@@ -70,16 +71,15 @@ def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episo
 
 
 def environment_of(config: Config, given: Given) -> type[BaseMDPEnv]:
-    """The class of the environment: the one given, or that of `env.name`."""
-    return given.env_class or ENVIRONMENTS[config.env["name"]]
+    """The class of the environment: the one given, or that of `env.name`; what stands for it where hosts run it."""
+    return given.hosted or given.env_class or ENVIRONMENTS[config.env["name"]]
 
 
 def _generator(config: Config, given: Given, source: Any) -> Callable[..., Any] | None:
     """What makes prompts that no file holds: the environment, which then takes no others, or a generated task."""
     bring = environment_of(config, given).prompts
     if bring is not None and source is None:
-        accepted = accepted_options(bring)
-        return partial(with_options, "env", bring, {name: value for name, value in config.env.items() if name in accepted})
+        return partial(make_prompts, environment_of(config, given), config.env)
     if bring is not None:
         raise ConfigError(
             f"{source!r:.100} is not accepted as data with the environment {environment_of(config, given).__name__}, which "

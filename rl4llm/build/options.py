@@ -22,6 +22,7 @@ class Given:
     reward_functions: Sequence[Any] | None = None
     reward_transform_fn: Any = None
     env_class: type[BaseMDPEnv] | None = None
+    hosted: Any = None  # what stands for the class of an environment that hosts run, see `build.environments`
 
 
 def with_options(where: str, make: Callable[..., Any], options: Mapping[str, Any], *args: Any, **fixed: Any) -> Any:

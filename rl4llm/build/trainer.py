@@ -28,6 +28,7 @@ from rl4llm.build.data import (
     training_rows,
 )
 from rl4llm.build.engines import build_canary, build_client, build_publisher, check_adapter_alone, check_parts, check_sync
+from rl4llm.build.environments import HostedEnvironment, make_env, make_rewards
 from rl4llm.build.models import (
     BACKENDS,
     all_ranks,
@@ -38,7 +39,7 @@ from rl4llm.build.models import (
     plain_model,
     set_up_torch,
 )
-from rl4llm.build.options import Given, accepted_options, with_options
+from rl4llm.build.options import Given, with_options
 from rl4llm.config import Config, flatten, to_yaml
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend
@@ -66,7 +67,7 @@ register_reward("llm_judge")(LLMJudge)
 
 MAY_CHANGE = (
     "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
-    "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.",
+    "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote",
 )  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
 
@@ -78,6 +79,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     set_up_torch(config)
     algorithm = build_algorithm(config)
     _check_names(config)
+    given = _with_hosts(config, given, algorithm)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     learns_from = algorithm.needs().learns_from
     dataset = training_rows(config, given, learns_from)
@@ -120,10 +122,21 @@ def build_algorithm(config: Config) -> BaseAlgorithm:
 def _check_names(config: Config) -> None:
     """What can be wrong without opening a single file is said first."""
     BACKENDS[config.backend["name"]]
-    ENVIRONMENTS[config.env["name"]]
+    if not config.env.get("remote"):  # hosts know others
+        ENVIRONMENTS[config.env["name"]]
     check_sync(config)
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)
+
+
+def _with_hosts(config: Config, given: Given, algorithm: BaseAlgorithm) -> Given:
+    """Ask the hosts of `env.remote` for the environment."""
+    if not config.env.get("remote") or algorithm.needs().learns_from != "episodes":
+        return given
+    for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class)):
+        if item is not None:
+            raise ConfigError(f"{what} lives in this process, and env.remote={config.env['remote']} elsewhere: give names.")
+    return replace(given, hosted=HostedEnvironment(config.env))
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
@@ -203,7 +216,7 @@ def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
 
 def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
     sandbox = _sandbox(config)
-    rewards, transform = _rewards(config, given, sandbox)
+    rewards, transform = _rewards(config, given, sandbox, tokenizer, dataset[0])
     for name in algorithm.needs().rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
@@ -270,9 +283,6 @@ def _env(
     transform: Any,
     sandbox: Sandbox,
 ) -> BaseMDPEnv:
-    env_class = environment_of(config, given)
-    of_prompts = accepted_options(env_class.prompts) if env_class.prompts else ()
-    options = {name: value for name, value in config.env.items() if name != "name" and name not in of_prompts}
     fixed = {
         "dataset": dataset,
         "tokenizer": tokenizer,
@@ -285,9 +295,9 @@ def _env(
         "shuffle_dataset": config.data.shuffle,
         "reward_transform_fn": transform,
     }
-    if "sandbox" in accepted_options(env_class):
-        fixed["sandbox"] = sandbox
-    return with_options("env", env_class, options, **fixed)
+    if given.hosted:  # the hosts were asked with its options
+        return given.hosted(**fixed)
+    return make_env(environment_of(config, given), config.env, sandbox, **fixed)
 
 
 def _sandbox(config: Config) -> Sandbox:
@@ -304,26 +314,32 @@ def _tell_of(sandbox: Sandbox, run: RunDir, tracker: RunTracker, first: bool) ->
     run.write_text("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
 
 
-def _rewards(config: Config, given: Given, sandbox: Sandbox) -> tuple[list[BaseRewardFunction], Any]:
+def _rewards(
+    config: Config, given: Given, sandbox: Sandbox, tokenizer: Any, row: Mapping[str, Any]
+) -> tuple[list[BaseRewardFunction], Any]:
     if given.reward_functions is not None:
         return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
-    functions, weights = [], {}
-    for item in environment_of(config, given).default_rewards if config.rewards is None else config.rewards:
-        if not isinstance(item, str | Mapping):
-            raise ConfigError(f"rewards: {item!r} is not accepted: a name, or a mapping with name, weight and options.")
-        options = {"name": item} if isinstance(item, str) else dict(item)
-        weight = options.pop("weight", 1.0)
-        if not isinstance(weight, int | float):
-            raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a number.")
-        weight = float(weight)
-        function = as_reward_function(options, provided={"sandbox": sandbox})
-        if function.per_turn:  # what turns earn is added beside what the transform makes of the terminal rewards
-            functions.append(Scale(function, weight))
-            continue
-        functions.append(function)
-        weights[function.name] = weight
+    named = environment_of(config, given).default_rewards if config.rewards is None else config.rewards
+    specs, factors = zip(*(_weighed(item) for item in named), strict=True) if named else ((), ())
+    hosted = given.hosted
+    made = hosted.rewards(specs, tokenizer, row, config.seed) if hosted else make_rewards(specs, sandbox)
+    # What turns earn is added beside what the transform makes of the terminal rewards.
+    pairs = list(zip(made, factors, strict=True))
+    functions = [Scale(function, weight) if function.per_turn else function for function, weight in pairs]
+    weights = {function.name: weight for function, weight in pairs if not function.per_turn}
     plain = list(weights.values()) == [1.0]
     return functions, None if plain or not weights else weighted_sum(weights)
+
+
+def _weighed(item: Any) -> tuple[Any, float]:
+    """A reward of a configuration without its weight, and the weight."""
+    if not isinstance(item, str | Mapping):
+        raise ConfigError(f"rewards: {item!r} is not accepted: a name, or a mapping with name, weight and options.")
+    options = {"name": item} if isinstance(item, str) else dict(item)
+    weight = options.pop("weight", 1.0)
+    if not isinstance(weight, int | float):
+        raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a number.")
+    return options, float(weight)
 
 
 def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0) -> Batching:

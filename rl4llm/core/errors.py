@@ -6,7 +6,8 @@
     ├── TemplateError      a chat template that cannot be extended token for token
     ├── ModelError         a model or tokenizer that cannot be used
     ├── EnvError           an environment broke its contract
-    │   └── TooManyFailuresError   too large a share of a rollout's episodes failed
+    │   ├── TooManyFailuresError   too large a share of a rollout's episodes failed
+    │   └── HostsDownError         no host of environments is left; the run stops and can be resumed
     ├── RewardError        a reward function broke its contract
     ├── SandboxError       no sandbox that may be used can be started here
     ├── EngineError        an inference engine failed or was asked something impossible
@@ -61,6 +62,10 @@ class TooManyFailuresError(EnvError):
     def __init__(self, message: str, failed: Sequence[Any] = ()):
         super().__init__(message)
         self.failed = tuple(failed)
+
+
+class HostsDownError(EnvError):
+    """No host of environments could be reached for so long that the run stops; the same command goes on with it later."""
 
 
 class RewardError(RL4LLMError):
