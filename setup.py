@@ -16,15 +16,17 @@ EXTRAS = {
     "vllm": ["vllm>=0.32"],
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
     "remote": ["grpcio>=1.66,<2", "protobuf>=5,<8"],
+    "gymnasium": ["gymnasium>=1.0,<2"],
+    "openenv": ["openenv>=0.10,<0.11"],  # not with mcp: it wants another version of that
     "mcp": ["mcp>=2.3,<3"],
     "search": ["bm25s>=0.2.10,<1"],
     "dev": [
         "pytest>=8,<10", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1", "openai>=2,<4",
-        "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8",
+        "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
     ],
 }  # fmt: skip
 # Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
-IN_ALL = ("deepspeed", "wandb", "lora", "reasoning", "remote", "mcp", "search", "dev")
+IN_ALL = ("deepspeed", "wandb", "lora", "reasoning", "remote", "gymnasium", "mcp", "search", "dev")
 EXTRAS["all"] = [package for name in IN_ALL for package in EXTRAS[name]]
 
 setup(

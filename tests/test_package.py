@@ -19,7 +19,7 @@ LAYERS = {  # a file may import from its own layer's folder and from lower layer
     "tracking": 2,
     "trainers": 3,
 }
-HEAVY = {"deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s"}
+HEAVY = {"deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium", "openenv"}
 
 
 def imports(path):

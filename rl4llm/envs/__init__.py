@@ -1,5 +1,6 @@
 """Environments: what the policy talks to."""
 
+from rl4llm.envs.adapters import GymnasiumEnv, OpenEnv
 from rl4llm.envs.agent import AgentEnv
 from rl4llm.envs.chat import ChatEnv
 from rl4llm.envs.code import CodeEnv
@@ -7,4 +8,14 @@ from rl4llm.envs.reasoning_gym import ReasoningGymEnv
 from rl4llm.envs.registry import ENVIRONMENTS, register_env
 from rl4llm.envs.tool import ToolMDPEnv
 
-__all__ = ["ENVIRONMENTS", "AgentEnv", "ChatEnv", "CodeEnv", "ReasoningGymEnv", "ToolMDPEnv", "register_env"]
+__all__ = [
+    "ENVIRONMENTS",
+    "AgentEnv",
+    "ChatEnv",
+    "CodeEnv",
+    "GymnasiumEnv",
+    "OpenEnv",
+    "ReasoningGymEnv",
+    "ToolMDPEnv",
+    "register_env",
+]

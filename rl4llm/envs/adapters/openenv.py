@@ -1,0 +1,193 @@
+"""Environments of OpenEnv: programs that are reset and stepped over a WebSocket, wherever they run.
+
+    rl4llm train configs/openenv_grpo.yaml env.url=http://127.0.0.1:8000
+
+The package is called openenv; openenv-core is the name that it had before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.errors import ConfigError, EnvError, unknown
+from rl4llm.core.seeds import derive_seed
+from rl4llm.core.types import ChatMessage
+from rl4llm.envs.adapters.step_rewards import note_reward
+from rl4llm.envs.registry import register_env
+
+DEFAULT_LIMIT = 64
+CONNECT_TIMEOUT_S = 10.0
+COLUMN = "openenv"
+NOT_SHOWN = ("done", "reward", "metadata")
+THE_POLICYS_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
+
+
+def openenv_prompts(
+    split: str,
+    limit: int | None = None,
+    *,
+    url: str,
+    instructions: str = "",
+    observation: str | None = None,
+    reset_options: Mapping[str, Any] | None = None,
+    task_seed: int = 0,
+) -> list[dict[str, Any]]:
+    """The beginnings of episodes, each with a seed of its own; no two have the same, in both splits together.
+
+    64 of them unless `limit` says otherwise. Raises ConfigError for a server that is not there.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(f"data.split={split!r} is not accepted: train or test.")
+    client = _connected(url)
+    rows = []
+    try:
+        for number in range(limit or DEFAULT_LIMIT):
+            seed = derive_seed("openenv", task_seed, number) % 2**30 * 2 + (split == "test")
+            made = {"seed": seed, "options": dict(reset_options or {})}
+            begin = _shown(client.reset(seed=seed, **made["options"]).observation, observation)
+            system = [{"role": "system", "content": instructions}] if instructions else []
+            messages = [*system, {"role": "user", "content": begin}]
+            rows.append({"prompt_id": f"{split}-{number}", "messages": messages, "ground_truth": None, COLUMN: made})
+    except (RuntimeError, OSError, TimeoutError) as error:
+        raise ConfigError(f"env.url={url}: the environment could not be reset: {error}") from error
+    finally:
+        client.close()
+    return rows
+
+
+@register_env("openenv")
+class OpenEnv(BaseMDPEnv):
+    """Plays an environment of OpenEnv: it shows its observations, each reply is an action.
+
+    An action with one text that must be given is the reply itself; other actions are the JSON object in a reply. What the
+    server refuses as no action is answered with its reason, and costs a turn. The steps' rewards are the reward `env_steps`.
+    The metrics are `env/return` and `env/invalid_actions`. Each episode has a connection of its own, so that the server
+    must allow as many sessions (its `max_concurrent_envs`) as episodes run at once.
+
+    Args:
+        url: of the server.
+        instructions: a system message; the server says nothing about what to do.
+        observation: the field of observations that is shown; by default the only text in them, else all as JSON.
+        action: the field of actions that a reply goes into; by default the only text that must be given.
+        reset_options: further fields of a reset, beside the seed.
+        task_seed: another one makes other episodes, in both splits.
+        message_timeout_s: seconds that the server may take for a step.
+    """
+
+    default_rewards = ("env_steps",)
+    prompts = staticmethod(openenv_prompts)
+
+    def __init__(
+        self,
+        *args: Any,
+        url: str,
+        observation: str | None = None,
+        action: str | None = None,
+        max_steps: int = 8,
+        message_timeout_s: float = 60.0,
+        **kwargs: Any,
+    ):
+        self.url, self.observation, self.message_timeout_s = url, observation, message_timeout_s
+        self.respond_timeout_s = 2 * message_timeout_s + CONNECT_TIMEOUT_S  # a first turn resets, and steps
+        self.action, self.fields = _action_fields(url, action)
+        self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
+        super().__init__(*args, max_steps=max_steps, **kwargs)
+
+    def respond(self, sample: SampleState) -> list[ChatMessage]:
+        metrics = sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
+        client = self._client(sample)
+        try:
+            result = client.step(self._action(sample.last_message.content))
+        except _NoActionError as error:
+            metrics["invalid_actions"] += 1
+            return [ChatMessage("user", f"Error: {error}")]
+        except RuntimeError as error:
+            if not any(f"(code: {code})" in str(error) for code in THE_POLICYS_FAULT):
+                raise EnvError(f"{self.url}: {error}") from error
+            metrics["invalid_actions"] += 1
+            return [ChatMessage("user", f"Error: {error}")]
+        note_reward(sample, result.reward or 0.0)
+        metrics["return"] += float(result.reward or 0.0)
+        return [] if result.done else [ChatMessage("user", _shown(result.observation, self.observation))]
+
+    def end_episode(self, sample: SampleState) -> None:
+        """Hang up, in a thread: the server may take its time to say goodbye."""
+        _, client = self._playing.pop(id(sample), (sample, None))
+        if client is not None:
+            threading.Thread(target=client.close, name="rl4llm-openenv-close", daemon=True).start()
+
+    def _client(self, sample: SampleState) -> Any:
+        """The sample's own connection, behind which an episode of its seed has begun."""
+        if id(sample) not in self._playing:
+            made = sample.columns[COLUMN]
+            client = _connected(self.url, self.message_timeout_s)
+            self._playing[id(sample)] = (sample, client)
+            first = _shown(client.reset(seed=made["seed"], **made["options"]).observation, self.observation)
+            if first != sample.messages[sample.init_msg_size - 1].content:
+                raise EnvError(f"{self.url} begins otherwise than the prompt with the same seed: {first!r:.200}")
+        return self._playing[id(sample)][1]
+
+    def _action(self, reply: str) -> dict[str, Any]:
+        if self.action is not None:
+            return {self.action: reply.strip()}
+        found = re.search(r"\{.*\}", reply, re.DOTALL)
+        try:
+            action = json.loads(found.group()) if found else None
+        except ValueError:
+            action = None
+        if not isinstance(action, dict):
+            raise _NoActionError(f"an action is a JSON object with {', '.join(self.fields)}")
+        return action
+
+
+class _NoActionError(Exception):
+    """A reply in which there is no action."""
+
+
+def _connected(url: str, message_timeout_s: float = 60.0) -> Any:
+    try:
+        from openenv.core import GenericEnvClient  # noqa: PLC0415 - an environment of its own has it
+    except ImportError as error:
+        raise ConfigError(
+            "env.name='openenv' needs the package openenv: pip install 'rl4llm[openenv,remote]' in an environment of its "
+            "own, as it wants other versions of other packages, and host it from there: rl4llm serve-env --env openenv."
+        ) from error
+    client = GenericEnvClient(base_url=url, connect_timeout_s=CONNECT_TIMEOUT_S, message_timeout_s=message_timeout_s).sync()
+    try:
+        return client.connect()
+    except (OSError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"env.url={url}: there is no server of OpenEnv: {error}") from error
+
+
+def _action_fields(url: str, chosen: str | None) -> tuple[str | None, list[str]]:
+    """The field that replies go into, if there is one, and all fields of an action; by the server's own schema."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S) as answer:
+            schema = json.load(answer)["action"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"env.url={url}: the server does not tell what its actions are: {error}") from error
+    properties = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
+    if chosen is not None:
+        if chosen not in properties:
+            raise ConfigError(unknown("env.action", chosen, properties))
+        return chosen, list(properties)
+    needed = [name for name in schema.get("required", ()) if name in properties]
+    texts = [name for name in needed if properties[name].get("type") == "string"]
+    return (texts[0] if len(texts) == len(needed) == 1 else None), list(properties)
+
+
+def _shown(observation: Mapping[str, Any], field: str | None) -> str:
+    shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+    if field is not None:
+        if field not in shown:
+            raise ConfigError(unknown("env.observation", field, shown))
+        value = shown[field]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    texts = [value for value in shown.values() if isinstance(value, str)]
+    return texts[0] if len(texts) == len(shown) == 1 else json.dumps(shown, ensure_ascii=False)
