@@ -1,74 +1,74 @@
 """What the episode loop costs: episodes of three turns with two calls of a tool, against an engine that answers at once.
 
     python scripts/bench/episodes.py
+    python scripts/bench/episodes.py --peer-python ../verifiers/bin/python
 
 All of a rollout runs but the model: rendering, exact token records, parsing and running the calls, rewards, trajectories.
+Without a peer the engine is in this process, and the process has one core. With one, both sides play the same tasks through
+HTTP against the same mock server, in alternation; README.md says how.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import multiprocessing
 import os
+import select
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
+from episodes_server import serve, texts
+from episodes_task import SYSTEM, TURNS, increment, question, scored
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
-from rl4llm.data.arithmetic import SYSTEM
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
+from rl4llm.inference.sglang import SGLangClient
 from rl4llm.quickstart.model import build_tokenizer
 
+HERE = Path(__file__).parent
+GROUP, AT_ONCE = 8, 1024
 PARAMS = SamplingParams(max_tokens=64)
-CALL = '<tool_call>{"name": "increment", "arguments": {"number": %d}}</tool_call>'
-TURNS = (CALL % 1, CALL % 2, "The answer is 3.")
-QUESTION = "Add one to 1, then one to the result. What is it?"
+LIMITS = {"vocab_size": 4096, "context_length": 2048}
+DEADLINE_S = 900  # for the peer to start, or to play once
 
 
-async def increment(number: int) -> int:
-    """Add one.
-
-    Args:
-        number: to which one is added.
-    """
-    return number + 1
-
-
-class SaysThree(BaseRewardFunction):
+class SaysTheSum(BaseRewardFunction):
     """1 where the last message has the answer."""
 
     def __init__(self) -> None:
-        super().__init__("says_three")
+        super().__init__("says_the_sum")
 
     def __call__(self, messages: Sequence[Any], ground_truth: Any, **kwargs: Any) -> float:
-        return float(ground_truth in messages[-1].content)
+        return scored(messages[-1].content, ground_truth)
 
 
 class MockEngine(BaseClient):
     """Answers at once, each session's turns in their order."""
 
-    context_length, vocab_size = 2048, 1 << 20
+    context_length, vocab_size = LIMITS["context_length"], LIMITS["vocab_size"]
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, prompts: int):
         self._turns: dict[str, int] = {}
-        self._replies = []
-        for text in TURNS:
-            token_ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-            self._replies.append(Completion(text, token_ids, (-0.5,) * len(token_ids), "stop", 0))
+        self._replies = {str(number): [_completion(tokenizer, text) for text in texts(number)] for number in range(prompts)}
 
     async def generate(self, prompt_ids: Sequence[int], sampling_params: Any, *, session: str = "") -> Completion:
         await asyncio.sleep(0)
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
-        return self._replies[turn]
+        return self._replies[session.split("/")[1]][turn]
 
     async def release(self, session: str) -> None:
         self._turns.pop(session, None)
@@ -83,31 +83,41 @@ class MockEngine(BaseClient):
         return 0
 
 
+def _completion(tokenizer: Any, text: str) -> Completion:
+    token_ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    return Completion(text, token_ids, (-0.5,) * len(token_ids), "stop", 0)
+
+
 def tokenizer_of_the_task() -> Any:
-    return build_tokenizer([SYSTEM, QUESTION, *TURNS] * 4, vocab_size=400)
+    return build_tokenizer([SYSTEM, question(123), *texts(123)] * 4, vocab_size=400)
 
 
-def environment(tokenizer: Any, prompts: int, group_size: int) -> ToolMDPEnv:
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    rows = [{"prompt_id": str(number), "messages": messages, "ground_truth": "3"} for number in range(prompts)]
-    return ToolMDPEnv(rows, tokenizer, [SaysThree()], prompts, group_size, tools=[increment], describe_tools=False)
+def environment(tokenizer: Any, episodes: int) -> ToolMDPEnv:
+    """So many episodes of prompts that all differ, in groups that share one."""
+    rows = [row(number) for number in range(max(1, episodes // GROUP))]
+    return ToolMDPEnv(rows, tokenizer, [SaysTheSum()], len(rows), min(GROUP, episodes), tools=[increment])
 
 
-def play(client: BaseClient, tokenizer: Any, env: ToolMDPEnv, renderer: Renderer) -> dict[str, float]:
+def row(number: int) -> dict[str, Any]:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(number)}]
+    return {"prompt_id": str(number), "messages": messages, "ground_truth": number}
+
+
+def play(client: BaseClient, env: ToolMDPEnv) -> dict[str, float]:
     """Play all prompts of the environment at once; wall and processor seconds, and what memory grew by at its peak."""
-    process, peak = psutil.Process(), _reset_peak()
+    renderer = Renderer(env.tokenizer, env.tool_schemas, roles=("tool",))
+    before = _reset_peak()
     with asyncio.Runner() as runner:
         rollout = Rollout(env, client, renderer, runner, seed=0)
         began, cpu = time.perf_counter(), time.process_time()
         result = rollout.play(range(len(env.dataset)), step=0, sampling_params=PARAMS)
-        wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+        seconds = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
         runner.run(client.disconnect())
     trajectories = result.trajectories
     assert len(trajectories) == len(env.dataset) * env.group_size
     assert all(trajectory.reward == 1.0 for trajectory in trajectories), "an episode did not end as it should"
-    assert all(sum(span.author == "policy" for span in trajectory.spans) == 3 for trajectory in trajectories)
-    grown = _peak(process) - peak
-    return {"episodes": len(trajectories), "wall_s": wall, "cpu_s": cpu, "grown_bytes": grown}
+    assert all(trajectory.num_turns == TURNS for trajectory in trajectories)
+    return {"episodes": len(trajectories), "grown_bytes": _peak() - before, **seconds}
 
 
 def _reset_peak() -> int:
@@ -116,36 +126,120 @@ def _reset_peak() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _peak(process: psutil.Process) -> int:
+def _peak() -> int:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def alone(options: argparse.Namespace) -> None:
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, threads of tools included
+    """Episodes a second on one core, the engine in this process, and the memory of many at once."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     tokenizer = tokenizer_of_the_task()
-    renderer = Renderer(tokenizer, roles=("tool",))
-    for episodes, runs in ((1024, options.runs), (options.concurrent, 1)):
-        env = environment(tokenizer, max(1, episodes // 8), 8)
-        engine = MockEngine(tokenizer)
-        play(engine, tokenizer, environment(tokenizer, 4, 8), renderer)  # warm
-        results = [play(engine, tokenizer, env, renderer) for _ in range(runs)]
-        rates = [result["episodes"] / result["wall_s"] for result in results]
-        cpu = [result["episodes"] / result["cpu_s"] for result in results]
+    for episodes, runs in ((AT_ONCE, options.runs), (options.concurrent, 1)):
+        env = environment(tokenizer, episodes)
+        engine = MockEngine(tokenizer, len(env.dataset))
+        play(engine, environment(tokenizer, 32))  # warm
+        results = [play(engine, env) for _ in range(runs)]
         grown = max(result["grown_bytes"] for result in results)
-        print(
-            f"{results[0]['episodes']:,} episodes at once, one core: {statistics.median(rates):,.0f} a second "
-            f"({min(rates):,.0f} to {max(rates):,.0f}), by processor time {statistics.median(cpu):,.0f}; "
-            f"peak above the idle process {grown / 2**20:.0f} MiB"
-        )
+        print(f"{episodes:,} episodes at once, one core: {rates(results)}; peak above the idle process {grown >> 20} MiB")
+
+
+def rates(results: Sequence[dict[str, float]]) -> str:
+    """Episodes a second, by the wall and by the processor."""
+    wall, cpu = ([result["episodes"] / result[clock] for result in results] for clock in ("wall_s", "cpu_s"))
+    return (
+        f"{statistics.median(wall):,.0f} a second ({min(wall):,.0f} to {max(wall):,.0f}), "
+        f"by processor time {statistics.median(cpu):,.0f} ({min(cpu):,.0f} to {max(cpu):,.0f})"
+    )
+
+
+class Peer:
+    """The other side's process."""
+
+    def __init__(self, options: argparse.Namespace, url: str, directory: str):
+        prompts = max(1, options.episodes // GROUP)
+        job = {"url": url, "prompts": prompts, "group_size": GROUP, "interception": options.peer_interception}
+        self._log = Path(directory, "peer.log")
+        command = [options.peer_python, str(HERE / "verifiers_peer.py"), json.dumps(job)]
+        environment = {**os.environ, "HOME": directory}  # where it makes a directory for each rollout
+        environment.pop("PYTHONPATH", None)
+        with open(self._log, "w") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        self.versions = self._answer()["versions"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def play(self) -> dict[str, float]:
+        self._process.stdin.write("play\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        if not select.select([self._process.stdout], [], [], DEADLINE_S)[0]:
+            raise SystemExit(f"the peer did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the peer ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}")
+        return json.loads(line)
+
+
+class Server:
+    """The mock model's process, which both sides ask."""
+
+    def __enter__(self) -> str:
+        ours, its = multiprocessing.Pipe()
+        fork = multiprocessing.get_context("fork")  # spares it the imports; there are no threads yet
+        self._process = fork.Process(target=lambda: serve(tokenizer_of_the_task(), its.send), daemon=True)
+        self._process.start()
+        return f"http://127.0.0.1:{ours.recv()}"
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def side_by_side(options: argparse.Namespace) -> None:
+    """The same tasks played by both sides, in alternation."""
+    with ExitStack() as stack:
+        url = stack.enter_context(Server())
+        tokenizer = tokenizer_of_the_task()
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        peer = stack.enter_context(Peer(options, url, directory))
+        env = environment(tokenizer, options.episodes)
+        client = SGLangClient(url, tokenizer, **LIMITS)
+        sides = [lambda: play(client, env), peer.play]
+        pairs = [[side() for side in sides] for _ in range(options.warm_up + options.pairs)][options.warm_up :]
+    name = " ".join(f"{name} {version}" for name, version in peer.versions.items())
+    print(f"{options.episodes} episodes of {TURNS} turns at once, {options.pairs} pairs")
+    for which, results in zip(("rl4llm", name), zip(*pairs, strict=True), strict=True):
+        print(f"{which}: {rates(results)}")
+    for clock, what in (("wall_s", "wall clock"), ("cpu_s", "processor time")):
+        ratios = [theirs[clock] / ours[clock] for ours, theirs in pairs]
+        print(f"ratio by {what}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--concurrent", type=int, default=10_000, help="episodes at once, of which memory is measured")
-    alone(parser.parse_args())
+    parser.add_argument("--peer-python", help="the Python of an environment with verifiers; then both sides are compared")
+    parser.add_argument("--peer-interception", choices=["elastic", "server"], default="elastic", help="its proxies")
+    parser.add_argument("--episodes", type=int, default=256, help="at once, where both sides are compared")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--warm-up", type=int, default=1, help="pairs before the first that counts")
+    options = parser.parse_args()
+    if options.peer_python:
+        side_by_side(options)
+    else:
+        alone(options)
 
 
 if __name__ == "__main__":
