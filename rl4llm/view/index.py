@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 CHUNK = 16 << 20  # bytes that are read at once; a longer line is read whole
+FINITE = json.JSONDecoder(parse_constant=lambda _: None)  # one for all lines: to make one takes longer than to use it
+SCALAR = (str, int, float)
 NAME = re.compile(r"(step|eval)-(\d+)(-rank\d+)?\.jsonl")
 SHORT_ENDS = b', "messages": ['
 TEXT_ENDS = b', "spans": ['
@@ -186,7 +188,7 @@ def _ends_line(file: _File, size: int) -> bool:
 def _row(file: _File, line: bytes) -> list[Any]:
     short = _short(line)
     number = short.get
-    more = {name: value for name, value in short.items() if name not in KNOWN and isinstance(value, str | int | float)}
+    more = {name: value for name, value in short.items() if name not in KNOWN and isinstance(value, SCALAR)}
     failure = short.get("failure_class") or ("unknown" if "failure" in short else "")
     return [
         file.number,
@@ -210,7 +212,7 @@ def _short(line: bytes) -> dict[str, Any]:
     end = line.find(SHORT_ENDS)
     if end > 0:
         try:
-            short = json.loads(line[:end] + b"}", parse_constant=lambda _: None)
+            short = FINITE.decode(line[:end].decode() + "}")
             if "turns" in short:
                 return short
         except ValueError:
