@@ -54,7 +54,8 @@ class SampleState:
     dataset does not decide how it begins, so that other attempts may begin otherwise.
     What the environment puts into ``extras["metrics"]``, numbers by name, is logged as the mean ``env/<name>``.
     `sampling` holds fields of SamplingParams that are this sample's own. One that `is_baseline` is compared with, and never
-    trains. Where several roles speak in an `episode`, each has a sample, in which its own lines are the assistant's.
+    trains. Where several roles speak in an `episode`, each has a sample, in which its own lines are the assistant's. Where
+    several environments are played, `part` names this one's.
     """
 
     prompt_id: str
@@ -77,6 +78,7 @@ class SampleState:
     turn_rewards: dict[int, float] = field(default_factory=dict)
     own_prompt: bool = False
     role: str = ""
+    part: str = ""
     episode: EpisodeState | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -359,9 +361,13 @@ class BaseMDPEnv:
         for reward_function in self.reward_functions:
             reward_function.close()
 
-    async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
+    async def _open_episodes(self, env_state: EnvState, llm: LLM) -> None:
+        """Announce all episodes before the first begins."""
         for sample in env_state.sample_states:
             await llm.open(sample)
+
+    async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
+        await self._open_episodes(env_state, llm)
         try:
             async with asyncio.TaskGroup() as episodes:
                 for sample in env_state.sample_states:

@@ -161,7 +161,7 @@ class Trajectory:
 
     `turn_rewards` holds what each turn of the policy earned by itself, one number per turn or none at all; their sum is
     part of `reward`, the rest of which the episode earned as a whole. `role` is who speaks as the policy here, in an episode
-    of several roles; each has a trajectory of its own.
+    of several roles; each has a trajectory of its own. `part` is the environment, where several are played.
 
     An episode whose history was rewritten has one token record for each history: the first is `spans`, those that came
     later are `forks`. What two records share was sampled in one of them and is context in the other.
@@ -177,6 +177,7 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     forks: tuple[tuple[TokenSpan, ...], ...] = ()
     role: str = ""
+    part: str = ""
 
     @property
     def group_key(self) -> GroupKey:

@@ -48,6 +48,7 @@ class PromptStream:
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
+        self.watched: tuple[str, ...] = ()  # what decides about the next prompts, beside their order: nothing
         self.earlier: Counter[int] = Counter()  # rows of the last batch that ranks before this one got
         self._consumed = 0
         self._orders: dict[int, np.ndarray] = {}

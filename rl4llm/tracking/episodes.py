@@ -19,7 +19,8 @@ the largest difference of the log-probs, in nats. Episodes that had nothing to t
 An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
 An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` holds what environments and
 rewards noted: why a reward gave 0 (`reward_notes`), what failed before it was played again (`played_again_after`). Where
-several roles speak in an episode, each that the policy plays has a row, with its `role` and whether that is `frozen`.
+several roles speak in an episode, each that the policy plays has a row, with its `role` and whether that is `frozen`. Where
+several environments are played, `part` names the one.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def _finished(trajectory: Trajectory, index: int, notes: Notes) -> dict[str, Any
     extras = dict(trajectory.extras)
     return {
         "prompt_id": trajectory.prompt_id,
+        **({"part": trajectory.part} if trajectory.part else {}),
         **({"role": trajectory.role} if trajectory.role else {}),
         "sample": extras.pop("sample", index),
         "reward": trajectory.reward,
@@ -126,6 +128,7 @@ def _finished(trajectory: Trajectory, index: int, notes: Notes) -> dict[str, Any
 def _failed(sample: SampleState) -> dict[str, Any]:
     return {
         "prompt_id": sample.prompt_id,
+        **({"part": sample.part} if sample.part else {}),
         **({"role": sample.role} if sample.role else {}),
         "sample": sample.index,
         "failure": sample.failure or "unknown",

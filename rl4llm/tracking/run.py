@@ -17,7 +17,7 @@ from rl4llm.tracking.curve import plot_learning_curve
 from rl4llm.tracking.episodes import EpisodeLog
 from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
 from rl4llm.tracking.resources import Resources
-from rl4llm.tracking.summary import Episode, classes, facts, summarize_facts
+from rl4llm.tracking.summary import Episode, Failure, facts, faults, summarize_facts
 from rl4llm.tracking.tensorboard import TensorBoardTracker
 from rl4llm.tracking.tokens import TrainedTokens
 from rl4llm.tracking.tracker import Tolerant, Tracker, Trackers
@@ -99,7 +99,7 @@ class RunTracker:
         phases = self.clock.lap()
         if groups or failed:
             self._store_episodes(step, groups, failed, credits=credits, trained=trained)
-        gathered = self._ranks.gather((tokens, facts(groups), classes(failed)))
+        gathered = self._ranks.gather((tokens, facts(groups), faults(failed)))
         if not gathered:
             return
         tokens = sum(count for count, _, _ in gathered)
@@ -125,7 +125,7 @@ class RunTracker:
     def evaluation(self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> dict[str, float]:
         """Log one measurement of the held-out set; returns its metrics, on the first rank."""
         self._store_episodes(step, groups, failed, kind="eval")
-        gathered = self._ranks.gather((0, facts(groups), classes(failed)))
+        gathered = self._ranks.gather((0, facts(groups), faults(failed)))
         if not gathered:
             return {}
         metrics = _summary(gathered)
@@ -194,7 +194,7 @@ class RunTracker:
             plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
 
 
-def _summary(gathered: Sequence[tuple[int, list[list[Episode]], list[str]]]) -> dict[str, float]:
+def _summary(gathered: Sequence[tuple[int, list[list[Episode]], list[Failure]]]) -> dict[str, float]:
     """Metrics of what all ranks sampled."""
     failed = [failure for _, _, failures in gathered for failure in failures]
     return summarize_facts([group for _, groups, _ in gathered for group in groups], failed)

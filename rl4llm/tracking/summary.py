@@ -30,6 +30,15 @@ class Episode:
     measured: Mapping[str, float] = field(default_factory=dict)
     role: str = ""
     frozen: bool = False
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What metrics need to know of a sample that failed."""
+
+    kind: str
+    part: str = ""
 
 
 def facts(groups: Sequence[Group]) -> list[list[Episode]]:
@@ -37,17 +46,22 @@ def facts(groups: Sequence[Group]) -> list[list[Episode]]:
     return [[_fact(trajectory, group.frozen) for trajectory in group.trajectories] for group in groups]
 
 
-def classes(failed: Sequence[SampleState]) -> list[str]:
-    """The class of each failure."""
-    return [sample.failure_class for sample in failed]
+def faults(failed: Sequence[SampleState]) -> list[Failure]:
+    """The failed samples, as metrics see them."""
+    return [Failure(sample.failure_class, sample.part) for sample in failed]
+
+
+def succeeded(rewards: Mapping[str, float]) -> bool:
+    """Whether the reward named "accuracy", or else the first one, is at least 1."""
+    return rewards.get("accuracy", next(iter(rewards.values()), 0.0)) >= 1.0
 
 
 def summarize(groups: Sequence[Group], failed: Sequence[SampleState] = ()) -> dict[str, float]:
     """`summarize_facts` of groups and failed samples."""
-    return summarize_facts(facts(groups), classes(failed))
+    return summarize_facts(facts(groups), faults(failed))
 
 
-def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) -> dict[str, float]:
+def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
     """Metrics of all trajectories that were sampled, whether they train or not.
 
     reward/mean, reward/std      of the combined reward over all trajectories (population standard deviation)
@@ -65,13 +79,29 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[str]) 
     trajectories, failures       how many were finished, and how many failed through no fault of the policy
     failures/<class>             the latter by class, such as env/timeout or math/unavailable
     role/<role>/...              all but the failures once more for the trajectories of each role
+    part/<part>/...              all once more for each environment, where several are played, and its `share` of them
 
     Without any trajectory only the failures and `trajectories` are there. Roles that are frozen count in no metric but
     their own.
     """
-    kinds = {f"failures/{kind}": float(count) for kind, count in sorted(Counter(failed).items())}
+    return {**_of_one(groups, failed), **_by_part(groups, failed)}
+
+
+def _of_one(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
+    kinds = {f"failures/{kind}": float(count) for kind, count in sorted(Counter(item.kind for item in failed).items())}
     failures = {"failures": float(len(failed)), **kinds}
     return {**_of([group for group in groups if not any(member.frozen for member in group)]), **failures, **_by_role(groups)}
+
+
+def _by_part(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
+    names = sorted({member.part for group in groups for member in group} | {item.part for item in failed} - {""})
+    metrics: dict[str, float] = {}
+    for name in filter(None, names):
+        own = [group for group in groups if any(member.part == name for member in group)]
+        found = _of_one(own, [item for item in failed if item.part == name])
+        share = sum(map(len, own)) / max(1, sum(map(len, groups)))
+        metrics |= {f"part/{name}/{key}": value for key, value in {**found, "share": share}.items()}
+    return metrics
 
 
 def _by_role(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
@@ -119,9 +149,8 @@ def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
     for name in names:
         scores = [trajectory.rewards[name] for trajectory in trajectories if name in trajectory.rewards]
         metrics[f"reward/{name}{'_' if name in RESERVED else ''}"] = statistics.fmean(scores)
-    judge = "accuracy" if "accuracy" in names else next(iter(names), None)
-    if judge is not None:
-        metrics["accuracy"] = statistics.fmean(trajectory.rewards.get(judge, 0.0) >= 1.0 for trajectory in trajectories)
+    if names:
+        metrics["accuracy"] = statistics.fmean(succeeded(trajectory.rewards) for trajectory in trajectories)
     return metrics
 
 
@@ -158,6 +187,7 @@ def _fact(trajectory: Trajectory, frozen: bool) -> Episode:
         {name: float(value) for name, value in trajectory.extras.get("metrics", {}).items()},
         trajectory.role,
         frozen,
+        trajectory.part,
     )
 
 

@@ -18,11 +18,14 @@ from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer, merge
 from rl4llm.core.errors import StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import Group, SamplingParams, TokenSpan, TrainBatch, Update, WeightRef
+from rl4llm.data.mixture import MixedPrompts
 from rl4llm.data.prompts import PromptStream
+from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.sync.mismatch import check_mismatch, summarize_mismatch, token_mismatch
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
+from rl4llm.tracking.summary import succeeded
 from rl4llm.tracking.tokens import TrainedTokens
 from rl4llm.trainers.give import give_weights, giving_weights
 from rl4llm.trainers.prepare import Preparation, Prepared
@@ -51,14 +54,14 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self,
         *,
         inference: Inference,
-        rollout: Rollout,
-        prompts: PromptStream,
+        rollout: Rollout | MixedRollout,
+        prompts: PromptStream | MixedPrompts,
         plan: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams,
         eval_params: SamplingParams,
         preparation: Preparation,
         tracker: RunTracker,
-        evaluation: Rollout | None = None,
+        evaluation: Rollout | MixedRollout | None = None,
         **base: Any,
     ):
         super().__init__(**base)
@@ -89,14 +92,16 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
         Of what is missing over all ranks each plays a share, so that any number of them play the same episodes.
         """
-        groups = len(self.rollout.env.trained_roles)  # of a prompt
-        wanted, most, refills = self.prompts.batch_size * self.ranks.size * groups, self.algorithm.needs().refills, 0
+        rows, most, refills = self.prompts.next_batch(), self.algorithm.needs().refills, 0
         with self.clock("rollout"):
-            collected = self._play(self.prompts.next_batch(), round_number=0)
+            collected = self._play(rows, round_number=0)
+            wanted = self._total(self.rollout.count_groups(rows)) if most else 0
+            of_prompt = wanted / (self.prompts.batch_size * self.ranks.size)
             while refills < most and (missing := wanted - self._count(collected)[0]) > 0:
                 refills += 1
-                more = self._play(self.prompts.next_batch(math.ceil(missing / groups)), round_number=refills)
+                more = self._play(self.prompts.next_batch(math.ceil(missing / of_prompt)), round_number=refills)
                 collected = RolloutResult(collected.groups + more.groups, collected.failed + more.failed)
+        self._observe(collected)
         if most:
             kept, played = self._count(collected)
             self._notes |= {"groups/refills": refills, "groups/dropped": played - kept}
@@ -174,7 +179,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def play_held_out(self) -> RolloutResult:
         """One episode for each of this rank's held-out prompts, at the temperature of the evaluation."""
-        rows = range(self.ranks.rank, len(self.evaluation.env.dataset), self.ranks.size)
+        rows = range(self.ranks.rank, self.evaluation.num_rows, self.ranks.size)
         return self.evaluation.play(rows, step=self.step, sampling_params=self.eval_params, group_size=1)
 
     def close(self) -> None:
@@ -186,7 +191,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             self._run(self.inference.client.close())
             self.inference.runner.close()
             for rollout in filter(None, (self.rollout, self.evaluation)):
-                rollout.env.close()
+                rollout.close()
         finally:
             self.tracker.close()
 
@@ -198,7 +203,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         for place, model in exported.items():
             if self.ranks.is_first:
                 place.mkdir(exist_ok=True)
-                self.rollout.env.tokenizer.save_pretrained(place)
+                self.rollout.tokenizer.save_pretrained(place)
             model.export(place)
 
     def models(self) -> dict[str, BaseBackend]:
@@ -281,7 +286,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
                 rows,
                 step=self.step,
                 sampling_params=self.sampling_params,
-                first_index=round_number * (self.rollout.env.group_size + 1),
+                first_index=round_number * (self.rollout.group_size + 1),
                 sampling=needs.sampling,
                 greedy_baseline=needs.greedy_baseline,
                 earlier=self.prompts.earlier,
@@ -294,8 +299,21 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         """How many groups train, of how many that are not frozen, on all ranks."""
         kept = sum(self._trains(group) for group in collected.groups)
         played = sum(not group.frozen for group in collected.groups)
-        kept, played = self.ranks.total(torch.tensor([kept, played])).tolist()
-        return kept, played
+        return self._total(kept), self._total(played)
+
+    def _total(self, number: int) -> int:
+        """The sum over all ranks."""
+        return int(self.ranks.total(torch.tensor(number)))
+
+    def _observe(self, collected: RolloutResult) -> None:
+        """Tell the prompts how many episodes of each part succeeded, where what comes next depends on it."""
+        if not self.prompts.watched:
+            return
+        members = [member for group in collected.groups if not group.frozen for member in group.trajectories]
+        own = [[member for member in members if member.part == part] for part in self.prompts.watched]
+        counts = torch.tensor([[sum(succeeded(member.rewards) for member in part), len(part)] for part in own])
+        self.prompts.observe(dict(zip(self.prompts.watched, self.ranks.total(counts).tolist(), strict=True)))
+        self._notes |= self.prompts.metrics()
 
     def _trains(self, group: Group) -> bool:
         return not group.frozen and self.algorithm.keep(group)
