@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, unknown
 
 
 @dataclass
@@ -157,6 +158,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
     rewards: list[Any] | None = None  # names, or mappings with name, weight and options; null: the environment's own
+    parts: dict[str, Any] = field(default_factory=dict)  # several environments in one run by name, see `by_part`
+    curriculum: float | None = None  # the least share of its weight that a part keeps, see rl4llm.data.mixture; null: all
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     inference: dict[str, Any] = field(default_factory=lambda: {"name": "local"})
@@ -196,6 +199,43 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
         raise ConfigError(f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=...")
     config = OmegaConf.to_object(merged)
     _check(config)
+    return config
+
+
+def by_part(config: Config) -> dict[str, Config]:
+    """The configuration of each environment of a run: of the only one, named "", or of each of its `parts`.
+
+    A part has a weight, and keys of `PART_KEYS`, which are laid over those of the run:
+
+        parts:
+          sums: {weight: 2, data: {path: arithmetic}, rewards: [{name: math, extract: answer}]}
+          tools: {data: {path: arithmetic}, env: {name: tool}, rollout: {max_tokens: 128}}
+    """
+    if not config.parts:
+        return {"": config}
+    whole = OmegaConf.structured(dataclasses.replace(config, parts={}, curriculum=None))
+    return {name: _part(name, part, whole) for name, part in config.parts.items()}
+
+
+def _part(name: str, part: Any, whole: DictConfig) -> Config:
+    where = f"parts.{name}"
+    if not re.fullmatch(r"[a-zA-Z0-9_\-]+", str(name)):
+        raise ConfigError(f"{where}: the name {name!r} is not accepted: letters, digits, '_' and '-' only.")
+    if not isinstance(part, Mapping):
+        raise ConfigError(f"{where}={part!r} is not accepted: a mapping with weight and any of {', '.join(PART_KEYS)}.")
+    keys = {key: value for key, value in part.items() if key != "weight"}
+    for section, value in keys.items():
+        if section not in PART_KEYS:
+            raise ConfigError(unknown(f"{where}: the key", str(section), ("weight", *PART_KEYS)))
+        accepted = PART_KEYS[section]
+        for key in value if accepted and isinstance(value, Mapping) else ():
+            if key not in accepted:
+                raise ConfigError(f"{unknown(f'{where}.{section}: the key', str(key), accepted)} Others are the run's.")
+    try:
+        config = OmegaConf.to_object(_merge(whole, OmegaConf.create(keys)))
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return config
 
 
@@ -261,7 +301,7 @@ def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
 
 
 def _check_keys(given: Iterable[str], config: DictConfig) -> None:
-    free = (*FREE, "rewards")
+    free = (*FREE, "rewards", "parts")
     known = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
     for key in given:
         sections = {name.split(".")[0] for name in known}
@@ -279,6 +319,15 @@ def _check_keys(given: Iterable[str], config: DictConfig) -> None:
 
 FREE = ("env", "inference", "algorithm", "backend")
 """Parts whose keys are the options of the class that their `name` stands for."""
+
+PART_KEYS: dict[str, tuple[str, ...]] = {
+    "env": (),
+    "data": (),
+    "rewards": (),
+    "eval": ("path", "split", "limit"),
+    "rollout": ("max_tokens", "top_p", "top_k", "stop"),  # log-probs are of one temperature, so parts have the same
+}
+"""What a part of a run may have of its own: whole sections, or these keys of them."""
 
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
@@ -335,6 +384,9 @@ def _check(config: Config) -> None:
     for part in FREE:
         if not isinstance(getattr(config, part).get("name"), str):
             raise ConfigError(f"{part}.name is not set; `rl4llm info` lists what it may be.")
+    if config.curriculum is not None and not config.parts:
+        raise ConfigError(f"curriculum={config.curriculum} is not accepted without `parts`, whose weights it changes.")
+    by_part(config)
 
 
 def _check_range(key: str, value: float | None) -> None:

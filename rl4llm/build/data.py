@@ -10,15 +10,17 @@ from typing import Any
 from rl4llm.build.environments import make_prompts
 from rl4llm.build.models import all_ranks
 from rl4llm.build.options import Given
-from rl4llm.config import Config
+from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import LearnsFrom, Needs
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import label_group, pair_group, valued_at_the_end
 from rl4llm.data.arithmetic import arithmetic_rows
 from rl4llm.data.demonstrations import Read, demonstration_group
 from rl4llm.data.load import load_rows
+from rl4llm.data.mixture import MixedPrompts
 from rl4llm.data.pack import plan_table
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.read import has_splits
@@ -129,6 +131,25 @@ def prompt_stream(config: Config, dataset: Any) -> PromptStream:
     )
 
 
+def mixed_prompts(config: Config, datasets: Mapping[str, Any]) -> MixedPrompts:
+    """The order in which this process plays its share of the prompts of several environments."""
+    ranks, parts = all_ranks(config), by_part(config)
+    streams = {
+        name: PromptStream(
+            len(dataset), 1, seed=derive_seed(config.seed, "part", name), shuffle=parts[name].data.shuffle
+        )
+        for name, dataset in datasets.items()
+    }
+    return MixedPrompts(
+        streams,
+        {name: config.parts[name].get("weight", 1.0) for name in streams},
+        batch_size=config.rollout.prompts,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        curriculum=config.curriculum,
+    )
+
+
 def row_reader(needs: Needs, renderer: Renderer) -> Read:
     """How rows are read: as tokens with log-probs, or for a model that gives values with one value at the end."""
     read = partial(READERS[needs.learns_from], renderer)
@@ -164,13 +185,13 @@ def check_prompts(rows: Any, env: BaseMDPEnv, renderer: Renderer, context_length
 
 
 def micro_batch_plan(
-    config: Config, env: BaseMDPEnv, batching: Batching, rows: Any, renderer: Renderer, context_length: int
+    config: Config, batching: Batching, played: Sequence[tuple[BaseMDPEnv, Renderer, int]], context_length: int
 ) -> list[dict[str, Any]]:
-    """How prompts x samples become micro-batches; raises ConfigError when they cannot."""
-    openings = (messages for row in longest_rows(rows, 16) for messages in _policy_openings(env, row))
-    longest = max(len(renderer.first(messages)) for messages in openings)
-    lines = env.max_steps * len(env.roles)  # each role reads what the others say
-    new_tokens = min(lines * config.rollout.max_tokens, context_length - longest)
+    """How prompts x samples become micro-batches, all of them of the environment with the longest episodes.
+
+    `played` are environments, each with its renderer and the tokens of a turn. Raises ConfigError when they cannot.
+    """
+    longest, new_tokens = max((_longest(*each, context_length) for each in played), key=sum)
     return plan_table(
         prompts=config.rollout.prompts,
         samples=config.rollout.group_size,
@@ -179,8 +200,16 @@ def micro_batch_plan(
         max_tokens_per_batch=batching.max_tokens_per_batch or batching.budget([longest + new_tokens]),
         layout=config.training.layout,
         updates=config.training.updates_per_rollout,
-        roles=len(env.trained_roles),
+        roles=max(len(env.trained_roles) for env, _, _ in played),
     )
+
+
+def _longest(env: BaseMDPEnv, renderer: Renderer, turn_tokens: int, context_length: int) -> tuple[int, int]:
+    """The tokens of the longest prompt, and of what may follow it."""
+    openings = (messages for row in longest_rows(env.dataset, 16) for messages in _policy_openings(env, row))
+    longest = max(len(renderer.first(messages)) for messages in openings)
+    lines = env.max_steps * len(env.roles)  # each role reads what the others say
+    return longest, min(lines * turn_tokens, context_length - longest)
 
 
 def _policy_openings(env: BaseMDPEnv, row: Mapping[str, Any]) -> list[list[ChatMessage]]:

@@ -6,9 +6,9 @@ import asyncio
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -22,6 +22,7 @@ from rl4llm.build.data import (
     held_out_rows,
     longest_rows,
     micro_batch_plan,
+    mixed_prompts,
     prompt_stream,
     roles_between,
     row_reader,
@@ -40,7 +41,7 @@ from rl4llm.build.models import (
     set_up_torch,
 )
 from rl4llm.build.options import Given, with_options
-from rl4llm.config import Config, flatten, to_yaml
+from rl4llm.config import Config, by_part, flatten, to_yaml
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
@@ -52,6 +53,7 @@ from rl4llm.data.answers import ANSWER_COLUMNS
 from rl4llm.data.demonstrations import check_rows
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
+from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.judge import LLMJudge
 from rl4llm.rewards import Scale, as_reward_function, check_examples, register_reward, weighted_sum
@@ -65,6 +67,7 @@ register_reward("reward_model")(LearnedReward)
 register_reward("llm_judge")(LLMJudge)
 
 
+T = TypeVar("T")
 MAY_CHANGE = (
     "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
     "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote",
@@ -79,13 +82,18 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     set_up_torch(config)
     algorithm = build_algorithm(config)
     _check_names(config)
-    given = _with_hosts(config, given, algorithm)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     learns_from = algorithm.needs().learns_from
-    dataset = training_rows(config, given, learns_from)
-    parts = _reinforced if learns_from == "episodes" else _supervised
-    make = parts(config, given, algorithm, tokenizer, dataset)
-    run = _open_run(config, _given_identity(given, dataset), force)
+    _check_mixture(config, given, learns_from)
+    parts = {
+        name: (part, _in_part(name, _with_hosts, part, given, algorithm)) for name, part in by_part(config).items()
+    }
+    datasets = {name: _in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
+    if learns_from == "episodes":
+        make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
+    else:
+        make = _supervised(config, given, algorithm, tokenizer, datasets[""])
+    run = _open_run(config, _given_identity(given, datasets.get("")), force)
     try:
         if ranks.is_first:
             run.write_text("config.yaml", to_yaml(config))
@@ -122,8 +130,9 @@ def build_algorithm(config: Config) -> BaseAlgorithm:
 def _check_names(config: Config) -> None:
     """What can be wrong without opening a single file is said first."""
     BACKENDS[config.backend["name"]]
-    if not config.env.get("remote"):  # hosts know others
-        ENVIRONMENTS[config.env["name"]]
+    for name, part in by_part(config).items():
+        if not part.env.get("remote"):  # hosts know others
+            _in_part(name, ENVIRONMENTS.__getitem__, part.env["name"])
     check_sync(config)
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)
@@ -139,9 +148,36 @@ def _with_hosts(config: Config, given: Given, algorithm: BaseAlgorithm) -> Given
     return replace(given, hosted=HostedEnvironment(config.env))
 
 
+def _check_mixture(config: Config, given: Given, learns_from: str) -> None:
+    """What cannot be said of several environments at once."""
+    if not config.parts:
+        return
+    if learns_from != "episodes":
+        name = config.algorithm["name"]
+        raise ConfigError(f"parts are environments, but algorithm.name={name!r} learns from {learns_from}. Leave them out.")
+    for what in ("dataset", "eval_dataset", "reward_functions", "env_class"):
+        if getattr(given, what) is not None:
+            raise ConfigError(f"{what.removesuffix('_class')} is of one environment, but there are parts: say it in each.")
+
+
+def _in_part(name: str, function: Callable[..., T], *args: Any) -> T:
+    """What a function returns; its error says of which part it is."""
+    try:
+        return function(*args)
+    except RL4LLMError as error:
+        if not name:
+            raise
+        raise type(error)(f"parts.{name}: {error}") from error
+
+
 def fingerprint(config: Config) -> dict[str, Any]:
     """What makes this run this run: every key that a resumed run must not change."""
-    return {key: value for key, value in flatten(config).items() if not key.startswith(MAY_CHANGE)}
+    return {key: value for key, value in flatten(config).items() if not _of_part(key).startswith(MAY_CHANGE)}
+
+
+def _of_part(key: str) -> str:
+    """A key without the name of its part."""
+    return key.split(".", 2)[-1] if key.startswith("parts.") else key
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -214,25 +250,69 @@ def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
         )
 
 
-def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
-    sandbox = _sandbox(config)
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An environment with its rewards and rows, and with those that are only measured; `part` is its name among several."""
+
+    part: str
+    config: Config
+    env: BaseMDPEnv
+    held_out: BaseMDPEnv | None
+    renderer: Renderer
+
+    def rollout(self, **played: Any) -> Rollout:
+        own = self.config.rollout
+        sampling = {name: getattr(own, name) for name in ("max_tokens", "top_p", "top_k")} | {"stop": tuple(own.stop)}
+        return Rollout(self.env, renderer=self.renderer, part=self.part, sampling=sampling if self.part else None, **played)
+
+    def measuring(self, **played: Any) -> Rollout:
+        own = self.config.rollout
+        sampling = {"max_tokens": own.max_tokens, "stop": tuple(own.stop)} if self.part else None
+        return Rollout(self.held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
+
+    def check_lengths(self, context_length: int) -> None:
+        """Every prompt leaves room for an answer."""
+        for env, where in ((self.env, "data"), (self.held_out, "eval")):
+            if env is not None:
+                check_prompts(env.dataset, env, self.renderer, context_length, where)
+
+
+def _task(
+    part: str, config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any, sandbox: Sandbox
+) -> _Task:
     rewards, transform = _rewards(config, given, sandbox, tokenizer, dataset[0])
     for name in algorithm.needs().rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
     env = _env(config, given, dataset, tokenizer, rewards, transform, sandbox)
-    held_out = held_out_rows(config, given)
-    eval_env = _env(config, given, held_out, tokenizer, rewards, transform, sandbox) if held_out is not None else None
+    rows = held_out_rows(config, given)
+    held_out = _env(config, given, rows, tokenizer, rewards, transform, sandbox) if rows is not None else None
     renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
-    prompts = prompt_stream(config, dataset)
     check_examples(rewards)
+    return _Task(part, config, env, held_out, renderer)
+
+
+def _reinforced(
+    config: Config,
+    given: Given,
+    algorithm: BaseAlgorithm,
+    tokenizer: Any,
+    parts: Mapping[str, tuple[Config, Given]],
+    datasets: Mapping[str, Any],
+) -> Callable:
+    sandbox = _sandbox(config)
+    prompts = mixed_prompts(config, datasets) if config.parts else prompt_stream(config, datasets[""])
+    tasks = [
+        _in_part(name, _task, name, *part, algorithm, tokenizer, datasets[name], sandbox) for name, part in parts.items()
+    ]
     start = copy.deepcopy(given.model)  # before the policy's weights move
     backend = build_policy(config, algorithm, given.model)
     check_parts(config, backend)
     client = build_client(config, backend.model if backend.whole else plain_model(config, copy.deepcopy(start)), tokenizer)
-    for rows, where in ((dataset, "data"), (held_out or (), "eval")):
-        check_prompts(rows, env, renderer, client.context_length, where)
-    new_tokens = min(client.context_length, env.max_steps * config.rollout.max_tokens)
+    for task in tasks:
+        _in_part(task.part, task.check_lengths, client.context_length)
+    sampled = max(task.env.max_steps * task.config.rollout.max_tokens for task in tasks)
+    new_tokens = min(client.context_length, sampled)
     batching = _batching(config, algorithm, tokenizer, longest_completion=new_tokens)
     preparation = Preparation(
         algorithm=algorithm,
@@ -243,14 +323,21 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
         reference=build_reference(config, algorithm, backend, start, tokenizer),
         ranks=all_ranks(config),
     )
-    plan = micro_batch_plan(config, env, batching, dataset, renderer, client.context_length)
+    longest = [(task.env, task.renderer, task.config.rollout.max_tokens) for task in tasks]
+    plan = micro_batch_plan(config, batching, longest, client.context_length)
     runner = asyncio.Runner()
-    played = {"seed": config.seed, "max_failed_share": config.rollout.max_failed_share}
+    played = {
+        "client": client,
+        "runner": runner,
+        "seed": config.seed,
+        "max_failed_share": config.rollout.max_failed_share,
+    }
 
     def make(run: RunDir) -> RLTrainer:
         tracker = _tracker(config, run)
         client.report_to(tracker.warn)
-        env.report_to(tracker.warn)
+        for task in tasks:
+            task.env.report_to(tracker.warn)
         _tell_of(sandbox, run, tracker, first=all_ranks(config).is_first)
         return RLTrainer(
             inference=Inference(
@@ -260,18 +347,25 @@ def _reinforced(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
                 canary=build_canary(config, client),
                 stop_above=config.mismatch.stop_above,
             ),
-            rollout=Rollout(env, client, renderer, runner, **played),
+            rollout=_together([task.rollout(**played) for task in tasks]),
             prompts=prompts,
             plan=plan,
             sampling_params=_sampling(config),
             eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
             preparation=preparation,
             tracker=tracker,
-            evaluation=Rollout(eval_env, client, renderer, runner, **played) if eval_env else None,
+            evaluation=_together([task.measuring(**played) for task in tasks if task.held_out is not None]),
             **_base(config, algorithm, backend, run, tracker),
         )
 
     return make
+
+
+def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout | None:
+    """One rollout of all parts; the only one that there is as it is."""
+    if not rollouts:
+        return None
+    return MixedRollout(rollouts) if rollouts[0].part else rollouts[0]
 
 
 def _env(

@@ -1,0 +1,66 @@
+"""What runs with several environments are made of: two small datasets, an environment of two turns, and rewards."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+
+
+class TwoTurns(BaseMDPEnv):
+    """Asks for more once."""
+
+    continue_truncated = True
+
+    def respond(self, sample):
+        return [ChatMessage("user", "Go on.")]
+
+
+class Late(BaseRewardFunction):
+    """How late in the alphabet the last letter comes; the third batch kills the process while the file `killer` is there."""
+
+    def __init__(self, name="late", killer=None):
+        super().__init__(name)
+        self.killer, self.batches = killer, 0
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        return (ord(messages[-1].content[-1:] or "a") % 32) / 32
+
+    def score_batch(self, samples):
+        self.batches += 1
+        if self.killer and self.batches == 3 and os.path.exists(self.killer):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().score_batch(samples)
+
+
+class Vowels(BaseRewardFunction):
+    """The share of vowels in what was said last."""
+
+    def __init__(self, name="vowels"):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        said = messages[-1].content.lower()
+        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+
+
+def rows(directory, name, size):
+    """A file of prompts, and how to read it."""
+    path = Path(directory) / f"{name}.jsonl"
+    prompts = [{"id": str(i), "prompt": f"Say {name} {i}.", "ground_truth": str(i)} for i in range(size)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return {"path": str(path), "prompt_column": "prompt"}
+
+
+def parts(directory, killer=None):
+    """Two of three prompts are answered at once, the third is talked about."""
+    return {
+        "words": {"weight": 2, "data": rows(directory, "words", 5), "rewards": [{"name": "mixture_parts:Vowels"}]},
+        "talk": {
+            "data": rows(directory, "talk", 3),
+            "env": {"name": "mixture_parts:TwoTurns", "max_steps": 2},
+            "rewards": [{"name": "mixture_parts:Late", "killer": killer}],
+            "rollout": {"max_tokens": 4},
+        },
+    }
