@@ -97,8 +97,7 @@ ADAPTER = {"model.lora": {"rank": 4}, "training.lr": 1e-2}
 BACKENDS = [
     {"name": "torch", "shard": "ddp"},
     {"name": "torch", "shard": "fsdp2"},
-    pytest.param({"name": "deepspeed", "zero_stage": 2}, marks=pytest.mark.deepspeed),
-    pytest.param({"name": "deepspeed", "zero_stage": 3}, marks=pytest.mark.deepspeed),
+    *(pytest.param({"name": "deepspeed", "zero_stage": stage}, marks=pytest.mark.deepspeed) for stage in range(4)),
 ]
 
 
