@@ -217,6 +217,8 @@ def dies(processes, moment, *given, options=()):
     [
         pytest.param(DDP, [*SAVING], id="ddp"),
         pytest.param(ZERO2, [*SAVING] if KILLS else WITH_OTHERS, id="zero-2", marks=pytest.mark.deepspeed),
+        *([pytest.param(FSDP2, [*SAVING], id="fsdp2")] if KILLS else []),
+        *([pytest.param(ZERO3, [*SAVING], id="zero-3", marks=pytest.mark.deepspeed)] if KILLS else []),
     ],
 )
 def test_killed_at_each_moment_of_saving_a_run_goes_on_from_a_whole_checkpoint_to_the_same_weights(
