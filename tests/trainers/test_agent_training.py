@@ -15,6 +15,7 @@ SMALL = [
     "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
     "data.limit=4", "tracking.tensorboard=false", "checkpoint.every=0", "eval.every=0", "training.lr=1.0e-3",
     "rewards=[{name: length, unit: chars, max_length: 1, margin: 10}]",
+    "algorithm.entropy_coef=1.0e-6",  # groups whose rewards are equal train too
 ]  # fmt: skip
 
 
