@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rl4llm.build.environments import Hosting
 from rl4llm.config import load_config
@@ -42,12 +43,12 @@ def serve_env(names: Sequence[str], host: str, port: int, overrides: Sequence[st
     return 0
 
 
-def _sandbox(overrides: Sequence[str]) -> Sandbox:
+def _sandbox(overrides: Sequence[str]) -> Callable[[], Sandbox]:
     wrong = [text for text in overrides if not text.startswith("sandbox.")]
     if wrong:
         raise ConfigError(f"{wrong[0]!r} is not accepted: a host takes keys of `sandbox` only, such as sandbox.slots=4.")
     chosen = load_config(overrides=["model.path=none", *overrides]).sandbox
-    return Sandbox(chosen.level, allow_weak=chosen.allow_weak, slots=chosen.slots, packages=chosen.packages)
+    return partial(Sandbox, chosen.level, allow_weak=chosen.allow_weak, slots=chosen.slots, packages=chosen.packages)
 
 
 async def _serve(env_host: EnvHost, host: str, port: int, token: str, say: Callable[[str], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +81,22 @@ class Hosting:
 
     Args:
         names: of environments, registered ones or ``package.module:Class``.
-        sandbox: where programs of the policy run.
+        sandbox: makes what programs of the policy run in; each trainer gets its own, which ends with it.
     """
 
-    def __init__(self, names: Sequence[str], sandbox: Sandbox):
+    def __init__(self, names: Sequence[str], sandbox: Callable[[], Sandbox]):
         self.classes = {name: ENVIRONMENTS[name] for name in names}
         self._sandbox = sandbox
 
     def make(self, wanted: Any, tokenizer: Path) -> BaseMDPEnv:
         """An environment for one trainer; raises an RL4LLMError for what cannot work."""
-        rewards = make_rewards(wanted.rewards, self._sandbox)
+        sandbox = self._sandbox()
+        rewards = make_rewards(wanted.rewards, sandbox)
         check_examples(rewards)
         return make_env(
             self.classes[wanted.name],
             wanted.options,
-            self._sandbox,
+            sandbox,
             dataset=[wanted.row],
             tokenizer=load_tokenizer(tokenizer),
             reward_functions=rewards,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rl4llm.core.base_env import LLM, BaseMDPEnv, EnvState, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import ConfigError, DataError, SandboxError
-from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.types import ChatMessage
 from rl4llm.envs.registry import register_env
 from rl4llm.rewards.code_run import CodeRun, CodeRunner
 from rl4llm.rewards.code_tests import Tests, stored_tests, visible_tests
@@ -66,7 +66,7 @@ class CodeEnv(BaseMDPEnv):
         self.max_reply_chars = max_reply_chars
         limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
         self.runner = CodeRunner(sandbox or Sandbox(), limits)
-        self._slots = asyncio.Semaphore(self.runner.sandbox.slots)
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._check_known_tests()
         tried = self.runner.sandbox.run(Program("print(6 * 7)"), limits)
         if tried.stdout != "42\n":
@@ -77,7 +77,7 @@ class CodeEnv(BaseMDPEnv):
         if tests is None and isinstance(stored_tests(sample.ground_truth, sample.columns), Stdin):
             return []
         reply = self.program_text(sample)
-        async with self._slots:
+        async with self._slot():
             run = await self.off_loop(lambda: self.runner.run(reply, tests, sample.columns))
         if run.outcome is not None and run.outcome.status == "infra_error":
             sample.fail(f"the sandbox or the known tests do not work: {run.outcome.reason}", "env/sandbox")
@@ -100,9 +100,12 @@ class CodeEnv(BaseMDPEnv):
         self.runner.sandbox.close()
         super().close()
 
-    async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
-        self._slots = asyncio.Semaphore(self.runner.sandbox.slots)  # of this event loop; waiting costs no thread
-        await super()._run_episodes(env_state, llm, sampling_params)
+    def _slot(self) -> asyncio.Semaphore:
+        """A slot of the sandbox, in the event loop that runs; waiting for one costs no thread."""
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self.runner.sandbox.slots)
+        return self._slots[1]
 
     def _check_known_tests(self) -> None:
         for number in range(len(self.dataset)):

@@ -129,12 +129,6 @@ class TurnLetters(BaseRewardFunction):
         ]
 
 
-class MainThread(Tokens):
-    """Works in the main thread only."""
-
-    score_timeout_s = None
-
-
 class Breaks(Tokens):
     """Breaks its contract for the whole batch."""
 

@@ -13,7 +13,7 @@ class HostThread:
     """`rl4llm serve-env --env NAMES`, in a thread."""
 
     def __init__(self, names, port=0, token="", change=lambda env_host: None):
-        hosting = Hosting(names, Sandbox("rlimits", allow_weak=True))
+        hosting = Hosting(names, lambda: Sandbox("rlimits", allow_weak=True))
         self.said = []
         self.env_host = EnvHost(hosting.classes, hosting.make, hosting.prompts, self.said.append)
         change(self.env_host)

@@ -315,7 +315,6 @@ def test_a_reward_that_breaks_its_contract_on_a_host_stops_the_run_as_it_does_he
         ("tool", {"tools": ["calculater"]}, ["math"], "Did you mean 'calculator'"),
         ("chat", {}, ["mth"], "Did you mean 'math'"),
         ("chat", {}, ["hosted_envs:Refuses"], "this reward refuses to exist"),
-        ("chat", {}, ["hosted_envs:MainThread"], "works in the main thread only"),
     ],
 )
 def test_what_a_host_cannot_do_is_said_before_anything_starts(host, remote, name, options, specs, message):
@@ -323,6 +322,19 @@ def test_what_a_host_cannot_do_is_said_before_anything_starts(host, remote, name
         remote([host], name, rows("Guess."), specs, **options)
     assert f"env host {host.address}" in str(caught.value)
     assert host.env_host._hosted == {}
+
+
+def test_a_program_is_repaired_on_a_host(remote, play):
+    row = {
+        "messages": [{"role": "user", "content": "Write double(x)."}],
+        "ground_truth": "assert double(4) == 8",
+        "public_tests": ["assert double(2) == 4"],
+    }
+    names = ["code", "math", "tool", "chat", "reasoning_gym", "gymnasium", "openenv"]
+    with HostThread(names) as host:
+        first, second = (remote([host], "code", [row], ["code"]) for _ in range(2))
+        first.close()  # the other's sandbox goes on
+        check_env(second, ["```python\ndef double(x):\n    return x * 2\n```"], rows=[0])
 
 
 def test_an_environment_with_a_loop_of_its_own_is_not_hosted():

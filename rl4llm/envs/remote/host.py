@@ -23,6 +23,7 @@ from rl4llm.envs.remote.scoring import Scoring
 
 SETUP_TIMEOUT_S = 60.0  # between two parts of a setup
 IDLE_S = 2 * 3600.0  # a turn of the policy may take long, but not so long
+LONGEST_SCORE_S = 3600.0  # that a trainer waits for a reward without a limit of its own
 TRAINERS_PART = ("_run_interaction_loop", "_run_episodes", "_run_episode", "_run_turns", "opening", "openings")
 
 
@@ -175,12 +176,6 @@ class EnvHost:
                 (await making).close()
             raise
         check_hostable(wanted.name, type(env))
-        for reward_function in env.reward_functions:
-            if reward_function.score_timeout_s is None:
-                raise ConfigError(
-                    f"reward {reward_function.name!r} works in the main thread only (its score_timeout_s is None), which "
-                    "a host keeps for itself."
-                )
         return env
 
     @staticmethod
@@ -196,7 +191,7 @@ class EnvHost:
             stop=turn.stop,
             stop_token_ids=turn.stop_token_ids,
             rewards=[
-                wire.Reward(name=item.name, per_turn=item.per_turn, timeout_s=item.score_timeout_s)
+                wire.Reward(name=item.name, per_turn=item.per_turn, timeout_s=item.score_timeout_s or LONGEST_SCORE_S)
                 for item in env.reward_functions
             ],
         )
