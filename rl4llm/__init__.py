@@ -10,16 +10,19 @@ if TYPE_CHECKING:
     from rl4llm.api import DAPOTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, PPOTrainer, RewardTrainer, SFTTrainer
     from rl4llm.config import load_config
     from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage, EnvState, SampleState
+    from rl4llm.core.base_opponent import BaseOpponent, register_opponent
     from rl4llm.core.base_trainer import BaseRLTrainer, BaseTrainer
     from rl4llm.core.types import SamplingParams
-    from rl4llm.envs import CodeEnv, ToolMDPEnv, register_env
+    from rl4llm.envs import CodeEnv, DebateEnv, RolesEnv, ToolMDPEnv, register_env
     from rl4llm.envs.tools import ToolSet, register_tool, tool
-    from rl4llm.rewards import register_reward
+    from rl4llm.rewards import BaseJudge, register_reward
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BaseJudge",
     "BaseMDPEnv",
+    "BaseOpponent",
     "BaseRLTrainer",
     "BaseRewardFunction",
     "BaseTrainer",
@@ -27,11 +30,13 @@ __all__ = [
     "CodeEnv",
     "DAPOTrainer",
     "DPOTrainer",
+    "DebateEnv",
     "EnvState",
     "GRPOTrainer",
     "KTOTrainer",
     "PPOTrainer",
     "RewardTrainer",
+    "RolesEnv",
     "SFTTrainer",
     "SampleState",
     "SamplingParams",
@@ -40,21 +45,26 @@ __all__ = [
     "load_config",
     "register_algorithm",
     "register_env",
+    "register_opponent",
     "register_reward",
     "register_tool",
     "tool",
 ]
 
 _HOME = {
+    "BaseJudge": "rl4llm.rewards",
+    "BaseOpponent": "rl4llm.core.base_opponent",
     "BaseRLTrainer": "rl4llm.core.base_trainer",
     "BaseTrainer": "rl4llm.core.base_trainer",
     "CodeEnv": "rl4llm.envs",
     "DAPOTrainer": "rl4llm.api",
     "DPOTrainer": "rl4llm.api",
+    "DebateEnv": "rl4llm.envs",
     "GRPOTrainer": "rl4llm.api",
     "KTOTrainer": "rl4llm.api",
     "PPOTrainer": "rl4llm.api",
     "RewardTrainer": "rl4llm.api",
+    "RolesEnv": "rl4llm.envs",
     "SFTTrainer": "rl4llm.api",
     "SamplingParams": "rl4llm.core.types",
     "ToolMDPEnv": "rl4llm.envs",
@@ -62,6 +72,7 @@ _HOME = {
     "load_config": "rl4llm.config",
     "register_algorithm": "rl4llm.algorithms",
     "register_env": "rl4llm.envs",
+    "register_opponent": "rl4llm.core.base_opponent",
     "register_reward": "rl4llm.rewards",
     "register_tool": "rl4llm.envs.tools",
     "tool": "rl4llm.envs.tools",

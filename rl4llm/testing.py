@@ -10,10 +10,11 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, EpisodeState, SampleState
 from rl4llm.core.errors import EngineError, EnvError, RL4LLMError, UnreachableError
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory, WeightRef
 from rl4llm.data.render import Renderer
+from rl4llm.envs.roles import RolesEnv
 from rl4llm.envs.rollout import Rollout, RolloutResult
 
 Script = Mapping[str, Sequence[str]] | Callable[[str, Sequence[int]], str]
@@ -238,12 +239,13 @@ def check_env(env: BaseMDPEnv, replies: Sequence[str] = (), *, rows: Sequence[in
     which are answers that make no sense to most environments. The laws:
 
     - whatever the policy says, no episode raises or fails;
-    - a group shares its prompt, and the prompt stays as the dataset has it;
+    - a group shares its prompt, and the prompt stays as the dataset has it, or in an episode of several roles as `opening`
+      makes it, to the end of which only what the role hears is added;
     - roles alternate: the policy speaks after somebody else did, and others only in `reply_roles`;
     - budgets hold: at most `max_steps` turns, and no more tokens than the context has room for;
     - nothing is marked as the policy's that it did not say at that very point;
     - the same seed gives the same episode, again and in another order;
-    - a step that raises, or a reply that never comes, fails its own episode and no other.
+    - a step that raises, or a reply that never comes, fails its own episode, for all of its roles, and no other.
 
     Args:
         env: the environment, with its dataset, tokenizer and rewards. It is not closed.
@@ -264,7 +266,7 @@ class _Played:
 
     @property
     def episodes(self) -> dict[tuple[str, int], Trajectory]:
-        return {(item.prompt_id, item.extras["sample"]): item for item in self.result.trajectories}
+        return {(_group_of(item), item.extras["sample"]): item for item in self.result.trajectories}
 
     @property
     def broken(self) -> str | None:
@@ -322,15 +324,15 @@ class _EnvCheck:
         firsts: dict[str, set[tuple[int, ...]]] = {}
         for session, prompt_ids in played.client.firsts.items():
             firsts.setdefault(_prompt_of(session), set()).add(prompt_ids)
-        mixed = [prompt for prompt, found in firsts.items() if len(found) > 1]
+        mixed = [prompt for prompt, found in firsts.items() if len(found) > 1 and not any(self.env.roles)]
         law = "a group shares its prompt: its samples begin with the same tokens, which only the dataset decides"
         self.demand(not mixed, law, f"prompts {mixed} had several beginnings")
         for row in self.rows:
-            stored = tuple(_message(item) for item in self.env.dataset[row]["messages"])
-            prompt_id = str(self.env.dataset[row].get("prompt_id", row))
-            for (owner, index), episode in played.episodes.items():
-                kept = owner != prompt_id or episode.messages[: len(stored)] == stored
-                self.demand(kept, "an episode leaves the messages of its prompt as they are", f"{owner!r}, sample {index}")
+            for group, stored in self._openings(row).items():
+                for (owner, index), episode in played.episodes.items():
+                    kept = owner != group or self._kept(stored, episode.messages)
+                    law = "an episode leaves the messages of its prompt as they are"
+                    self.demand(kept, law, f"{owner!r}, sample {index}")
 
     def check_roles(self, name: tuple[str, int], episode: Trajectory) -> None:
         where = f"prompt {name[0]!r}, sample {name[1]}: {[message.role for message in episode.messages]}"
@@ -373,28 +375,43 @@ class _EnvCheck:
 
     def check_contained(self) -> None:
         """One episode breaks in the environment, then one in the engine."""
-        victim = (str(self.env.dataset[self.rows[0]].get("prompt_id", self.rows[0])), 1)
+        prompt_id, seats = self._prompt_id(self.rows[0]), [(group, 1) for group in self._openings(self.rows[0])]
         raised: list[str] = []
-        broken = self.play(env=_raising(self.env, victim, raised))
+        broken = self.play(env=_raising(self.env, (prompt_id, 1), raised))
         law = "a step that raises fails its own episode, which is left out, and no other; in a loop of your own, catch what "
         law += "respond raises and call sample.fail(...)"
-        self._check_alone(broken, victim, law, expected=bool(raised))
-        session = f"0/{victim[0]}/{victim[1]}"
+        self._check_alone(broken, seats, law, expected=bool(raised))
+        session = next(name for name in broken.client.firsts if (_prompt_of(name), _index_of(name)) in seats)
         law = "a reply that never comes fails its own episode, which is left out, and no other; leave samples that are done"
-        self._check_alone(self.play(silent=session), victim, law, expected=True)
+        self._check_alone(self.play(silent=session), seats, law, expected=True)
 
     def demand(self, holds: bool, law: str, seen: str | None) -> None:
         if not holds:
             raise EnvError(f"check_env: {type(self.env).__name__} breaks this law: {law}. Seen: {seen}.")
 
-    def _check_alone(self, played: _Played, victim: tuple[str, int], law: str, expected: bool) -> None:
+    def _check_alone(self, played: _Played, seats: Sequence[tuple[str, int]], law: str, expected: bool) -> None:
         self.demand(played.error is None, law, str(played.error))
-        failed = {(sample.prompt_id, sample.index) for sample in played.result.failed}
-        self.demand(failed == ({victim} if expected else set()), law, f"{victim} broke, and {sorted(failed)} failed")
+        failed = {(_group_of(sample), sample.index) for sample in played.result.failed}
+        self.demand(failed == (set(seats) if expected else set()), law, f"{seats[0]} broke, and {sorted(failed)} failed")
 
-    def _prompt_size(self, prompt_id: str) -> int:
-        named = ((row, self.env.dataset[row]) for row in self.rows)
-        return next(len(item["messages"]) for row, item in named if str(item.get("prompt_id", row)) == prompt_id)
+    def _prompt_id(self, row: int) -> str:
+        return str(self.env.dataset[row].get("prompt_id", row))
+
+    def _openings(self, row: int) -> dict[str, tuple[ChatMessage, ...]]:
+        """The prompt of each group of a row: one for each role that the policy plays."""
+        openings, prompt_id = self.env.openings(self.env.dataset[row]), self._prompt_id(row)
+        return {_group(prompt_id, role): tuple(openings[role]) for role in self.env.policy_roles}
+
+    def _kept(self, stored: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> bool:
+        if messages[: len(stored)] == stored:
+            return True
+        *before, last = stored
+        begun = messages[len(stored) - 1 : len(stored)]
+        heard = any(self.env.roles) and all(item.role == "user" and item.content.startswith(last.content) for item in begun)
+        return messages[: len(before)] == tuple(before) and heard
+
+    def _prompt_size(self, group: str) -> int:
+        return next(len(found[group]) for found in map(self._openings, self.rows) if group in found)
 
 
 class _Recorder(ScriptedClient):
@@ -447,12 +464,14 @@ class _Recorder(ScriptedClient):
         raise EnvError(f"check_env: {over}.")
 
     def _next(self, session: str, prompt_ids: Sequence[int]) -> str:
-        index, turn = (int(session.rpartition("/")[2]), len(self._asked[session]) - 1) if session else (0, 0)
+        index, turn = (_index_of(session), len(self._asked[session]) - 1) if session else (0, 0)
         return self.replies[(index + turn) % len(self.replies)]
 
 
 def _raising(env: BaseMDPEnv, victim: tuple[str, int], raised: list[str]) -> BaseMDPEnv:
-    """An environment that shares everything with `env`, but whose `respond` raises for one sample."""
+    """An environment that shares everything with `env`, but whose step raises for one episode."""
+    if isinstance(env, RolesEnv):
+        return _sharing(env, "next_role", _raising_turn(type(env).next_role, victim, raised))
     respond = type(env).respond
 
     def stumble(sample: SampleState) -> None:
@@ -469,7 +488,22 @@ def _raising(env: BaseMDPEnv, victim: tuple[str, int], raised: list[str]) -> Bas
         return respond(self, sample)
 
     method = awaited if inspect.iscoroutinefunction(respond) else plain
-    kind = type(type(env).__name__, (type(env),), {"respond": method})
+    return _sharing(env, "respond", method)
+
+
+def _raising_turn(next_role: Callable[..., Any], victim: tuple[str, int], raised: list[str]) -> Callable[..., Any]:
+    def stumble(self: RolesEnv, episode: EpisodeState) -> str | None:
+        seat = next(iter(episode.seats.values()))
+        if episode.said and (seat.prompt_id, seat.index) == victim:
+            raised.append(seat.session)
+            raise RuntimeError("check_env makes this step raise")
+        return next_role(self, episode)
+
+    return stumble
+
+
+def _sharing(env: BaseMDPEnv, name: str, method: Callable[..., Any]) -> BaseMDPEnv:
+    kind = type(type(env).__name__, (type(env),), {name: method})
     stumbling = object.__new__(kind)
     vars(stumbling).update(vars(env))
     return stumbling
@@ -484,5 +518,14 @@ def _prompt_of(session: str) -> str:
     return session.partition("/")[2].rpartition("/")[0]
 
 
-def _message(item: Any) -> ChatMessage:
-    return item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item)
+def _index_of(session: str) -> int:
+    return int(session.rpartition("/")[2])
+
+
+def _group_of(item: Trajectory | SampleState) -> str:
+    return _group(item.prompt_id, item.role)
+
+
+def _group(prompt_id: str, role: str) -> str:
+    """As sessions name it."""
+    return f"{prompt_id}/{role}" if role else prompt_id

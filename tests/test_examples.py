@@ -36,4 +36,5 @@ def test_there_is_an_example_for_each_thing_that_users_write():
         "custom_reward.py",
         "custom_tool.py",
         "new_algorithm.py",
+        "self_play.py",
     ]

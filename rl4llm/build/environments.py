@@ -23,13 +23,16 @@ def make_rewards(specs: Sequence[Any], sandbox: Sandbox) -> list[BaseRewardFunct
     return [as_reward_function(spec, provided={"sandbox": sandbox}) for spec in specs]
 
 
-def make_env(env_class: Any, options: Mapping[str, Any], sandbox: Sandbox, **fixed: Any) -> BaseMDPEnv:
-    """An environment with a user's options, among them possibly those of its prompts."""
+def make_env(env_class: Any, options: Mapping[str, Any], provided: Mapping[str, Any], **fixed: Any) -> BaseMDPEnv:
+    """An environment with a user's options, among them possibly those of its prompts.
+
+    Of what is `provided` to all, such as the sandbox, it gets what it has a parameter for.
+    """
     of_prompts = accepted_options(env_class.prompts) if env_class.prompts else ()
     own = {name: value for name, value in options.items() if name not in ("name", "remote", *of_prompts)}
-    if "sandbox" in accepted_options(env_class):
-        fixed["sandbox"] = sandbox
-    return with_options("env", env_class, own, **fixed)
+    made = {name: item for name, item in provided.items() if name in accepted_options(env_class)}
+    own = {name: value for name, value in own.items() if name not in made}
+    return with_options("env", env_class, own, **fixed, **made)
 
 
 def make_prompts(env_class: Any, options: Mapping[str, Any], split: str, limit: int | None) -> Sequence[Mapping[str, Any]]:
@@ -90,13 +93,15 @@ class Hosting:
 
     def make(self, wanted: Any, tokenizer: Path) -> BaseMDPEnv:
         """An environment for one trainer; raises an RL4LLMError for what cannot work."""
+        if len(self.classes[wanted.name].roles) > 1:
+            raise ConfigError(f"env.name={wanted.name!r} has several roles, which hosts do not play. Leave env.remote out.")
         sandbox = self._sandbox()
         rewards = make_rewards(wanted.rewards, sandbox)
         check_examples(rewards)
         return make_env(
             self.classes[wanted.name],
             wanted.options,
-            sandbox,
+            {"sandbox": sandbox},
             dataset=[wanted.row],
             tokenizer=load_tokenizer(tokenizer),
             reward_functions=rewards,

@@ -40,6 +40,7 @@ from rl4llm.build.models import (
     plain_model,
     set_up_torch,
 )
+from rl4llm.build.opponents import build_opponents
 from rl4llm.build.options import Given, with_options
 from rl4llm.config import Config, by_part, flatten, to_yaml
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
@@ -284,11 +285,14 @@ def _task(
     for name in algorithm.needs().rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
-    env = _env(config, given, dataset, tokenizer, rewards, transform, sandbox)
+    provided = {"sandbox": sandbox, "opponents": build_opponents(config, given)}
+    env = _env(config, given, dataset, tokenizer, rewards, transform, provided)
     rows = held_out_rows(config, given)
-    held_out = _env(config, given, rows, tokenizer, rewards, transform, sandbox) if rows is not None else None
+    held_out = _env(config, given, rows, tokenizer, rewards, transform, provided) if rows is not None else None
     renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
     check_examples(rewards)
+    for opponent in env.opponents.values():
+        opponent.check()
     return _Task(part, config, env, held_out, renderer)
 
 
@@ -375,8 +379,9 @@ def _env(
     tokenizer: Any,
     rewards: Sequence[BaseRewardFunction],
     transform: Any,
-    sandbox: Sandbox,
+    provided: Mapping[str, Any],
 ) -> BaseMDPEnv:
+    """The environment with its options; of what is `provided` to all it gets what it has a parameter for."""
     fixed = {
         "dataset": dataset,
         "tokenizer": tokenizer,
@@ -391,7 +396,7 @@ def _env(
     }
     if given.hosted:  # the hosts were asked with its options
         return given.hosted(**fixed)
-    return make_env(environment_of(config, given), config.env, sandbox, **fixed)
+    return make_env(environment_of(config, given), config.env, provided, **fixed)
 
 
 def _sandbox(config: Config) -> Sandbox:

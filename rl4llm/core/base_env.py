@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError, DataError, EnvError, RewardError, unknown
-from rl4llm.core.threads import all_together, in_own_thread
+from rl4llm.core.threads import all_together, call_off_loop, in_own_thread
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
 
 __all__ = [
@@ -135,9 +135,10 @@ class Line(NamedTuple):
 @dataclass(slots=True)
 class EpisodeState:
     """What the roles of one episode have in common: the task as the dataset has it, what was said so far, in order, and
-    each role's own sample."""
+    each role's own sample. What is random in the episode derives from its `seed`."""
 
-    task: tuple[ChatMessage, ...]
+    task: Sequence[ChatMessage]
+    seed: int = 0
     said: list[Line] = field(default_factory=list)
     seats: dict[str, SampleState] = field(default_factory=dict)
 
@@ -148,6 +149,18 @@ class EnvState:
 
     sample_states: list[SampleState]
     step: int = 0
+
+    @property
+    def episodes(self) -> list[SampleState]:
+        """The first sample of each episode."""
+        seen: set[int] = set()
+        firsts = []
+        for sample in self.sample_states:
+            episode = id(sample if sample.episode is None else sample.episode)
+            if episode not in seen:
+                firsts.append(sample)
+            seen.add(episode)
+        return firsts
 
 
 class LLM(Protocol):
@@ -224,6 +237,7 @@ class BaseRewardFunction(ABC):
 
     score_timeout_s: float | None = 300.0
     per_turn: bool = False
+    needs_roles: bool = False  # whether it only works where several roles speak in an episode
     rewards_among_options: tuple[str, ...] = ()  # options of the constructor that are rewards themselves
     parts: Sequence[BaseRewardFunction] = ()  # rewards that this one asks; their examples must hold too
 
@@ -249,6 +263,11 @@ class BaseRewardFunction(ABC):
         """Release worker processes and the like."""
         for part in self.parts:
             part.close()
+
+
+def messages_of(items: Sequence[ChatMessage | Mapping[str, Any]]) -> list[ChatMessage]:
+    """The messages of a row, which may be stored as mappings; raises DataError for what is none."""
+    return [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in items]
 
 
 class BaseMDPEnv:
@@ -326,7 +345,7 @@ class BaseMDPEnv:
     def openings(self, row: Mapping[str, Any]) -> dict[str, list[ChatMessage]]:
         """How the conversation of each role begins; raises EnvError where `opening` does not return messages."""
         columns = dict(row)
-        task = [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in columns.pop("messages")]
+        task = messages_of(columns.pop("messages"))
         found = {role: self.opening(role, task, columns) for role in self.roles}
         for role, messages in found.items():
             if not isinstance(messages, list | tuple) or not all(isinstance(item, ChatMessage) for item in messages):
@@ -363,14 +382,16 @@ class BaseMDPEnv:
 
     async def _open_episodes(self, env_state: EnvState, llm: LLM) -> None:
         """Announce all episodes before the first begins."""
-        for sample in env_state.sample_states:
+        for sample in env_state.episodes:
             await llm.open(sample)
 
     async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
+        if len(self.roles) > 1 and type(self)._run_turns is BaseMDPEnv._run_turns:
+            raise EnvError(f"{type(self).__name__} has several roles, but nothing says who speaks when. Subclass RolesEnv.")
         await self._open_episodes(env_state, llm)
         try:
             async with asyncio.TaskGroup() as episodes:
-                for sample in env_state.sample_states:
+                for sample in env_state.episodes:
                     episodes.create_task(self._run_episode(sample, llm, sampling_params))
         except BaseExceptionGroup as failures:  # the group cancelled the other episodes; the first cause says it all
             raise failures.exceptions[0] from None
@@ -400,22 +421,26 @@ class BaseMDPEnv:
                 sample.messages.extend(replies)
 
     async def _respond_safely(self, sample: SampleState) -> Sequence[ChatMessage]:
-        """Run the environment's side of a turn; whatever breaks in it fails this sample alone, and is counted."""
+        async def respond() -> Sequence[ChatMessage]:
+            return self._checked(await call_off_loop("rl4llm-env", self.respond, sample))
+
         where = f"{type(self).__name__}.respond"
-        deadline = asyncio.timeout(self.respond_timeout_s)
+        return await self.contained(sample, where, respond(), kind="env", timeout_s=self.respond_timeout_s) or []
+
+    async def contained(
+        self, sample: SampleState, what: str, work: Coroutine[Any, Any, T], *, kind: str, timeout_s: float | None
+    ) -> T | None:
+        """What the environment's side of a turn comes to; whatever breaks in it fails this episode alone, and is counted by
+        `kind`. None then."""
+        deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                return self._checked(await self._respond_off_loop(sample))
+                return await work
         except Exception as error:  # noqa: BLE001 - one of the two places: an environment's own code
             late = isinstance(error, TimeoutError) and deadline.expired()  # its own code raises TimeoutError as well
-            broke = f"took more than {self.respond_timeout_s:g} s" if late else f"raised {type(error).__name__}: {error}"
-            sample.fail(f"{where} {broke}", "env/timeout" if late else "env/raised")
-        return []
-
-    async def _respond_off_loop(self, sample: SampleState) -> Any:
-        if inspect.iscoroutinefunction(self.respond):
-            return await self.respond(sample)
-        return await self.off_loop(lambda: self.respond(sample))
+            broke = f"took more than {timeout_s:g} s" if late else f"raised {type(error).__name__}: {error}"
+            sample.fail(f"{what} {broke}", f"{kind}/timeout" if late else f"{kind}/raised")
+        return None
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run blocking work in a thread of its own: it starts at once, and one that hangs does not keep the process."""
@@ -467,6 +492,13 @@ class BaseMDPEnv:
             raise ConfigError(f"{where}: reward_functions is empty; give at least one.")
         if len(set(names)) < len(names):
             raise ConfigError(f"{where}: reward names must differ, but are {names}.")
+        judges = [reward_function.name for reward_function in self.reward_functions if _needs_roles(reward_function)]
+        if judges and not any(self.roles):
+            raise ConfigError(f"{where}: reward {judges[0]!r} judges several roles, and here is one. Choose another reward.")
         terminal = [reward_function.name for reward_function in self.reward_functions if not reward_function.per_turn]
         if len(terminal) > 1 and self.reward_transform_fn is None:
             raise ConfigError(f"{where}: {len(terminal)} rewards ({', '.join(terminal)}) need a reward_transform_fn.")
+
+
+def _needs_roles(reward_function: BaseRewardFunction) -> bool:
+    return reward_function.needs_roles or any(map(_needs_roles, reward_function.parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,13 @@ async def in_own_thread(name: str, work: Callable[[], T]) -> T:
     outcome.set_running_or_notify_cancel()
     threading.Thread(target=_settle, args=(outcome, work), name=name, daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+async def call_off_loop(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function that somebody else wrote returns: awaited where it is async, else run in a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    return await in_own_thread(name, lambda: function(*args))
 
 
 def all_together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:

@@ -4,8 +4,10 @@ from rl4llm.envs.adapters import GymnasiumEnv, OpenEnv
 from rl4llm.envs.agent import AgentEnv
 from rl4llm.envs.chat import ChatEnv
 from rl4llm.envs.code import CodeEnv
+from rl4llm.envs.debate import DebateEnv
 from rl4llm.envs.reasoning_gym import ReasoningGymEnv
 from rl4llm.envs.registry import ENVIRONMENTS, register_env
+from rl4llm.envs.roles import RolesEnv
 from rl4llm.envs.tool import ToolMDPEnv
 
 __all__ = [
@@ -13,9 +15,11 @@ __all__ = [
     "AgentEnv",
     "ChatEnv",
     "CodeEnv",
+    "DebateEnv",
     "GymnasiumEnv",
     "OpenEnv",
     "ReasoningGymEnv",
+    "RolesEnv",
     "ToolMDPEnv",
     "register_env",
 ]

@@ -11,8 +11,9 @@ from itertools import zip_longest
 from typing import Any
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.base_env import BaseMDPEnv, EnvState, EpisodeState, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, EnvState, EpisodeState, SampleState, messages_of
 from rl4llm.core.errors import EnvError, RL4LLMError, TooManyFailuresError
+from rl4llm.core.seeds import derive_seed
 from rl4llm.core.types import ChatMessage, Group, SamplingParams, TokenSpan, Trajectory, count_turns
 from rl4llm.data.render import Renderer
 from rl4llm.envs.policy import PolicyLLM
@@ -64,7 +65,7 @@ class Round:
     def only(self, numbers: Sequence[int]) -> Round:
         """Some of the episodes, from their beginning."""
         attempts = [self.attempts[number] for number in numbers]
-        return replace(self, attempts=attempts, episodes=[self.rollout.seats(attempt) for attempt in attempts])
+        return replace(self, attempts=attempts, episodes=[self.rollout.seats(attempt, self.step) for attempt in attempts])
 
 
 class Rollout:
@@ -147,7 +148,7 @@ class Rollout:
         size = group_size or self.env.group_size
         seen = Counter({row: count * (size + greedy_baseline) for row, count in (earlier or {}).items()})
         attempts = list(self._attempts(rows, size, first_index, seen, sampling, greedy_baseline))
-        episodes = [self.seats(attempt) for attempt in attempts]
+        episodes = [self.seats(attempt, step) for attempt in attempts]
         params = sampling_params.replace(**self._sampling)
         return Round(self, attempts, episodes, size + greedy_baseline, step, params)
 
@@ -192,14 +193,15 @@ class Rollout:
                 yield Attempt(row, begin + size, GREEDY, is_baseline=True)
             seen[row] += size + greedy_baseline
 
-    def seats(self, attempt: Attempt) -> list[SampleState]:
+    def seats(self, attempt: Attempt, step: int) -> list[SampleState]:
         """The samples of one episode, one for each role that the policy plays."""
         columns = dict(self.env.dataset[attempt.row])
         openings = self.env.openings(columns)
-        task = columns.pop("messages")
+        task = messages_of(columns.pop("messages"))
         prompt_id, ground_truth = str(columns.pop("prompt_id", attempt.row)), columns.pop("ground_truth")
         prompt_id = f"{self.part}/{prompt_id}" if self.part else prompt_id
-        episode = EpisodeState(task) if any(openings) else None
+        seed = derive_seed(self._seed, step, prompt_id, attempt.index)
+        episode = EpisodeState(task, seed) if any(openings) else None
 
         def seat(role: str, messages: list[ChatMessage]) -> SampleState:
             shared = {} if episode is None else {"role": role, "transcript": episode.said}

@@ -9,6 +9,7 @@ from rl4llm.rewards.code import CodeReward
 from rl4llm.rewards.combine import add, multiply, weighted_sum
 from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.format import FormatReward
+from rl4llm.rewards.judges import BaseJudge, Winner
 from rl4llm.rewards.length import LengthReward
 from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.overlong import OverlongPenalty
@@ -22,6 +23,7 @@ from rl4llm.rewards.wrappers import Clip, Gate, Scale, Threshold
 
 __all__ = [
     "REWARDS",
+    "BaseJudge",
     "BatchCallable",
     "Clip",
     "CodeReward",
@@ -42,6 +44,7 @@ __all__ = [
     "ToolUseReward",
     "Unavailable",
     "VerifierPool",
+    "Winner",
     "add",
     "as_reward_function",
     "check_examples",

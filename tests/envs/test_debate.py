@@ -1,0 +1,439 @@
+"""Debates and other episodes of several roles: who speaks when, who hears what, who plays whom, what becomes of faults."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rl4llm.core.base_env import BaseRewardFunction, ChatMessage
+from rl4llm.core.base_opponent import BaseOpponent
+from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.data.render import Renderer
+from rl4llm.envs import DebateEnv, RolesEnv
+from rl4llm.envs.rollout import Rollout
+from rl4llm.inference.local import LocalClient
+from rl4llm.rewards import BaseJudge, Winner
+from rl4llm.testing import ScriptedClient, check_env
+
+QUIET = Winner()
+
+
+class Length(BaseRewardFunction):
+    """The number of letters that the role said last."""
+
+    def __init__(self, name="length", **kwargs):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs) -> float:
+        return float(len(messages[-1].content))
+
+
+class Talk(RolesEnv):
+    roles = ("pro", "con")
+
+
+def dataset(size=2):
+    return [
+        {
+            "prompt_id": f"p{i}",
+            "messages": [{"role": "user", "content": f"Number {i}?"}],
+            "ground_truth": str(i),
+            "mood": "sad",
+        }
+        for i in range(size)
+    ]
+
+
+def lines(session, prompt_ids):
+    """What each session says; the role tells it from others."""
+    return f"{session.split('/')[2]} speaks"
+
+
+@pytest.fixture
+def play(tokenizer):
+    """Plays a rollout of an environment of roles, by default without a model."""
+    runner, envs = asyncio.Runner(), []
+
+    def run(env_class=Talk, client=None, rewards=None, group_size=1, params=None, max_failed_share=1.0, **options):
+        client = client or ScriptedClient(tokenizer, lines)
+        runner.run(client.load(WeightRef(0)))
+        env = env_class(dataset(), tokenizer, rewards or [Length()], 2, group_size, **options)
+        envs.append(env)
+        rollout = Rollout(env, client, Renderer(tokenizer), runner, seed=1, max_failed_share=max_failed_share)
+        return rollout.play((0, 1), step=0, sampling_params=params or SamplingParams())
+
+    yield run
+    for env in envs:
+        env.close()
+    runner.close()
+
+
+def conversation(result, role, prompt_id="p0"):
+    found = [item for item in result.trajectories if (item.prompt_id, item.role) == (prompt_id, role)]
+    return [(message.role, message.content) for message in found[0].messages]
+
+
+def test_roles_speak_in_turn_and_each_hears_what_the_other_said_since(play):
+    result = play(max_steps=2)
+    assert conversation(result, "pro") == [
+        ("user", "Number 0?"),
+        ("assistant", "pro speaks"),
+        ("user", "con speaks"),
+        ("assistant", "pro speaks"),
+    ]
+    assert conversation(result, "con") == [
+        ("user", "Number 0?\n\npro speaks"),
+        ("assistant", "con speaks"),
+        ("user", "pro speaks"),
+        ("assistant", "con speaks"),
+    ]
+    assert {item.stop_reason for item in result.trajectories} == {"done"}
+
+
+def test_of_three_roles_each_hears_both_others_by_name(play):
+    result = play(roles=["pro", "con", "host"], max_steps=2)
+    assert conversation(result, "pro")[2] == ("user", "con: con speaks\n\nhost: host speaks")
+
+
+def test_in_a_debate_everybody_is_instructed_and_lines_bear_their_speaker(play):
+    result = play(DebateEnv, rewards=[QUIET], max_steps=1, instructions={"con": "Be {mood}, {role}."})
+    opening = conversation(result, "pro")[0]
+    assert opening[0] == "system"
+    assert "You are pro in a debate" in opening[1]
+    assert conversation(result, "con") == [
+        ("system", "Be sad, con."),
+        ("user", "Number 0?\n\npro: pro speaks"),
+        ("assistant", "con speaks"),
+    ]
+
+
+def test_an_instruction_stands_before_the_tasks_own_system_message(tokenizer):
+    env = Talk(dataset(), tokenizer, [Length()], 1, 1, instructions={"pro": "You are {role}."})
+    task = [ChatMessage("system", "Be brief."), ChatMessage("user", "Why?")]
+    assert env.opening("pro", task, {}) == [ChatMessage("system", "You are pro.\n\nBe brief."), task[1]]
+    assert env.opening("con", task, {}) == task
+
+
+def test_what_is_thought_nobody_else_hears(play, tokenizer):
+    client = ScriptedClient(tokenizer, {"": ["<think>I bluff.</think> I have an ace."]})
+    result = play(client=client, max_steps=1)
+    assert conversation(result, "con")[0] == ("user", "Number 0?\n\nI have an ace.")
+    assert "bluff" in conversation(result, "pro")[1][1]
+
+
+def test_a_game_may_end_early_and_who_never_spoke_has_no_trajectory(play):
+    class FirstMoveWins(Talk):
+        def next_role(self, episode):
+            return None if episode.said else "con"
+
+    result = play(FirstMoveWins)
+    assert not result.failed
+    assert {group.role for group in result.groups} == {"con"}
+
+
+def test_a_role_has_at_most_max_steps_turns(play):
+    class Greedy(Talk):
+        def next_role(self, episode):
+            return self.roles[len(episode.said) % 2]
+
+    result = play(Greedy, max_steps=3)
+    assert {item.num_turns for item in result.trajectories} == {3}
+    assert {item.stop_reason for item in result.trajectories} == {"max_steps", "done"}
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_line_that_is_cut_off_is_heard_and_ends_the_episode_where_it_should(play, tokenizer, continues):
+    kind = type("Cut", (Talk,), {"continue_truncated": continues})
+    result = play(kind, params=SamplingParams(max_tokens=2), max_steps=1)
+    reasons = {item.role: item.stop_reason for item in result.trajectories}
+    assert reasons == ({"pro": "done", "con": "done"} if continues else {"pro": "length"})
+
+
+def test_a_full_context_ends_the_episode_for_all(play, tokenizer):
+    room = len(Renderer(tokenizer).first([ChatMessage("user", "Number 0?")])) + 12
+    result = play(client=ScriptedClient(tokenizer, lines, context_length=room), max_steps=4)
+    assert not result.failed
+    assert {item.stop_reason for item in result.trajectories} == {"context", "done"}
+
+
+BROKEN = {
+    "raises": (lambda self, episode: 1 / 0, "next_role raised ZeroDivisionError", "env/raised"),
+    "is unknown": (lambda self, episode: "judge", "'judge' is none of the roles: pro, con", "env/raised"),
+    "speaks again": (lambda self, episode: "pro", "it is the turn of 'pro' again", "env/raised"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_turn_fails_its_episode_and_says_so(play, case):
+    next_role, message, kind = BROKEN[case]
+
+    class Broken(Talk):
+        def next_role(self, episode):
+            seat = episode.seats["pro"]
+            return next_role(self, episode) if episode.said and seat.prompt_id == "p0" else super().next_role(episode)
+
+    result = play(Broken)
+    assert {(sample.prompt_id, sample.role) for sample in result.failed} == {("p0", "pro"), ("p0", "con")}
+    assert {sample.failure_class for sample in result.failed} == {kind}
+    assert message in result.failed[0].failure
+    assert {group.prompt_id for group in result.groups} == {"p1"}
+
+
+def test_hearing_what_is_no_text_fails_the_episode(play):
+    class Mute(Talk):
+        def hears(self, role, episode):
+            return None
+
+    assert "hears('pro') must return a text, not None" in play(Mute).failed[0].failure
+
+
+# Opponents
+
+
+def test_an_opponent_speaks_from_its_own_side_and_none_of_its_tokens_is_the_policys(play):
+    seen = []
+
+    def rival(messages):
+        seen.append([(message.role, message.content) for message in messages])
+        return "I object."
+
+    result = play(opponents={"con": rival}, max_steps=2)
+    assert {group.role for group in result.groups} == {"pro"}
+    assert conversation(result, "pro")[2] == ("user", "I object.")
+    assert seen[0] == [("user", "Number 0?\n\npro speaks")]
+    assert [len(messages) for messages in sorted(seen, key=len)] == [1, 1, 3, 3]
+    policy = [len(span.token_ids) for item in result.trajectories for span in item.policy_spans]
+    assert len(policy) == 4
+
+
+def test_an_opponent_may_speak_first_and_be_async_and_has_a_seed_for_each_line(play):
+    seeds, left = [], []
+
+    class Rival(BaseOpponent):
+        async def reply(self, messages, sampling_params):
+            seeds.append(sampling_params.seed)
+            await asyncio.sleep(0)
+            return "You first."
+
+        async def disconnect(self):
+            left.append(self)
+
+    result = play(opponents={"pro": Rival()}, max_steps=2, group_size=2)
+    assert conversation(result, "con")[0] == ("user", "Number 0?\n\nYou first.")
+    assert len(set(seeds)) == len(seeds) == 8
+    play(opponents={"pro": Rival()}, max_steps=2, group_size=2)
+    assert sorted(seeds[:8]) == sorted(seeds[8:])
+    assert len(left) == 2
+
+
+def raises(messages):
+    raise UnreachableError("nobody there")
+
+
+@pytest.mark.parametrize(
+    ("reply", "message", "kind"),
+    [
+        (raises, "raised UnreachableError: nobody there", "opponent/raised"),
+        (lambda messages: None, "a line must be a text, not None", "opponent/raised"),
+        (lambda messages: 7, "a line must be a text, not 7", "opponent/raised"),
+    ],
+)
+def test_a_fault_of_an_opponent_is_tried_again_then_left_out_and_scores_nothing(play, reply, message, kind):
+    calls = []
+
+    def rival(messages):
+        first = "Number 0?" in messages[0].content
+        calls.append(first)
+        return reply(messages) if first else "Fine."
+
+    result = play(opponents={"con": rival}, max_steps=1)
+    assert sum(calls) == 2
+    assert [(sample.prompt_id, sample.failure_class) for sample in result.failed] == [("p0", kind)]
+    assert "the opponent that plays 'con'" in result.failed[0].failure
+    assert message in result.failed[0].failure
+    assert [(group.prompt_id, group.role) for group in result.groups] == [("p1", "pro")]
+
+
+def test_an_opponent_that_is_silent_for_once_is_asked_again(play):
+    calls = []
+
+    def rival(messages):
+        calls.append(1)
+        return raises(messages) if len(calls) == 1 else "Fine."
+
+    result = play(opponents={"con": rival}, max_steps=1)
+    assert not result.failed
+    assert len(result.groups) == 2
+
+
+def test_an_opponent_that_hangs_fails_at_its_deadline(play):
+    class Asleep(BaseOpponent):
+        reply_timeout_s = 0.05
+
+        async def reply(self, messages, sampling_params):
+            await asyncio.sleep(60)
+
+    result = play(opponents={"con": Asleep()}, max_steps=1)
+    assert {sample.failure_class for sample in result.failed} == {"opponent/timeout"}
+
+
+def test_a_line_of_10_mb_is_cut_and_halves_of_characters_are_replaced(play):
+    result = play(opponents={"con": lambda messages: "\ud800" + "x" * 10_000_000}, max_steps=2)
+    heard = conversation(result, "pro")[2][1]
+    assert heard == "?" + "x" * (len(heard) - 1)
+    assert len(heard) == 20_000
+
+
+# Judges
+
+
+def verdict_of(value):
+    asked = []
+
+    class Judge(BaseJudge):
+        def judge(self, transcript, ground_truth, **columns):
+            asked.append((ground_truth, [tuple(line) for line in transcript], columns))
+            return value() if callable(value) else value
+
+    return Judge("judge"), asked
+
+
+def test_a_judge_scores_all_roles_of_an_episode_at_once_from_what_was_said(play):
+    judge, asked = verdict_of({"pro": 1.0, "con": 0.25})
+    result = play(rewards=[judge], max_steps=1)
+    assert {item.role: item.reward for item in result.trajectories} == {"pro": 1.0, "con": 0.25}
+    said = [("pro", "pro speaks"), ("con", "con speaks")]
+    assert asked == [(truth, said, {"mood": "sad"}) for truth in ("0", "1")]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, "judge/invalid"),
+        ({"pro": float("nan"), "con": 1.0}, "judge/invalid"),
+        ({"pro": 1.0}, "judge/invalid"),
+        ({"pro": "yes", "con": 0.0}, "judge/invalid"),
+        (lambda: 1 / 0, "judge/raised"),
+    ],
+)
+def test_a_judge_without_a_verdict_leaves_the_episode_out_for_all_roles(play, value, kind):
+    result = play(rewards=[verdict_of(value)[0]], max_steps=1)
+    assert not result.groups
+    assert {sample.failure_class for sample in result.failed} == {kind}
+    assert len(result.failed) == 4
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frozen": "con"}, "env.frozen='con' is not accepted: a list of roles."),
+        ({"frozen": ["cno"]}, "env.frozen='cno' is unknown. Known: con, pro. Did you mean 'con'?"),
+        ({"frozen": ["pro", "con"]}, "no role would learn"),
+        ({"opponents": ["con"]}, "env.opponents=['con'] is not accepted: a mapping by role."),
+        ({"opponents": {"judge": print}}, "env.opponents='judge' is unknown"),
+        ({"opponents": {"con": 7}}, "env.opponents.con=7 is not accepted"),
+        ({"opponents": {"con": print, "pro": print}}, "no role would learn"),
+        ({"roles": ["solo"]}, "two or more"),
+        ({"instructions": {"judge": "Hi."}}, "env.instructions='judge' is unknown"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_with_what_would_be_right(play, options, message):
+    with pytest.raises(ConfigError) as error:
+        play(**options)
+    assert message in str(error.value)
+
+
+def test_an_instruction_that_names_no_column_is_refused_with_those_there_are(play):
+    with pytest.raises(ConfigError, match=r"env.instructions.pro: KeyError: 'goal'.*ground_truth, mood, prompt_id, role"):
+        play(instructions={"pro": "You want {goal}."})
+
+
+def test_a_judge_of_roles_is_refused_where_only_one_speaks(tokenizer):
+    from rl4llm.envs import ChatEnv
+
+    with pytest.raises(ConfigError, match="reward 'winner' judges several roles, and here is one"):
+        ChatEnv(dataset(), tokenizer, [Winner()], 1, 1)
+
+
+# With a model
+
+
+def test_the_logprobs_of_every_role_are_those_of_the_model_on_its_own_tokens(play, model, tokenizer):
+    import torch
+
+    client = LocalClient(model, tokenizer, deterministic=True, stall_timeout_s=20)
+    params = SamplingParams(max_tokens=5)
+    result = play(DebateEnv, client=client, rewards=[Length()], group_size=2, params=params, max_steps=2)
+    assert len(result.trajectories) == 8
+    for item in result.trajectories:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([item.token_ids])).logits[0].log_softmax(-1)
+        at = 0
+        for span in item.spans:
+            for i, token in enumerate(span.token_ids):
+                if span.author == "policy":
+                    assert logprobs[at - 1, token].item() == pytest.approx(span.logprobs[i], abs=1e-5)
+                at += 1
+
+
+def test_a_deterministic_engine_waits_for_one_role_of_each_episode(play, model, tokenizer):
+    def slow(messages):
+        threading.Event().wait(0.01 * (len(messages[0].content) % 3))
+        return "Hm."
+
+    params = SamplingParams(max_tokens=4)
+    options = {"roles": ["pro", "con", "host"], "opponents": {"con": slow}, "group_size": 2, "params": params}
+    plays = []
+    for _ in range(2):
+        client = LocalClient(model, tokenizer, deterministic=True, stall_timeout_s=20)
+        plays.append([item.spans for item in play(client=client, max_steps=2, **options).trajectories])
+    assert plays[0] == plays[1]
+    assert len(plays[0]) == 8
+
+
+# check_env
+
+
+@pytest.mark.parametrize("env_class", [Talk, DebateEnv])
+def test_environments_of_roles_keep_the_contract(tokenizer, env_class):
+    check_env(env_class(dataset(), tokenizer, [Length()], 1, 1), replies=["Answer: 0"])
+
+
+def test_check_env_finds_a_role_whose_opening_depends_on_chance(tokenizer):
+    moods = []
+
+    class Moody(Talk):
+        def opening(self, role, task, columns):
+            moods.append(role)
+            return [ChatMessage("system", f"Mood {len(moods)}."), *task]
+
+    with pytest.raises(EnvError, match="leaves the messages of its prompt as they are"):
+        check_env(Moody(dataset(), tokenizer, [Length()], 1, 1))
+
+
+def test_check_env_finds_turns_that_depend_on_what_was_played_before(tokenizer):
+    played = []
+
+    class Forgets(Talk):
+        def hears(self, role, episode):
+            played.append(role)
+            return f"{super().hears(role, episode)} {len(played)}"
+
+    with pytest.raises(EnvError, match="the same seed gives the same episode"):
+        check_env(Forgets(dataset(), tokenizer, [Length()], 1, 1))
+
+
+def test_check_env_finds_a_loop_that_lets_one_role_fall_while_others_go_on(tokenizer):
+    class Careless(Talk):
+        async def _policys_line(self, seat, llm, sampling_params):
+            line = await super()._policys_line(seat, llm, sampling_params)
+            if line is None and seat.failure:
+                seat.episode.seats["pro"].failure = None
+            return line
+
+    with pytest.raises(EnvError, match="fails its own episode"):
+        check_env(Careless(dataset(), tokenizer, [Length()], 1, 1))
