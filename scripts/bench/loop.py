@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def our_backend(args: argparse.Namespace, ranks: Ranks) -> BaseBackend:
 
 
 def our_trainer(args: argparse.Namespace, ranks: Ranks) -> RLTrainer:
-    """The trainer without a rollout, an engine or logs, none of which is measured."""
+    """The trainer without a rollout, an engine or logs, none of which is measured; it keeps what logs say of each token."""
     algorithm, backend = GRPO(), our_backend(args, ranks)
     batching = Batching("shared", algorithm.aggregation, 0, None, usual_tokens_per_batch=2048)
     client = ScriptedClient(build_tokenizer(args.size), {"": ["w3"]})
@@ -126,7 +127,8 @@ def our_trainer(args: argparse.Namespace, ranks: Ranks) -> RLTrainer:
         algorithm=algorithm, backend=backend, clock=Clock(peak=Resources().peak_gb), schedule=Schedule(1), run=None,
         ranks=ranks,
         inference=Inference(client, asyncio.Runner(), MemoryPublisher(client), canary=None), rollout=None, prompts=None,
-        plan=(), sampling_params=SamplingParams(max_tokens=64), eval_params=SamplingParams(max_tokens=64), tracker=None,
+        plan=(), sampling_params=SamplingParams(max_tokens=64), eval_params=SamplingParams(max_tokens=64),
+        tracker=SimpleNamespace(stores_episodes=lambda step: True),
         preparation=Preparation(algorithm=algorithm, policy=backend, batching=batching, ranks=ranks),
     )  # fmt: skip
 
