@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,12 +33,16 @@ def collect(config: Config, prompts: int) -> Iterator[Trajectory]:
     """Episodes of `rollout.group_size` attempts at each of `prompts` prompts, sampled as in training, in its order.
 
     The policy is the run's last checkpoint or, without one, `model.path`. Failed attempts are left out; where they are too
-    many, TooManyFailuresError ends it, as in training.
+    many, TooManyFailuresError ends it, as in training. A prompt whose turn comes again is attempted anew, with other seeds.
     """
+    played: Counter[int] = Counter()
     with _at_work(replace(config, eval=replace(config.eval, every=0))) as trainer:
         for begin in range(0, prompts, trainer.prompts.batch_size):
             rows = trainer.prompts.next_batch(min(trainer.prompts.batch_size, prompts - begin))
-            result = trainer.rollout.play(rows, step=trainer.step, sampling_params=trainer.sampling_params)
+            result = trainer.rollout.play(
+                rows, step=trainer.step, sampling_params=trainer.sampling_params, earlier=played
+            )
+            played.update(rows)
             yield from result.trajectories
 
 

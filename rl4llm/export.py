@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 import rl4llm
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.build import build_algorithm, build_model
-from rl4llm.config import Config, load_config, to_yaml
+from rl4llm.config import Config, by_part, load_config
 from rl4llm.core.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.run_dir import RunDir, replace_directory
 from rl4llm.tracking.jsonl import read_jsonl
+from rl4llm.tracking.wandb import HIDDEN, redacted
 
+DIRECTORY = re.compile(r"""(?:^|(?<=[\s'"=]))[/~][^\s'"<>]*/""")  # of a path that begins at the root, or at home
 TOLD = ("accuracy", "reward/mean", "loss", "completion_length/mean", "turns")  # of an evaluation
 
 
@@ -51,6 +56,7 @@ def export(run_dir: Path, target: Path, *, step: int | None = None, overrides: S
 def model_card(config: Config, step: int, evaluations: Sequence[Mapping[str, Any]]) -> str:
     """What a reader of the hub should know: how the model was made, and what it reached on the held-out set."""
     base, name = _shown(config.model.path), str(config.algorithm["name"])
+    learned_from = dict.fromkeys(_shown(part.data.path) for part in by_part(config).values())
     head = ["---", "library_name: transformers", f"tags: [rl4llm, {name}]"]
     head += [f"base_model: {base}"] if "/" in base else []
     return "\n".join(
@@ -59,7 +65,7 @@ def model_card(config: Config, step: int, evaluations: Sequence[Mapping[str, Any
             "---",
             f"# {base}, trained with {name}",
             "",
-            f"{step} steps of {name} on {_shown(config.data.path)}, by rl4llm {rl4llm.__version__}.",
+            f"{step} steps of {name} on {', '.join(learned_from)}, by rl4llm {rl4llm.__version__}.",
             "",
             *_results([row for row in evaluations if row["step"] <= step]),
             "```python",
@@ -71,7 +77,7 @@ def model_card(config: Config, step: int, evaluations: Sequence[Mapping[str, Any
             "The configuration:",
             "",
             "```yaml",
-            to_yaml(_without_places(config)).strip(),
+            OmegaConf.to_yaml(_public(_without_places(config))).strip(),
             "```",
             "",
         ]
@@ -111,7 +117,7 @@ def _shown(path: str | None) -> str:
 
 
 def _without_places(config: Config) -> Config:
-    """The configuration without directories of this machine, and without what opens doors."""
+    """The configuration without what stands for this machine alone."""
     return replace(
         config,
         model=replace(config.model, path=_shown(config.model.path)),
@@ -121,3 +127,17 @@ def _without_places(config: Config) -> Config:
         inference={"name": config.inference["name"]},
         output=replace(config.output, dir=Path(config.output.dir).name),
     )
+
+
+def _public(config: Config) -> Any:
+    """The configuration without what opens doors: keys and passwords, variables of programs, addresses, directories."""
+    return _told(redacted(OmegaConf.to_container(OmegaConf.structured(config))))
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        hidden = ("remote", "url", "env") if "command" in value else ("remote", "url")  # addresses, a program's variables
+        return {key: HIDDEN if key in hidden and item else _told(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_told(item) for item in value]
+    return DIRECTORY.sub("", value) if isinstance(value, str) else value

@@ -10,9 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl4llm.cli import main
+from rl4llm.config import load_config
 from rl4llm.data.read import read_rows
+from rl4llm.evaluate import collect
+from rl4llm.export import model_card
 from rl4llm.inference.member import Patience
 from rl4llm.inference.ports import free_port
+from rl4llm.tracking.export import as_row
 
 ROOT = Path(__file__).parents[1]
 
@@ -146,6 +150,14 @@ def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path):
     assert (tmp_path / "sft" / "model").is_dir()
 
 
+def test_a_prompt_that_is_collected_again_gets_other_attempts(model_dir, tmp_path):
+    small = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}", "rollout.prompts=1", "rollout.group_size=2"]
+    config = load_config(ROOT / "configs/quickstart.yaml", [*small, "rollout.max_tokens=8", "data.limit=1"])
+    episodes = list(collect(config, 3))
+    assert [as_row(episode)["prompt_id"].rpartition("/")[2] for episode in episodes] == list("012345")
+    assert len({episode.spans[1].token_ids for episode in episodes}) == 6
+
+
 def test_collect_refuses_before_it_samples_what_it_cannot_write_to(run, tmp_path):
     _, small, _ = run
     command = ["collect", "configs/quickstart.yaml", *small]
@@ -177,6 +189,21 @@ def test_an_exported_run_is_a_model_with_a_card_that_says_what_it_reached(run, t
     for arguments, said in (((directory, "--step", "99"), "no checkpoint of step 99"), ((tmp_path,), "holds no run")):
         assert said in " ".join(rl4llm("export", *arguments, "--out", tmp_path / "x", code=1).split())
     assert not (tmp_path / "x").exists()
+
+
+def test_a_model_card_tells_neither_secrets_nor_where_things_lie_here(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    tools = [{"name": "mcp", "command": ["python", str(tmp_path / "server.py")], "env": {"SEARCH_TOKEN": "sesame"}}]
+    judge = {"name": "llm_judge", "url": "http://me:sesame@10.1.2.3:9/v1"}
+    parts = {
+        "far": {"data": {"path": str(prompts)}, "env": {"name": "tool", "remote": "10.1.2.3:50051", "tools": tools}},
+        "agents": {"env": {"name": "agent", "command": f"python {tmp_path}/agent.py --fast"}, "rewards": [judge]},
+    }
+    card = model_card(load_config(overrides={"model.path": "m", "data.path": "arithmetic", "parts": parts}), 3, [])
+    for hidden in ("sesame", "10.1.2.3", str(tmp_path)):
+        assert hidden not in card
+    for told in ("on prompts.jsonl, arithmetic, by", "path: prompts.jsonl", "server.py", "python agent.py --fast"):
+        assert told in card
 
 
 def test_an_exported_adapter_is_merged(model_dir, tmp_path):

@@ -143,7 +143,8 @@ class Rollout:
 
         `first_index` is that of the first sample of each row; another one gives other draws of the same prompt. `sampling`
         holds fields of SamplingParams by sample, from the start again after the last. With a `greedy_baseline` each row is
-        played once more at temperature 0, as the baseline of its group. `earlier` says how often other ranks play a row too.
+        played once more at temperature 0, as the baseline of its group. `earlier` says how often a row was played before in
+        this step, or is on other ranks; its samples here are further ones then.
         """
         size = group_size or self.env.group_size
         seen = Counter({row: count * (size + greedy_baseline) for row, count in (earlier or {}).items()})
