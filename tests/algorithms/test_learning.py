@@ -10,7 +10,7 @@ from rl4llm.algorithms import ALGORITHMS
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_method_learns_the_task(name, tmp_path):
     curve = learn(name, RECIPES[name], tmp_path)
-    assert curve.before < 0.7 * THRESHOLD
+    assert curve.before < 0.75 * THRESHOLD
     assert curve.after > THRESHOLD
 
 
