@@ -13,13 +13,14 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.backends.lora import FrozenModel
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.build import build_trainer
+from rl4llm.build.environments import make_env, make_prompts
 from rl4llm.config import load_config
-from rl4llm.core.base_env import ChatMessage, RewardExample, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleState
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RewardError
 from rl4llm.core.types import WeightRef
 from rl4llm.evaluate import evaluate
-from rl4llm.rewards import BatchCallable, Clip, Gate, score
+from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
 from rl4llm.sync.claim import ClaimingPublisher
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
@@ -147,3 +148,23 @@ def test_the_weight_of_a_reward_of_turns_is_that_of_its_turns(model_dir, tmp_pat
     assert score([sample], env.reward_functions, env.reward_transform_fn).reward.tolist() == [0.0]
     assert sample.turn_rewards == {0: 0.25}
     run.trainer.close()
+
+
+class Behind(BaseMDPEnv):
+    """An environment that needs its address both for its prompts and to be played."""
+
+    @staticmethod
+    def prompts(split, limit=None, *, url, seeds=1):
+        return [{**ROWS[0], "prompt_id": f"{url}/{split}/{seeds}"}]
+
+    def __init__(self, *args, url, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.url = url
+
+
+def test_options_reach_the_prompts_and_the_environment_that_have_them(tokenizer):
+    options = {"name": "behind", "url": "there", "seeds": 3}
+    (row,) = make_prompts(Behind, options, "train", None)
+    fixed = {"tokenizer": tokenizer, "reward_functions": [as_reward_function("format")], "batch_size": 1, "group_size": 1}
+    env = make_env(Behind, options, {}, dataset=[row], **fixed)
+    assert (row["prompt_id"], env.url) == ("there/train/3", "there")

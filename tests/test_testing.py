@@ -121,7 +121,7 @@ def environment(env_class, tokenizer, **options):
     return env_class(ROWS, tokenizer, [Always("always")], batch_size=1, group_size=1, **options)
 
 
-NEED_MORE = {"agent", "gymnasium", "openenv"}  # than rows: a program, a task, a server; they have tests of their own
+NEED_MORE = {"agent", "gymnasium", "openenv", "verifiers"}  # than rows: a program, a task; they have tests of their own
 
 
 @pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - NEED_MORE))

@@ -24,11 +24,11 @@ def make_rewards(specs: Sequence[Any], sandbox: Sandbox) -> list[BaseRewardFunct
 
 
 def make_env(env_class: Any, options: Mapping[str, Any], provided: Mapping[str, Any], **fixed: Any) -> BaseMDPEnv:
-    """An environment with a user's options, among them possibly those of its prompts.
+    """An environment with a user's options, among them possibly those that are about its prompts alone.
 
     Of what is `provided` to all, such as the sandbox, it gets what it has a parameter for.
     """
-    of_prompts = accepted_options(env_class.prompts) if env_class.prompts else ()
+    of_prompts = accepted_options(env_class.prompts) - accepted_options(env_class) if env_class.prompts else ()
     own = {name: value for name, value in options.items() if name not in ("name", "remote", *of_prompts)}
     made = {name: item for name, item in provided.items() if name in accepted_options(env_class)}
     own = {name: value for name, value in own.items() if name not in made}

@@ -1,6 +1,6 @@
 """Environments: what the policy talks to."""
 
-from rl4llm.envs.adapters import GymnasiumEnv, OpenEnv
+from rl4llm.envs.adapters import GymnasiumEnv, OpenEnv, VerifiersEnv
 from rl4llm.envs.agent import AgentEnv
 from rl4llm.envs.chat import ChatEnv
 from rl4llm.envs.code import CodeEnv
@@ -21,5 +21,6 @@ __all__ = [
     "ReasoningGymEnv",
     "RolesEnv",
     "ToolMDPEnv",
+    "VerifiersEnv",
     "register_env",
 ]
