@@ -457,8 +457,9 @@ class BaseMDPEnv:
     def _check(self) -> None:
         where = type(self).__name__
         for name in ("batch_size", "group_size", "max_steps", "world_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{where}: {name}={getattr(self, name)} is not accepted: at least 1.")
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                raise ConfigError(f"{where}: {name}={number!r} is not accepted: a whole number, at least 1.")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"{where}: rank={self.rank} is not accepted: 0 to {self.world_size - 1}.")
         if len(self.dataset) == 0:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
+from yarl import URL
 
 from rl4llm.core.errors import RefusedError, UnreachableError
 
@@ -69,7 +70,8 @@ class Transport:
 
     Connections are kept and shared by all requests of an event loop. At most `connections` requests are under way; the
     others wait in line, where the usual deadline has not begun. A request with a `deadline_s` of its own is an operator's,
-    and waits in no line. `api_key` goes out as a bearer token and is in no message.
+    and waits in no line. `api_key` goes out as a bearer token, user and password of the address as basic authentication;
+    none of them is in a message.
     """
 
     def __init__(self, base_url: str, *, deadline_s: float = 300.0, connections: int = 1024, api_key: str | None = None):
@@ -77,6 +79,10 @@ class Transport:
         self._deadline_s = deadline_s
         self._connections = connections
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        address = URL(self.base_url)
+        if address.user is not None:
+            self._headers.setdefault("Authorization", aiohttp.BasicAuth(address.user, address.password or "").encode())
+            self.base_url = str(address.with_user(None)).rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._line: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -73,13 +73,20 @@ class WandbTracker:
 
 
 def redacted(config: Any) -> Any:
-    """A copy of a configuration in which values whose names speak of keys are hidden, and so are passwords in URLs.
+    """A copy of a configuration in which values whose names speak of keys are hidden, and so are passwords in URLs and what
+    a command gets as its environment.
 
     >>> redacted({"max_tokens": 5, "judge": {"api_key": "sk-1"}, "url": "http://me:pw@host/v1"})
     {'max_tokens': 5, 'judge': {'api_key': '(hidden)'}, 'url': 'http://(hidden)@host/v1'}
+    >>> redacted({"name": "mcp", "command": ["server"], "env": {"SEARCH_TOKEN": "1"}})
+    {'name': 'mcp', 'command': ['server'], 'env': '(hidden)'}
     """
     if isinstance(config, Mapping):
-        return {key: HIDDEN if SECRET_NAME.search(str(key)) else redacted(value) for key, value in config.items()}
+        hidden = ("env",) if "command" in config else ()
+        return {
+            key: HIDDEN if SECRET_NAME.search(str(key)) or (key in hidden and value) else redacted(value)
+            for key, value in config.items()
+        }
     if isinstance(config, str):
         return re.sub(r"(?<=://)[^/@\s]+@", f"{HIDDEN}@", config)
     if isinstance(config, Sequence):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
-from rl4llm.core.errors import EnvError, UnreachableError
+from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
@@ -612,3 +612,9 @@ def test_a_sample_that_no_server_answers_is_asked_again_and_then_left_out_while_
         "no server answered: POST http://gpu-1:30000/generate did not answer within 600 s."
     ]
     assert [len(group.trajectories) for group in result.groups] == [2, 3]
+
+
+@pytest.mark.parametrize("steps", [0, 1.5, "abc", None])
+def test_a_number_of_turns_that_is_none_is_refused_by_name(tokenizer, steps):
+    with pytest.raises(ConfigError, match=r"max_steps=.* is not accepted: a whole number"):
+        ThreeTurns(dataset(), tokenizer, [Length()], batch_size=1, group_size=2, max_steps=steps)

@@ -190,6 +190,26 @@ def test_a_key_is_sent_and_in_no_message(play):
     play(scene, api_key="sesame")
 
 
+def test_user_and_password_of_an_address_are_sent_and_in_no_message(model, tokenizer):
+    async def echo(server, request, answer):
+        assert request.headers["Authorization"] == "Basic bWU6c2VrcmV0"  # me:sekret
+        return await status(403)(server, request, answer)
+
+    async def main():
+        server = FaultServer(model, tokenizer)
+        await server.start()
+        transport = Transport(f"http://me:sekret@127.0.0.1:{server.port}")
+        server.next("/model_info", echo)
+        with pytest.raises(RefusedError) as refusal:
+            await transport.get("/model_info")
+        assert f"127.0.0.1:{server.port}" in str(refusal.value)
+        assert "sekret" not in str(refusal.value) + transport.base_url
+        await transport.close()
+        await server.stop()
+
+    asyncio.run(main())
+
+
 def test_one_transport_serves_one_event_loop_after_the_other(model, tokenizer):
     transport = Transport(f"http://127.0.0.1:{free_port()}")
 
