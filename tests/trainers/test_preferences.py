@@ -326,9 +326,9 @@ def distill(model, teacher, directory, **overrides):
 def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_path):
     """Measured on what the student itself says: the reverse divergence, in nats per token."""
     answers = [{"messages": [*row["messages"], {"role": "assistant", "content": "aeiou"}]} for row in prompts()]
-    options = {"max_steps": 25, "training": {"lr": 5e-3}}
-    make(SFTTrainer, model_dir, answers, tmp_path / "teacher", rollout={"prompts": 8}, **options).train()
-    distill(model_dir, tmp_path / "teacher", tmp_path / "student", **options).train()
+    options = {"training": {"lr": 5e-3}}
+    make(SFTTrainer, model_dir, answers, tmp_path / "teacher", rollout={"prompts": 8}, max_steps=15, **options).train()
+    distill(model_dir, tmp_path / "teacher", tmp_path / "student", max_steps=40, **options).train()
     kl = column(tmp_path / "student", "teacher_kl")
     assert kl[0] > 1
     assert sum(kl[-3:]) / 3 < 0.6 * kl[0]
