@@ -87,9 +87,9 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     learns_from = algorithm.needs().learns_from
     _check_mixture(config, given, learns_from)
     parts = {
-        name: (part, _in_part(name, _with_hosts, part, given, algorithm)) for name, part in by_part(config).items()
+        name: (part, in_part(name, with_hosts, part, given, algorithm)) for name, part in by_part(config).items()
     }
-    datasets = {name: _in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
+    datasets = {name: in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
     if learns_from == "episodes":
         make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
     else:
@@ -133,13 +133,13 @@ def _check_names(config: Config) -> None:
     BACKENDS[config.backend["name"]]
     for name, part in by_part(config).items():
         if not part.env.get("remote"):  # hosts know others
-            _in_part(name, ENVIRONMENTS.__getitem__, part.env["name"])
+            in_part(name, ENVIRONMENTS.__getitem__, part.env["name"])
     check_sync(config)
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)
 
 
-def _with_hosts(config: Config, given: Given, algorithm: BaseAlgorithm) -> Given:
+def with_hosts(config: Config, given: Given, algorithm: BaseAlgorithm) -> Given:
     """Ask the hosts of `env.remote` for the environment."""
     if not config.env.get("remote") or algorithm.needs().learns_from != "episodes":
         return given
@@ -161,7 +161,7 @@ def _check_mixture(config: Config, given: Given, learns_from: str) -> None:
             raise ConfigError(f"{what.removesuffix('_class')} is of one environment, but there are parts: say it in each.")
 
 
-def _in_part(name: str, function: Callable[..., T], *args: Any) -> T:
+def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
     """What a function returns; its error says of which part it is."""
     try:
         return function(*args)
@@ -214,7 +214,7 @@ def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenize
     backend = build_policy(config, algorithm, given.model)
     reference = build_reference(config, algorithm, backend, start, tokenizer)
     prepared = partial(Preparation, algorithm=algorithm, policy=backend, reference=reference, ranks=all_ranks(config))
-    batching = _batching(config, algorithm, tokenizer)
+    batching = batching_of(config, algorithm, tokenizer)
     context_length = backend.model.config.get_text_config().max_position_embeddings
     for rows in (dataset, held_out):
         check_rows(read, longest_rows(rows, LOOKED_AT, ("messages", *answers)), context_length)
@@ -281,14 +281,14 @@ class _Task:
 def _task(
     part: str, config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any, sandbox: Sandbox
 ) -> _Task:
-    rewards, transform = _rewards(config, given, sandbox, tokenizer, dataset[0])
+    rewards, transform = build_rewards(config, given, sandbox, tokenizer, dataset[0])
     for name in algorithm.needs().rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm asks for", name, known))
     provided = {"sandbox": sandbox, "opponents": build_opponents(config, given)}
-    env = _env(config, given, dataset, tokenizer, rewards, transform, provided)
+    env = build_env(config, given, dataset, tokenizer, rewards, transform, provided)
     rows = held_out_rows(config, given)
-    held_out = _env(config, given, rows, tokenizer, rewards, transform, provided) if rows is not None else None
+    held_out = build_env(config, given, rows, tokenizer, rewards, transform, provided) if rows is not None else None
     renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
     check_examples(rewards)
     for opponent in env.opponents.values():
@@ -304,20 +304,20 @@ def _reinforced(
     parts: Mapping[str, tuple[Config, Given]],
     datasets: Mapping[str, Any],
 ) -> Callable:
-    sandbox = _sandbox(config)
+    sandbox = build_sandbox(config)
     prompts = mixed_prompts(config, datasets) if config.parts else prompt_stream(config, datasets[""])
     tasks = [
-        _in_part(name, _task, name, *part, algorithm, tokenizer, datasets[name], sandbox) for name, part in parts.items()
+        in_part(name, _task, name, *part, algorithm, tokenizer, datasets[name], sandbox) for name, part in parts.items()
     ]
     start = copy.deepcopy(given.model)  # before the policy's weights move
     backend = build_policy(config, algorithm, given.model)
     check_parts(config, backend)
     client = build_client(config, backend.model if backend.whole else plain_model(config, copy.deepcopy(start)), tokenizer)
     for task in tasks:
-        _in_part(task.part, task.check_lengths, client.context_length)
+        in_part(task.part, task.check_lengths, client.context_length)
     sampled = max(task.env.max_steps * task.config.rollout.max_tokens for task in tasks)
     new_tokens = min(client.context_length, sampled)
-    batching = _batching(config, algorithm, tokenizer, longest_completion=new_tokens)
+    batching = batching_of(config, algorithm, tokenizer, longest_completion=new_tokens)
     preparation = Preparation(
         algorithm=algorithm,
         policy=backend,
@@ -372,7 +372,7 @@ def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout | None:
     return MixedRollout(rollouts) if rollouts[0].part else rollouts[0]
 
 
-def _env(
+def build_env(
     config: Config,
     given: Given,
     dataset: Any,
@@ -399,7 +399,7 @@ def _env(
     return make_env(environment_of(config, given), config.env, provided, **fixed)
 
 
-def _sandbox(config: Config) -> Sandbox:
+def build_sandbox(config: Config) -> Sandbox:
     """The sandbox of the run; nothing of it starts before something uses it."""
     chosen = config.sandbox
     return Sandbox(chosen.level, allow_weak=chosen.allow_weak, slots=chosen.slots, packages=chosen.packages)
@@ -413,9 +413,10 @@ def _tell_of(sandbox: Sandbox, run: RunDir, tracker: RunTracker, first: bool) ->
     run.write_text("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
 
 
-def _rewards(
+def build_rewards(
     config: Config, given: Given, sandbox: Sandbox, tokenizer: Any, row: Mapping[str, Any]
 ) -> tuple[list[BaseRewardFunction], Any]:
+    """The rewards of a run, and what makes one number of theirs, None where there is only one."""
     if given.reward_functions is not None:
         return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
     named = environment_of(config, given).default_rewards if config.rewards is None else config.rewards
@@ -441,7 +442,8 @@ def _weighed(item: Any) -> tuple[Any, float]:
     return options, float(weight)
 
 
-def _batching(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0) -> Batching:
+def batching_of(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0) -> Batching:
+    """How trajectories become micro-batches; `longest_completion` is the usual divisor of the aggregation "constant"."""
     training = config.training
     return Batching(
         layout=training.layout,
