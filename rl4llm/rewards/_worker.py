@@ -32,6 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     for kind in (signal.SIGALRM, signal.SIGIO):
         signal.signal(kind, signal.SIG_DFL)
+    _end_with(settings["lifeline"])
     _limit(resource.RLIMIT_AS, settings["memory_bytes"])
     _limit(resource.RLIMIT_CORE, 0)
     sys.path[:] = settings["path"]
@@ -41,6 +42,16 @@ def main() -> None:
     _silence()
     _send(channel, {"ready": True})
     _serve(channel, function, settings)
+
+
+def _end_with(lifeline: int) -> None:
+    """End the process when the parent does: nobody ever writes to that socket, so its one event is the parent's end.
+
+    The channel of the tasks is no such sign: the event of a task may come later than the task itself. The signal has its
+    default action, which the kernel carries out even in the middle of a C call that holds the interpreter.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _limit(kind: int, value: int) -> None:
@@ -78,27 +89,22 @@ def _serve(channel: int, function: Callable[..., Any], settings: dict[str, Any])
             buffer += chunk
         line, _, buffer = buffer.partition(b"\n")
         served += 1
-        with _mortal(channel, settings["timeout_s"] + GRACE_S):
+        with _mortal(settings["timeout_s"] + GRACE_S):
             reply = _answer(function, json.loads(line), settings["max_bytes"])
         reply["tired"] = served >= MAX_TASKS or _address_space() > settings["memory_bytes"] // 2
         _send(channel, reply)
 
 
 @contextlib.contextmanager
-def _mortal(channel: int, seconds: float) -> Iterator[None]:
-    """End the process when the parent goes away during a task, or with `seconds` where that is not noticed.
+def _mortal(seconds: float) -> Iterator[None]:
+    """End the process with `seconds`, where `_end_with` does not notice in a task that the parent is gone.
 
-    Both are signals with their default action, which the kernel carries out even in the middle of a C call that holds the
-    interpreter. The parent is silent during a task, so an event on the channel can only be its end.
+    A signal with its default action again, which no C call that holds the interpreter can put off.
     """
-    flags = fcntl.fcntl(channel, fcntl.F_GETFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
         yield
     finally:
-        fcntl.fcntl(channel, fcntl.F_SETFL, flags)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 

@@ -60,10 +60,14 @@ class Unavailable(Fault):
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """One process, the socket to it, and what it is doing. `task` is the index of the task under way."""
+    """One process, the socket to it, and what it is doing. `task` is the index of the task under way.
+
+    Nothing is ever written to `lifeline`: the worker ends when it is closed.
+    """
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
+    lifeline: socket.socket
     log: Any
     deadline: float
     ready: bool = False
@@ -109,6 +113,7 @@ class _Worker:
     def stop(self) -> None:
         """Kill the process and reap it."""
         self.channel.close()
+        self.lifeline.close()
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
@@ -256,9 +261,12 @@ class VerifierPool:
         self._strength = max(self._strength, len(self._crew))
 
     def _start(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        lifeline, its_end = socket.socketpair()
         settings = {
             "entry": self.entry,
             "parent": os.getpid(),
+            "lifeline": its_end.fileno(),
             "path": sys.path,
             "timeout_s": self.timeout_s,
             "memory_bytes": self.memory_bytes,
@@ -268,7 +276,6 @@ class VerifierPool:
         environment = {key: value for key, value in os.environ.items() if key in _ENVIRONMENT or key.startswith("PYTHON")}
         # Results must not depend on the order in which a worker happens to iterate a set of strings.
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         try:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_MESSAGE_BYTES)
@@ -279,15 +286,17 @@ class VerifierPool:
                 stderr=log,
                 env=environment,
                 process_group=0,
+                pass_fds=[its_end.fileno()],
             )
         except OSError:
-            ours.close()
-            log.close()
+            for end in (ours, lifeline, log):
+                end.close()
             raise
         finally:
             theirs.close()
+            its_end.close()
         self.counts["started"] += 1
-        return _Worker(process, ours, log, time.monotonic() + self.start_timeout_s)
+        return _Worker(process, ours, lifeline, log, time.monotonic() + self.start_timeout_s)
 
     def _failed_start(self, reason: str) -> None:
         self._failed_starts += 1

@@ -58,7 +58,14 @@ def entry(tmp_path):
 
 @pytest.fixture
 def pool(entry):
-    pool = VerifierPool(entry, workers=2, timeout_s=1.0)
+    pool = VerifierPool(entry, workers=2, timeout_s=30.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def hasty_pool(entry):
+    pool = VerifierPool(entry, workers=2, timeout_s=1.5)
     yield pool
     pool.close()
 
@@ -99,11 +106,11 @@ def test_work_is_spread_over_the_workers(pool):
 
 
 @pytest.mark.parametrize("bomb", [["sleep", 600], ["burn"]])
-def test_a_task_that_hangs_is_a_timeout_and_leaves_the_others_alone(pool, bomb):
-    outcomes = pool.map([["give", 1], bomb, ["give", 2], ["give", 3]])
-    assert outcomes == [1, Timeout("took more than 1 s"), 2, 3]
-    assert pool.map([["give", 4]]) == [4]
-    assert pool.counts["timeout"] == 1
+def test_a_task_that_hangs_is_a_timeout_and_leaves_the_others_alone(hasty_pool, bomb):
+    outcomes = hasty_pool.map([["give", 1], bomb, ["give", 2], ["give", 3]])
+    assert outcomes == [1, Timeout("took more than 1.5 s"), 2, 3]
+    assert hasty_pool.map([["give", 4]]) == [4]
+    assert hasty_pool.counts["timeout"] == 1
 
 
 def test_a_task_that_eats_memory_gets_no_more_than_the_limit(entry):
@@ -137,12 +144,22 @@ def test_processes_killed_from_outside_while_idle_are_replaced(pool):
     assert not [child for child in children() if child.status() == psutil.STATUS_ZOMBIE]
 
 
-def test_a_stopped_process_is_a_timeout_not_a_hang(pool):
-    pool.warm_up()
-    for pid in pool.pids():
+def test_a_stopped_process_is_a_timeout_not_a_hang(hasty_pool):
+    hasty_pool.warm_up()
+    for pid in hasty_pool.pids():
         os.kill(pid, signal.SIGSTOP)
-    assert [type(outcome) for outcome in pool.map([["give", 1], ["give", 2]])] == [Timeout, Timeout]
-    assert pool.map([["give", 3]]) == [3]
+    assert [type(outcome) for outcome in hasty_pool.map([["give", 1], ["give", 2]])] == [Timeout, Timeout]
+    assert hasty_pool.map([["give", 3]]) == [3]
+
+
+def test_a_worker_whose_task_is_announced_late_lives_on(pool):
+    pool.warm_up()
+    before = pool.pids()
+    late = threading.Timer(0.3, lambda: [worker.channel.send(b" ") for worker in pool._crew])
+    late.start()
+    assert pool.map([["sleep", 1.0]] * 2) == [1.0, 1.0]
+    late.join()
+    assert pool.map([["give", 1], ["give", 2]]) == [1, 2] and pool.pids() == before
 
 
 def test_an_exception_is_a_result_and_needs_no_new_process(pool):
