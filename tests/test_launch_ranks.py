@@ -13,12 +13,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from rl4llm import launch
 from rl4llm.build import build_trainer
 from rl4llm.cli import main
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
-from rl4llm.launch import Nodes, Supervisor
+from rl4llm.launch import ranks
+from rl4llm.launch.ranks import Nodes, Supervisor
 
 COUNTS_AND_DIES = """
 import pathlib, sys
@@ -32,7 +32,7 @@ sys.exit(0 if tries == int(sys.argv[2]) else 9)
 @pytest.fixture
 def tries(tmp_path, monkeypatch):
     """Runs a command under the supervisor; `progress` is the step of the last checkpoint at each look."""
-    monkeypatch.setattr(launch, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(ranks, "LONGEST_WAIT_S", 0.0)
     count, said = tmp_path / "count", []
 
     def run(succeeds_at, progress, restarts):
@@ -68,7 +68,7 @@ def test_without_restarts_the_exit_code_is_that_of_the_run(tries):
 
 def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
     script = (
-        "import sys; from rl4llm.launch import Supervisor\n"
+        "import sys; from rl4llm.launch.ranks import Supervisor\n"
         "child = 'import signal, sys, time; signal.signal(15, lambda *a: exit(1)); print(1, flush=True); time.sleep(9)'\n"
         "sys.exit(Supervisor([sys.executable, '-c', child], lambda: 2, 5, print).run())"
     )
@@ -90,7 +90,7 @@ time.sleep(300)
 
 
 def test_a_launcher_that_waits_for_another_machine_after_its_processes_are_gone_is_ended(monkeypatch):
-    monkeypatch.setattr(launch, "LINGERS_S", 0.5)
+    monkeypatch.setattr(ranks, "LINGERS_S", 0.5)
     said = []
     assert Supervisor([sys.executable, "-c", LINGERS], lambda: 2, 0, said.append).run() == -signal.SIGKILL
     assert "after a checkpoint of step 2" in said[-1]
