@@ -5,24 +5,22 @@ from pathlib import Path
 
 import yaml
 
-import rl4llm.build
-import rl4llm.rewards
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.info import _first_sentence
 from rl4llm.rewards import REWARDS, as_reward_function, check_examples, score, weighted_sum
 
-README = (Path(rl4llm.rewards.__file__).parent / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 
 
 def test_the_table_has_every_reward_with_its_first_sentence():
     ours = [name for name in REWARDS if REWARDS[name].__module__.startswith("rl4llm.")]
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE)
     assert rows == [(name, _first_sentence(REWARDS[name])) for name in ours]
 
 
 def test_the_rewards_of_its_code_hold_and_score():
     scope = {}
-    exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], scope)
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], scope)
     rewards = [as_reward_function(reward) for reward in scope["rewards"]]
     check_examples(rewards)
     said = [ChatMessage("user", "Yes?"), ChatMessage("assistant", "A coffee, please?")]
@@ -32,7 +30,7 @@ def test_the_rewards_of_its_code_hold_and_score():
 
 
 def test_its_configuration_can_be_built():
-    items = yaml.safe_load(re.search(r"```yaml\n(.*?)```", README, re.DOTALL)[1])["rewards"]
+    items = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])["rewards"]
     built = [
         as_reward_function({key: value for key, value in item.items() if key != "weight"})
         for item in items

@@ -1,0 +1,162 @@
+"""What the README and the pages of docs/ say is there, and their code runs."""
+
+import ast
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rl4llm.algorithms import ALGORITHMS
+from rl4llm.build.engines import ENGINES
+from rl4llm.build.options import accepted_options
+from rl4llm.cli import _parsed
+from rl4llm.config import load_config
+from rl4llm.envs import ENVIRONMENTS
+from rl4llm.envs.tools.tool import TOOLS
+from rl4llm.rewards import REWARDS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "scripts" / "bench" / "README.md"]
+CONFIGURED = ("train", "launch", "eval", "collect")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page):
+    """Its commands as lists of words, without comments; lines that end in a backslash go on."""
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield [word for word in shlex.split(line, comments=True) if word not in ("&", "&&")]
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(scope="module")
+def sentences():
+    """Every text of the source but docstrings, with … where a value stands."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "rl4llm").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    return [_text(node) for node in nodes if isinstance(node, ast.expr) and node not in docstrings]
+
+
+def _text(node):
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(value) if isinstance(value, ast.Constant) else "…" for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return _text(node.left) + _text(node.right)
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_and_heading_that_a_page_names_is_there(page):
+    text = page.read_text()
+    links = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("http")]
+    for target in links:
+        path, _, heading = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not heading or heading in anchors(file), target
+    named = re.findall(r"`((?:tests|configs|scripts|examples|rl4llm|docs)/[\w./]*)`", text)
+    called = re.findall(r"\b(?:scripts|configs|tests)/[\w/]+\.(?:sh|yaml|py)", text)
+    assert not [path for path in {*named, *called} if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_are_accepted(page, monkeypatch):
+    """What they start takes minutes or servers; here the shell reads them, and rl4llm their words and configurations."""
+    monkeypatch.chdir(ROOT)
+    for block in blocks(page, "bash"):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+    for words in commands(page):
+        if "rl4llm" in words and words[-1] != "rl4llm":
+            _accepted(words[words.index("rl4llm") + 1 :])
+        for at, word in enumerate(words):
+            if re.fullmatch(r"scripts/[\w/]+\.py", word):
+                _options_known(word, words[at + 1 :])
+
+
+def _accepted(words):
+    if words[0] == "serve" or "..." in words:
+        return
+    arguments = _parsed(words)
+    if words[0] in CONFIGURED and Path(arguments.config).exists():
+        load_config(arguments.config, arguments.overrides)
+
+
+def _options_known(script, words):
+    source = (ROOT / script).read_text() + "".join(file.read_text() for file in (ROOT / script).parent.glob("*.py"))
+    for word in words:
+        if word.strip("[").startswith("--"):
+            assert f'"{word.strip("[]").partition("=")[0]}"' in source, (script, word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_configurations_of_a_page_are_accepted(page, tmp_path):
+    for block in blocks(page, "yaml"):
+        part = tmp_path / "part.yaml"
+        part.write_text(block)
+        config = load_config(ROOT / "configs" / "gsm8k_grpo.yaml", [str(part)])
+        environments = [config.env, *(own.get("env", {}) for own in config.parts.values())]
+        for options in filter(None, environments):
+            assert set(options) - {"name"} <= accepted_options(ENVIRONMENTS[options["name"]]), options
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_python_code_of_a_page_runs(page, model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for names in (ENVIRONMENTS, REWARDS, TOOLS):  # what a page registers is gone afterwards
+        monkeypatch.setattr(names, "_items", dict(names._items))
+    code = [block for block in blocks(page, "python") if "import" in block]
+    for block in code:
+        exec(block.replace("path/to/model", str(model_dir)).replace("max_steps=10", "max_steps=2"), {})
+    if page == README:
+        assert (tmp_path / "runs" / "rl4llm" / "metrics.jsonl").exists()
+
+
+def test_every_block_of_code_is_of_a_language_that_is_run():
+    for page in PAGES:
+        assert not {*re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)} - {"bash", "python", "yaml"}, page
+
+
+def test_the_loop_in_the_readme_is_the_loop_of_the_code():
+    source = (ROOT / "rl4llm" / "core" / "base_trainer.py").read_text()
+    loop = next(block for block in blocks(README, "python") if "collect()" in block)
+    lines = [line.split("#")[0].strip() for line in loop.splitlines()]
+    code = {line.split("#")[0].strip() for line in source.splitlines()}
+    for line in lines[3:]:  # the `while` also asks whether a signal came
+        assert line in code, line
+
+
+def test_the_messages_of_the_page_about_troubles_are_those_of_the_code(sentences):
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]*[a-z]{3} [^`]*)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    for message in messages:
+        pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
+        assert any(pattern.search(sentence) for sentence in sentences), message
+
+
+@pytest.mark.parametrize(
+    ("page", "names"), [("algorithms", ALGORITHMS), ("environments", ENVIRONMENTS), ("engines", ENGINES)]
+)
+def test_the_tables_name_all_that_there_is(page, names):
+    text = (ROOT / "docs" / f"{page}.md").read_text() + README.read_text()
+    listed = {name for row in re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    ours = {name for name in names if names[name].__module__.startswith("rl4llm.")}
+    assert ours <= listed
+
+
+def test_the_tests_of_the_continuous_integration_are_the_readmes_command():
+    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+    assert "scripts/test.sh" in README.read_text()
