@@ -19,7 +19,7 @@ from rl4llm.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "scripts" / "bench" / "README.md"]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "scripts").rglob("README.md"))]
 CONFIGURED = ("train", "launch", "eval", "collect")
 
 
