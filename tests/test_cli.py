@@ -1,6 +1,7 @@
 """The commands, run as a user runs them."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl4llm.cli import main
+from rl4llm.cli import COMMANDS, build_parser, main
 from rl4llm.config import load_config
 from rl4llm.data.read import read_rows
 from rl4llm.evaluate import collect
@@ -105,6 +106,20 @@ def test_info_lists_versions_algorithms_environments_and_rewards():
     for name in ("torch", "grpo", "dapo", "tool", "math"):
         assert name in output
     assert "grpo" not in rl4llm("info", "rewards")
+
+
+def test_the_help_of_every_command_has_examples_that_its_own_parser_takes():
+    (commands,) = (action.choices for action in build_parser()._actions if action.choices)
+    assert len(commands) == len(COMMANDS)
+    for name, command in commands.items():
+        if name == "serve":  # the launcher's own help
+            continue
+        _, _, examples = command.format_help().partition("examples:\n")
+        assert f"rl4llm {name} " in f"{examples} ", name
+        for example in examples.strip().splitlines():
+            words = shlex.split(example)
+            assert words[0] == "rl4llm"
+            build_parser().parse_args(words[1:])
 
 
 @pytest.mark.parametrize(

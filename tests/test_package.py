@@ -66,3 +66,13 @@ def test_every_public_name_can_be_imported():
 
     for name in rl4llm.__all__:
         assert getattr(rl4llm, name)
+
+
+def test_help_waits_for_nothing_heavy():
+    heavy = HEAVY | {"torch", "transformers", "numpy", "omegaconf", "aiohttp"}
+    code = (
+        "import sys, rl4llm.cli\nrl4llm.cli.build_parser()\n"
+        f"sys.exit(', '.join(sorted({heavy!r} & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,24 @@
+"""``rl4llm replay``: look again at a step that was not finite."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rl4llm.commands.arguments import add_command
+from rl4llm.commands.output import show
+
+
+def add(commands: Any) -> None:
+    about = "compute a step that was not finite again, and show where it comes from"
+    command = add_command(commands, "replay", run, about, ("rl4llm replay runs/x/failed/step-000012",))
+    command.add_argument("step", help="a directory such as runs/NAME/failed/step-000012")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.replay import replay
+
+    for table in replay(Path(arguments.step)):
+        show(table)
+    return 0
