@@ -78,7 +78,7 @@ class BaseTrainer(ABC, Generic[Collected]):
 
     def train(self) -> None:
         """Run until `max_steps`, or until a signal asks to stop; then the finished steps are saved."""
-        with self.watchdog:
+        with self.watchdog, self.ranks.together():
             self.resume()
             self.publish()  # engines start from the trainer's weights, and prove it
             if self.step == 0:

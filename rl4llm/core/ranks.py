@@ -6,7 +6,8 @@ One process is the special case of one rank, so nothing asks whether training is
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -53,6 +54,11 @@ class Ranks:
     def wait(self) -> None:
         """Go on when all are here."""
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Where the others are lost in there, in a backward pass too, that is what the error says."""
+        yield
+
     def close(self) -> None:
         """Leave the group."""
 
@@ -91,6 +97,15 @@ class DistributedRanks(Ranks):
     def wait(self) -> None:
         self._speak(dist.barrier)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not _of_the_network(error):
+                raise
+            raise self._lost(error) from error
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -105,10 +120,13 @@ class DistributedRanks(Ranks):
         try:
             call(*args)
         except RuntimeError as error:
-            raise RanksError(
-                f"Rank {self.rank} of {self.size} lost the others: {str(error).strip().splitlines()[0]} One died or "
-                "hangs; its own output says why. The same command goes on from the last checkpoint."
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RanksError:
+        return RanksError(
+            f"Rank {self.rank} of {self.size} lost the others: {str(error).strip().splitlines()[0]} One died or "
+            "hangs; its own output says why. The same command goes on from the last checkpoint."
+        )
 
 
 def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ranks:
@@ -143,6 +161,11 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
             "Where a machine has several networks, set GLOO_SOCKET_IFNAME to the interface, as `rl4llm launch` does."
         ) from error
     return DistributedRanks()
+
+
+def _of_the_network(error: RuntimeError) -> bool:
+    """Whether it comes from a collective: NCCL's and the store's errors have a class, gloo's only name their source file."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rl4llm.core.checkpoint import latest_checkpoint
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.watchdog import Watchdog
+from rl4llm.trainers.rl import RLTrainer
 
 
 class TwoTurns(BaseMDPEnv):
@@ -256,6 +258,18 @@ def test_what_speaks_against_a_run_ends_every_rank_with_the_reason_on_the_first(
     first, second = on_ranks(told_of_another_run, model_dir, tmp_path)
     assert "training.lr: 0.003 -> 1.0" in first
     assert "rank 0 says why" in second
+
+
+def dies_before_the_backward_pass(ranks, model_dir, directory, backend):
+    if ranks.rank == 1:
+        RLTrainer.forward_backward = lambda *args, **options: os._exit(9)
+    trained(ranks, model_dir, directory, ALGORITHMS["grpo"], backend)
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
+def test_a_rank_that_loses_the_others_in_the_middle_of_the_model_says_so(on_ranks, model_dir, tmp_path, shard):
+    with pytest.raises(AssertionError, match=r"RanksError: Rank 0 of 2 lost the others: [\s\S]* goes on from the last"):
+        on_ranks(dies_before_the_backward_pass, model_dir, tmp_path, {"name": "torch", "shard": shard})
 
 
 HANGS = """
