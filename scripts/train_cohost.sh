@@ -3,7 +3,8 @@
 #
 #   scripts/train_cohost.sh [key.sub=value ...]        # keys of the configuration
 #
-#   MODEL   a Hugging Face directory or name (default: Qwen/Qwen2.5-0.5B-Instruct)
+#   CONFIG  the configuration (default: configs/gsm8k_24gb_full.yaml)
+#   MODEL   a Hugging Face directory or name (default: the configuration's)
 #   PORT    where the server listens (default: 30000)
 #   SHARE   of the GPU's memory that the engine may take while it is awake (default: 0.7)
 set -euo pipefail
@@ -13,10 +14,12 @@ set --
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 . "$root/scripts/server.sh"
 cd "$here"
-model="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" port="${PORT:-30000}"
+config="${CONFIG:-$root/configs/gsm8k_24gb_full.yaml}" port="${PORT:-30000}"
+path_in='import sys; from rl4llm.config import load_config; print(load_config(sys.argv[1]).model.path)'
+model="${MODEL:-$(python -c "$path_in" "$config")}"
 saver=()  # frees memory on CUDA only; on a CPU the same requests are answered and do nothing
 command -v nvidia-smi > /dev/null 2>&1 && saver=(--enable-memory-saver --mem-fraction-static "${SHARE:-0.7}")
 
 start_server sglang "$port" "$model" ${saver[@]+"${saver[@]}"}
-rl4llm train "$root/configs/gsm8k_grpo.yaml" model.path="$model" \
+rl4llm train "$config" model.path="$model" \
   inference.name=sglang inference.url="http://127.0.0.1:$port" inference.cohost=true ${keys[@]+"${keys[@]}"}
