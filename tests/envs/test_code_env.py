@@ -127,7 +127,7 @@ def test_the_last_of_max_steps_programs_is_the_one_that_counts(play, sandbox):
     ],
 )  # fmt: skip
 def test_what_is_said_of_each_kind_of_failure_is_short_and_can_be_acted_on(turn, known, said, play, sandbox):
-    result, _ = play([turn], sandbox, rows=[{"public_tests": known}], max_steps=2, wall_s=0.7, total_s=1.5)
+    result, _ = play([turn], sandbox, rows=[{"public_tests": known}], max_steps=2, wall_s=1.5, total_s=2.5)
     (trajectory,) = result.trajectories
     (text,) = told(trajectory)
     assert said in text

@@ -76,7 +76,7 @@ def test_tests_passed_syntax_and_format_make_the_score(code, full, partial, weig
 
 
 def test_what_came_of_each_test_is_kept_with_the_episode(sandbox):
-    reward = CodeReward(sandbox=sandbox, wall_s=0.5, total_s=0.5)
+    reward = CodeReward(sandbox=sandbox, wall_s=2.0, total_s=2.0)
     replies = (fenced("def double(x): return x * x"), fenced("while True: pass"), "No idea.\n```\n```")
     samples = [sample(reply) for reply in replies]
     assert list(score(samples, [reward]).rewards["code"]) == [0.0, 0.0, 0.0]

@@ -26,7 +26,7 @@ from rl4llm.rewards.score import score
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = MathReward(timeout_s=1.0)
+    reward = MathReward(timeout_s=2.0)
     yield reward
     reward.close()
 
@@ -71,11 +71,11 @@ def test_a_grader_that_hangs_is_a_zero_with_a_reason_and_a_count(tmp_path, monke
     slow = tmp_path / "slow.py"
     slow.write_text("import time\ndef same_answer(gold, answer):\n    time.sleep(600 * ('y' in answer))\n    return True\n")
     monkeypatch.setattr(math_module, "_VERIFIER", f"{slow}:same_answer")
-    reward = MathReward(timeout_s=0.5)
+    reward = MathReward(timeout_s=2.0)
     samples = [finished("\\boxed{2y}", "2z"), finished("\\boxed{2x}", "2z")]
     scores = score(samples, [reward])
     assert scores.reward.tolist() == [0.0, 1.0]
-    assert samples[0].extras["reward_notes"] == {"math": "timeout: took more than 0.5 s"}
+    assert samples[0].extras["reward_notes"] == {"math": "timeout: took more than 2 s"}
     assert reward.pool.counts["timeout"] == 1
     reward.close()
 
