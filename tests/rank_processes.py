@@ -16,7 +16,6 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
@@ -29,10 +28,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_python import forks
 
 from rl4llm.core.ranks import join_ranks
 
-PRELOADED = ["rl4llm.api", "torch.distributed.fsdp"]  # imported once; all processes are forked from there
 GRACE_S = 2.0  # for the others to fail by themselves, once one has
 
 
@@ -102,8 +101,7 @@ class RankProcesses:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = Path(tempfile.mkdtemp(prefix="ranks-"))
-        fork = multiprocessing.get_context("forkserver")
-        fork.set_forkserver_preload(PRELOADED)
+        fork = forks()
         self._connections = []
         for rank in range(self.size):
             ours, theirs = fork.Pipe()

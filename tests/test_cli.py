@@ -2,11 +2,10 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,8 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 def rl4llm(*arguments, code=0):
     """Run a command in the repository; its output, after checking the exit code."""
-    command = [sys.executable, "-m", "rl4llm", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = python("-m", "rl4llm", *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUNNABLE = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "shared.py")
@@ -17,8 +16,7 @@ def test_the_example_runs_and_its_reward_rises(name, tmp_path):
     if name == "code_repair.py" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
     output = tmp_path / "run"
-    command = [sys.executable, str(EXAMPLES / name), "--steps", "20", "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python(EXAMPLES / name, "--steps", "20", "--output", output)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reward" in done.stdout.splitlines()[-1]
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

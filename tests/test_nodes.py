@@ -13,6 +13,9 @@ import psutil
 import pytest
 from small_run import SmallRun
 
+from rl4llm.build import build_trainer
+from rl4llm.config import load_config
+
 RENDEZVOUS = "10.77.0.1:29500"
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 PATIENCE_S = 240
@@ -114,10 +117,16 @@ def until(reached, what):
         time.sleep(0.05)
 
 
-def test_two_machines_go_on_after_a_killed_process_and_a_pulled_cable_to_the_weights_of_one(hosts, small, launched):
+def trained(ranks, config, *overrides):
+    with build_trainer(load_config(config, overrides)) as trainer:
+        trainer.train()
+
+
+def test_two_machines_go_on_after_a_killed_process_and_a_pulled_cable_to_the_weights_of_one(
+    hosts, small, launched, on_ranks
+):
     steps = "max_steps=60"
-    words = [sys.executable, "-m", "rl4llm", "launch", *small.into("one", steps), "--nproc", "2"]
-    subprocess.run(words, check=True, env=ENVIRON, capture_output=True, timeout=PATIENCE_S)
+    on_ranks(trained, *small.into("one", steps))
     with launched("two", steps, "timeout_s=5", "--restarts", "3") as processes:
         until(lambda: small.steps("two") >= 10, "at step 10")
         (rank,) = hosts[1].ranks()

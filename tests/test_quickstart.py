@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forked_python import python
 
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.arithmetic import arithmetic_rows, problems
@@ -82,25 +83,25 @@ def small_configs(tmp_path):
 
 
 def command(tmp_path, configs):
-    arguments = ["quickstart", "--dir", str(tmp_path / "run"), "--configs", str(configs)]
-    return [sys.executable, "-m", "rl4llm", *arguments]
+    return ["-m", "rl4llm", "quickstart", "--dir", str(tmp_path / "run"), "--configs", str(configs)]
 
 
 def test_the_quickstart_runs_to_its_table_and_its_picture(tmp_path, small_configs):
-    done = subprocess.run(command(tmp_path, small_configs), capture_output=True, text=True, timeout=300)
+    done = python(*command(tmp_path, small_configs))
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("held-out success", "learning_curve.png", "tensorboard", "metrics.jsonl", "episodes"):
         assert text in done.stdout
     run = tmp_path / "run" / "grpo"
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 3]
-    again = subprocess.run(command(tmp_path, small_configs), capture_output=True, text=True, timeout=300)
+    again = python(*command(tmp_path, small_configs))
     assert again.returncode == 0
     assert "after step 3" in again.stdout
 
 
 def test_ctrl_c_stops_the_quickstart_and_says_how_to_go_on(tmp_path, small_configs):
-    child = subprocess.Popen(command(tmp_path, small_configs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [sys.executable, *command(tmp_path, small_configs)]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log = tmp_path / "run" / "warmup" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while child.poll() is None and not (log.exists() and log.read_text()) and time.monotonic() < deadline:
@@ -110,7 +111,7 @@ def test_ctrl_c_stops_the_quickstart_and_says_how_to_go_on(tmp_path, small_confi
     assert child.returncode == 75, output
     assert "Resume with:" in output
     assert "Traceback" not in output
-    done = subprocess.run(command(tmp_path, small_configs), capture_output=True, text=True, timeout=300)
+    done = python(*command(tmp_path, small_configs))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed" in done.stdout
 

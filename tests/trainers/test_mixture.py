@@ -1,13 +1,12 @@
 """Training on several environments: it runs, it learns in each, it resumes bit for bit, and ranks do not change it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from forked_python import python
 from mixture_parts import parts, rows
 
 from rl4llm.api import GRPOTrainer, SFTTrainer
@@ -82,12 +81,9 @@ def test_a_run_that_is_killed_goes_on_with_each_parts_next_prompts_and_ends_with
     killer = tmp_path / "killer"
     config = {"model": {"path": str(model_dir)}, "parts": parts(tmp_path, str(killer)), **SMALL}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    tests = str(Path(__file__).parents[1])
-    code = f"import sys; sys.path.insert(0, {tests!r}); from rl4llm.cli import main; sys.exit(main())"
 
     def run(out):
-        arguments = ["train", str(tmp_path / "config.yaml"), f"output.dir={tmp_path / out}"]
-        return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=300)
+        return python("-m", "rl4llm", "train", tmp_path / "config.yaml", f"output.dir={tmp_path / out}")
 
     assert run("whole").returncode == 0
     killer.touch()

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from rank_processes import RankProcesses
 from vowels import Vowels
 
 from rl4llm.algorithms.grpo import GRPO
@@ -100,36 +99,22 @@ def test_slow_tools_do_not_change_a_deterministic_run(model_dir, tmp_path):
     assert_same_weights(weights(quick), weights(slow))
 
 
-SCRIPT = """
-import sys
-sys.path[:0] = {places!r}
-from test_training import trainer, weights
-from safetensors.torch import save_file
-run = trainer({model!r}, {directory!r}, max_steps=8, checkpoint={{"every": 1}}).train()
-save_file({{name: tensor.contiguous() for name, tensor in weights(run).items()}}, {result!r})
-"""
-
-
-def script(model_dir, directory, result):
-    places = [os.path.dirname(__file__), os.path.dirname(sys.modules[Vowels.__module__].__file__)]
-    return SCRIPT.format(places=places, model=str(model_dir), directory=str(directory), result=str(result))
+def eight_steps(ranks, model_dir, directory):
+    return weights(trainer(model_dir, directory, max_steps=8, checkpoint={"every": 1}).train())
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_path):
-    from safetensors.torch import load_file
-
-    whole = script(model_dir, tmp_path / "whole", tmp_path / "whole.safetensors")
-    subprocess.run([sys.executable, "-c", whole], check=True, timeout=120)
-    killed = script(model_dir, tmp_path / "killed", tmp_path / "killed.safetensors")
-    for steps in (1, 3, 6):  # killed once so many steps are logged, wherever the run then is
-        child = subprocess.Popen([sys.executable, "-c", killed])
+    with RankProcesses(size=1) as process:
+        (whole,) = process(eight_steps, model_dir, tmp_path / "whole")
         log = tmp_path / "killed" / "metrics.jsonl"
-        while child.poll() is None and (not log.exists() or log.read_text().count("\n") < steps):
-            time.sleep(0.005)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-    subprocess.run([sys.executable, "-c", killed], check=True, timeout=120)
-    assert_same_weights(load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "killed.safetensors"))
+        for steps in (1, 3, 6):  # killed once so many steps are logged, wherever the run then is
+            process.begin(eight_steps, model_dir, tmp_path / "killed")
+            while not log.exists() or log.read_text().count("\n") < steps:
+                assert not process.over_within(0.005)
+            process.kill(0)
+            process.close()
+        (killed,) = process(eight_steps, model_dir, tmp_path / "killed")
+    assert_same_weights(whole, killed)
     assert [row["step"] for row in metrics(tmp_path / "killed")] == list(range(1, 9))
 
 

@@ -1,0 +1,66 @@
+"""Python programs, each in a process of its own that is forked where torch and transformers are already imported.
+
+    done = python("-m", "rl4llm", "train", "config.yaml")        # or a script: python("examples/agent.py", "--steps", "20")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+What a program does after its imports is what `subprocess.run([sys.executable, ...], capture_output=True)` would see, but the
+imports, which take longer than most programs of a test, happen once for all of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = [
+    "rl4llm.api", "rl4llm.build", "rl4llm.cli", "torch.distributed.fsdp", "torch.utils.tensorboard", "matplotlib.pyplot",
+    "torch._inductor.compile_fx",  # which DeepSpeed imports
+]  # fmt: skip
+
+
+def forks():
+    """Where processes are forked from, which has imported what all of them need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def python(*words: object, cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; raises subprocess.TimeoutExpired when that does not come."""
+    given = [str(word) for word in words]
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory, "out"), Path(directory, "err")
+        process = forks().Process(target=_become, args=(given, str(cwd), dict(os.environ), str(out), str(err)))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(given, timeout, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(given, process.exitcode, out.read_text(), err.read_text())
+
+
+def _become(words: list[str], cwd: str, environ: dict[str, str], out: str, err: str) -> None:
+    for descriptor, path in ((0, os.devnull), (1, out), (2, err)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    try:
+        if words[0] == "-m":
+            sys.path.insert(0, cwd)
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a forked process would end without
