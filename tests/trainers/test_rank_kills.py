@@ -28,7 +28,7 @@ from rl4llm.core.errors import CheckpointError, RunDirError
 from rl4llm.core.ranks import Ranks
 from rl4llm.quickstart.model import build_model
 
-KILLS = int(os.environ.get("RL4LLM_KILLS", "0"))  # 30 of each backend, for the figure that the README gives
+KILLS = int(os.environ.get("RL4LLM_KILLS", "0"))  # of each backend (30 for the figure in the documentation), at more moments
 DDP, FSDP2 = {"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}
 ZERO2, ZERO3 = ({"name": "deepspeed", "zero_stage": stage} for stage in (2, 3))
 EVERY = 2  # steps from one checkpoint to the next
@@ -109,7 +109,7 @@ def joined(ranks):
 
 def random_backends():
     deepspeed = pytest.mark.deepspeed
-    kills = {"ddp": (DDP, 4, ()), "zero-2": (ZERO2, 4, deepspeed), "fsdp2": (FSDP2, 0, ()), "zero-3": (ZERO3, 0, deepspeed)}
+    kills = {"ddp": (DDP, 4, ()), "zero-2": (ZERO2, 2, deepspeed), "fsdp2": (FSDP2, 0, ()), "zero-3": (ZERO3, 0, deepspeed)}
     return [
         pytest.param(backend, KILLS or usual, marks=marks, id=name)
         for name, (backend, usual, marks) in kills.items()
@@ -122,12 +122,10 @@ def test_killed_at_random_times_no_run_loses_more_than_one_interval_or_ends_with
     whole, processes, model_dir, tmp_path, backend, kills
 ):
     expected, chance, killed, resumed, done, saved = whole(backend), random.Random(0), 0, 0, 0, 0
-    longest = expected.seconds
-    while killed < kills or resumed < kills // 2:  # many die before they have saved anything
-        directory, start = tmp_path / str(done), time.monotonic()
+    while killed < kills or resumed < kills // 2:  # some die before they have saved anything
+        directory = tmp_path / str(done)
         processes.begin(trained, model_dir, directory, backend)
-        if processes.over_within(chance.uniform(0.0, longest)):
-            longest = min(longest, time.monotonic() - start)  # the machine is less busy than it was
+        if over_before(chance, processes, directory, saved, expected.seconds):
             assert_same_weights(processes.end()[0], expected.weights)
             done, saved = done + 1, 0
             continue
@@ -141,6 +139,18 @@ def test_killed_at_random_times_no_run_loses_more_than_one_interval_or_ends_with
         resumed, saved = resumed + (now > 0), now
     assert_same_weights(processes(trained, model_dir, tmp_path / str(done), backend)[0], expected.weights)
     assert steps_logged(tmp_path / str(done)) == [1, 2, 3, 4, 5, 6]
+
+
+def over_before(chance, processes, directory, saved, seconds):
+    """Whether a run is over before a random moment: the start, or up to two steps' time after a random step of it.
+
+    By its steps, as what a run takes in seconds changes with what else the machine does.
+    """
+    first = chance.randint(saved, 6)
+    while first > saved and max(steps_logged(directory), default=0) < first:
+        if processes.over_within(0.01):
+            return True
+    return processes.over_within(chance.uniform(0.0, seconds / 3))
 
 
 @dataclass(frozen=True)
@@ -249,6 +259,10 @@ PUBLISHING = {  # of version 2, after version 1, from which the run resumed
     "before the server is asked": None,
     "when the server has it, before the proof": None,
 }
+TOGETHER = (  # what two ranks add; tests/sync has every moment of one
+    "in the middle of a tensor", "the other rank, with the weights", "before the pointer",
+    "when the server has it, before the proof",
+)  # fmt: skip
 
 
 def slay(processes, *, after):
@@ -276,7 +290,8 @@ def test_killed_at_each_moment_of_publishing_a_run_goes_on_with_the_same_server_
     with serving(FaultServer(model, tokenizer, one_by_one=True)) as server:
         processes(trained, *given(server, "killed", max_steps=1))
         processes.close()
-        for name, moment in PUBLISHING.items():
+        for name in PUBLISHING if KILLS else TOGETHER:
+            moment = PUBLISHING[name]
             if moment is None:
                 server.next("/update_weights_from_disk", None, slay(processes, after="has it" in name))
             *where, through = given(server, "killed")
