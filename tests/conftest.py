@@ -19,6 +19,18 @@ TEXTS = [
 ]
 
 
+LONGEST = (
+    "test_rank_kills", "test_nodes", "test_sglang", "test_vllm", "test_cli", "test_router", "test_examples",
+    "test_launchers", "test_training", "test_launch_ranks", "test_quickstart", "test_ranks", "test_remote_training",
+    "test_abuse",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest begin, so that several processes, of which each runs whole files, end together."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return build_tokenizer(TEXTS * 4, vocab_size=320)

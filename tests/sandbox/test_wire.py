@@ -13,7 +13,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_literal_comes_back_as_what_it_was(value):
     line = write({"value": encode(value)})
     assert same(decode(read(line)["value"]), value)
