@@ -143,12 +143,17 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, single, model_dir, tmp_path, 
                 assert ours[key] == pytest.approx(theirs[key], abs=2e-4), (ours["step"], key)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: "-".join(map(str, backend.values())))
-def test_an_adapter_and_the_model_under_it_take_the_same_steps(on_ranks, alone, model_dir, tmp_path, backend):
+@pytest.fixture(scope="module")
+def single_adapter(model_dir, alone, tmp_path_factory):
+    """What one process makes of an adapter and the model under it."""
     pytest.importorskip("peft")
-    one = trained(alone, model_dir, tmp_path / "one", ALGORITHMS["grpo"], {"name": "torch"}, 2, ADAPTER)
+    return trained(alone, model_dir, tmp_path_factory.mktemp("one"), ALGORITHMS["grpo"], {"name": "torch"}, 2, ADAPTER)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: "-".join(map(str, backend.values())))
+def test_an_adapter_and_the_model_under_it_take_the_same_steps(on_ranks, single_adapter, model_dir, tmp_path, backend):
     two, _ = on_ranks(trained, model_dir, tmp_path / "two", ALGORITHMS["grpo"], backend, 2, ADAPTER)
-    assert_close(two, one, atol=2e-4)
+    assert_close(two, single_adapter, atol=2e-4)
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(on_ranks, alone, model_dir, tmp_path):
