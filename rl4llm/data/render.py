@@ -74,6 +74,8 @@ class Renderer:
         self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
         self._opened = _open_thought(self._template.generation_prompt(system=self._systems[0]))
         self.stop_token_ids = self._stop_token_ids()
+        for role in roles:
+            self._way((role,))
 
     def first(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The tokens of a first prompt, generation prompt included."""

@@ -7,15 +7,17 @@ is sound when the text after an answer does not depend on the answer, and stays 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
+from transformers.utils import chat_template_utils
 
-from rl4llm.core.errors import EnvError, ModelError, TemplateError
+from rl4llm.core.errors import ConfigError, EnvError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage
 
 Shape = tuple[str, ...]
@@ -29,11 +31,18 @@ _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
 _RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
+# Templates come from strangers: transformers shows them nothing but plain data. Its older versions show things as they are.
+_plain = getattr(chat_template_utils, "_plain_template_data", lambda value: value)
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, with tools and arguments filled in; everything here is text.
 
+    It is compiled once, by transformers, and renders what `apply_chat_template` would, without going through the tools and
+    the arguments again for every text.
     Templates that write today's date are given 1 January 2025 instead, so that a prompt is the same tokens on every day.
-    Raises ModelError for a tokenizer that cannot be used, TemplateError where there is no template.
+    Raises ModelError for a tokenizer that cannot be used, TemplateError where there is no template, and ConfigError for
+    arguments that are not the template's.
     """
 
     def __init__(
@@ -50,21 +59,20 @@ class ChatTemplate:
         source = self._checked_source()
         self.tells_time = "strftime_now" in source
         self._source = _pin_clock(source, day) if self.tells_time else source
-        self._added: dict[str, int] = dict(tokenizer.get_added_vocab())
+        self._variables = {"documents": None, **tokenizer.special_tokens_map, **_plain(self._checked_args())}
+        self._shown_tools = _plain(self.tools)
+        self._added = frozenset(tokenizer.get_added_vocab())
+        self._added_lengths = sorted(set(map(len, self._added)), reverse=True)
 
     def text(self, messages: Sequence[ChatMessage], *, prompt: bool = True) -> str:
         """The template's own rendering; `prompt` asks for the generation prompt at its end.
 
         Raises TemplateError with the template's own words when it refuses the messages.
         """
+        rows = [_row(message) for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(
-                [message.to_dict() for message in messages],
-                tools=self.tools,
-                chat_template=self._source,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **self._args,
+            return self._compiled.render(
+                self._variables, messages=rows, tools=self._shown_tools, add_generation_prompt=prompt
             )
         except _RENDERING_ERRORS as error:
             roles = ", ".join(message.role for message in messages)
@@ -80,7 +88,8 @@ class ChatTemplate:
         mark = _REPLY
         while any(mark in message.content for message in (*history, *new)):
             mark += "Again"
-        marked = [*history[:-1], replace(history[-1], content=mark), *new]
+        reply = history[-1]
+        marked = [*history[:-1], ChatMessage("assistant", mark, reply.tool_calls, reply.tool_call_id), *new]
         _, found, tail = self.text(marked, prompt=prompt).partition(mark)
         if not found:
             raise TemplateError("the template leaves out what the assistant said")
@@ -92,11 +101,10 @@ class ChatTemplate:
         White space before it is dropped: whether to write it is the policy's choice.
         """
         text = tail.lstrip()
-        ends = [token for token in self._added if text.startswith(token)]
-        if not ends:
+        length = next((length for length in self._added_lengths if text[:length] in self._added), None)
+        if length is None:
             raise TemplateError(f"no end-of-turn token follows what the assistant said, but {tail[:40]!r}")
-        end = max(ends, key=len)
-        return end, text[len(end) :]
+        return text[:length], text[length:]
 
     def final_end(self, *, system: bool) -> str:
         """The token that closes the assistant's turn at the end of a conversation: what a trained model samples."""
@@ -126,6 +134,10 @@ class ChatTemplate:
         """The same template where no tools are given."""
         return ChatTemplate(self.tokenizer, None, self._args) if self.tools else self
 
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return chat_template_utils._compile_jinja_template(self._source)
+
     def _checked_source(self) -> str:
         if not self.tokenizer.chat_template:
             raise TemplateError(
@@ -141,6 +153,16 @@ class ChatTemplate:
             return self.tokenizer.get_chat_template(tools=self.tools)
         except ValueError as error:
             raise TemplateError(f"The tokenizer {self.name} has no chat template to take by default: {error}") from error
+
+    def _checked_args(self) -> dict[str, Any]:
+        given = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}
+        for name in self._args:
+            if name in given:
+                raise ConfigError(
+                    f"template_args: {name!r} is not accepted: apply_chat_template takes it for itself. Accepted: variables of "
+                    "the template, such as enable_thinking."
+                )
+        return self._args
 
 
 def opening(system: bool) -> list[ChatMessage]:
@@ -303,6 +325,13 @@ def _reply(number: int, *, thinks: bool = False) -> ChatMessage:
 
 def _made_up(shape: Shape, turn: int) -> list[ChatMessage]:
     return [ChatMessage(role, f"Probe{turn}x{number}{role}End") for number, role in enumerate(shape)]
+
+
+def _row(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates see it. Its texts need no copy, only calls can hold anything."""
+    row = message.to_dict()
+    texts_only = not message.tool_calls and type(message.role) is type(message.content) is str
+    return row if texts_only else _plain(row)
 
 
 def _pin_clock(source: str, day: datetime) -> str:

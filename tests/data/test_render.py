@@ -1,8 +1,12 @@
 """Turns are appended token for token, whatever the template does to the past."""
 
+import itertools
 import random
+import re
 from pathlib import Path
 
+import jinja2
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -10,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rl4llm.core.errors import ConfigError, DataError, EnvError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage, Completion, TokenSpan
 from rl4llm.data.render import Renderer
+from rl4llm.data.template import ChatTemplate
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOOLS = [
@@ -146,6 +151,64 @@ def test_appended_turns_are_the_tokens_of_the_templates_own_rendering(name, syst
     answer = (text.strip(), in_place(renderer, text))
     spans, messages = play(renderer, asked(system), [answer] * 3, replies_for(name))
     assert ids_of(spans) == renderer.first(messages)
+
+
+class Shout(str):
+    """A text with a method of its own, which is no business of a template."""
+
+    def upper(self):
+        raise AssertionError("a template called a method of the caller's")
+
+
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": Shout("calculator"), "arguments": {"expression": "37 + 48 < é", "digits": None, "n": np.int64(2)}},
+}
+CONVERSATIONS = [
+    [ChatMessage("user", "Hi")],
+    [ChatMessage("system", "Be brief."), ChatMessage("user", Shout("  é 🙂 <|im_end|>\n{{ 1 }} <think>x</think> "))],
+    [
+        ChatMessage("user", "What is 37 + 48?"),
+        ChatMessage("assistant", "<think>\nhm\n</think>\n\nSo", (CALL, CALL)),
+        ChatMessage("tool", '{"85": [1, 2]}', tool_call_id="c1"),
+        ChatMessage("tool", ""),
+        ChatMessage("assistant", "85"),
+        ChatMessage("user", "Sure?"),
+    ],
+    [ChatMessage("tool", "x"), ChatMessage("system", "y"), ChatMessage("assistant", "")],
+]
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("args", [{}, {"enable_thinking": False, "documents": [{"title": "a", "text": "b"}]}])
+def test_the_compiled_template_renders_and_refuses_what_apply_chat_template_does(name, args, tokenizers):
+    rendered = 0
+    for tools in (None, TOOLS, [{**TOOLS[0], "odd": (1, np.float32(0.5))}]):
+        template = ChatTemplate(tokenizers[name], tools, args)
+        for messages, prompt in itertools.product(CONVERSATIONS, (False, True)):
+            rows = [message.to_dict() for message in messages]
+            given = {"chat_template": template._source, "tools": tools, "add_generation_prompt": prompt, **args}
+            try:
+                text = tokenizers[name].apply_chat_template(rows, tokenize=False, **given)
+            except (jinja2.TemplateError, TypeError, ValueError) as error:
+                with pytest.raises(TemplateError, match=re.escape(str(error))):
+                    template.text(messages, prompt=prompt)
+            else:
+                assert template.text(messages, prompt=prompt) == text
+                rendered += 1
+    assert rendered
+
+
+def test_a_template_cannot_reach_the_methods_of_what_it_is_shown(tokenizers):
+    template = ChatTemplate(chatml("{% for m in messages %}{{ m.content.upper() }}{% endfor %}"))
+    assert template.text([ChatMessage("user", Shout("loud"))]) == "LOUD"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "tools", "messages", "add_generation_prompt", "continue_final_message"])
+def test_arguments_that_are_not_the_templates_are_refused_by_name(name, tokenizers):
+    with pytest.raises(ConfigError, match=f"template_args: '{name}' is not accepted"):
+        Renderer(tokenizers["chatml_tools"], template_args={name: True})
 
 
 def test_a_generation_prompt_that_opens_a_thought_is_repeated_in_every_turn(tokenizers):
