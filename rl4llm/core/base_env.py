@@ -16,12 +16,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from rl4llm.core.deadline import LateError, within
 from rl4llm.core.errors import ConfigError, DataError, EnvError, RewardError, unknown
 from rl4llm.core.threads import all_together, call_off_loop, in_own_thread
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
@@ -86,7 +86,10 @@ class SampleState:
 
     @property
     def token_ids(self) -> list[int]:
-        return list(chain.from_iterable(span.token_ids for span in self.spans))
+        token_ids: list[int] = []
+        for span in self.spans:
+            token_ids += span.token_ids
+        return token_ids
 
     @property
     def policy_spans(self) -> list[TokenSpan]:
@@ -432,14 +435,12 @@ class BaseMDPEnv:
     ) -> T | None:
         """What the environment's side of a turn comes to; whatever breaks in it fails this episode alone, and is counted by
         `kind`. None then."""
-        deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline:
-                return await work
+            return await within(timeout_s, work)
+        except LateError:
+            sample.fail(f"{what} took more than {timeout_s:g} s", f"{kind}/timeout")
         except Exception as error:  # noqa: BLE001 - one of the two places: an environment's own code
-            late = isinstance(error, TimeoutError) and deadline.expired()  # its own code raises TimeoutError as well
-            broke = f"took more than {timeout_s:g} s" if late else f"raised {type(error).__name__}: {error}"
-            sample.fail(f"{what} {broke}", f"{kind}/timeout" if late else f"{kind}/raised")
+            sample.fail(f"{what} raised {type(error).__name__}: {error}", f"{kind}/raised")
         return None
 
     async def off_loop(self, work: Callable[[], T]) -> T:

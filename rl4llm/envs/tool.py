@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.deadline import LateError, within
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.registry import register_env
@@ -20,6 +21,7 @@ from rl4llm.sandbox import Runner
 
 GRACE_S = 30.0
 THOUGHT_ENDS = "</think>"
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 @register_env("tool")
@@ -152,18 +154,16 @@ class ToolMDPEnv(BaseMDPEnv):
         if problem:
             return self._error(sample, problem)
         deadline = self.tools[call.name].timeout_s or self.tool_timeout_s
-        limit = asyncio.timeout(None)
         try:
-            async with self._in_turn(sample, call), limit:
-                limit.reschedule(asyncio.get_running_loop().time() + deadline)  # from when it is its turn
-                return self._shown(await self._run(sample, call))
+            async with self._in_turn(sample, call):
+                return self._shown(await within(deadline, self._run(sample, call)))
         except EnvError:
             raise
+        except LateError:
+            late = f"{call.name} took more than {deadline:g} s"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one of the two places: a tool run on the model's arguments
-            if not limit.expired():
-                kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
-                return self._error(sample, f"{kind}{error}")
-        late = f"{call.name} took more than {deadline:g} s"
+            kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
+            return self._error(sample, f"{kind}{error}")
         if self.on_timeout == "mask":
             sample.fail(f"the tool {late}", "env/timeout")
         return self._error(sample, late)
@@ -193,7 +193,7 @@ class ToolMDPEnv(BaseMDPEnv):
     def _shown(self, result: Any) -> str:
         """A result as a text that every tokenizer takes: short, and without halves of characters."""
         if not isinstance(result, str):
-            result = "no result" if result is None else json.dumps(result, ensure_ascii=False, default=str)
+            result = "no result" if result is None else _JSON.encode(result)
         return result[: self.max_reply_chars].encode(errors="replace").decode()
 
     def _error(self, sample: SampleState, text: str) -> str:
