@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -151,8 +150,12 @@ class TokenSpan:
 
 def count_turns(spans: Sequence[TokenSpan]) -> int:
     """How often the policy spoke: a turn that several versions of the weights wrote is still one."""
-    authors = ["context", *(span.author for span in spans)]
-    return sum(before != "policy" and author == "policy" for before, author in pairwise(authors))
+    turns, speaking = 0, False
+    for span in spans:
+        speaks = span.author == "policy"
+        turns += speaks and not speaking
+        speaking = speaks
+    return turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -17,6 +18,15 @@ from rl4llm.data.render import Renderer
 
 T = TypeVar("T")
 NO_VERSION = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """How far a sample's token record goes, and what was sampled at its end."""
+
+    messages: int = 0
+    sampled: list[Completion] = field(default_factory=list)
+    kept_by_env: bool = False
 
 
 class PolicyLLM:
@@ -34,9 +44,7 @@ class PolicyLLM:
         self._identity = (seed, step)
         self._samples: list[SampleState] = []
         self._by_prompt: defaultdict[str, list[SampleState]] = defaultdict(list)
-        self._recorded: dict[str, int] = {}  # messages of a session that the token record covers
-        self._sampled: dict[str, list[Completion]] = {}  # what was sampled at the session's present end
-        self._kept_by_env: set[str] = set()  # sessions whose token records the environment keeps
+        self._records: dict[str, _Record] = {}  # by session
 
     def begin(self, samples: Sequence[SampleState]) -> None:
         """Announce the samples of a rollout, so that conversations passed to `generate` can be recognised."""
@@ -46,13 +54,12 @@ class PolicyLLM:
             self._by_prompt[sample.prompt_id].append(sample)
             role = f"/{sample.role}" if sample.role else ""
             sample.session = f"{self._identity[1]}/{sample.prompt_id}{role}/{sample.index}"
-            self._recorded[sample.session] = 0
-            self._sampled[sample.session] = []
+            self._records[sample.session] = _Record()
 
     def end(self) -> None:
         """Complete the token records and let the engine drop its caches."""
         for sample in self._samples:
-            if sample.failure is None and sample.session not in self._kept_by_env:
+            if sample.failure is None and not self._records[sample.session].kept_by_env:
                 self._record_sampled(sample)
         self.run(self._close_all())
 
@@ -87,7 +94,7 @@ class PolicyLLM:
         `draw` tells this completion from all others of the sample: with the sample it decides the random numbers, whatever
         else was asked for before. Nothing is appended anywhere; a sample whose completion the engine gave up is failed.
         """
-        self._kept_by_env.add(sample.session)
+        self._records[sample.session].kept_by_env = True
         return await self._ask(sample, token_ids, sampling_params.replace(**sample.sampling), draw)
 
     @property
@@ -134,10 +141,10 @@ class PolicyLLM:
         if len(prompt_ids) >= self._client.context_length:
             sample.finish("context")
             return Completion("", (), (), "abort", await self._client.version())
-        draw = len(self._sampled[sample.session])  # several draws at one point are different draws
-        completion = await self._ask(sample, prompt_ids, params, (count_turns(sample.spans), draw))
+        sampled = self._records[sample.session].sampled  # several draws at one point are different draws
+        completion = await self._ask(sample, prompt_ids, params, (count_turns(sample.spans), len(sampled)))
         if completion.finish_reason != "abort":
-            self._sampled[sample.session].append(completion)
+            sampled.append(completion)
         return completion
 
     async def _ask(
@@ -165,47 +172,41 @@ class PolicyLLM:
 
     def _record_context(self, sample: SampleState) -> None:
         """Append the tokens of the messages since the last recorded one, up to the next generation prompt."""
-        if self._recorded[sample.session] < len(sample.messages):
-            self._append_context(sample, len(sample.messages))
+        record = self._records[sample.session]
+        if record.messages < len(sample.messages):
+            self._append_context(sample, record, len(sample.messages))
         elif sample.messages[-1].role == "assistant":
             raise EnvError(f"Prompt {sample.prompt_id!r}: two turns of the policy in a row, with no message between them.")
 
-    def _append_context(self, sample: SampleState, end: int) -> None:
+    def _append_context(self, sample: SampleState, record: _Record, end: int) -> None:
         """The tokens of the unrecorded messages before `end`, and of the generation prompt behind them."""
-        start = self._recorded[sample.session]
-        earlier, new = sample.messages[:start], sample.messages[start:end]
+        earlier, new = sample.messages[: record.messages], sample.messages[record.messages : end]
         if sample.spans:
             token_ids = self._renderer.following(new, ended=self._ended(sample), messages=earlier)
         else:
             token_ids = self._renderer.first(new)
         sample.spans.append(TokenSpan.context(token_ids))
-        self._recorded[sample.session] = end
-        self._sampled[sample.session] = []
+        record.messages, record.sampled = end, []
 
     def _record_sampled(self, sample: SampleState) -> None:
         """Append the tokens of each assistant message that is not recorded yet."""
-        while (turn := self._next_assistant(sample)) is not None:
-            if turn > self._recorded[sample.session]:
-                self._append_context(sample, turn)
+        record = self._records[sample.session]
+        while (turn := _next_assistant(sample, record)) is not None:
+            if turn > record.messages:
+                self._append_context(sample, record, turn)
             content = sample.messages[turn].content
             completion = self._find(sample, content)
             if completion is None:
                 sample.spans.append(TokenSpan.context(self._renderer.encode(content)))
             else:
                 sample.spans.extend(TokenSpan.policy(completion))
-            self._recorded[sample.session] = turn + 1
-            self._sampled[sample.session] = []
-
-    def _next_assistant(self, sample: SampleState) -> int | None:
-        start = max(self._recorded[sample.session], sample.init_msg_size)
-        turns = range(start, len(sample.messages))
-        return next((turn for turn in turns if sample.messages[turn].role == "assistant"), None)
+            record.messages, record.sampled = turn + 1, []
 
     def _find(self, sample: SampleState, content: str) -> Completion | None:
         """The completion with this text that was sampled at this sample's present end, its own before a sibling's."""
         siblings = (other for other in self._by_prompt[sample.prompt_id] if other is not sample)
-        own = self._sampled[sample.session]
-        theirs = (self._sampled[other.session] for other in siblings if other.spans == sample.spans)
+        own = self._records[sample.session].sampled
+        theirs = (self._records[other.session].sampled for other in siblings if other.spans == sample.spans)
         for completion in chain(own, chain.from_iterable(theirs)):  # others' records are compared only if it is not its own
             if content.strip() in (completion.text.strip(), self._renderer.content(completion.text).strip()):
                 return completion
@@ -221,3 +222,10 @@ class PolicyLLM:
     async def _close_all(self) -> None:
         for sample in self._samples:
             await self.close(sample)
+
+
+def _next_assistant(sample: SampleState, record: _Record) -> int | None:
+    for turn in range(max(record.messages, sample.init_msg_size), len(sample.messages)):
+        if sample.messages[turn].role == "assistant":
+            return turn
+    return None

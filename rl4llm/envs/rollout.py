@@ -197,12 +197,14 @@ class Rollout:
     def seats(self, attempt: Attempt, step: int) -> list[SampleState]:
         """The samples of one episode, one for each role that the policy plays."""
         columns = dict(self.env.dataset[attempt.row])
+        columns["messages"] = task = messages_of(columns["messages"])
         openings = self.env.openings(columns)
-        task = messages_of(columns.pop("messages"))
+        del columns["messages"]
         prompt_id, ground_truth = str(columns.pop("prompt_id", attempt.row)), columns.pop("ground_truth")
         prompt_id = f"{self.part}/{prompt_id}" if self.part else prompt_id
-        seed = derive_seed(self._seed, step, prompt_id, attempt.index)
-        episode = EpisodeState(task, seed) if any(openings) else None
+        episode = None
+        if any(openings):
+            episode = EpisodeState(task, derive_seed(self._seed, step, prompt_id, attempt.index))
 
         def seat(role: str, messages: list[ChatMessage]) -> SampleState:
             shared = {} if episode is None else {"role": role, "transcript": episode.said}
