@@ -29,8 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
 def train(config: Any, arguments: argparse.Namespace, command: str) -> int:
     """Train, or go on; told to stop, it saves and says by which `command` it is resumed."""
     from rl4llm.build import build_trainer
+    from rl4llm.core.garbage import set_aside_what_stays
 
     with build_trainer(config, force=arguments.force) as trainer:
+        set_aside_what_stays()
         trainer.train()
         trainer.ranks.wait()
         trainer.ranks.close()

@@ -31,6 +31,7 @@ from episodes_task import SYSTEM, TURNS, increment, question, scored
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.garbage import set_aside_what_stays
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
@@ -140,6 +141,7 @@ def alone(options: argparse.Namespace) -> None:
         env = environment(tokenizer, episodes)
         engine = MockEngine(tokenizer, len(env.dataset))
         play(engine, environment(tokenizer, 32))  # warm
+        set_aside_what_stays()  # as `rl4llm train` does before its first step
         results = [play(engine, env) for _ in range(runs)]
         grown = max(result["grown_bytes"] for result in results)
         print(f"{episodes:,} episodes at once, one core: {rates(results)}; peak above the idle process {grown >> 20} MiB")
