@@ -3,6 +3,7 @@
 import copy
 import os
 import resource
+import signal
 from contextlib import contextmanager
 
 import pytest
@@ -24,6 +25,12 @@ LONGEST = (
     "test_launchers", "test_training", "test_launch_ranks", "test_quickstart", "test_ranks", "test_remote_training",
     "test_abuse",
 )  # fmt: skip
+
+
+def pytest_configure():
+    """Ctrl-C is Ctrl-C also where a shell started the tests in the background, and has all that they start ignore it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
