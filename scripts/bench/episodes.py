@@ -20,14 +20,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 from episodes_server import serve, texts
-from episodes_task import SYSTEM, TURNS, increment, question, scored
+from episodes_task import SYSTEM, TURNS, increment, plain_tool, question, scored
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseRewardFunction
@@ -93,10 +93,10 @@ def tokenizer_of_the_task() -> Any:
     return build_tokenizer([SYSTEM, question(123), *texts(123)] * 4, vocab_size=400)
 
 
-def environment(tokenizer: Any, episodes: int) -> ToolMDPEnv:
+def environment(tokenizer: Any, episodes: int, tool: Callable[..., Any] = increment) -> ToolMDPEnv:
     """So many episodes of prompts that all differ, in groups that share one."""
     rows = [row(number) for number in range(max(1, episodes // GROUP))]
-    return ToolMDPEnv(rows, tokenizer, [SaysTheSum()], len(rows), min(GROUP, episodes), tools=[increment])
+    return ToolMDPEnv(rows, tokenizer, [SaysTheSum()], len(rows), min(GROUP, episodes), tools=[tool])
 
 
 def row(number: int) -> dict[str, Any]:
@@ -137,14 +137,16 @@ def alone(options: argparse.Namespace) -> None:
     """Episodes a second on one core, the engine in this process, and the memory of many at once."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     tokenizer = tokenizer_of_the_task()
-    for episodes, runs in ((AT_ONCE, options.runs), (options.concurrent, 1)):
-        env = environment(tokenizer, episodes)
+    kinds = [("an async tool", AT_ONCE, options.runs, increment), ("a plain tool", AT_ONCE, options.runs, plain_tool())]
+    for kind, episodes, runs, tool in [*kinds, ("an async tool", options.concurrent, 1, increment)]:
+        env = environment(tokenizer, episodes, tool)
         engine = MockEngine(tokenizer, len(env.dataset))
-        play(engine, environment(tokenizer, 32))  # warm
+        play(engine, environment(tokenizer, 32, tool))  # warm
         set_aside_what_stays()  # as `rl4llm train` does before its first step
         results = [play(engine, env) for _ in range(runs)]
         grown = max(result["grown_bytes"] for result in results)
-        print(f"{episodes:,} episodes at once, one core: {rates(results)}; peak above the idle process {grown >> 20} MiB")
+        what = f"{episodes:,} episodes at once with {kind}, one core"
+        print(f"{what}: {rates(results)}; peak above the idle process {grown >> 20} MiB")
 
 
 def rates(results: Sequence[dict[str, float]]) -> str:

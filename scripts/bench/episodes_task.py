@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 SYSTEM = "Answer the question. Call the tool for every step of it."
 TURNS = 3
 
@@ -36,3 +38,17 @@ async def increment(number: int) -> int:
         number: to which one is added.
     """
     return number + 1
+
+
+def plain_tool() -> Callable[[int], int]:
+    """The same tool as a function that is not async."""
+
+    def increment(number: int) -> int:
+        """Add one.
+
+        Args:
+            number: to which one is added.
+        """
+        return number + 1
+
+    return increment
