@@ -159,8 +159,8 @@ class ChatTemplate:
         for name in self._args:
             if name in given:
                 raise ConfigError(
-                    f"template_args: {name!r} is not accepted: apply_chat_template takes it for itself. Accepted: variables of "
-                    "the template, such as enable_thinking."
+                    f"template_args: {name!r} is not accepted: apply_chat_template takes it for itself. Accepted: variables "
+                    "of the template, such as enable_thinking."
                 )
         return self._args
 
