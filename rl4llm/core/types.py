@@ -29,7 +29,7 @@ class ChatMessage:
 
     role: str
     content: str
-    tool_calls: tuple[Mapping[str, Any], ...] | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)  # mappings have no hash
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from rl4llm.core.types import ROLES, ChatMessage
 from rl4llm.data.template import ChatTemplate, Shape, alike, objection, opening, opening_objection
 
 _MAX_EXPANSION = 11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
+_KEPT = 512  # follow-ups whose tokens are kept
 
 
 class _Way(NamedTuple):
@@ -74,6 +76,8 @@ class Renderer:
         self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
         self._opened = _open_thought(self._template.generation_prompt(system=self._systems[0]))
         self.stop_token_ids = self._stop_token_ids()
+        # The same follow-up behind any answer is the same tokens, and those of a group are often alike.
+        self._behind_any = lru_cache(_KEPT)(lambda template, new: self._behind(template, self._base, new))
         for role in roles:
             self._way((role,))
 
@@ -95,12 +99,9 @@ class Renderer:
         shape = _shape(new_messages)
         if not shape or shape[-1] == "assistant":
             raise EnvError(f"New messages must end with one to answer; their roles are {_roles(new_messages)}.")
-        template, needs_history = self._way(shape)
-        try:
-            end, rest = template.split_end(template.after_reply(messages if needs_history else self._base, new_messages))
-        except TemplateError as error:
-            raise self._error(f"follow-ups {_roles(new_messages)}", str(error)) from error
-        return self.encode(end + rest)[1 if ended else 0 :]
+        way, new = self._way(shape), tuple(new_messages)
+        token_ids = self._behind(way.template, messages, new) if way.needs_history else self._behind_any(way.template, new)
+        return list(token_ids[1:] if ended else token_ids)
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
         """Whether a completion ended its turn itself: a token limit or a stop string leaves it open."""
@@ -140,6 +141,15 @@ class Renderer:
             return None
         count = len(self.first(messages))
         return count if count > limit else None
+
+    def _behind(
+        self, template: ChatTemplate, history: Sequence[ChatMessage], new: tuple[ChatMessage, ...]
+    ) -> tuple[int, ...]:
+        """The tokens behind an answer, from its end on."""
+        try:
+            return tuple(self.encode("".join(template.split_end(template.after_reply(history, new)))))
+        except TemplateError as error:
+            raise self._error(f"follow-ups {_roles(new)}", str(error)) from error
 
     def _calling_text(self, history: Sequence[ChatMessage], message: ChatMessage) -> str:
         prompt, whole = self._text(history), self._template.text([*history, message], prompt=False).rstrip()

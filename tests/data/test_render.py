@@ -334,6 +334,36 @@ def test_the_generation_prompt_of_a_template_argument_comes_with_every_turn(toke
     assert renderer.content("85") == "85"
 
 
+def test_equal_follow_ups_are_rendered_once_and_what_one_caller_does_with_the_tokens_is_its_own_affair(
+    tokenizers, monkeypatch
+):
+    renderer, rendered = Renderer(tokenizers["chatml_tools"], tools=TOOLS), []
+    after_reply = ChatTemplate.after_reply
+
+    def watched(template, history, new, **how):
+        rendered.append(tuple(new))
+        return after_reply(template, history, new, **how)
+
+    monkeypatch.setattr(ChatTemplate, "after_reply", watched)
+    first = renderer.following([ChatMessage("tool", "85")], ended=False)
+    kept = list(first)
+    first.clear()
+    assert renderer.following([ChatMessage("tool", "85")], ended=False) == kept
+    assert renderer.following([ChatMessage("tool", "85")], ended=True) == kept[1:]
+    others = [ChatMessage("tool", "86")], [ChatMessage("user", "85")], [ChatMessage("tool", "85")] * 2
+    found = {tuple(renderer.following(new, ended=False)) for new in others} | {tuple(kept)}
+    assert len(found) == 4
+    real = [new for new in rendered if new and "Probe" not in new[0].content]
+    assert real == [(ChatMessage("tool", "85"),), *map(tuple, others)]
+
+
+def test_messages_that_differ_in_their_calls_alone_are_told_apart(tokenizers):
+    renderer = Renderer(tokenizers["chatml_tools"], tools=TOOLS)
+    called = [ChatMessage("assistant", "", (call,)) for call in (CALL, {"function": {"name": "other", "arguments": {}}})]
+    found = [renderer.following([ChatMessage("user", "x"), call, ChatMessage("tool", "85")], ended=False) for call in called]
+    assert found[0] != found[1] and hash(called[0]) == hash(called[1])
+
+
 def test_white_space_that_a_special_token_swallows_is_swallowed_between_turns_too(tokenizers):
     tokenizer = tokenizers["swallowed_newline"]
     delta = Renderer(tokenizer).following([ChatMessage("user", "x")], ended=True)
