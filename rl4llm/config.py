@@ -150,6 +150,21 @@ class OutputConfig:
 
 
 @dataclass
+class LaunchConfig:
+    """The processes of a run, for `rl4llm launch`; other commands need none of it."""
+
+    nodes: int = 1  # machines that train
+    nproc: int = 1  # processes on each of them, one per GPU
+    gpu: str | None = None  # their type, as the engine of --on names it, such as H100
+    servers: int = 0  # inference servers to start; 0: those of inference.url are there, or the engine is embedded
+    server_gpus: int = 1  # of each server; 0 starts it with --cpu
+    server_gpu: str | None = None  # null: gpu
+    server_flags: list[str] = field(default_factory=list)  # the server's own
+    router: bool = False  # sglang-router in front of the servers
+    env_hosts: int = 0  # hosts of environments to start; 0: those of env.remote are there, or the trainer plays them
+
+
+@dataclass
 class Config:
     """Everything a run needs."""
 
@@ -171,6 +186,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     max_steps: int = 100
     seed: int = 42
     deterministic: bool = False  # the same steps bit for bit, also after a resume
@@ -367,6 +383,11 @@ AT_LEAST = {
     "eval.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "launch.nodes": 1,
+    "launch.nproc": 1,
+    "launch.servers": 0,
+    "launch.server_gpus": 0,
+    "launch.env_hosts": 0,
     "max_steps": 0,
 }
 AT_MOST = {"rollout.top_p": 1, "rollout.max_failed_share": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import Registry
 from rl4llm.core.run_dir import RunDir
+from rl4llm.inference.command import KEY_VARIABLE
 from rl4llm.inference.fleet import FleetClient
 from rl4llm.inference.local import LocalClient
 from rl4llm.inference.server import ServerClient
@@ -72,6 +74,7 @@ def build_client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
         return with_options("inference", engine, options, model, tokenizer, deterministic=config.deterministic)
     cohost, router, urls = options.pop("cohost", False), options.pop("router", None), server_urls(config)
     options.pop("url", None)
+    options.setdefault("api_key", os.environ.get(KEY_VARIABLE))
     text = model.config.get_text_config()
     options.setdefault("context_length", text.max_position_embeddings)
     vocab_size = model.get_input_embeddings().num_embeddings

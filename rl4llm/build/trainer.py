@@ -71,7 +71,7 @@ register_reward("llm_judge")(LLMJudge)
 T = TypeVar("T")
 MAY_CHANGE = (
     "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
-    "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote",
+    "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote", "launch.",
 )  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
 

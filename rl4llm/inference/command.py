@@ -13,6 +13,8 @@ from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.inference.ports import free_port, is_loopback
 
 SERVERS = Path(__file__).parent / "servers"
+KEY_VARIABLE = "RL4LLM_SERVER_KEY"
+"""Holds the key that servers ask for where other machines reach them, and that clients show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,12 @@ ENGINES: Mapping[str, Engine] = {
         usual_port=30100,
         environment_of="sglang",
         keys=("--api-key",),
-        flags={"--policy": "round_robin"},  # its own default sends all that begins with the same system prompt to one server
+        flags={
+            "--policy": "round_robin",  # its own default sends all that begins with the same system prompt to one server
+            "--health-check-interval-secs": "2",  # its own of a minute is how long a server that is added would idle
+            "--health-success-threshold": "1",
+            "--worker-startup-check-interval": "2",
+        },
         cpu_script="sglang_router_cpu.py",
     ),
     "vllm": Engine(
@@ -114,6 +121,7 @@ def server_command(
     program = _program(kind.environment_of or engine, python)
     _check_model(flags)
     host, port, flags = _address(kind, list(flags))
+    flags += _key(kind, host, flags)
     _refuse_open_door(engine, kind, host, flags)
     flags += _missing(kind.flags | (_cpu_flags(kind, flags) if cpu else {}), flags)
     start = [str(SERVERS / kind.cpu_script)] if cpu and kind.cpu_script else ["-m", *kind.module]
@@ -203,6 +211,14 @@ def _cpu_flags(kind: Engine, flags: Sequence[str]) -> Mapping[str, str | None]:
     return {**kind.cpu_flags, "--lora-backend": "torch_native"} if adapters else kind.cpu_flags
 
 
+def _key(kind: Engine, host: str, flags: Sequence[str]) -> list[str]:
+    """The flags for the key of the environment, where one is needed and none is given."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if is_loopback(host) or not kind.keys or not key or any(_given(name, flags) for name in kind.keys):
+        return []
+    return [kind.keys[0], key]
+
+
 def _refuse_open_door(engine: str, kind: Engine, host: str, flags: Sequence[str]) -> None:
     """Who reaches a server's port can replace its weights, so a port that others reach needs a key."""
     if is_loopback(host):
@@ -214,8 +230,8 @@ def _refuse_open_door(engine: str, kind: Engine, host: str, flags: Sequence[str]
         )
     if not any(_taken_out(name, flags)[0] for name in kind.keys):
         raise ConfigError(
-            f"--host {host} without a key is not accepted: whoever reaches the port could replace the weights. Next: add "
-            f"{kind.keys[0]} KEY, or keep 127.0.0.1."
+            f"--host {host} without a key is not accepted: whoever reaches the port could replace the weights. Next: set "
+            f"{KEY_VARIABLE}, here and for the trainer, or add {kind.keys[0]} KEY, or keep 127.0.0.1."
         )
     workers, _ = _taken_out("--tokenizer-worker-num", flags)
     if workers not in (None, "1"):

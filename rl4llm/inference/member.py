@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 OVER_SHARE = 1.25  # conversations that a server may have, relative to its share
 GROUP_SLACK = 8  # and beyond that, so that a group is not split for the sake of a few rows
-REST = Retry(first_wait_s=1.0, longest_wait_s=10.0)
+REST = Retry(first_wait_s=1.0, longest_wait_s=3.0)  # a server that is added, or back, serves within seconds
 
 
 class StaleReplyError(UnreachableError):
@@ -38,7 +38,7 @@ class Patience:
     """
 
     failures_in_a_row: int = 3
-    check_every_s: float = 5.0
+    check_every_s: float = 3.0
     check_deadline_s: float = 30.0
     rest: Retry = REST
     warn_every_s: float = 10.0

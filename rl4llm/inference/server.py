@@ -79,7 +79,7 @@ class ServerClient(BaseClient):
         admin_deadline_s: for loading weights and other requests of the operator.
         attempts: how often a request is tried that failed in a way that may pass.
         visible_within_s: how long files that the trainer wrote may take to show on the server's machine.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; a run takes RL4LLM_SERVER_KEY where its configuration has none.
     """
 
     URL_VARIABLE: ClassVar[str]

