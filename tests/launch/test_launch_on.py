@@ -243,7 +243,7 @@ def test_kubernetes_schemas_hold_and_pods_have_the_names_that_others_know(writte
 @pytest.mark.parametrize(
     ("engine", "options", "message"),
     [
-        ("slum", [], "--on 'slum' is unknown. Known: .*Did you mean 'slurm'"),
+        ("slum", [], "--on='slum' is unknown. Known: .*Did you mean 'slurm'"),
         ("slurm", ["nodes=4"], "--option nodes is not accepted"),
         ("slurm", ["Bad_Name=4"], "--option Bad_Name is not accepted"),
         ("slurm", ["partition"], "--option 'partition' is not accepted: KEY=VALUE"),
