@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -65,8 +66,9 @@ def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> I
     thread = threading.Thread(target=watch, name="watched builds", daemon=True)
     thread.start()
     try:
-        _wait_for_builders(root)
-        yield
+        with _interruptible():
+            _wait_for_builders(root)
+            yield
     except KeyboardInterrupt:
         if not late.is_set():
             raise
@@ -77,6 +79,19 @@ def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> I
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Processes of a shell's background jobs ignore Ctrl-C, and with it the watch's `interrupt_main`: not in here."""
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _wait_for_builders(root: Path) -> None:
