@@ -18,7 +18,8 @@ def test_the_table_has_every_reward_with_its_first_sentence():
     assert rows == [(name, _first_sentence(REWARDS[name])) for name in ours]
 
 
-def test_the_rewards_of_its_code_hold_and_score():
+def test_the_rewards_of_its_code_hold_and_score(monkeypatch):
+    monkeypatch.setattr(REWARDS, "_items", dict(REWARDS._items))  # what the page registers is gone afterwards
     scope = {}
     exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], scope)
     rewards = [as_reward_function(reward) for reward in scope["rewards"]]
