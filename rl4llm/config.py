@@ -138,8 +138,10 @@ class CheckpointConfig:
 @dataclass
 class TrackingConfig:
     tensorboard: bool = True
-    wandb: bool = False
-    wandb_project: str = "rl4llm"
+    wandb: bool = False  # WANDB_MODE=offline keeps it in files that `wandb sync` uploads
+    mlflow: bool = False  # where MLFLOW_TRACKING_URI says, else in mlflow.db of the working directory
+    trackio: bool = False  # on this machine, for `trackio show`
+    project: str = "rl4llm"  # of W&B and Trackio, and the experiment of MLflow
     episodes_every: int = 1  # steps; 0 stores none
     episodes_per_step: int = 64
 
@@ -147,6 +149,7 @@ class TrackingConfig:
 @dataclass
 class OutputConfig:
     dir: str = "runs/rl4llm"
+    console: str = "auto"  # plain: no panel; quiet: warnings only; verbose: a line with more numbers for each step
 
 
 @dataclass
@@ -346,6 +349,7 @@ PART_KEYS: dict[str, tuple[str, ...]] = {
 """What a part of a run may have of its own: whole sections, or these keys of them."""
 
 CHOICES = {
+    "output.console": ("auto", "plain", "quiet", "verbose"),
     "model.dtype": ("float32", "bfloat16"),
     "model.autocast": ("none", "bfloat16"),
     "training.schedule": ("constant", "linear", "cosine"),

@@ -18,7 +18,7 @@ from rl4llm.core.checkpoint import Checkpoint, latest_checkpoint, read_checkpoin
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.run_dir import RunDir, replace_directory
 from rl4llm.tracking.jsonl import read_jsonl
-from rl4llm.tracking.wandb import HIDDEN, redacted
+from rl4llm.tracking.redact import HIDDEN, redacted
 
 DIRECTORY = re.compile(r"""(?:^|(?<=[\s'"=]))[/~][^\s'"<>]*/""")  # of a path that begins at the root, or at home
 TOLD = ("accuracy", "reward/mean", "loss", "completion_length/mean", "turns")  # of an evaluation

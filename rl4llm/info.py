@@ -22,7 +22,10 @@ from rl4llm.core.registry import Registry
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import REWARDS
 
-PACKAGES = ("torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "wandb", "peft")
+PACKAGES = (
+    "torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "peft", "wandb",
+    "mlflow-skinny", "trackio",
+)  # fmt: skip
 
 
 def tables(topic: str | None = None) -> Iterator[Table]:

@@ -19,7 +19,10 @@ LAYERS = {  # a file may import from its own layer's folder and from lower layer
     "tracking": 2,
     "trainers": 3,
 }
-HEAVY = {"deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium", "openenv"}
+HEAVY = {
+    "deepspeed", "sglang", "vllm", "wandb", "mlflow", "trackio", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium",
+    "openenv",
+}  # fmt: skip
 
 
 def imports(path):

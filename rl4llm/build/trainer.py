@@ -59,7 +59,9 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.judge import LLMJudge
 from rl4llm.rewards import Scale, as_reward_function, check_examples, register_reward, weighted_sum
 from rl4llm.sandbox import Sandbox
+from rl4llm.tracking.redact import redacted
 from rl4llm.tracking.run import RunTracker
+from rl4llm.tracking.tracker import check_installed
 from rl4llm.trainers.dataset import DatasetTrainer
 from rl4llm.trainers.prepare import Batching, Preparation
 from rl4llm.trainers.rl import Inference, RLTrainer
@@ -135,6 +137,7 @@ def _check_names(config: Config) -> None:
         if not part.env.get("remote"):  # hosts know others
             in_part(name, ENVIRONMENTS.__getitem__, part.env["name"])
     check_sync(config)
+    check_installed(_trackers(config))
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)
 
@@ -495,10 +498,15 @@ def _tracker(config: Config, run: RunDir) -> RunTracker:
     return RunTracker(
         run,
         total_steps=config.max_steps,
-        tensorboard=tracking.tensorboard,
-        wandb_project=tracking.wandb_project if tracking.wandb else None,
+        trackers=_trackers(config),
+        project=tracking.project,
         episodes_every=tracking.episodes_every,
         episodes_per_step=tracking.episodes_per_step,
-        config=flatten(config),
+        config=flatten(redacted(config)),  # once keys are dotted, which variables are of a command is lost
         ranks=all_ranks(config),
+        console=config.output.console,
     )
+
+
+def _trackers(config: Config) -> list[str]:
+    return [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if getattr(config.tracking, name)]

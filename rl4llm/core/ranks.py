@@ -29,6 +29,7 @@ class Ranks:
 
     rank = 0
     size = 1
+    waits = False  # for the others, in one of these methods
 
     @property
     def is_first(self) -> bool:
@@ -117,10 +118,13 @@ class DistributedRanks(Ranks):
         return {name: merged[name] for name in (*metrics, *(name for name in merged if name not in metrics))}
 
     def _speak(self, call: Any, *args: Any) -> None:
+        self.waits = True
         try:
             call(*args)
         except RuntimeError as error:
             raise self._lost(error) from error
+        finally:
+            self.waits = False
 
     def _lost(self, error: RuntimeError) -> RanksError:
         return RanksError(

@@ -1,7 +1,7 @@
 """The output directory of a run: its layout, its one owner, and writing into it so that nothing is ever half there.
 
-    config.yaml  run.json  metrics.jsonl  eval.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/  weights/
-    model/ (the trained model, when the run is done)  failed/ (steps that could not be taken)  .lock
+    config.yaml  run.json  metrics.jsonl  eval.jsonl  alerts.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/
+    weights/  model/ (the trained model, when the run is done)  failed/ (steps that could not be taken)  .lock
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class RunDir:
         self.run_file = self.path / "run.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.eval_file = self.path / "eval.jsonl"
+        self.alerts_file = self.path / "alerts.jsonl"
         self.curve_file = self.path / "learning_curve.png"
         self.episodes_dir = self.path / "episodes"
         self.tensorboard_dir = self.path / "tensorboard"

@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import DataError
-from rl4llm.core.types import Group, TokenSpan, Trajectory, count_turns
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory, count_turns
 from rl4llm.tracking.jsonl import read_jsonl
 from rl4llm.tracking.tokens import DIGITS, SpanNote, TrainedTokens
 
@@ -90,6 +90,34 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
     if not files or not files[0].exists():
         raise DataError(f"{path} holds no episodes. Accepted: an episodes directory of a run, or a .jsonl file in it.")
     return [row for file in files for row in read_jsonl(file)]
+
+
+def told(groups: Sequence[Group], most: int = 8, longest: int = 4000) -> list[dict[str, str | float]]:
+    """A few episodes in words, for a table: prompt, completion, reward and stop reason; long texts in part."""
+    return [
+        {
+            "prompt": _in_words(trajectory.messages[: _first_word(trajectory)], longest),
+            "completion": _in_words(trajectory.messages[_first_word(trajectory) :], longest),
+            "reward": trajectory.reward,
+            "stop_reason": trajectory.stop_reason,
+        }
+        for trajectory in islice((one for group in groups for one in group.trajectories), most)
+    ]
+
+
+def _first_word(trajectory: Trajectory) -> int:
+    """Where the policy begins to speak; a prompt may hold answers of an assistant too."""
+    answers = [number for number, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    turns = min(trajectory.num_turns, len(answers))
+    return answers[-turns] if turns else len(trajectory.messages)
+
+
+def _in_words(messages: Sequence[ChatMessage], longest: int) -> str:
+    text = "\n".join(
+        f"{message.role}: {message.content or ''}{json.dumps(message.tool_calls) if message.tool_calls else ''}"
+        for message in messages
+    )
+    return text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest:,} more characters)"
 
 
 def _short_first(row: Mapping[str, Any]) -> dict[str, Any]:

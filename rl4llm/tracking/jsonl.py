@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import DataError
+from rl4llm.tracking.tracker import Tracker
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Appends ``{"step": 12, "reward/mean": 0.5, ...}``; a number that is not finite becomes null.
 
     `resume_step` is the step that training goes on from (-1: from the start): later lines and a torn last one are cut off
@@ -29,8 +30,10 @@ class JsonlTracker:
         return self.path.name
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line; when it does not fit on the disk (OSError), no part of it stays in the file."""
-        row = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        self.append({"step": step, **{name: _finite(value) for name, value in metrics.items()}})
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append any row with a step; when it does not fit on the disk (OSError), no part of it stays in the file."""
         line = memoryview(json.dumps(row).encode() + b"\n")
         try:
             written = 0

@@ -23,13 +23,20 @@ class Progress:
     evaluated_step: int = 0
     accuracy: float | None = None
     first_accuracy: float | None = None
+    first_step: int = 0  # at which that was measured
+    alerts: dict[str, int] = field(default_factory=dict)  # by name, the step in which each began
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _last: float | None = None
     _started: float | None = None
+    _phase_started: float | None = None
 
     def start(self) -> None:
         """The clock runs from here."""
         self._started = self._last = self.now()
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self.phase, self._phase_started = phase, self.now()
 
     def take_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is finished."""
@@ -43,7 +50,7 @@ class Progress:
         """The held-out set was measured."""
         self.evaluated_step, self.accuracy = step, metrics.get("accuracy")
         if self.first_accuracy is None:
-            self.first_accuracy = self.accuracy
+            self.first_accuracy, self.first_step = self.accuracy, step
 
     @property
     def share(self) -> float:
@@ -54,6 +61,11 @@ class Progress:
     def seconds(self) -> float:
         """Since the start of this process's part of the run."""
         return 0.0 if self._started is None else self.now() - self._started
+
+    @property
+    def phase_seconds(self) -> float:
+        """Since the phase began."""
+        return 0.0 if self._phase_started is None else self.now() - self._phase_started
 
     @property
     def seconds_left(self) -> float | None:
@@ -76,10 +88,24 @@ class Progress:
         ]
         return [(label, text) for label, text in facts if text is not None]
 
+    def details(self) -> list[tuple[str, str]]:
+        """More numbers, and the seconds of each phase."""
+        metrics = self.metrics
+        names = {
+            "loss": "loss", "grad norm": "grad_norm", "lr": "lr", "kl": "kl", "clipped": "clip_fraction",
+            "entropy": "entropy" if "entropy" in metrics else "surprise", "mismatch": "mismatch/mean",
+            "truncated": "truncated", "no spread": "groups/zero_spread", "memory GB": "resources/rss_gb",
+        }  # fmt: skip
+        if "reward/mean" not in metrics:
+            del names["loss"]  # is among the facts
+        shown = [(label, f"{metrics[name]:.3g}") for label, name in names.items() if metrics.get(name) is not None]
+        times = [(name[5:], f"{value:.1f} s") for name, value in metrics.items() if name.startswith("time/")]
+        return shown + times
+
     def _held_out(self) -> str | None:
         if self.accuracy is None:
             return None
-        first = "" if self.evaluated_step == 0 or self.first_accuracy is None else f", from {self.first_accuracy:.1%}"
+        first = "" if self.evaluated_step == self.first_step else f", from {self.first_accuracy:.1%}"
         return f"{self.accuracy:.1%} (step {self.evaluated_step}{first})"
 
 

@@ -5,27 +5,37 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import Group
+from rl4llm.tracking.alerts import Alerts
 from rl4llm.tracking.clock import Clock
-from rl4llm.tracking.console import Console
+from rl4llm.tracking.console import Console, Mode
 from rl4llm.tracking.curve import plot_learning_curve
-from rl4llm.tracking.episodes import EpisodeLog
+from rl4llm.tracking.deferred import Deferred
+from rl4llm.tracking.episodes import EpisodeLog, told
 from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
+from rl4llm.tracking.mlflow import MlflowTracker
 from rl4llm.tracking.resources import Resources
 from rl4llm.tracking.summary import Episode, Failure, facts, faults, summarize_facts
 from rl4llm.tracking.tensorboard import TensorBoardTracker
 from rl4llm.tracking.tokens import TrainedTokens
 from rl4llm.tracking.tracker import Tolerant, Tracker, Trackers
+from rl4llm.tracking.trackio import TrackioTracker
+from rl4llm.tracking.waiting import Waiting
 from rl4llm.tracking.wandb import WandbTracker
+
+Gathered = tuple[int, list[list[Episode]], list[Failure]]
+"""What a rank trained on or sampled: tokens, episodes by group, failures."""
 
 
 class RunTracker:
-    """Console, metrics, TensorBoard, episodes, learning curve and resources of one run, in its directory.
+    """Console, metrics, episodes, learning curve and resources of one run, in its directory, and `trackers` by name: any of
+    tensorboard, wandb, mlflow and trackio, where it is a run of `project`.
 
     `begin` opens the logs at a step: what an earlier start of the run logged after it is cut off, since those steps are
     taken again. Writing that fails is told once and never stops training.
@@ -38,43 +48,49 @@ class RunTracker:
         run: RunDir,
         *,
         total_steps: int,
-        tensorboard: bool = True,
-        wandb_project: str | None = None,
+        trackers: Sequence[str] = ("tensorboard",),
+        project: str = "rl4llm",
         episodes_every: int = 1,
         episodes_per_step: int = 0,
         config: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
+        console: Mode = "auto",
     ):
         self._ranks = ranks or Ranks()
-        self.console = Console(total_steps, quiet=not self._ranks.is_first, title=str(run.path))
+        self._waiting = Waiting(run.path, self._ranks, self._say)
+        mode = console if self._ranks.is_first else "quiet"
+        self.console = Console(total_steps, mode, title=str(run.path), waiting=self._waiting.lines)
+        self._said: set[str] = set()
+        self._unsaid: list[str] = []
         self._resources = Resources()
         self.clock = Clock(on_phase=self._show_phase, peak=self._resources.peak_gb)
         self._run = run
-        self._tensorboard = tensorboard
-        self._wandb_project = wandb_project
+        self._names = tuple(trackers)
+        self._project = project
         self._episodes_every = episodes_every
         self._episodes_per_step = episodes_per_step
         self._config = dict(config or {})
         self._tolerant = Tolerant(self.warn)
         self._trackers: Trackers | None = None
         self._evals: Trackers | None = None
+        self._alerts = Alerts()
+        self._alert_file: JsonlTracker | None = None
         self._episodes: EpisodeLog | None = None
+        self._step = self._drawn = -1
 
     def begin(self, step: int) -> None:
         """Open the logs after `step` finished steps; -1 means from the start, evaluation of step 0 included."""
         run = self._run
         first = self._ranks.is_first
-        makers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(run.metrics_file, step)] if first else []
-        if self._tensorboard and first:
-            makers.append(lambda: TensorBoardTracker(run.tensorboard_dir, step))
-        if self._wandb_project and first:
-            makers.append(lambda: WandbTracker(run.path, self._wandb_project, run.run_id, self._config, self.warn))
-        self._trackers = self._opened(makers)
-        self._evals = self._opened([lambda: JsonlTracker(run.eval_file, step)] if first else [])
+        self._trackers = self._opened(["metrics.jsonl", *self._names] if first else [], step)
+        self._evals = self._opened(["eval.jsonl"] if first else [], step)
+        if first:
+            self._open_alerts(step)
         with self._tolerant("episodes"):
             limits = self._episodes_every, self._episodes_per_step
             self._episodes = EpisodeLog(run.episodes_dir, *limits, step, self._ranks.rank)
         self.console.__enter__()
+        self._waiting.start()
         if step >= 0:
             self._recall_evaluations()
             self.console.note(f"resumed {self._run.path} after step {step}")
@@ -99,7 +115,7 @@ class RunTracker:
         phases = self.clock.lap()
         if groups or failed:
             self._store_episodes(step, groups, failed, credits=credits, trained=trained)
-        gathered = self._ranks.gather((tokens, facts(groups), faults(failed)))
+        gathered = self._gathered(tokens, groups, failed)
         if not gathered:
             return
         tokens = sum(count for count, _, _ in gathered)
@@ -111,8 +127,10 @@ class RunTracker:
             "tokens/s": tokens / max(phases.get("time/step", 0.0), 1e-9),
             **self._resources.metrics(),
         }
+        self._step = step
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
+        self._look(step, metrics)
 
     def stores_episodes(self, step: int) -> bool:
         """Whether the episodes of this step will be kept."""
@@ -125,13 +143,15 @@ class RunTracker:
     def evaluation(self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> dict[str, float]:
         """Log one measurement of the held-out set; returns its metrics, on the first rank."""
         self._store_episodes(step, groups, failed, kind="eval")
-        gathered = self._ranks.gather((0, facts(groups), faults(failed)))
+        gathered = self._gathered(0, groups, failed)
         if not gathered:
             return {}
         metrics = _summary(gathered)
         self._evals.log(step, metrics)
         self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
-        self._draw_curve()
+        if rows := told(groups):
+            self._trackers.table(step, "eval/episodes", rows)
+        self._draw_curve(step)
         self.console.evaluation(step, metrics)
         return metrics
 
@@ -143,8 +163,13 @@ class RunTracker:
         self.console.note(f"held-out at step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
     def warn(self, text: str) -> None:
-        """Tell the user something that must not be overlooked."""
-        self.console.warn(text)
+        """Tell the user something that must not be overlooked. On a terminal, which has the panel of the first rank, others
+        have that one say it when the step is over."""
+        if not self._ranks.is_first and self.console.on_terminal:
+            self._unsaid.append(text)
+        else:
+            self._said.add(text)
+            self.console.warn(text)
 
     def note(self, text: str) -> None:
         """Tell the user something worth a line."""
@@ -158,11 +183,53 @@ class RunTracker:
         """Write out what is pending, give the terminal back, and let the run's directory go."""
         with ExitStack() as stack:  # the terminal and the directory are given back whatever else goes wrong
             stack.callback(self._run.close)
+            stack.callback(self._say_what_is_left)
             stack.callback(self.console.__exit__)
+            stack.callback(self._waiting.stop)
+            if self._trackers is not None and self._ranks.is_first and self._step > self._drawn:
+                self._draw_curve(self._step)
             for trackers in filter(None, (self._trackers, self._evals)):
                 trackers.close()
-            if self._trackers is not None and self._ranks.is_first:
-                self._draw_curve()
+            if self._alert_file is not None:
+                self._alert_file.close()
+
+    def _gathered(self, tokens: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> list[Gathered]:
+        """What each rank sampled, on the first one, which then says what the others could not."""
+        unsaid, self._unsaid = self._unsaid, []
+        gathered = self._ranks.gather((tokens, facts(groups), faults(failed), unsaid))
+        for rank, (*_, texts) in enumerate(gathered):
+            for text in dict.fromkeys(texts):
+                if text not in self._said:
+                    self.console.warn(f"rank {rank}: {text}")
+        return [(count, found, failures) for count, found, failures, _ in gathered]
+
+    def _say_what_is_left(self) -> None:
+        for text in dict.fromkeys(self._unsaid):
+            self.console.warn(f"rank {self._ranks.rank}: {text}")
+
+    def _say(self, text: str) -> None:
+        if not self.console.on_terminal:
+            self.console.note(text)
+
+    def _open_alerts(self, step: int) -> None:
+        """What the steps before this start showed is known, and was told."""
+        with self._tolerant("alerts.jsonl"):
+            self._alert_file = JsonlTracker(self._run.alerts_file, step)
+        with self._tolerant("metrics.jsonl"):
+            for row in read_jsonl(self._run.metrics_file):
+                if "tokens/s" in row:  # a step, not an evaluation
+                    self._alerts.take(row["step"], row)
+        self.console.alerts(self._alerts.open)
+
+    def _look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell what is sick since this step, and what is well again."""
+        found = self._alerts.take(step, metrics)
+        self.console.alerts(self._alerts.open)
+        for alert in found:
+            (self.console.warn if alert.until is None else self.console.note)(str(alert))
+            with self._tolerant("alerts.jsonl"):
+                if self._alert_file is not None:
+                    self._alert_file.append(asdict(alert))
 
     def _recall_evaluations(self) -> None:
         """The console says how far the run has come since its first start, not since this one."""
@@ -170,17 +237,27 @@ class RunTracker:
             for row in read_jsonl(self._run.eval_file):
                 self.console.recall(row["step"], row)
 
-    def _opened(self, makers: Sequence[Callable[[], Tracker]]) -> Trackers:
+    def _opened(self, names: Sequence[str], step: int) -> Trackers:
         """The trackers that could be opened."""
+        run, own = self._run, (self._project, self._run.run_id)
+        known: dict[str, Callable[[], Tracker]] = {
+            "metrics.jsonl": lambda: JsonlTracker(run.metrics_file, step),
+            "eval.jsonl": lambda: JsonlTracker(run.eval_file, step),
+            "tensorboard": lambda: TensorBoardTracker(run.tensorboard_dir, step),
+            "wandb": lambda: WandbTracker(run.path, *own, self._config, self.warn),
+            "mlflow": lambda: Deferred("MLflow", lambda: MlflowTracker(*own, run.path.name, self._config), self.warn),
+            "trackio": lambda: TrackioTracker(*own, self._config),
+        }
         trackers: list[Tracker] = []
-        for make in makers:
-            with self._tolerant("a log"):
-                trackers.append(make())
+        for name in names:
+            with self._tolerant(name):
+                trackers.append(known[name]())
         return Trackers(trackers, self._tolerant)
 
     def _show_phase(self, phase: str) -> None:
         if phase != "step":  # all the others are inside it
             self.console.phase(phase)
+            self._waiting.phase(phase)
 
     def _store_episodes(
         self, step: int, groups: Sequence[Group], failed: Sequence[SampleState], **details: Any
@@ -189,12 +266,14 @@ class RunTracker:
             with self._tolerant("episodes"):
                 self._episodes.log(step, groups, failed, **details)
 
-    def _draw_curve(self) -> None:
+    def _draw_curve(self, step: int) -> None:
         with self._tolerant("learning curve"):
-            plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file)
+            if plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file):
+                self._trackers.picture(step, "learning_curve", self._run.curve_file)
+                self._drawn = step
 
 
-def _summary(gathered: Sequence[tuple[int, list[list[Episode]], list[Failure]]]) -> dict[str, float]:
+def _summary(gathered: Sequence[Gathered]) -> dict[str, float]:
     """Metrics of what all ranks sampled."""
     failed = [failure for _, _, failures in gathered for failure in failures]
     return summarize_facts([group for _, groups, _ in gathered for group in groups], failed)

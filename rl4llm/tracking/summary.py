@@ -31,6 +31,7 @@ class Episode:
     role: str = ""
     frozen: bool = False
     part: str = ""
+    surprise: float = 0.0  # nats, of all of the policy's tokens together
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,10 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[Failur
     truncated                    share that ran into a token limit or the end of the context
     stop/<reason>                share of each stop reason
     env/<name>                   mean of what the environment measured, over the trajectories for which it did
-    groups/zero_spread           share of groups whose rewards are all equal, which teach a group-relative algorithm nothing
+    surprise                     mean negative log-prob, in nats, of a token that the policy wrote, as the engine saw it:
+                                 where it samples at temperature 1, an estimate of the policy's entropy
+    groups/count                 how many groups have more than one trajectory, where there are any
+    groups/zero_spread           share of those whose rewards are all equal, which teach a group-relative algorithm nothing
     model_faults/<reward>/<why>  how many a reward gave 0 for more than a wrong answer, such as math/timeout
     played_again/<class>         how many were finished at the second attempt, by what had failed the first
     trajectories, failures       how many were finished, and how many failed through no fault of the policy
@@ -124,7 +128,8 @@ def _of(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         **_stops(trajectories),
         **_measured(trajectories),
         "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
-        "groups/zero_spread": statistics.fmean(_zero_spread(group) for group in groups if group),
+        "surprise": sum(one.surprise for one in trajectories) / max(1, sum(one.policy_tokens for one in trajectories)),
+        **_spread([group for group in groups if len(group) > 1]),
         **{note: float(count) for note, count in sorted(Counter(_notes(trajectories)).items())},
         "trajectories": float(len(trajectories)),
     }
@@ -170,6 +175,12 @@ def _stops(trajectories: Sequence[Episode]) -> dict[str, float]:
     return {"truncated": sum(reasons[reason] for reason in TRUNCATED) / len(trajectories), **shares}
 
 
+def _spread(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    if not groups:
+        return {}
+    return {"groups/count": float(len(groups)), "groups/zero_spread": statistics.fmean(map(_zero_spread, groups))}
+
+
 def _zero_spread(group: Sequence[Episode]) -> bool:
     rewards = [trajectory.reward for trajectory in group]
     return min(rewards) == max(rewards)
@@ -188,6 +199,7 @@ def _fact(trajectory: Trajectory, frozen: bool) -> Episode:
         trajectory.role,
         frozen,
         trajectory.part,
+        -math.fsum(logprob for span in trajectory.policy_spans for logprob in span.logprobs or ()),
     )
 
 

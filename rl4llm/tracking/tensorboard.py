@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rl4llm.tracking.tracker import Row, Tracker
 
-class TensorBoardTracker:
-    """Writes scalars into an events file; a resumed run hides what an earlier one wrote after `resume_step`.
+
+class TensorBoardTracker(Tracker):
+    """Writes into an events file; a resumed run hides what an earlier one wrote after `resume_step`.
 
     Every step is flushed, so that a killed run has all of its points.
     """
@@ -26,5 +28,31 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 
+    def picture(self, step: int, name: str, file: Path) -> None:
+        from matplotlib.image import imread  # noqa: PLC0415 - slow to import, and drew the picture
+
+        self._writer.add_image(name, imread(file)[..., :3], step, dataformats="HWC")
+        self._writer.flush()
+
+    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        self._writer.add_text(name, as_markdown(rows), step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A table of rows, in which a line of a cell begins with `<br>` and nothing ends it.
+
+    >>> as_markdown([{"said": "a|b", "reward": 1.0}])
+    '| said | reward |\\n|---|---|\\n| a\\\\|b | 1.0 |'
+    """
+    lines = [list(rows[0]), *(row.values() for row in rows)]
+    head, *body = ("| " + " | ".join(_cell(str(value)) for value in line) + " |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def _cell(text: str) -> str:
+    plain = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    return plain.replace("\r", "").replace("\n", "<br>")

@@ -50,9 +50,9 @@ def test_smoothing_keeps_length_and_level_and_calms_noise():
     assert len(calm) == 100 and max(calm) - min(calm) < 0.4
 
 
-def test_matplotlib_tensorboard_and_wandb_are_imported_only_when_they_are_used():
+def test_matplotlib_and_the_trackers_packages_are_imported_only_when_they_are_used():
     code = (
-        "import sys, rl4llm.tracking.curve, rl4llm.tracking.tensorboard, rl4llm.tracking.wandb;"
-        "print([name for name in ('matplotlib', 'tensorboard', 'wandb') if name in sys.modules])"
+        "import sys, rl4llm.tracking.run;"
+        "print([name for name in ('matplotlib', 'tensorboard', 'wandb', 'mlflow', 'trackio') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,6 +1,7 @@
 """Several ranks are one trainer: the same steps, one writer, and a checkpoint that any number of ranks goes on from."""
 
 import asyncio
+import io
 import json
 import os
 import subprocess
@@ -18,7 +19,9 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.checkpoint import latest_checkpoint
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.ranks import Ranks
+from rl4llm.core.run_dir import RunDir
 from rl4llm.core.watchdog import Watchdog
+from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.rl import RLTrainer
 
 
@@ -305,3 +308,26 @@ def test_when_a_rank_hangs_every_rank_says_where_it_is_and_the_run_ends(tmp_path
 def test_one_process_alone_is_not_watched(alone):
     with Watchdog(alone, deadline_s=0.01) as watchdog, watchdog.phase("rollout"):
         torch.ones(1)
+
+
+def test_what_others_warn_of_on_a_terminal_is_said_by_the_first_rank_once(tmp_path, on_ranks):
+    first, second = on_ranks(warn_on_a_terminal, str(tmp_path))
+    assert first == "Warning: all of us\nWarning: rank 1: only I\nWarning: rank 1: later\n"
+    assert second == "Warning: rank 1: too late\n"
+
+
+def warn_on_a_terminal(ranks, path):
+    run = RunDir(path)
+    tracker = RunTracker(run, total_steps=5, trackers=(), ranks=ranks, console="quiet")
+    tracker.console._file, tracker.console.on_terminal = io.StringIO(), not ranks.is_first
+    tracker.begin(-1)
+    tracker.warn("all of us")
+    for texts in (["only I", "only I"], ["later"], []):
+        for text in texts if not ranks.is_first else ():
+            tracker.warn(text)
+        tracker.step(1, [], [], [{"loss": 1.0}], tokens=1)
+    if not ranks.is_first:
+        tracker.warn("too late")
+    tracker.console.on_terminal = False  # so that the text is written as it is
+    tracker.close()
+    return tracker.console._file.getvalue()

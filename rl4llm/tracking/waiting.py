@@ -1,0 +1,110 @@
+"""Nobody is left guessing: when a phase takes long, who is where in it, and who only waits for the others.
+
+A rank that is in one phase for more than `SLOW_S` says so in a file of the run's directory, `.waiting-3`, until it goes on.
+The first one reads them; while all goes fast there is nothing to read or to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.ranks import Ranks
+from rl4llm.tracking.progress import duration
+
+SLOW_S = 10.0
+LOOK_S = 1.0
+FIRST_LINE_S = 60.0  # in plain output; then after twice as long, and so on
+
+
+class Waiting:
+    """Follows this rank's phases, and shows those of all ranks on the first one.
+
+    `say`, where lines are plain, is told in words when nothing moves for a minute, and then ever more rarely.
+    """
+
+    def __init__(self, directory: Path, ranks: Ranks, say: Callable[[str], None] | None = None, slow_s: float = SLOW_S):
+        self._directory = directory
+        self._ranks = ranks
+        self._say = say
+        self._slow_s = slow_s
+        self._phase = ""
+        self._since = time.time()
+        self._next_line_s = FIRST_LINE_S
+        self._told: tuple[Any, ...] | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Look on, in a thread, until `stop`."""
+        for left in self._directory.glob(".waiting-*") if self._ranks.is_first else ():
+            left.unlink(missing_ok=True)
+        self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._file.unlink(missing_ok=True)
+
+    def phase(self, name: str) -> None:
+        """A phase begins."""
+        self._phase, self._since, self._next_line_s = name, time.time(), FIRST_LINE_S
+
+    def lines(self) -> list[str]:
+        """Where each rank is, one line for each, once the first one is slow; nothing for one process alone."""
+        if self._ranks.size == 1 or time.time() - self._since < self._slow_s:
+            return []
+        others = {int(file.name.partition("-")[2]): file for file in self._directory.glob(".waiting-*")}
+        found = {0: self._where(), **{rank: self._read(file) for rank, file in others.items()}}
+        return [f"rank {rank} {found.get(rank) or 'goes on'}" for rank in range(self._ranks.size)]
+
+    @property
+    def _file(self) -> Path:
+        return self._directory / f".waiting-{self._ranks.rank}"
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(LOOK_S, self._slow_s / 2)):
+            with contextlib.suppress(OSError):  # a full disk is told by those who have something to keep
+                if self._ranks.is_first:
+                    self._speak()
+                else:
+                    self._show()
+
+    def _show(self) -> None:
+        now = (self._phase, self._since, self._ranks.waits) if time.time() - self._since > self._slow_s else None
+        if now == self._told:
+            return
+        if now is None:
+            self._file.unlink(missing_ok=True)
+        else:
+            self._file.write_text(json.dumps(now))
+        self._told = now
+
+    def _speak(self) -> None:
+        seconds = time.time() - self._since
+        if self._say is None or seconds < self._next_line_s:
+            return
+        self._next_line_s *= 2
+        self._say("; ".join(self.lines()) or f"still in {self._phase or 'the beginning'}, for {duration(seconds)}")
+
+    def _where(self) -> str:
+        return _words(self._phase, self._since, self._ranks.waits)
+
+    def _read(self, file: Path) -> str:
+        try:
+            phase, since, waits = json.loads(file.read_text())
+        except (OSError, ValueError, TypeError):
+            return ""  # it goes on
+        return _words(phase, since, waits)
+
+
+def _words(phase: str, since: float, waits: bool) -> str:
+    how = "waits for the others in" if waits else "is in"
+    return f"{how} {phase or 'the beginning'}, for {duration(max(0.0, time.time() - since))}"

@@ -1,0 +1,108 @@
+import math
+
+import pytest
+
+from rl4llm.tracking.alerts import CALM, RULES, Alerts
+
+HEALTHY = {
+    "groups/zero_spread": 0.4,
+    "groups/count": 16.0,
+    "reward/mean": 0.5,
+    "truncated": 0.1,
+    "surprise": 0.5,
+    "accuracy": 0.5,
+    "mismatch/mean": 0.01,
+    "grad_norm": 0.3,
+    "trajectories": 128.0,
+    "failures": 0.0,
+    "loss": 0.1,
+    "tokens/s": 100.0,
+}
+
+LEARNED = [  # the first steps of a quickstart, and then some of its later ones
+    (0.223, 0.31), (0.252, 0.28), (0.229, 0.31), (0.119, 0.48), (0.115, 0.49), (0.058, 0.72), (0.056, 0.73), (0.023, 0.81),
+    (0.048, 0.83), (0.013, 0.88), (0.019, 0.84), (0.020, 0.94), (0.014, 0.91), (0.001, 0.97), (0.0005, 0.99), (0.003, 0.99),
+]  # fmt: skip
+
+
+def told(rows):
+    """What is said of these steps: (step, name, until when it was there if it is over)."""
+    alerts, found = Alerts(), []
+    for step, row in enumerate(rows, 1):
+        found += [(step, alert.name, alert.until) for alert in alerts.take(step, HEALTHY | row)]
+    return found
+
+
+SICK = {
+    "constant reward": {"groups/zero_spread": 1.0, "grad_norm": None},
+    "everything truncated": {"truncated": 1.0},
+    "entropy collapse": {"surprise": 0.01, "accuracy": 0.2},
+    "growing mismatch": {"mismatch/mean": 0.05},
+    "no gradient": {"grad_norm": 0.0},
+    "timeouts": {"failures/math/timeout": 2.0, "played_again/llm_judge/timeout": 3.0, "failures": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_run_that_falls_ill_is_told_once_and_once_when_it_is_well_again(name):
+    begin, sick = 6, 12
+    found = told([{}] * begin + [SICK[name]] * sick + [{}] * 10)
+    assert [(other, until) for _, other, until in found] == [(name, None), (name, begin + sick)]
+    assert begin + 2 <= found[0][0] <= begin + 5
+    assert found[1][0] == begin + sick + CALM
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sign_that_comes_and_goes_is_not_told(name):
+    assert told([{}] * 6 + [SICK[name], SICK[name], {}] * 20) == []
+
+
+def test_all_rules_have_a_sick_run_here():
+    assert {rule.name for rule in RULES} == SICK.keys()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"surprise": nats, "accuracy": share, "reward/mean": share} for nats, share in LEARNED + LEARNED[-1:] * 9],
+        [{"groups/zero_spread": 1.0, "groups/count": 2.0}] * 31,  # 62 groups of a hard task, by chance
+        [{"mismatch/mean": 3e-7 * (step + 1)} for step in range(60)],  # fp32: grows, and is nothing
+        [{"mismatch/mean": 0.05}] * 60,  # a quantized engine, as it always was
+        [{"grad_norm": None, "critic/grad_norm": 0.2}] * 60,  # the critic warms up
+        [{"grad_norm": None, "skipped": 1.0}] * 60,  # told, and stopped, by another rule
+        [{"truncated": 0.9, "failures/env/raised": 12.0, "failures": 12.0}] * 60,
+        [{"failures/math/timeout": 1.0, "failures": 1.0}] * 60,  # of 128
+        [{"reward/mean": math.nan, "mismatch/mean": math.nan, "surprise": math.nan, "truncated": None}] * 60,
+    ],
+)
+def test_what_is_well_is_not_told(rows):
+    assert told([{}] * 5 * ("mismatch/mean" not in rows[0]) + rows) == []
+
+
+def test_a_run_without_groups_or_rollouts_is_watched_too():
+    alerts = Alerts()
+    row = {"loss": 0.0, "grad_norm": 0.0}
+    found = [alert for step in range(1, 20) for alert in alerts.take(step, row)]
+    assert [(alert.name, alert.step, alert.since) for alert in found] == [("no gradient", 5, 1)]
+
+
+def test_an_alert_says_what_was_seen_since_when_why_it_matters_and_where_to_look():
+    alerts = Alerts()
+    found = [alert for step in range(1, 9) for alert in alerts.take(step, HEALTHY | SICK["constant reward"])]
+    text = str(found[0])
+    for part in ("since step 1", "all attempts earn the same, 0.5", "Nothing can be learned", "rollout.group_size"):
+        assert part in text
+    assert alerts.open == {"constant reward": 1}
+
+
+def test_a_resumed_run_that_is_shown_its_earlier_steps_says_nothing_twice():
+    sick = HEALTHY | SICK["everything truncated"]
+    whole, first = Alerts(), Alerts()
+    rows = [HEALTHY] * 5 + [sick] * 8 + [HEALTHY] * 5
+    all_told = [str(alert) for step, row in enumerate(rows) for alert in whole.take(step, row)]
+    before = [str(alert) for step, row in enumerate(rows[:9]) for alert in first.take(step, row)]
+    again = Alerts()
+    for step, row in enumerate(rows[:9]):
+        again.take(step, row)
+    after = [str(alert) for step, row in list(enumerate(rows))[9:] for alert in again.take(step, row)]
+    assert before + after == all_told and len(all_told) == 2
