@@ -31,7 +31,7 @@ class ViewedRun:
         self.texts = TokenTexts(path, self._model_path)
 
     def about(self) -> dict[str, Any]:
-        """Name, path, identity, dotted configuration, warnings, and whether it writes now."""
+        """Name, path, identity, dotted configuration, warnings, whether it writes now, and what was sick, see `_alerts`."""
         config, warnings = self._config()
         identity, problem = self._identity()
         return {
@@ -44,6 +44,7 @@ class ViewedRun:
             "warnings": warnings + problem,
             "max_steps": config.get("max_steps"),
             "running": self._running(),
+            "alerts": self._alerts(),
         }
 
     def metrics(self, start: int = 0) -> dict[str, Any]:
@@ -61,6 +62,23 @@ class ViewedRun:
         rows = [row for row in map(_metrics_row, lines) if row]
         following = start + data.rfind(b"\n") + 1
         return {"rows": rows, "next": following, "anew": cut, "damaged": len(lines) - len(rows)}
+
+    def _alerts(self) -> list[dict[str, Any]]:
+        """Each alert once: its name, what was seen and why it matters, since which step, and until which, if it is over."""
+        found: list[dict[str, Any]] = []
+        try:
+            lines = self._run.alerts_file.read_bytes().splitlines()
+        except OSError:
+            return []
+        for row in filter(None, map(_metrics_row, lines)):
+            texts = {name: str(row.get(name, "")) for name in ("name", "seen", "why", "look_at")}
+            if row.get("until") is None:
+                found.append({**texts, "since": row.get("since"), "until": None})
+                continue
+            for alert in found:
+                if alert["name"] == texts["name"] and alert["until"] is None:
+                    alert["until"] = row["until"]
+        return found
 
     def _config(self) -> tuple[dict[str, Any], list[str]]:
         """Whatever keys there are: a run of another version has others."""

@@ -7,11 +7,17 @@ from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
 from rl4llm.tracking.jsonl import read_jsonl
 from rl4llm.tracking.run import RunTracker
+from rl4llm.view import find_runs
 
 
 def group(reward):
     spans = (TokenSpan.context([1, 2]), *TokenSpan.policy(Completion("a", (5, 6), (-0.1, -0.2), "stop", 1)))
     return Group("p", (Trajectory("p", spans, (ChatMessage("user", "?"),), {"accuracy": reward}, reward, "done"),))
+
+
+def pair(*rewards):
+    members = tuple(member for reward in rewards for member in group(reward).trajectories)
+    return Group("p", members)
 
 
 def open_run(path, total_steps=4):
@@ -84,6 +90,26 @@ def test_training_goes_on_while_nothing_can_be_written_and_each_log_says_so_once
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
     assert len(warnings) == len(set(warnings)) and any("metrics.jsonl" in line for line in warnings)
     assert steps(tmp_path, "loss") == [3]
+
+
+def test_a_run_that_is_sick_is_told_once_and_its_records_say_so_also_after_it_was_resumed(tmp_path, capsys):
+    first = open_run(tmp_path, total_steps=12)
+    first.begin(-1)
+    for step in range(1, 6):
+        first.step(step, [pair(1.0, 1.0)] * 16, [], [{"grad_norm": 1.0}], tokens=2)
+    first.close()
+    again = open_run(tmp_path, total_steps=12)
+    again.begin(4)  # killed in step 5, whose checkpoint is of step 4: the alert of step 4 stays
+    for step in range(5, 10):
+        again.step(step, [pair(1.0, 0.0)] * 16, [], [{"grad_norm": 1.0}], tokens=2)
+    again.close()
+    begun, over = [line for line in capsys.readouterr().out.splitlines() if "constant reward" in line]
+    assert begun.startswith("Warning: constant reward since step 1: ")
+    assert over == "constant reward is over: it was there from step 1 to 4."
+    (viewed,) = find_runs([str(tmp_path)])
+    (alert,) = [alert for alert in viewed.about()["alerts"] if alert["name"] == "constant reward"]
+    assert (alert["since"], alert["until"]) == (1, 4)
+    assert "all attempts earn the same" in alert["seen"] and "rollout.group_size" in alert["look_at"]
 
 
 def test_closing_lets_the_directory_go_even_when_the_logs_are_gone(tmp_path):

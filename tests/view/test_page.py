@@ -161,6 +161,35 @@ def test_a_run_that_trains_is_followed(browser, tokenizer, tmp_path):
         metrics.close()
 
 
+SICK = {"name": "constant reward", "seen": "all <b>earn</b> the same", "why": "Nothing is learned.", "look_at": "rewards"}
+WELL = {"name": "timeouts", "seen": "3 math/timeout", "why": "The hardest are missing.", "look_at": "env"}
+
+
+def test_what_is_sick_is_told_on_top_while_it_lasts_and_stays_in_the_list_of_what_is_over(browser, tokenizer, tmp_path):
+    run, report = write_run(tmp_path / "run", tokenizer, steps=3), tmp_path / "report.html"
+    alerts = JsonlTracker(run / "alerts.jsonl")
+    for row in (WELL | {"step": 1, "since": 1, "until": None}, {"name": "timeouts", "step": 5, "since": 1, "until": 2}):
+        alerts.append(row)
+    with served(run) as url:
+        browser.open(url)
+        assert browser.value("document.querySelectorAll('.warning[data-alert]').length") == 0
+        browser.click(".past summary")
+        assert "timeouts from step 1 to 2: 3 math/timeout." in browser.text(".past li")
+        alerts.append(SICK | {"step": 3, "since": 2, "until": None})
+        browser.until("document.querySelector('.warning[data-alert]')")
+        expected = "run: constant reward since step 2: all <b>earn</b> the same. Nothing is learned. Look at rewards."
+        assert browser.text(".warning[data-alert]") == expected
+        assert browser.value("document.querySelector('.past').open")  # the list was not drawn anew
+        export(find_runs([run]), report)
+        alerts.append({"name": "constant reward", "step": 6, "since": 2, "until": 3})
+        browser.until("!document.querySelector('.warning[data-alert]')")
+        assert browser.value("document.querySelectorAll('.past li').length") == 2
+        browser.open(report.as_uri())
+        assert browser.text(".warning[data-alert]") == expected
+        browser.call("Page.navigate", url="about:blank")
+    alerts.close()
+
+
 def test_the_themes_differ_and_the_choice_is_kept(page):
     colours = []
     for _ in range(2):

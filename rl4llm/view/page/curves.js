@@ -4,7 +4,7 @@ import { chart } from "./chart.js";
 import { h, replace } from "./dom.js";
 
 const FIRST = [
-  "eval/accuracy", "reward/mean", "accuracy", "eval/loss", "loss", "entropy", "kl", "mismatch/mean", "mismatch/max", "clip_fraction",
+  "eval/accuracy", "reward/mean", "accuracy", "eval/loss", "loss", "entropy", "surprise", "kl", "mismatch/mean", "mismatch/max", "clip_fraction",
   "grad_norm", "completion_length/mean", "truncated", "groups/zero_spread", "failures", "tokens/s",
 ];
 
@@ -14,6 +14,9 @@ export function curvesView(app) {
   const charts = new Map();
   const opened = new Set();
   const grid = h("div", { class: "charts" });
+  const count = h("summary", {});
+  const list = h("ul", {});
+  const past = h("details", { class: "past", hidden: true }, count, list);
   const rest = h("div", {});
   const filter = h("input", { type: "search", placeholder: "filter metrics  ( / )", "data-search": true, "aria-label": "Filter metrics" });
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, id: "smoothing" });
@@ -67,7 +70,21 @@ export function curvesView(app) {
     return details;
   }
 
+  // What was sick and is over; what still is stands on top of every page.
+  function drawAlerts() {
+    const over = runs().flatMap((run) => run.about.alerts.filter((alert) => alert.until !== null).map((alert) => ({ run, alert })));
+    count.textContent = `Alerts that are over: ${over.length}`;
+    past.hidden = over.length === 0;
+    replace(
+      list,
+      over.map(({ run, alert }) =>
+        h("li", { class: `run-${run.number % 8}` }, h("span", { class: "swatch" }), h("b", {}, alert.name), ` from step ${alert.since} to ${alert.until}: ${alert.seen}. `, h("span", { class: "quiet" }, alert.why)),
+      ),
+    );
+  }
+
   function drawAll() {
+    drawAlerts();
     shown.textContent = Number(slider.value).toFixed(2);
     for (const { element, draw } of charts.values()) if (element.isConnected) draw();
   }
@@ -80,6 +97,7 @@ export function curvesView(app) {
       "section",
       {},
       h("div", { class: "controls" }, filter, h("label", { for: "smoothing" }, "smoothing ", slider, " ", shown), h("label", { for: "log" }, log, " log scale"), all, h("span", { class: "quiet" }, "drag to zoom, double-click to see all")),
+      past,
       grid,
       rest,
     ),

@@ -96,6 +96,7 @@ function drawTop(route) {
     );
   });
   const warnings = app.runs.flatMap((run) => run.about.warnings.map((text) => h("p", { class: "warning" }, `${run.name}: ${text}`)));
+  const alerts = app.runs.flatMap((run) => run.about.alerts.filter((alert) => alert.until === null).map((alert) => alertLine(run, alert)));
   replace(
     top,
     h(
@@ -112,7 +113,13 @@ function drawTop(route) {
       ),
     ),
     warnings,
+    alerts,
   );
+}
+
+function alertLine(run, { name, since, seen, why, look_at: keys }) {
+  const facts = [h("b", {}, `${run.name}: ${name}`), ` since step ${since}: ${seen}. ${why} `, h("span", { class: "quiet" }, `Look at ${keys}.`)];
+  return h("p", { class: "warning", role: "alert", "data-alert": name }, facts);
 }
 
 const VIEWS = { curves: curvesView, episodes: episodesView, episode: episodeView, config: configView };
@@ -168,8 +175,18 @@ async function follow() {
     }
     if (!app.source.live) return;
     await new Promise((resolve) => setTimeout(resolve, more ? 0 : EVERY_MS));
-    if (!more && !document.hidden && !failed) await app.source.refreshAbout().catch(() => {});
+    if (!more && !document.hidden && !failed) await refresh().catch(() => {});
   }
+}
+
+// What a run says of itself; what is sick, and whether it still trains, is shown at once.
+async function refresh() {
+  const told = () => JSON.stringify(app.runs.map(({ about }) => [about.alerts, about.running, about.warnings]));
+  const before = told();
+  await app.source.refreshAbout();
+  if (told() === before) return;
+  drawTop(app.current);
+  app.view?.update?.({ metrics: true, rows: false });
 }
 
 async function start() {

@@ -1,0 +1,54 @@
+"""A real run with every tracker that is installed, made sick on purpose: its reward never differs."""
+
+import importlib.util
+import json
+
+from rl4llm import GRPOTrainer
+from rl4llm.view import find_runs
+
+ROWS = [{"messages": [{"role": "user", "content": f"Say {n}."}], "ground_truth": str(n)} for n in range(16)]
+EXTRAS = [name for name in ("wandb", "mlflow") if importlib.util.find_spec(name)]
+
+
+def test_a_run_whose_reward_never_differs_says_so_and_every_tracker_has_its_episodes(
+    model_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    run = tmp_path / "run"
+    overrides = {f"tracking.{name}": True for name in EXTRAS}
+    GRPOTrainer(
+        model=model_dir,
+        dataset=ROWS,
+        reward_functions=[lambda completions, **columns: [0.0] * len(completions)],
+        eval_dataset=ROWS[:2],
+        max_steps=5,
+        rollout={"prompts": 16, "group_size": 2, "max_tokens": 2},
+        eval={"every": 5},
+        output={"dir": str(run)},
+        **overrides,
+    ).train()
+    output = capsys.readouterr().out
+    rows = [json.loads(line) for line in (run / "alerts.jsonl").read_text().splitlines()]
+    assert {row["name"] for row in rows} == {"constant reward", "everything truncated"}  # after two tokens
+    assert all(row["until"] is None and row["since"] == 1 for row in rows)
+    assert [line.split(" since")[0] for line in output.splitlines() if line.startswith("Warning")] == [
+        f"Warning: {row['name']}" for row in rows
+    ]
+    assert {alert["name"] for alert in find_runs([str(run)])[0].about()["alerts"]} == {row["name"] for row in rows}
+    assert any(path.stat().st_size for path in (run / "tensorboard").iterdir())
+    if "wandb" in EXTRAS:
+        assert list((run / "wandb").glob("offline-run-*/files/media/table/eval/*.json"))
+    if "mlflow" in EXTRAS:
+        from mlflow import MlflowClient
+
+        client = MlflowClient()
+        (found,) = client.search_runs([client.get_experiment_by_name("rl4llm").experiment_id])
+        table = client.load_table(found.info.experiment_id, "eval/episodes/step-000005.json")
+        assert list(table.columns) == ["prompt", "completion", "reward", "stop_reason"] and len(table) == 2
+        assert table["prompt"][0].startswith("user: Say") and table["completion"][0].startswith("assistant: ")
+        assert "learning_curve.png" in [file.path for file in client.list_artifacts(found.info.run_id)]
+        assert found.data.params["rollout.group_size"] == "2" and found.info.run_name == "run"
