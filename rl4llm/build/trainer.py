@@ -88,9 +88,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     learns_from = algorithm.needs().learns_from
     _check_mixture(config, given, learns_from)
-    parts = {
-        name: (part, in_part(name, with_hosts, part, given, algorithm)) for name, part in by_part(config).items()
-    }
+    parts = {name: (part, in_part(name, with_hosts, part, given, algorithm)) for name, part in by_part(config).items()}
     datasets = {name: in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
     if learns_from == "episodes":
         make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
