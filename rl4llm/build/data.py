@@ -21,7 +21,7 @@ from rl4llm.data.arithmetic import arithmetic_rows
 from rl4llm.data.demonstrations import Read, demonstration_group
 from rl4llm.data.load import load_rows
 from rl4llm.data.mixture import MixedPrompts
-from rl4llm.data.pack import plan_table
+from rl4llm.data.pack import BatchPlan, plan_batches
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.read import has_splits
 from rl4llm.data.render import Renderer
@@ -186,13 +186,13 @@ def check_prompts(rows: Any, env: BaseMDPEnv, renderer: Renderer, context_length
 
 def micro_batch_plan(
     config: Config, batching: Batching, played: Sequence[tuple[BaseMDPEnv, Renderer, int]], context_length: int
-) -> list[dict[str, Any]]:
+) -> BatchPlan:
     """How prompts x samples become micro-batches, all of them of the environment with the longest episodes.
 
     `played` are environments, each with its renderer and the tokens of a turn. Raises ConfigError when they cannot.
     """
     longest, new_tokens = max((_longest(*each, context_length) for each in played), key=sum)
-    return plan_table(
+    return plan_batches(
         prompts=config.rollout.prompts,
         samples=config.rollout.group_size,
         max_prompt_tokens=longest,

@@ -329,7 +329,7 @@ def _reinforced(
         ranks=all_ranks(config),
     )
     longest = [(task.env, task.renderer, task.config.rollout.max_tokens) for task in tasks]
-    plan = micro_batch_plan(config, batching, longest, client.context_length)
+    plan = micro_batch_plan(config, batching, longest, client.context_length).table()
     runner = asyncio.Runner()
     played = {
         "client": client,

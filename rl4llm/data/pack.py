@@ -165,7 +165,49 @@ def _parts(kept: list[int], prompts: Ints, lengths: Ints, budget: int) -> list[l
     return [[kept[i] for i in np.flatnonzero(chosen == part)] for part in np.unique(chosen)]
 
 
-def plan_table(
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How a rollout becomes micro-batches when every trajectory is as long as it may be.
+
+    Of each micro-batch of an optimizer step, `tokens` that are computed, padding included, and `sequences` in it.
+    """
+
+    prompts: int
+    samples: int
+    roles: int
+    updates: int
+    prompt_tokens: int
+    new_tokens: int
+    tokens: tuple[int, ...]
+    sequences: tuple[int, ...]
+
+    @property
+    def trajectories(self) -> int:
+        """Of a rollout."""
+        return self.prompts * self.samples * self.roles
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a trajectory."""
+        return self.prompt_tokens + self.new_tokens
+
+    def table(self) -> list[dict[str, object]]:
+        """As rows of a table."""
+        rows = {
+            "prompts per rollout": self.prompts,
+            "samples per prompt": self.samples,
+            **({"roles that learn": self.roles} if self.roles > 1 else {}),
+            "trajectories per rollout": self.trajectories,
+            "optimizer steps per rollout": self.updates,
+            "longest trajectory (tokens)": self.longest,
+            "micro-batches per optimizer step, at most": len(self.tokens),
+            "tokens per micro-batch, at most": max(self.tokens),
+            "tokens computed per optimizer step, at most": sum(self.tokens),
+        }
+        return [{"what": what, "value": value} for what, value in rows.items()]
+
+
+def plan_batches(
     *,
     prompts: int,
     samples: int,
@@ -175,8 +217,8 @@ def plan_table(
     layout: str,
     updates: int = 1,
     roles: int = 1,
-) -> list[dict[str, object]]:
-    """How prompts x samples x roles become micro-batches when every trajectory is as long as it may be, as rows of a table.
+) -> BatchPlan:
+    """How prompts x samples x roles become micro-batches when every trajectory is as long as it may be.
 
     Raises ConfigError when one trajectory would exceed `max_tokens_per_batch`, or a step would train on no prompt.
     """
@@ -188,19 +230,17 @@ def plan_table(
     lengths = np.full(groups * samples, longest, np.int64)
     owners = np.repeat(np.arange(groups), samples)
     pieces = LAYOUTS[layout](_Layable(lengths, np.full_like(lengths, max_prompt_tokens), owners), max_tokens_per_batch)
-    sizes = [int(piece.length.sum()) for piece in pieces.by_batch()]
-    rows = {
-        "prompts per rollout": prompts,
-        "samples per prompt": samples,
-        **({"roles that learn": roles} if roles > 1 else {}),
-        "trajectories per rollout": prompts * samples * roles,
-        "optimizer steps per rollout": updates,
-        "longest trajectory (tokens)": longest,
-        "micro-batches per optimizer step, at most": len(sizes),
-        "tokens per micro-batch, at most": max(sizes),
-        "tokens computed per optimizer step, at most": sum(sizes),
-    }
-    return [{"what": what, "value": value} for what, value in rows.items()]
+    batches = pieces.by_batch()
+    return BatchPlan(
+        prompts,
+        samples,
+        roles,
+        updates,
+        max_prompt_tokens,
+        max_new_tokens,
+        tokens=tuple(int(piece.length.sum()) for piece in batches),
+        sequences=tuple(int(((piece.previous != NEVER) | (piece.length == longest)).sum()) for piece in batches),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.pack import LAYOUTS, StepTotals, pack, plan_table, totals_of
+from rl4llm.data.pack import LAYOUTS, StepTotals, pack, plan_batches, totals_of
 
 LAYOUT_NAMES = ["sorted", "packed", "shared"]
 
@@ -287,25 +287,27 @@ def test_an_unknown_layout_or_aggregation_is_named_with_what_is_known():
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_the_plan_table_says_what_packing_does_to_the_longest_trajectories(layout):
+def test_the_plan_says_what_packing_does_to_the_longest_trajectories(layout):
     one = [trajectory(f"p{g}", range(20), range(30)) for g in range(6) for _ in range(4)]
     batches = packed(one, layout=layout, budget=230)
-    rows = plan_table(
+    planned = plan_batches(
         prompts=6, samples=4, max_prompt_tokens=20, max_new_tokens=30, max_tokens_per_batch=230, layout=layout
     )
-    plan = {row["what"]: row["value"] for row in rows}
+    plan = {row["what"]: row["value"] for row in planned.table()}
     assert plan["trajectories per rollout"] == 24
     assert plan["micro-batches per optimizer step, at most"] == len(batches)
     assert plan["tokens per micro-batch, at most"] == max(batch.num_tokens for batch in batches)
     assert plan["tokens computed per optimizer step, at most"] == sum(batch.num_tokens for batch in batches)
+    policy_tokens = sorted(int(batch.mask_BT.sum()) for batch in batches)
+    assert sorted(30 * sequences for sequences in planned.sequences) == policy_tokens
 
 
 def test_impossible_batch_sizes_are_refused_before_anything_runs():
     sizes = {"prompts": 2, "samples": 4, "max_prompt_tokens": 20, "max_new_tokens": 30, "layout": "shared"}
     with pytest.raises(ConfigError, match="max_tokens_per_batch=49"):
-        plan_table(**sizes, max_tokens_per_batch=49)
+        plan_batches(**sizes, max_tokens_per_batch=49)
     with pytest.raises(ConfigError, match="updates_per_rollout=3"):
-        plan_table(**sizes, max_tokens_per_batch=500, updates=3)
+        plan_batches(**sizes, max_tokens_per_batch=500, updates=3)
 
 
 def test_dtypes_are_those_the_model_and_the_losses_want():
