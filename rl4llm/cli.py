@@ -11,11 +11,13 @@ from rich.console import Console
 
 from rl4llm import __version__
 from rl4llm.commands import (
+    check,
     collect,
     evaluate,
     export,
     info,
     launch,
+    plan,
     quickstart,
     replay,
     serve,
@@ -28,6 +30,8 @@ from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL
 
 COMMANDS = (
     quickstart,
+    plan,
+    check,
     train,
     launch,
     evaluate,

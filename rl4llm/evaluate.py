@@ -12,7 +12,7 @@ from pathlib import Path
 from rl4llm.build import build_trainer, server_urls
 from rl4llm.config import Config
 from rl4llm.core.checkpoint import latest_checkpoint
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.types import Trajectory
 from rl4llm.tracking.summary import summarize
 from rl4llm.trainers.rl import RLTrainer
@@ -39,9 +39,7 @@ def collect(config: Config, prompts: int) -> Iterator[Trajectory]:
     with _at_work(replace(config, eval=replace(config.eval, every=0))) as trainer:
         for begin in range(0, prompts, trainer.prompts.batch_size):
             rows = trainer.prompts.next_batch(min(trainer.prompts.batch_size, prompts - begin))
-            result = trainer.rollout.play(
-                rows, step=trainer.step, sampling_params=trainer.sampling_params, earlier=played
-            )
+            result = trainer.rollout.play(rows, step=trainer.step, sampling_params=trainer.sampling_params, earlier=played)
             played.update(rows)
             yield from result.trajectories
 
@@ -54,19 +52,29 @@ def _at_work(config: Config) -> Iterator[RLTrainer]:
     would be replaced, which raises EngineError. Servers read them beside the run's own, where they can.
     """
     checkpoint = latest_checkpoint(Path(config.output.dir) / "checkpoints")
-    shared = _existing(Path(config.sync.dir or config.output.dir)) if server_urls(config) else None
-    with tempfile.TemporaryDirectory(prefix=".eval-", dir=shared) as scratch:
-        config = replace(config, output=replace(config.output, dir=scratch), sync=replace(config.sync, dir=None))
-        with build_trainer(config) as trainer:
-            if not isinstance(trainer, RLTrainer):
-                raise ConfigError(f"algorithm.name={config.algorithm['name']!r} samples nothing: there are no episodes.")
-            if checkpoint is not None:
-                trainer.backend.load(checkpoint.path / "model")
-                trainer.step = checkpoint.state["step"]
-            trainer.publish()
-            yield trainer
+    with scratch_of(config) as config, build_trainer(config) as trainer:
+        if not isinstance(trainer, RLTrainer):
+            raise ConfigError(f"algorithm.name={config.algorithm['name']!r} samples nothing: there are no episodes.")
+        if checkpoint is not None:
+            trainer.backend.load(checkpoint.path / "model")
+            trainer.step = checkpoint.state["step"]
+        trainer.publish()
+        yield trainer
 
 
-def _existing(directory: Path) -> Path:
+@contextmanager
+def scratch_of(config: Config) -> Iterator[Config]:
+    """The configuration with a directory for itself, which is gone afterwards; where servers read weights, one that they
+    see. Raises RunDirError where none can be made."""
+    shared = existing(Path(config.sync.dir or config.output.dir)) if server_urls(config) else None
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=".scratch-", dir=shared)
+    except OSError as error:
+        raise RunDirError(f"No directory can be made in {shared or tempfile.gettempdir()}: {error.strerror}.") from error
+    with scratch as directory:
+        yield replace(config, output=replace(config.output, dir=directory), sync=replace(config.sync, dir=None))
+
+
+def existing(directory: Path) -> Path:
     """The directory or, before it is there, the nearest one that it would be in."""
     return next(path for path in (directory, *directory.absolute().parents) if path.is_dir())

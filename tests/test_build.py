@@ -121,7 +121,7 @@ def test_a_server_reads_what_is_measured_beside_the_run_where_it_can_see_it(mode
             "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
             "inference": {"name": "sglang", "url": f"http://127.0.0.1:{server.server_port}"},
         }  # fmt: skip
-        with pytest.raises(EngineError, match=rf"told to load version 0 from {tmp_path}/\.eval-.*/v000000"):
+        with pytest.raises(EngineError, match=rf"told to load version 0 from {tmp_path}/\.scratch-.*/v000000"):
             evaluate(load_config(overrides=keys))
         server.shutdown()
     assert list(Path(tmp_path).iterdir()) == []

@@ -68,6 +68,22 @@ def load_model(
     return model
 
 
+def empty_model(path: str | Path, dtype: str | torch.dtype = "float32") -> PreTrainedModel:
+    """A model's architecture on the meta device, from its config alone: names, shapes and dtypes, but no numbers.
+
+    Raises ModelError when there is no model to be had.
+    """
+    path = str(model_directory(path))
+    _check_directory(path)
+    if Path(path).is_dir():
+        _check_model_files(Path(path))
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=_dtype(dtype))
+    except UNREADABLE as error:
+        raise ModelError(_unreadable("config of the model", path, error)) from error
+
+
 def model_directory(path: str | Path) -> str | Path:
     """Where a model lies: for the directory of a finished run its `model/`, for anything else the path itself."""
     if not (Path(path) / "run.json").is_file():

@@ -1,0 +1,203 @@
+"""From prompts to tokens to micro-batches: what one step of the loop does, when everything is as long as it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.build.data import (
+    held_out_rows,
+    longest_rows,
+    micro_batch_plan,
+    roles_between,
+    row_reader,
+    training_rows,
+)
+from rl4llm.build.opponents import THE_POLICY
+from rl4llm.build.options import Given
+from rl4llm.build.trainer import batching_of, build_env, build_sandbox, in_part, with_hosts
+from rl4llm.config import Config, by_part
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import TrainBatch
+from rl4llm.data.answers import ANSWER_COLUMNS
+from rl4llm.data.render import Renderer
+
+LOOKED_AT = 256
+"""Of so many rows of a dataset, spread over it, the mean length is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """One step of the loop on each rank, at most; lengths are in tokens.
+
+    Of the largest micro-batch `trains` tokens are asked for a log-prob, and `keys` positions have keys and values that are
+    kept: those of a shared prompt for each of its trajectories. `rows` train and `held_out` ones are only measured; `usual`
+    is the mean length of what a row begins with, or of a whole conversation.
+    """
+
+    rows: int
+    held_out: int
+    usual: float
+    prompts: int
+    samples: int
+    roles: int
+    prompt_tokens: int
+    new_tokens: int
+    updates: int  # optimizer steps per step of the loop
+    micro_batches: int  # per optimizer step
+    tokens: int  # of the largest micro-batch, as are the next three
+    padded: int
+    trains: int
+    keys: int
+    step_tokens: int  # that all micro-batches of a rollout hold
+
+    @property
+    def trajectories(self) -> int:
+        """Per step."""
+        return self.prompts * self.samples * self.roles
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory."""
+        return self.prompt_tokens + self.new_tokens
+
+
+def count(config: Config, algorithm: BaseAlgorithm, context_length: int) -> Counts:
+    """What the data, the tokenizer and the configuration say; no model is needed."""
+    tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
+    if algorithm.needs().learns_from == "episodes":
+        return _count_episodes(config, algorithm, tokenizer, context_length)
+    return _count_rows(config, algorithm, tokenizer, context_length)
+
+
+def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int) -> Counts:
+    with ExitStack() as opened:
+        played, held_out = [], 0
+        for name, part in by_part(config).items():
+            env, measured = in_part(name, _environment, part, algorithm, tokenizer)
+            opened.callback(env.close)
+            renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
+            played.append((env, renderer, part.rollout.max_tokens))
+            held_out += measured
+        return _counted(config, algorithm, tokenizer, context_length, played, held_out)
+
+
+Played = tuple[BaseMDPEnv, Renderer, int]
+"""An environment, its renderer, and the tokens of a turn."""
+
+
+def _counted(
+    config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int, played: list[Played], held_out: int
+) -> Counts:
+    sampled = max(env.max_steps * turn for env, _, turn in played)
+    batching = batching_of(config, algorithm, tokenizer, longest_completion=min(context_length, sampled))
+    plan = micro_batch_plan(config, batching, played, context_length)
+    largest = int(np.argmax(plan.tokens))
+    sequences = plan.sequences[largest]
+    return Counts(
+        rows=sum(len(env.dataset) for env, _, _ in played),
+        held_out=held_out,
+        usual=float(np.mean([length for env, renderer, _ in played for length in _prompt_lengths(env, renderer)])),
+        prompts=plan.prompts,
+        samples=plan.samples,
+        roles=plan.roles,
+        prompt_tokens=plan.prompt_tokens,
+        new_tokens=plan.new_tokens,
+        updates=plan.updates * config.training.epochs,
+        micro_batches=len(plan.tokens),
+        tokens=plan.tokens[largest],
+        padded=plan.tokens[largest],
+        trains=sequences * plan.new_tokens,
+        keys=plan.tokens[largest] + sequences * plan.prompt_tokens,
+        step_tokens=sum(plan.tokens) * plan.updates,
+    )
+
+
+def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tuple[BaseMDPEnv, int]:
+    """The environment of a part, which nothing is scored in and nobody else plays in, and the number of held-out rows."""
+    given = with_hosts(config, Given(), algorithm)
+    dataset, measured = training_rows(config, given, "episodes"), held_out_rows(config, given) or ()
+    if not len(dataset):
+        raise ConfigError("The training data has no rows.")
+    opponents = config.env.get("opponents")
+    provided = {"sandbox": build_sandbox(config)}
+    if isinstance(opponents, Mapping):
+        provided["opponents"] = {role: _silent for role, item in opponents.items() if item not in (None, THE_POLICY)}
+    if given.hosted:
+        given.hosted.rewards([], tokenizer, dataset[0], config.seed)
+    env = build_env(config, given, dataset, tokenizer, [_Unscored("unscored")], None, provided)
+    return env, len(measured)
+
+
+class _Unscored(BaseRewardFunction):
+    """Stands for the rewards, some of which load models of their own."""
+
+    def __call__(self, messages: Any, ground_truth: Any, **columns: Any) -> float:
+        return 0.0
+
+
+def _silent(messages: Any) -> str:
+    return ""
+
+
+def _prompt_lengths(env: BaseMDPEnv, renderer: Renderer) -> list[int]:
+    every = max(1, len(env.dataset) // LOOKED_AT)
+    rows = (env.dataset[number] for number in range(0, len(env.dataset), every))
+    return [len(renderer.first(env.openings(row)[role])) for row in islice(rows, LOOKED_AT) for role in env.policy_roles]
+
+
+def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int) -> Counts:
+    """Of a dataset the longest rows are read as they will be trained on: those of one step, all of them as long."""
+    needs, given = algorithm.needs(), Given()
+    dataset = training_rows(config, given, needs.learns_from)
+    held_out = held_out_rows(config, given, needs.learns_from) or ()
+    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
+    read = row_reader(needs, Renderer(tokenizer, roles=roles_between(dataset, answers)))
+    batching = batching_of(config, algorithm, tokenizer)
+    longest = longest_rows(dataset, max(1, config.rollout.prompts // batching.updates_per_rollout), ("messages", *answers))
+    groups = [read(row, str(number)) for number, row in enumerate(longest)]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    batches = batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
+    largest = max(batches, key=lambda batch: batch.token_ids_BT.numel())
+    every = max(1, len(dataset) // LOOKED_AT)
+    some = [read(dataset[number], str(number)) for number in islice(range(0, len(dataset), every), LOOKED_AT)]
+    policy = max(trajectory.num_policy_tokens for trajectory in trajectories)
+    length = max(trajectory.num_tokens for trajectory in trajectories)
+    if length > context_length:
+        raise ConfigError(f"A conversation of the data has {length} tokens, more than the context of {context_length}.")
+    return Counts(
+        rows=len(dataset),
+        held_out=len(held_out),
+        usual=float(np.mean([trajectory.num_tokens for group in some for trajectory in group.trajectories])),
+        prompts=config.rollout.prompts,
+        samples=max(len(group.trajectories) for group in groups),
+        roles=1,
+        prompt_tokens=length - policy,
+        new_tokens=policy,
+        updates=batching.updates_per_rollout * batching.epochs,
+        micro_batches=len(batches),
+        tokens=int((largest.segment_ids_BT > 0).sum()),
+        padded=largest.token_ids_BT.numel(),
+        trains=int(largest.mask_BT.sum()),
+        keys=_keys(largest),
+        step_tokens=sum(batch.token_ids_BT.numel() for batch in batches) * batching.updates_per_rollout,
+    )
+
+
+def _keys(batch: TrainBatch) -> int:
+    """Positions that attention keeps keys of: those of a prompt again for each answer behind it."""
+    real = int((batch.segment_ids_BT > 0).sum())
+    if batch.previous_BT is None:
+        return real
+    segments_BT = batch.segment_ids_BT
+    starts_BT = (segments_BT.diff(dim=1, prepend=torch.zeros_like(segments_BT[:, :1])) != 0) & (segments_BT > 0)
+    return real + int(batch.position_ids_BT[starts_BT].sum())
