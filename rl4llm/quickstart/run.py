@@ -17,6 +17,8 @@ from rl4llm.core.run_dir import write_atomically
 from rl4llm.quickstart.demonstrations import demonstrations
 from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
 
+CONFIGS = Path(__file__).parents[1] / "configs"  # in a checkout a link to its configs/, in a wheel a copy
+
 
 def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
     """Run or resume all of it in `directory`; returns whether it is finished, False when it was asked to stop."""

@@ -1,0 +1,101 @@
+"""What is installed works without the repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def tracked(*folders):
+    """Names of the files that a checkout has in these folders."""
+    known = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True)
+    if known.returncode:
+        pytest.skip("this is not a git checkout, so what belongs to it is not known")
+    return {name for name in known.stdout.splitlines() if not (ROOT / name).is_dir()}  # no links to directories
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Where the wheel and the source archive of a clean copy of the checkout are."""
+    copy, target = tmp_path_factory.mktemp("copy") / "rl4llm", tmp_path_factory.mktemp("dist")
+    for name in tracked():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copy / name)
+    (copy / "rl4llm" / "configs").symlink_to("../configs")
+    code = f"from setuptools.build_meta import *; build_wheel({str(target)!r}); build_sdist({str(target)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """`command(*words)` runs the installed rl4llm in an empty directory, with the dependencies that are here."""
+    venv, empty = tmp_path_factory.mktemp("venv"), tmp_path_factory.mktemp("empty")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    packages = next((venv / "lib").glob("python3.*/site-packages"))
+    (packages / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install", "--quiet", "--no-deps"]
+    wheel = next(built.glob("*.whl"))
+    subprocess.run([*pip, "--no-index", "--ignore-installed", str(wheel)], check=True, cwd=empty)
+
+    def command(*words, timeout=300):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        program = venv / "bin" / words[0]
+        return subprocess.run(
+            [str(program), *words[1:]], cwd=empty, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+
+    where = command("python", "-c", "import rl4llm; print(rl4llm.__file__)").stdout.strip()
+    assert where.startswith(str(venv)), f"the repository's rl4llm is imported: {where}"
+    return command
+
+
+def test_the_wheel_has_every_file_of_the_package_and_of_the_configurations_and_no_other(built):
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    wanted = {name for name in tracked("rl4llm") if not name.endswith(".md")}
+    wanted |= {f"rl4llm/{name}" for name in tracked("configs")}
+    assert names == wanted
+
+
+def test_the_source_archive_has_all_that_is_tracked_but_what_is_of_the_forge(built):
+    archive = next(built.glob("*.tar.gz"))
+    listed = subprocess.run(["tar", "tzf", str(archive)], capture_output=True, text=True, check=True).stdout.splitlines()
+    names = {name.partition("/")[2] for name in listed if not name.endswith("/")}
+    wanted = {name for name in tracked() if not name.startswith(".")}
+    assert wanted <= names
+    made = {f"rl4llm/{name}" for name in tracked("configs")} | {"PKG-INFO", "setup.cfg"}
+    assert not {name for name in names - wanted - made if not name.startswith("rl4llm.egg-info/")}
+
+
+def test_the_wheel_says_what_it_is_and_what_it_needs(built):
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        metadata = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+        about = message_from_bytes(wheel.read(metadata))
+    assert about["License-Expression"] == "MIT"
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert about.get_payload().startswith("# rl4llm")
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {about['Version']}" in cited
+
+
+def test_what_is_installed_trains_in_an_empty_directory_on_the_configuration_that_it_brings(installed, model_dir):
+    assert installed("rl4llm", "--version").stdout.startswith("rl4llm ")
+    code = """
+import sys
+from rl4llm.cli import main
+from rl4llm.quickstart.run import CONFIGS
+sys.exit(main(["train", str(CONFIGS / "quickstart.yaml"), *sys.argv[1:]]))
+"""
+    few = ["rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=4", "eval.every=0", "max_steps=1"]
+    done = installed("python", "-c", code, f"model.path={model_dir}", "output.dir=run", "tracking.tensorboard=false", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
