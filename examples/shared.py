@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import random
 import shutil
 import tempfile
 from pathlib import Path
 
+from rl4llm import SFTTrainer
 from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
 
 
@@ -40,3 +42,25 @@ def print_progress(output: str) -> None:
     rows = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f} in {len(rewards)} steps, logs in {output}")
+
+
+def any_digit_model(directory: Path, rows: list[dict]) -> str:
+    """The directory of a small model that has seen each prompt answered with any one of its digits."""
+    draw = random.Random(0)
+    told = [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": draw.choice(row["prompt"][0]["content"].split())}]}
+        for row in rows
+    ]
+    tokenizer = build_tokenizer(["0 1 2 3 4 5 6 7 8 9"], vocab_size=300)
+    save_model(build_model(tokenizer, seed=0, hidden_size=64, num_layers=2), tokenizer, directory / "random")
+    warm_up = SFTTrainer(
+        model=directory / "random",
+        dataset=told,
+        max_steps=len(told) // 32,
+        rollout={"prompts": 32},
+        training={"lr": 2e-3},
+        tracking={"tensorboard": False},
+        output={"dir": str(directory / "run")},
+    )
+    warm_up.train().save_pretrained(directory / "model")
+    return str(directory / "model")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rl4llm.envs import CodeEnv, DebateEnv, RolesEnv, ToolMDPEnv, register_env
     from rl4llm.envs.tools import ToolSet, register_tool, tool
     from rl4llm.rewards import BaseJudge, register_reward
+    from rl4llm.trl.arguments import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
 
 __version__ = "0.1.0"
 
@@ -29,14 +30,19 @@ __all__ = [
     "ChatMessage",
     "CodeEnv",
     "DAPOTrainer",
+    "DPOConfig",
     "DPOTrainer",
     "DebateEnv",
     "EnvState",
+    "GRPOConfig",
     "GRPOTrainer",
+    "KTOConfig",
     "KTOTrainer",
     "PPOTrainer",
+    "RewardConfig",
     "RewardTrainer",
     "RolesEnv",
+    "SFTConfig",
     "SFTTrainer",
     "SampleState",
     "SamplingParams",
@@ -58,13 +64,18 @@ _HOME = {
     "BaseTrainer": "rl4llm.core.base_trainer",
     "CodeEnv": "rl4llm.envs",
     "DAPOTrainer": "rl4llm.api",
+    "DPOConfig": "rl4llm.trl.arguments",
     "DPOTrainer": "rl4llm.api",
     "DebateEnv": "rl4llm.envs",
+    "GRPOConfig": "rl4llm.trl.arguments",
     "GRPOTrainer": "rl4llm.api",
+    "KTOConfig": "rl4llm.trl.arguments",
     "KTOTrainer": "rl4llm.api",
     "PPOTrainer": "rl4llm.api",
+    "RewardConfig": "rl4llm.trl.arguments",
     "RewardTrainer": "rl4llm.api",
     "RolesEnv": "rl4llm.envs",
+    "SFTConfig": "rl4llm.trl.arguments",
     "SFTTrainer": "rl4llm.api",
     "SamplingParams": "rl4llm.core.types",
     "ToolMDPEnv": "rl4llm.envs",

@@ -4,11 +4,18 @@
 
     trainer = GRPOTrainer(model="path/to/model", dataset=rows, reward_functions=[my_reward], training={"lr": 1e-5})
     trainer.train()
+
+The names of TRL are accepted too, see `rl4llm.trl`, so a script of TRL's moves over by its import:
+
+    from rl4llm import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(model="path/to/model", reward_funcs=my_reward, train_dataset=rows, args=GRPOConfig(beta=0.01))
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,6 +23,7 @@ from rl4llm.build import Given, build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
 from rl4llm.core.errors import ConfigError
+from rl4llm.trl.script import Script
 
 
 class PolicyTrainer:
@@ -28,7 +36,8 @@ class PolicyTrainer:
         eval_dataset: held-out prompts; none are measured without it.
         env: a subclass of `BaseMDPEnv`; by default a prompt is answered in one turn.
         config: a YAML file to start from.
-        overrides: configuration keys, ``max_steps=20``, ``training={"lr": 1e-5}`` or ``**{"training.lr": 1e-5}``.
+        overrides: configuration keys, ``max_steps=20``, ``training={"lr": 1e-5}`` or ``**{"training.lr": 1e-5}``; and the
+            names of TRL, ``train_dataset``, ``reward_funcs``, ``num_generations``, which docs/migration.md lists.
     """
 
     algorithm: ClassVar[str]
@@ -46,29 +55,39 @@ class PolicyTrainer:
         config: str | Path | None = None,
         **overrides: Any,
     ):
-        keys = {"algorithm": {"name": self.algorithm}} | overrides
-        if isinstance(keys["algorithm"], Mapping):
-            keys["algorithm"] = {"name": self.algorithm, **keys["algorithm"]}
-        keys["model.path"] = str(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
-        if dataset is not None:
-            keys["data.path"] = str(dataset) if isinstance(dataset, str | Path) else f"a {type(dataset).__name__}"
+        script = Script(self.algorithm, overrides)
         given = Given(
-            model=None if isinstance(model, str | Path) else model,
+            model=model,
             tokenizer=tokenizer,
-            dataset=None if isinstance(dataset, str | Path) else dataset,
+            dataset=dataset,
             eval_dataset=eval_dataset,
             reward_functions=reward_functions,
             reward_transform_fn=reward_transform_fn,
             env_class=env,
         )
-        if eval_dataset is None and config is None and not any(key.partition(".")[0] == "eval" for key in keys):
+        keys = {"algorithm": {"name": self.algorithm}} | overrides
+        if isinstance(keys["algorithm"], Mapping):
+            keys["algorithm"] = {"name": self.algorithm, **keys["algorithm"]}
+        keys |= script.keys(given.dataset, overrides)
+        given = script.objects(given)
+        for key, what, thing in (("model.path", "model", given.model), ("data.path", "dataset", given.dataset)):
+            if thing is not None:
+                keys[key] = str(thing) if isinstance(thing, str | Path) else f"a {type(thing).__name__}"
+            if isinstance(thing, str | Path):
+                given = replace(given, **{what: None})
+        if given.eval_dataset is None and config is None and not any(key.partition(".")[0] == "eval" for key in keys):
             keys["eval.every"] = 0
         self._trained = False
         self.config = load_config(config, keys)
         self.trainer = build_trainer(self.config, given)
 
-    def train(self) -> Self:
-        """Train, or go on with the run in `output.dir`, until `max_steps`."""
+    def train(self, resume_from_checkpoint: bool | None = None) -> Self:
+        """Train, or go on with the run in `output.dir`, until `max_steps`; it goes on by itself, so True changes nothing."""
+        if resume_from_checkpoint not in (None, True):
+            raise ConfigError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} is not accepted: a run goes on from its last "
+                "checkpoint. Choose another output.dir to begin anew."
+            )
         if self._trained:
             raise ConfigError("This trainer is done and closed. Build another one; with the same output.dir it goes on.")
         self._trained = True
@@ -80,6 +99,10 @@ class PolicyTrainer:
     def model(self) -> Any:
         """The policy as it stands."""
         return self.trainer.backend.model
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """As TRL's: like `save_pretrained`, into the run's directory where none is named."""
+        self.save_pretrained(output_dir or self.config.output.dir)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""

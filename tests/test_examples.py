@@ -33,6 +33,7 @@ def test_there_is_an_example_for_each_thing_that_users_write():
         "custom_loop.py",
         "custom_reward.py",
         "custom_tool.py",
+        "from_trl.py",
         "new_algorithm.py",
         "self_play.py",
     ]

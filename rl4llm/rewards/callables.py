@@ -81,10 +81,10 @@ class BatchCallable(BaseRewardFunction):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
         """The function's scores; RewardError when it asks for a column that is not there."""
-        available = _columns(samples)
+        available = self.columns(samples)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values()):
             available = {name: column for name, column in available.items() if name in self.parameters}
-        completions = [final_reply(policy_messages(sample)) for sample in samples]
+        completions = self.completions(samples)
         positional = [] if self._takes_by_name("completions") else [completions]
         if not positional:
             available["completions"] = completions
@@ -96,6 +96,20 @@ class BatchCallable(BaseRewardFunction):
         if isinstance(result, Exception):
             raise result
         return result
+
+    def completions(self, samples: Sequence[SampleState]) -> list[Any]:
+        """What it gets as `completions`."""
+        return [final_reply(policy_messages(sample)) for sample in samples]
+
+    def columns(self, samples: Sequence[SampleState]) -> dict[str, list[Any]]:
+        """What it can get by name beside them."""
+        names = dict.fromkeys(name for sample in samples for name in sample.columns)
+        columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
+        return columns | {
+            "prompts": [[message.to_dict() for message in sample.messages[: sample.init_msg_size]] for sample in samples],
+            "messages": [list(sample.messages) for sample in samples],
+            "ground_truth": [sample.ground_truth for sample in samples],
+        }
 
     def examples(self) -> Sequence[RewardExample]:
         return self._examples
@@ -116,18 +130,8 @@ class BatchCallable(BaseRewardFunction):
         if missing:
             raise RewardError(
                 f"Reward {self.name!r} asks for {', '.join(map(repr, missing))}, which the dataset does not have. "
-                f"It can get: completions, {', '.join(sorted(_columns(samples)))}."
+                f"It can get: completions, {', '.join(sorted(self.columns(samples)))}."
             )
-
-
-def _columns(samples: Sequence[SampleState]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for sample in samples for name in sample.columns)
-    columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
-    return columns | {
-        "prompts": [[message.to_dict() for message in sample.messages[: sample.init_msg_size]] for sample in samples],
-        "messages": [list(sample.messages) for sample in samples],
-        "ground_truth": [sample.ground_truth for sample in samples],
-    }
 
 
 def _from_mapping(spec: Mapping[str, Any], name: str | None, provided: Mapping[str, Any] | None) -> BaseRewardFunction:

@@ -1,0 +1,98 @@
+"""TRL's reward functions: ``f(completions, prompts, **columns)`` returns a number or None for each completion."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isnan, nan
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.rewards import as_reward_function, weighted_sum
+from rl4llm.rewards.ask import as_list
+from rl4llm.rewards.callables import BatchCallable
+
+
+def reward_functions(
+    given: Any, weights: Sequence[float] | None, *, plain: bool
+) -> tuple[list[BaseRewardFunction], RewardTransform | None]:
+    """The rewards of `reward_funcs`, and the sum that TRL makes of them, each times its weight.
+
+    Functions are called as TRL calls them; all else is what `rl4llm.rewards.as_reward_function` takes. `plain` says that
+    prompts are texts, so that completions are too. Raises ConfigError for weights that are not one for each.
+    """
+    items = list(given) if isinstance(given, list | tuple) else [given]
+    weights = [1.0] * len(items) if weights is None else list(weights)
+    if len(weights) != len(items) or not items:
+        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(items)} reward_funcs: one for each.")
+    answers = Answers(sum(_is_function(item) for item in items))
+    places = itertools.count()
+    made = [
+        TRLReward(item, answers, next(places), plain=plain) if _is_function(item) else as_reward_function(item)
+        for item in items
+    ]
+    if len({reward.name for reward in made}) < len(made):
+        raise ConfigError(f"reward_funcs: two have the same name, {', '.join(reward.name for reward in made)}.")
+    if weights == [1.0]:
+        return made, None
+    return made, weighted_sum({reward.name: float(weight) for reward, weight in zip(made, weights, strict=True)})
+
+
+def _is_function(item: Any) -> bool:
+    return callable(item) and not isinstance(item, BaseRewardFunction) and not inspect.isclass(item)
+
+
+@dataclass(slots=True)
+class Answers:
+    """Whether a sample got a number from any of so many functions, which are asked about it one after the other."""
+
+    functions: int
+    _judged: dict[int, bool] = field(default_factory=dict)  # by the sample's id, which is alive while it is scored
+
+    def note(self, sample: SampleState, place: int, score: Any) -> Any:
+        """The score of the function at this place; 0 for None, but NaN if it is the last and none gave a number."""
+        judges = score is not None and not (isinstance(score, float) and isnan(score))
+        before = self._judged.pop(id(sample), False) if place else False  # the first one begins anew
+        self._judged[id(sample)] = before or judges
+        if judges:
+            return score
+        last = place == self.functions - 1
+        return nan if last and not before else 0.0
+
+
+class TRLReward(BatchCallable):
+    """A function called as TRL calls it.
+
+    `completions` are lists of one or more messages where prompts are, texts where prompts are texts; `prompts` likewise.
+    By name it gets lists of the dataset's columns and `completion_ids`. None means that the function does not judge this
+    completion: the other functions do, and one that none of them judges is left out.
+    """
+
+    def __init__(self, function: Callable[..., Any], answers: Answers, place: int, *, plain: bool):
+        name = getattr(function, "__name__", type(function).__name__).strip("<>")
+        super().__init__(function, name)
+        self.__qualname__ = getattr(function, "__qualname__", name)  # by which a resumed run knows it
+        self._answers = answers
+        self._place = place
+        self._plain = plain
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
+        scores = as_list(self.name, super().score_batch(samples), len(samples))
+        return [self._answers.note(sample, self._place, score) for sample, score in zip(samples, scores, strict=True)]
+
+    def completions(self, samples: Sequence[SampleState]) -> list[Any]:
+        if self._plain:
+            return super().completions(samples)
+        return [[message.to_dict() for message in sample.messages[sample.init_msg_size :]] for sample in samples]
+
+    def columns(self, samples: Sequence[SampleState]) -> dict[str, list[Any]]:
+        columns = super().columns(samples)
+        columns["completion_ids"] = [
+            [token for span in sample.policy_spans for token in span.token_ids] for sample in samples
+        ]
+        if self._plain:
+            columns["prompts"] = [messages[-1]["content"] for messages in columns["prompts"]]
+        return columns

@@ -1,0 +1,117 @@
+"""TRL's datasets: a column `prompt`, of messages or of texts, or the messages of a whole conversation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, DataError
+
+PLAIN = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def is_plain(rows: Any) -> bool:
+    """Whether prompts are texts that TRL continues as they stand, without a chat template; the first row says it."""
+    return _is_rows(rows) and isinstance(rows[0].get("prompt"), str)
+
+
+def is_of_conversations(rows: Any) -> bool:
+    """Whether rows are whole conversations."""
+    return _is_rows(rows) and "messages" in rows[0]
+
+
+def count(rows: Any) -> int | None:
+    """How many rows there are, where that is known before they are read."""
+    return len(rows) if _is_rows(rows) else None
+
+
+def prompts(rows: Any, plain: bool) -> Any:
+    """Rows with `messages` and `ground_truth` from TRL's prompts; paths and rows that have messages stay as they are.
+
+    Raises DataError where texts and messages are mixed.
+    """
+    if not _is_rows(rows) or "prompt" not in rows[0]:
+        return rows
+    return [_prompt(number, row, plain) for number, row in enumerate(rows)]
+
+
+def _prompt(number: int, row: Mapping[str, Any], plain: bool) -> dict[str, Any]:
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) is not plain or not isinstance(prompt, str | list | tuple):
+        kind = "a text" if plain else "messages"
+        raise DataError(f"row {number}: the prompt is {prompt!r:.60}, but that of the first row is {kind}. Use one of them.")
+    messages = [{"role": "user", "content": prompt}] if plain else list(prompt)
+    others = {name: value for name, value in row.items() if name != "prompt"}
+    truth = others.get("ground_truth")
+    return {**others, "messages": messages, "ground_truth": "" if truth is None else truth}
+
+
+def demonstrations(rows: Any, plain: bool) -> Any:
+    """Rows with `messages` from TRL's prompts and completions; paths and conversations stay as they are.
+
+    Raises DataError for running text, and for prompts with answers of the assistant, which would be learned here.
+    """
+    if not _is_rows(rows) or "messages" in rows[0]:
+        return rows
+    return [_demonstration(number, row) for number, row in enumerate(rows)]
+
+
+def _demonstration(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    if "prompt" not in row or "completion" not in row:
+        raise DataError(
+            f"row {number}: it has {', '.join(map(str, row))}. Accepted: messages, or prompt and completion. Running text "
+            "has no answers to imitate."
+        )
+    prompt, completion = (
+        [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
+        for role, name in (("user", "prompt"), ("assistant", "completion"))
+    )
+    if any(message.get("role") == "assistant" for message in prompt):
+        raise DataError(f"row {number}: the prompt has answers of the assistant, which would be learned too. Use messages.")
+    return {"messages": prompt + completion}
+
+
+def as_they_are(rows: Any, plain: bool) -> Any:
+    """Pairs and labelled answers are read in TRL's forms anyway."""
+    return rows
+
+
+READERS: Mapping[str, Callable[[Any, bool], Any]] = {
+    "grpo": prompts,
+    "dapo": prompts,
+    "ppo": prompts,
+    "sft": demonstrations,
+}
+"""By the trainer's algorithm: rows of TRL's, and whether their prompts are texts, as rows that are read here."""
+
+
+def source(model: Any) -> str:
+    """Where a model was loaded from; its tokenizer lies there too. Raises ConfigError where that is not known."""
+    if isinstance(model, str | Path):
+        return str(model)
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not name:
+        raise ConfigError("The model was not loaded from a directory or the hub. Give its tokenizer too (processing_class).")
+    return name
+
+
+def plain_text(tokenizer: Any) -> Any:
+    """A copy of a tokenizer whose chat template is no more than the texts, and the end token behind an answer.
+
+    What it adds in front of a text, it adds in front of the first one.
+    """
+    copied = copy.deepcopy(tokenizer)
+    begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    copied.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN
+    return copied
+
+
+def _is_rows(rows: Any) -> bool:
+    if rows is None or isinstance(rows, str | Path | Mapping) or not hasattr(rows, "__len__"):
+        return False
+    return len(rows) > 0 and isinstance(rows[0], Mapping)
