@@ -165,6 +165,14 @@ class ChatTemplate:
         return self._args
 
 
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of tokens, the special ones included, and nothing tidied up."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return fast.decode(token_ids, skip_special_tokens=False)
+
+
 def opening(system: bool) -> list[ChatMessage]:
     """A made-up first prompt."""
     asked = [ChatMessage("user", "ProbeOpeningQuestion")]

@@ -13,6 +13,7 @@ from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.deadline import LateError, within
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.data.template import decode
 from rl4llm.envs.registry import register_env
 from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes
 from rl4llm.envs.tools.arguments import objection
@@ -147,7 +148,7 @@ class ToolMDPEnv(BaseMDPEnv):
         token_ids = [token for span in spans for token in span.token_ids]
         if not token_ids:  # a loop that records its turns later
             return sample.last_message.content
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return decode(self.tokenizer, token_ids)
 
     async def _answer(self, sample: SampleState, call: ToolCall) -> str:
         problem = call.problem or self._objection(call)

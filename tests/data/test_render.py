@@ -1,5 +1,6 @@
 """Turns are appended token for token, whatever the template does to the past."""
 
+import copy
 import itertools
 import random
 import re
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rl4llm.core.errors import ConfigError, DataError, EnvError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage, Completion, TokenSpan
 from rl4llm.data.render import Renderer
-from rl4llm.data.template import ChatTemplate
+from rl4llm.data.template import ChatTemplate, decode
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOOLS = [
@@ -198,6 +199,18 @@ def test_the_compiled_template_renders_and_refuses_what_apply_chat_template_does
                 assert template.text(messages, prompt=prompt) == text
                 rendered += 1
     assert rendered
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_tokens_are_decoded_as_the_tokenizer_does_without_tidying_up(name, tokenizers):
+    tokenizer, rng = tokenizers[name], random.Random(name)
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.clean_up_tokenization_spaces = True
+    texts = ["", " Hello , world . it 's  é 🙂", f"a{tokenizer.eos_token} b", tokenizer.decode(weird(tokenizer, rng))]
+    for text in texts:
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        exactly = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert decode(tokenizer, token_ids) == exactly
 
 
 def test_a_template_cannot_reach_the_methods_of_what_it_is_shown(tokenizers):
