@@ -57,19 +57,27 @@ class SaysTheSum(BaseRewardFunction):
 
 
 class MockEngine(BaseClient):
-    """Answers at once, each session's turns in their order."""
+    """Answers at once, each session's turns in their order. The samples of a prompt say the same where they are `alike`,
+    else each calls the tool with numbers of its own.
+    """
 
     context_length, vocab_size = LIMITS["context_length"], LIMITS["vocab_size"]
 
-    def __init__(self, tokenizer: Any, prompts: int):
+    def __init__(self, tokenizer: Any, prompts: int, alike: bool = True):
         self._turns: dict[str, int] = {}
-        self._replies = {str(number): [_completion(tokenizer, text) for text in texts(number)] for number in range(prompts)}
+        self._replies = {
+            f"{number}/{index}": [
+                _completion(tokenizer, text) for text in said(number, number if alike else number * GROUP + index)
+            ]
+            for number in range(prompts)
+            for index in range(GROUP)
+        }
 
     async def generate(self, prompt_ids: Sequence[int], sampling_params: Any, *, session: str = "") -> Completion:
         await asyncio.sleep(0)
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
-        return self._replies[session.split("/")[1]][turn]
+        return self._replies[session.partition("/")[2]][turn]
 
     async def release(self, session: str) -> None:
         self._turns.pop(session, None)
@@ -82,6 +90,11 @@ class MockEngine(BaseClient):
 
     async def version(self) -> int:
         return 0
+
+
+def said(number: int, first: int) -> list[str]:
+    """What the model says to a question: calls from the number `first` on, and the answer."""
+    return [*texts(first)[:-1], texts(number)[-1]]
 
 
 def _completion(tokenizer: Any, text: str) -> Completion:
@@ -137,15 +150,20 @@ def alone(options: argparse.Namespace) -> None:
     """Episodes a second on one core, the engine in this process, and the memory of many at once."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     tokenizer = tokenizer_of_the_task()
-    kinds = [("an async tool", AT_ONCE, options.runs, increment), ("a plain tool", AT_ONCE, options.runs, plain_tool())]
-    for kind, episodes, runs, tool in [*kinds, ("an async tool", options.concurrent, 1, increment)]:
+    kinds = [
+        ("async tool", AT_ONCE, options.runs, increment, True),
+        ("async tool, no results alike", AT_ONCE, options.runs, increment, False),
+        ("plain tool", AT_ONCE, options.runs, plain_tool(), True),
+        ("async tool", options.concurrent, 1, increment, True),
+    ]
+    for kind, episodes, runs, tool, alike in kinds:
         env = environment(tokenizer, episodes, tool)
-        engine = MockEngine(tokenizer, len(env.dataset))
+        engine = MockEngine(tokenizer, len(env.dataset), alike)
         play(engine, environment(tokenizer, 32, tool))  # warm
         set_aside_what_stays()  # as `rl4llm train` does before its first step
         results = [play(engine, env) for _ in range(runs)]
         grown = max(result["grown_bytes"] for result in results)
-        what = f"{episodes:,} episodes at once with {kind}, one core"
+        what = f"{episodes:,} episodes at once, {kind}, one core"
         print(f"{what}: {rates(results)}; peak above the idle process {grown >> 20} MiB")
 
 
