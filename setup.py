@@ -54,6 +54,7 @@ setup(
         "omegaconf>=2.4,<3",
         "pyyaml>=6,<7",
         "rich>=13,<16",
+        "argcomplete>=3,<4",
         "tensorboard>=2.17,<3",
         "matplotlib>=3.8,<4",
         "math-verify[antlr4_13_2]>=0.8,<1",

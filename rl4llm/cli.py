@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from rl4llm import __version__
 from rl4llm.commands import (
     check,
     collect,
+    completion,
+    dpo,
     evaluate,
     export,
     info,
@@ -22,6 +25,7 @@ from rl4llm.commands import (
     replay,
     serve,
     serve_env,
+    sft,
     train,
     view,
 )
@@ -33,6 +37,8 @@ COMMANDS = (
     plan,
     check,
     train,
+    sft,
+    dpo,
     launch,
     evaluate,
     collect,
@@ -42,38 +48,65 @@ COMMANDS = (
     serve,
     serve_env,
     info,
+    completion,
 )
 """In the order of ``rl4llm --help``."""
 
+BROKEN_OFF, UNREAD = 130, 141  # as shells say of SIGINT and SIGPIPE
 GOES_ON = "The same command goes on from the last checkpoint."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 75 stopped and resumable, 130 broken off, 1 or 2 an error."""
+    """Run a command; returns the exit code.
+
+    0 done, 1 or 2 an error (2: in the configuration), 75 stopped and resumable, 130 broken off, 141 nobody reads the output.
+    """
     arguments = _parsed(argv)
     try:
-        return arguments.run(arguments)
-    except RL4LLMError as error:
-        if arguments.resumes and isinstance(error, EnginesDownError | HostsDownError):
-            say(f"{error}\n{GOES_ON}")
-            return STOPPED
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except (RL4LLMError, OSError) as error:
         if arguments.debug:
             raise
-        _complain(error)
-        return 2 if isinstance(error, ConfigError) else 1
+        return _complain(error, arguments.resumes)
     except KeyboardInterrupt:
         say(f"Stopped at once. {GOES_ON}" if arguments.resumes else "Stopped.")
-        return 130
+        return BROKEN_OFF
 
 
-def _complain(error: RL4LLMError) -> None:
+def _complain(error: RL4LLMError | OSError, resumes: bool) -> int:
+    """Say what was wrong; returns the exit code."""
+    if isinstance(error, BrokenPipeError) and _nobody_reads():
+        return _unread()
+    if resumes and isinstance(error, EnginesDownError | HostsDownError):
+        say(f"{error}\n{GOES_ON}")
+        return STOPPED
     Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="")
     say(str(error))
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _unread() -> int:
+    """Let the rest of the output lead nowhere; returns the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return UNREAD
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader is gone, such as ``| head``."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors are always told
+    return bool(poll.poll(0))
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand before and after options, which argparse alone does not take."""
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks how a word could end
+        import argcomplete  # noqa: PLC0415 - not before it is asked for
+
+        argcomplete.autocomplete(parser, always_complete_options=False)
     arguments, rest = parser.parse_known_args(argv)
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -102,4 +135,26 @@ def build_parser() -> argparse.ArgumentParser:
 def console_script() -> None:
     """The entry point of the `rl4llm` command."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    _open_closed_streams()
+    try:
+        sys.exit(main())
+    finally:
+        _end_output()
+
+
+def _end_output() -> None:
+    """Write what is still buffered, such as a help text, here; Python would complain about a reader who is gone."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.exit(_unread())
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that were closed (``>&-``) lead nowhere; else the next file that is opened would be one of them."""
+    for number, mode in enumerate("rww"):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, mode, closefd=False))

@@ -205,14 +205,17 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
     >>> load_config(overrides=["model.path=m", "data.path=d", "training.lr=1e-4"]).training.lr
     0.0001
     """
-    layers = [_read(Path(path))] if path is not None else []
+    files = [Path(path)] if path is not None else []
     if not isinstance(overrides, Mapping):
-        layers += [_read(Path(text)) for text in overrides if _is_file(text)]
+        files += [Path(text) for text in overrides if _is_file(text)]
         overrides = [text for text in overrides if not _is_file(text)]
-    layers.append(_overrides(overrides))
     merged = OmegaConf.structured(Config)
-    for layer in layers:
-        merged = _merge(merged, layer)
+    for file in files:
+        try:
+            merged = _merge(merged, _read(file))
+        except ConfigError as error:
+            raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
+    merged = _merge(merged, _overrides(overrides))
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise ConfigError(f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=...")

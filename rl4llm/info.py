@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.table import Table
 
 import rl4llm.build  # noqa: F401 - registers what needs a model too
 from rl4llm import __version__
@@ -21,6 +20,7 @@ from rl4llm.core.kernels import prefers_onednn
 from rl4llm.core.registry import Registry
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import REWARDS
+from rl4llm.tables import Facts
 
 PACKAGES = (
     "torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "peft", "wandb",
@@ -28,55 +28,51 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def tables(topic: str | None = None) -> Iterator[Table]:
-    """The tables of one topic, or all of them."""
+def facts(topic: str | None = None) -> Iterator[Facts]:
+    """What there is of one topic, or of all of them."""
     if topic is None:
         yield _versions()
         yield _devices()
     if topic in (None, "algorithms"):
         yield from _algorithms()
     if topic in (None, "environments"):
-        yield _registered("environments (env.name)", ENVIRONMENTS)
+        yield _registered("environments", "env.name", ENVIRONMENTS)
     if topic in (None, "rewards"):
-        yield _registered("rewards (rewards)", REWARDS)
+        yield _registered("rewards", "rewards", REWARDS)
 
 
-def _versions() -> Table:
-    table = Table("package", "version", title="versions")
-    table.add_row("rl4llm", __version__)
-    table.add_row("python", platform.python_version())
+def _versions() -> Facts:
+    rows = [("rl4llm", __version__), ("python", platform.python_version())]
     for package in PACKAGES:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
-        table.add_row(package, version)
-    return table
+        rows.append((package, version))
+    return Facts("versions", "versions", ("package", "version"), rows)
 
 
-def _devices() -> Table:
-    table = Table("device", "what", title="devices")
+def _devices() -> Facts:
     kernels = "oneDNN" if prefers_onednn() else "torch's default"
-    table.add_row("cpu", f"{torch.get_num_threads()} threads, fp32 products by {kernels}")
+    rows = [("cpu", f"{torch.get_num_threads()} threads, fp32 products by {kernels}")]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        table.add_row(f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-    return table
+        rows.append((f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"))
+    return Facts("devices", "devices", ("device", "what"), rows)
 
 
-def _algorithms() -> Iterator[Table]:
+def _algorithms() -> Iterator[Facts]:
     """Every method with what is its own, then what all policy-gradient methods have."""
     shared = _options(PolicyGradient)
-    table = Table("name", "what", "needs", "options of its own, and other defaults", title="algorithms (algorithm.name)")
+    rows = []
     for name in ALGORITHMS:
         algorithm = ALGORITHMS[name]
         own = {key: value for key, value in _options(algorithm).items() if shared.get(key, object) != value}
-        table.add_row(name, _first_sentence(algorithm), ", ".join(_needs(algorithm)) or "-", _shown(own))
-    yield table
-    table = Table("option", "default", title="options of every policy-gradient method")
-    for key, value in shared.items():
-        table.add_row(key, repr(value))
-    yield table
+        rows.append((name, _first_sentence(algorithm), list(_needs(algorithm)), own))
+    columns = ("name", "what", "needs", "options of its own, and other defaults")
+    yield Facts("algorithms", "algorithms (algorithm.name)", columns, rows)
+    every = [(key, repr(value)) for key, value in shared.items()]
+    yield Facts("options", "options of every policy-gradient method", ("option", "default"), every)
 
 
 def _options(algorithm: type) -> dict[str, Any]:
@@ -97,15 +93,9 @@ def _needs(algorithm: type) -> Iterator[str]:
             yield item.name if value is True or item.name in ("critic", "sampling") else f"{item.name}={value}"
 
 
-def _shown(options: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in options.items())
-
-
-def _registered(title: str, registry: Registry) -> Table:
-    table = Table("name", "what", title=title)
-    for name in registry:
-        table.add_row(name, _first_sentence(registry[name]))
-    return table
+def _registered(name: str, key: str, registry: Registry) -> Facts:
+    rows = [(item, _first_sentence(registry[item])) for item in registry]
+    return Facts(name, f"{name} ({key})", ("name", "what"), rows)
 
 
 def _first_sentence(item: object) -> str:

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from rich.table import Table
 from torch import Tensor
 
 from rl4llm.build import build_algorithm, build_model
@@ -17,12 +16,13 @@ from rl4llm.core.base_backend import TokenLosses, TokenMetrics
 from rl4llm.core.errors import DataError
 from rl4llm.core.failed_update import FailedUpdate, load_update
 from rl4llm.core.types import TrainBatch
+from rl4llm.tables import Facts
 
 CONTEXT = 8  # tokens shown before one that is not finite
 
 
-def replay(directory: Path) -> Iterator[Table]:
-    """Recompute the step, on its own weights and batches; the tables say what was not finite, and where it was first.
+def replay(directory: Path) -> Iterator[Facts]:
+    """Recompute the step, on its own weights and batches; what comes says what was not finite, and where it was first.
 
     One process with plain torch does, whatever backend and however many ranks it ran on: each kept its own batches.
     Raises DataError when `directory` holds no such step.
@@ -73,9 +73,9 @@ def _watched(
     return losses_BT, metrics
 
 
-def _given(update: FailedUpdate) -> Table:
+def _given(update: FailedUpdate) -> Facts:
     """What the step was given."""
-    table = Table("micro-batch", "policy tokens", "not finite before any computation", title="batches")
+    rows = []
     for number, batch in enumerate(update.batches):
         bad = [
             f"{item.name}: {count}"
@@ -83,17 +83,20 @@ def _given(update: FailedUpdate) -> Table:
             if (value := getattr(batch, item.name)) is not None and value.is_floating_point()
             if (count := int((~value.isfinite()).sum()))
         ]
-        table.add_row(str(number), str(batch.num_policy_tokens), ", ".join(bad) or "-")
-    return table
+        rows.append((number, batch.num_policy_tokens, bad))
+    columns = ("micro-batch", "policy tokens", "not finite before any computation")
+    return Facts("batches", "batches", columns, rows)
 
 
-def _found(update: FailedUpdate, seen: list[str], metrics: dict[str, float]) -> Table:
-    table = Table("what", "value", title=f"step {update.facts['step']}, {update.facts['model']}, computed again")
-    table.add_row("gradient norm", f"{metrics['grad_norm']:.6g}")
-    table.add_row("when it ran", update.facts["metrics"].get("grad_norm", "-"))
+def _found(update: FailedUpdate, seen: list[str], metrics: dict[str, float]) -> Facts:
+    rows = [
+        ("gradient norm", f"{metrics['grad_norm']:.6g}"),
+        ("when it ran", str(update.facts["metrics"].get("grad_norm", "-"))),
+    ]
     for line in seen or ["every output and loss is finite: the gradient overflows, or it does not happen on this machine"]:
-        table.add_row("not finite" if seen else "finding", line)
-    return table
+        rows.append(("not finite" if seen else "finding", line))
+    title = f"step {update.facts['step']}, {update.facts['model']}, computed again"
+    return Facts("found", title, ("what", "value"), rows)
 
 
 def _lines(where: str, what: str, x_BT: Tensor, batch: TrainBatch) -> list[str]:

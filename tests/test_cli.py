@@ -92,18 +92,76 @@ def test_a_run_whose_servers_are_all_down_stops_with_75_and_the_same_command_goe
     assert main(arguments) == 0  # where servers are does not make it another run
 
 
-def test_eval_measures_the_last_checkpoint_of_a_run(run):
-    _, small, _ = run
-    numbers = json.loads(rl4llm("eval", "--json", "configs/quickstart.yaml", *small).strip().splitlines()[-1])
-    assert numbers["step"] >= 2
-    assert numbers["trajectories"] == 4
+def told(capsys, *arguments, code=0):
+    """The JSON that a command prints, run in this process."""
+    assert main(list(map(str, arguments))) == code
+    return json.loads(capsys.readouterr().out)
 
 
-def test_info_lists_versions_algorithms_environments_and_rewards():
-    output = rl4llm("info")
+def test_eval_measures_the_last_checkpoint_of_a_run_again_and_again_and_leaves_the_run_as_it_is(
+    run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    directory, small, _ = run
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    sampled = [*small, "eval.temperature=1", "--samples", "4", "--k", "1,3", "--json"]
+    result = told(capsys, "eval", "configs/quickstart.yaml", *sampled, "--out", tmp_path / "a.json")
+    assert result["step"] >= 2
+    assert result["metrics"]["trajectories"] == 16
+    assert list(result["scores"]) == ["pass@1", "pass@3", "mean@4", "reward"]
+    assert result["scores"]["mean@4"]["value"] == pytest.approx(result["metrics"]["accuracy"])
+    assert result["scores"]["reward"]["value"] == pytest.approx(result["metrics"]["reward/mean"])
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+
+    written = json.loads((tmp_path / "a.json").read_text())
+    rows = written.pop("per_problem")
+    assert written == result
+    assert [len(row["rewards"]) for row in rows] == [4] * 4
+    same = [*sampled, "--compare", tmp_path / "a.json", "--fail-if-worse"]
+    again = told(capsys, "eval", "configs/quickstart.yaml", *same)
+    assert again["scores"] == result["scores"]
+    assert {item["gained"]["value"] for item in again["compared"]["differences"].values()} == {0.0}
+
+    better = [row | {"successes": 4, "rewards": [1.0] * 4} for row in rows]
+    (tmp_path / "better.json").write_text(json.dumps({"per_problem": better}))
+    worse = [*sampled, "--compare", tmp_path / "better.json"]
+    assert told(capsys, "eval", "configs/quickstart.yaml", *worse)["compared"]["differences"]["pass@3"]["gained"]["high"] < 0
+    told(capsys, "eval", "configs/quickstart.yaml", *worse, "--fail-if-worse", code=3)
+
+
+def test_eval_of_a_model_from_a_dataset_plays_prompts_that_have_a_ground_truth(model_dir, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"problem": f"How many coins are {n} and 1?", "answer": str(n + 1)} for n in range(3)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = [f"model.path={model_dir}", "model.autocast=none", f"output.dir={tmp_path}", "rollout.max_tokens=4"]
+    columns = ["data.prompt_column=problem", "data.answer_column=answer", "rewards=[math]"]
+    arguments = ["eval", str(ROOT / "configs/dpo.yaml"), *small, *columns]
+    result = told(capsys, *arguments, f"eval.path={prompts}", "--json")
+    assert result["scores"]["pass@1"]["problems"] == 3
+    for more, said in (
+        ([], "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH"),
+        ([f"eval.path={prompts}", "data.answer_column=solution"], "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH"),
+        (["algorithm.name=reward_model"], "gives values instead of answers"),
+        ([f"eval.path={prompts}", "--samples", "2"], "eval.temperature=0.8"),
+        ([f"eval.path={prompts}", "--k", "2"], "--k 2 is not accepted with --samples 1"),
+        ([f"eval.path={prompts}", "--fail-if-worse"], "needs --compare"),
+        ([f"eval.path={prompts}", "--compare", str(prompts)], "is not what `rl4llm eval --out` writes"),
+        ([f"eval.path={prompts}", "--out", str(prompts)], "exists"),
+    ):
+        assert main([*arguments, *more]) in (1, 2)
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_info_lists_versions_algorithms_environments_and_rewards(capsys):
+    assert main(["info"]) == 0
+    output = capsys.readouterr().out
     for name in ("torch", "grpo", "dapo", "tool", "math"):
         assert name in output
-    assert "grpo" not in rl4llm("info", "rewards")
+    found = told(capsys, "info", "--json")
+    assert list(found) == ["versions", "devices", "algorithms", "options", "environments", "rewards"]
+    (ppo,) = (row for row in found["algorithms"] if row["name"] == "ppo")
+    assert "critic" in ppo["needs"]
+    assert list(told(capsys, "info", "rewards", "--json")) == ["rewards"]
 
 
 def test_the_help_of_every_command_has_examples_that_its_own_parser_takes():
@@ -143,23 +201,24 @@ def test_a_mistake_gets_one_clear_message_and_no_traceback(model_dir, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path):
+def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path, capsys):
     directory, small, _ = run
     before = sorted(path.relative_to(directory) for path in directory.rglob("*"))
-    command = ["collect", "configs/quickstart.yaml", *small, "--prompts", "3"]
+    command = ["collect", ROOT / "configs/quickstart.yaml", *small, "--prompts", "3"]
     files = [tmp_path / name for name in ("a.jsonl", "a.parquet", "saved")]
     for file in files:
-        assert "6 of 6 episodes" in rl4llm(*command, "--out", file, "--filter-reward", "0")
+        result = told(capsys, *command, "--out", file, "--filter-reward", "0", "--json")
+        assert result == {"out": str(file), "kept": 6, "played": 6}
     rows = [list(read_rows(str(file), "train")) for file in files]
-    told = ("prompt_id", "group", "messages", "reward")
-    first, *others = [[tuple(row[name] for name in told) for _, row in read] for read in rows]
+    columns = ("prompt_id", "group", "messages", "reward")
+    first, *others = [[tuple(row[name] for name in columns) for _, row in read] for read in rows]
     assert len({row[0] for row in first}) == 6
     assert len({row[1] for row in first}) == 3
     assert all(other == first for other in others)  # the same seed plays the same episodes
     assert {"system", "user", "assistant"} <= {message["role"] for row in first for message in row[2]}
     assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == before
     learned = [f"data.path={files[0]}", f"output.dir={tmp_path / 'sft'}", "max_steps=1", "rollout.prompts=2", "eval.every=0"]
-    rl4llm("train", "configs/sft.yaml", small[0], *learned, "model.autocast=none")
+    assert main(["sft", str(ROOT / "configs/sft.yaml"), small[0], *learned, "model.autocast=none"]) == 0
     assert (tmp_path / "sft" / "model").is_dir()
 
 
@@ -185,11 +244,13 @@ def test_collect_refuses_before_it_samples_what_it_cannot_write_to(run, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there.jsonl"]
 
 
-def test_an_exported_run_is_a_model_with_a_card_that_says_what_it_reached(run, tmp_path):
+def test_an_exported_run_is_a_model_with_a_card_that_says_what_it_reached(run, tmp_path, capsys):
     directory, _, _ = run
     last = max(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
     out = tmp_path / "exported"
-    assert f"after step {last}" in rl4llm("export", directory, "--out", out)
+    (listed,) = told(capsys, "view", directory, "--json")
+    assert (listed["name"], listed["running"]) == (directory.name, False)
+    assert told(capsys, "export", directory, "--out", out, "--json") == {"out": str(out), "step": last}
     assert (out / "model.safetensors").read_bytes() == (directory / "model" / "model.safetensors").read_bytes()
     AutoModelForCausalLM.from_pretrained(out)
     assert AutoTokenizer.from_pretrained(out).chat_template

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from rl4llm.commands import completers
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -31,15 +33,23 @@ def add_command(
 
 def add_config(command: argparse.ArgumentParser) -> None:
     """The arguments `config` and `overrides`, as `rl4llm.config.load_config` takes them."""
-    command.add_argument("config", help="a YAML file")
-    command.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="changes to keys, or YAML files to be laid over the first"
-    )
+    _completed(command.add_argument("config", help="a YAML file"), completers.configurations)
+    add_overrides(command, "key.sub=value", "changes to keys, or YAML files to be laid over the first")
+
+
+def add_overrides(command: argparse.ArgumentParser, metavar: str, about: str) -> None:
+    """The argument `overrides`, which may also stand behind options."""
+    _completed(command.add_argument("overrides", nargs="*", metavar=metavar, help=about), completers.overrides)
+
+
+def _completed(argument: Any, completer: Callable[..., Iterable[str]]) -> None:
+    """Have a shell offer what `completer` finds; the attribute is argcomplete's."""
+    argument.completer = completer
 
 
 def add_force(command: argparse.ArgumentParser) -> None:
     command.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
 
 
-def add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON, for scripts, and nothing else to standard output")
+def add_json(command: argparse.ArgumentParser, what: str = "print the result as JSON, for scripts") -> None:
+    command.add_argument("--json", action="store_true", help=what)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
-from rl4llm.commands.output import show, write_json
+from rl4llm.commands.output import meanwhile, show, write_json
 from rl4llm.core.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--prompts {arguments.prompts} is not accepted: 1 or above.")
     check_target(arguments.out)
     episodes = collect(load_config(arguments.config, arguments.overrides), arguments.prompts)
-    with closing(episodes):
+    with closing(episodes), meanwhile():
         kept, total = write_episodes(episodes, arguments.out, arguments.filter_reward)
     if arguments.json:
         write_json({"out": str(arguments.out), "kept": kept, "played": total})

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rl4llm.commands.arguments import add_command, add_json
+from rl4llm.commands.arguments import add_command, add_json, add_overrides
 from rl4llm.commands.output import show, write_json
 
 
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN", help="the output.dir of a run")
     command.add_argument("--out", required=True, type=Path, help="a directory that is not there yet")
     command.add_argument("--step", type=int, help="of which checkpoint (default: the last)")
-    command.add_argument("overrides", nargs="*", metavar="key.sub=value", help="changes, as of a model.path that has moved")
+    add_overrides(command, "key.sub=value", "changes, as of a model.path that has moved")
     add_json(command)
 
 

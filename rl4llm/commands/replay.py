@@ -6,19 +6,19 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rl4llm.commands.arguments import add_command
-from rl4llm.commands.output import show
+from rl4llm.commands.arguments import add_command, add_json
+from rl4llm.commands.output import show_facts
 
 
 def add(commands: Any) -> None:
     about = "compute a step that was not finite again, and show where it comes from"
     command = add_command(commands, "replay", run, about, ("rl4llm replay runs/x/failed/step-000012",))
     command.add_argument("step", help="a directory such as runs/NAME/failed/step-000012")
+    add_json(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.replay import replay
 
-    for table in replay(Path(arguments.step)):
-        show(table)
+    show_facts(replay(Path(arguments.step)), arguments.json)
     return 0

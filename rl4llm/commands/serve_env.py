@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rl4llm.commands.arguments import add_command
+from rl4llm.commands.arguments import add_command, add_overrides
 from rl4llm.commands.output import say
 from rl4llm.core.errors import ConfigError
 
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     command.add_argument("--env", required=True, help="what to host, as in env.name: tool,chat,package.module:Class")
     command.add_argument("--host", default="127.0.0.1", help="where to listen; others need a token (default: %(default)s)")
     command.add_argument("--port", type=int, default=50051, help="0 takes a free one (default: %(default)s)")
-    command.add_argument("overrides", nargs="*", metavar="sandbox.key=value", help="where programs of the policy run")
+    add_overrides(command, "sandbox.key=value", "where programs of the policy run")
 
 
 def run(arguments: argparse.Namespace) -> int:

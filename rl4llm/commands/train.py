@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_force
 from rl4llm.commands.output import STOPPED, show
+from rl4llm.core.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -24,6 +26,24 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.config import load_config
 
     return train(load_config(arguments.config, arguments.overrides), arguments, "train")
+
+
+def train_method(arguments: argparse.Namespace, command: str, what: str, learns_from: Collection[str]) -> int:
+    """Train by a method that learns from one of `learns_from`; raises ConfigError for a configuration of another method."""
+    from rl4llm.algorithms import ALGORITHMS
+    from rl4llm.build import build_algorithm
+    from rl4llm.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    found = build_algorithm(config).needs().learns_from
+    if found not in learns_from:
+        known = [name for name in ALGORITHMS if ALGORITHMS[name]().needs().learns_from in learns_from]
+        raise ConfigError(
+            f"{arguments.config}: algorithm.name={config.algorithm['name']!r} learns from {found}, and `rl4llm {command}` "
+            f"is for methods that learn from {what}: {', '.join(known)}. Next: `rl4llm train`, which takes every method, or "
+            "one of those."
+        )
+    return train(config, arguments, command)
 
 
 def train(config: Any, arguments: argparse.Namespace, command: str) -> int:

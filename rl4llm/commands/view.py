@@ -7,8 +7,8 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from rl4llm.commands.arguments import add_command
-from rl4llm.commands.output import say
+from rl4llm.commands.arguments import add_command, add_json
+from rl4llm.commands.output import say, write_json
 from rl4llm.core.errors import ConfigError
 
 
@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     command.add_argument("--port", type=int, help="of 127.0.0.1; 0 is any free one (default: the first free one from 6100)")
     command.add_argument("--open", action="store_true", help="open the page in the browser")
     command.add_argument("--export", metavar="FILE", help="write all of it into one HTML file instead")
+    add_json(command, "print which runs there are, as JSON, instead of serving them")
     command.add_argument("--episodes", type=int, default=200, help="of each run in FILE, the newest (default: %(default)s)")
 
 
@@ -33,6 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs = find_runs(arguments.runs)
     if arguments.episodes < 0:
         raise ConfigError(f"--episodes {arguments.episodes} is not accepted: 0 or above.")
+    if arguments.json:
+        write_json([run.about() for run in runs])
+        return 0
     if arguments.export is not None:
         count = export(runs, Path(arguments.export), arguments.episodes)
         say(f"{arguments.export}: {len(runs)} run(s), {count} episode(s)")

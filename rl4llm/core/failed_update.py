@@ -18,6 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.errors import DataError
@@ -58,15 +59,18 @@ def load_update(directory: Path) -> FailedUpdate:
     """Read one back; raises DataError when there is none."""
     try:
         facts = json.loads((directory / FACTS).read_text())
-        tensors = load_file(directory / BATCHES)
-    except (OSError, ValueError, SafetensorError) as error:
+        batches = _batches(load_file(directory / BATCHES), facts["batches"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"{directory} holds no optimizer step that could not be taken: {error}. Accepted: a directory such as "
+            f"{directory} holds no optimizer step that could not be taken: {error!r}. Accepted: a directory such as "
             "runs/NAME/failed/step-000012, which a run writes when it stops for losses that are not finite."
         ) from error
-    batches = []
-    for number in range(facts["batches"]):
-        named = {name.partition("/")[2]: value for name, value in tensors.items() if name.startswith(f"{number}/")}
-        batches.append(TrainBatch(**named))
     first = directory.with_name(directory.name.partition("-rank")[0])  # whose directory has the model
     return FailedUpdate(batches, facts, first / MODEL)
+
+
+def _batches(tensors: Mapping[str, Tensor], count: int) -> list[TrainBatch]:
+    return [
+        TrainBatch(**{name.partition("/")[2]: value for name, value in tensors.items() if name.startswith(f"{number}/")})
+        for number in range(count)
+    ]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -171,7 +172,8 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         detail = f" {space(path.parent, len(data))}" if is_full(error) else ""
         raise RunDirError(f"{path} cannot be written: {error.strerror}.{detail}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing may be written, nothing may be removed
+            beside.unlink()
 
 
 def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:

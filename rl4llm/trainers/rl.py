@@ -177,10 +177,10 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             result = self.play_held_out()
         self.tracker.evaluation(self.step, result.groups, result.failed)
 
-    def play_held_out(self) -> RolloutResult:
-        """One episode for each of this rank's held-out prompts, at the temperature of the evaluation."""
+    def play_held_out(self, samples: int = 1) -> RolloutResult:
+        """So many episodes for each of this rank's held-out prompts, at the temperature of the evaluation."""
         rows = range(self.ranks.rank, self.evaluation.num_rows, self.ranks.size)
-        return self.evaluation.play(rows, step=self.step, sampling_params=self.eval_params, group_size=1)
+        return self.evaluation.play(rows, step=self.step, sampling_params=self.eval_params, group_size=samples)
 
     def close(self) -> None:
         if self._closed:

@@ -1,0 +1,23 @@
+"""``rl4llm completion bash``: what a shell needs to complete commands, options, files and keys of configurations."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rl4llm.commands.arguments import add_command
+from rl4llm.commands.output import write_text
+
+
+def add(commands: Any) -> None:
+    about = 'print what makes a shell complete commands, files and keys: eval "$(rl4llm completion bash)" in ~/.bashrc'
+    examples = ("rl4llm completion bash", "rl4llm completion zsh", "rl4llm completion fish")
+    command = add_command(commands, "completion", run, about, examples)
+    command.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import argcomplete
+
+    write_text(argcomplete.shellcode(["rl4llm"], shell=arguments.shell))
+    return 0

@@ -1,0 +1,200 @@
+"""What every command says to input that cannot be right: one clear line, no traceback, and an exit code that is not 0."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl4llm.cli import COMMANDS, build_parser, main
+from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.errors import ConfigError
+from rl4llm.rewards import REWARDS
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "data": {"path": "arithmetic", "limit": 4},
+    "eval": {"limit": 2},
+    "rewards": [{"name": "length", "unit": "chars", "max_length": 1, "margin": 10}],
+    "rollout": {"prompts": 1, "group_size": 2, "max_tokens": 2},
+    "max_steps": 1,
+}
+
+CASES = """
+wrong path      | train nowhere.yaml                               | There is no configuration file nowhere.yaml
+wrong path      | sft nowhere.yaml                                 | There is no configuration file nowhere.yaml
+wrong path      | dpo nowhere.yaml                                 | There is no configuration file nowhere.yaml
+wrong path      | launch nowhere.yaml                              | There is no configuration file nowhere.yaml
+wrong path      | plan nowhere.yaml                                | There is no configuration file nowhere.yaml
+wrong path      | check nowhere.yaml                               | There is no configuration file nowhere.yaml
+wrong path      | eval nowhere.yaml                                | There is no configuration file nowhere.yaml
+wrong path      | collect nowhere.yaml --out x.jsonl               | There is no configuration file nowhere.yaml
+wrong path      | train small.yaml model.path=./nowhere            | nowhere
+wrong path      | train .                                          | There is no configuration file .
+wrong path      | eval small.yaml --out nowhere/x.json             | there is no directory nowhere
+wrong path      | eval small.yaml --compare nowhere.json           | --compare nowhere.json cannot be read
+wrong path      | export nowhere --out x                           | nowhere holds no run
+wrong path      | view nowhere                                     | 'nowhere' does not exist
+wrong path      | replay nowhere                                   | nowhere holds no optimizer step
+wrong path      | quickstart --dir small.yaml                      | small.yaml
+wrong path      | serve --model-path ./nowhere --python {python}   | nowhere
+wrong path      | serve-env --env nowhere --port 0                 | 'nowhere' is unknown
+broken run      | train small.yaml output.dir=broken               | run.json is damaged
+broken run      | eval small.yaml output.dir=broken                | No checkpoint in broken/checkpoints can be used
+broken run      | collect small.yaml --out x.jsonl output.dir=broken | No checkpoint in broken/checkpoints can be used
+broken run      | export broken --out x                            | No checkpoint in broken/checkpoints can be used
+broken run      | replay broken/failed/step-000001                 | holds no optimizer step
+broken run      | replay broken/failed/step-000002                 | holds no optimizer step
+broken run      | view small.yaml                                  | is no directory
+another version | train other.yaml                                 | other.yaml: Unknown configuration key 'rollout.batch'
+another version | plan other.yaml                                  | other.yaml: Unknown configuration key 'rollout.batch'
+another version | check other.yaml                                 | other.yaml: Unknown configuration key 'rollout.batch'
+another version | eval other.yaml                                  | other.yaml: Unknown configuration key 'rollout.batch'
+another version | collect other.yaml --out x.jsonl                 | other.yaml: Unknown configuration key 'rollout.batch'
+another version | launch other.yaml                                | other.yaml: Unknown configuration key 'rollout.batch'
+another version | sft other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
+another version | dpo other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
+another version | train damaged.yaml                               | damaged.yaml is not valid YAML
+another method  | sft small.yaml                                   | learns from episodes, and `rl4llm sft` is for
+another method  | dpo small.yaml algorithm.name=sft                | learns from demonstrations, and `rl4llm dpo` is for
+port in use     | view broken --port {port}                        | --port {port} cannot be used
+port in use     | serve-env --env chat --port {port}               | Port {port}
+port in use     | serve --model-path {model} --python {python} --port {port} | Port {port}
+read-only       | train small.yaml output.dir={locked}/run         | {locked}/run
+read-only       | eval small.yaml --out {locked}/x.json            | {locked}/x.json cannot be written
+read-only       | collect small.yaml --out {locked}/x.jsonl        | {locked}
+read-only       | view broken --export {locked}/x.html             | {locked}/x.html cannot be written
+read-only       | quickstart --dir {locked}/quick                  | {locked}/quick
+not accepted    | info nothing                                     | invalid choice
+not accepted    | completion csh                                   | invalid choice
+not accepted    | collect small.yaml                               | required: --out
+not accepted    | eval small.yaml --k 2                            | --k 2 is not accepted
+"""
+TABLE = [tuple(cell.strip() for cell in line.split("|")) for line in CASES.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory):
+    """A directory in which nothing can be made, also by root."""
+    directory = tmp_path_factory.mktemp("locked")
+    if os.geteuid():
+        directory.chmod(0o555)
+        yield directory
+        directory.chmod(0o755)
+        return
+    ways = (
+        (["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", directory], ["umount", directory]),
+        (["chattr", "+i", directory], ["chattr", "-i", directory]),
+    )
+    for lock, unlock in ways:
+        if shutil.which(lock[0]) and subprocess.run(lock, capture_output=True).returncode == 0:
+            yield directory
+            subprocess.run(unlock, check=True)
+            return
+    pytest.skip("root can write everywhere here: neither mount nor chattr may be used")
+
+
+@pytest.fixture(scope="module")
+def place(model_dir, tmp_path_factory):
+    """A directory with a configuration, one of another version, and a run of which everything is damaged."""
+    directory = tmp_path_factory.mktemp("place")
+    small = {**SMALL, "model": {"path": str(model_dir)}, "output": {"dir": "run"}}
+    (directory / "small.yaml").write_text(yaml.safe_dump(small))
+    (directory / "other.yaml").write_text(yaml.safe_dump({**small, "rollout": {"batch": 4}}))
+    (directory / "damaged.yaml").write_bytes(b"\x00\x01: [")
+    broken = directory / "broken"
+    for part in ("checkpoints/step-000001", "failed/step-000001", "failed/step-000002", "episodes"):
+        (broken / part).mkdir(parents=True)
+    (broken / "config.yaml").write_text(yaml.safe_dump(small))
+    (broken / "run.json").write_text('{"run_id": ')
+    (broken / "checkpoints" / "step-000001" / "state.json").write_text("{}")
+    (broken / "failed" / "step-000001" / "update.json").write_text("[")
+    (broken / "failed" / "step-000002" / "update.json").write_text("{}")
+    shutil.copy(model_dir / "model.safetensors", broken / "failed" / "step-000002" / "batches.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """A port that somebody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(("kind", "command", "said"), TABLE, ids=[f"{kind}: {command}" for kind, command, _ in TABLE])
+def test_bad_input_gets_one_clear_line(kind, command, said, place, taken, model_dir, request, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    filled = {"port": taken, "model": model_dir, "python": sys.executable}
+    if "{locked}" in command:
+        filled["locked"] = request.getfixturevalue("locked")
+    before = _files(place)
+    try:
+        code = main(command.format(**filled).split())
+    except SystemExit as ended:  # argparse
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert code in (1, 2), err
+    assert said.format(**filled) in " ".join(err.split())
+    assert "Traceback" not in out + err
+    assert _files(place) == before
+
+
+def _files(directory):
+    """All of them, but for the lock of a run that was tried."""
+    return sorted(path for path in directory.rglob("*") if path.name != ".lock")
+
+
+def test_every_command_has_its_bad_input():
+    (commands,) = (action.choices for action in build_parser()._actions if action.choices)
+    assert len(commands) == len(COMMANDS)
+    assert {command.split()[0] for _, command, _ in TABLE} == set(commands)
+
+
+@pytest.mark.parametrize("words", [["--debug", "train", "nowhere.yaml"], ["train", "nowhere.yaml", "--debug"]])
+def test_with_debug_the_traceback_is_shown(words):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        main(words)
+
+
+def test_ctrl_c_ends_a_command_with_one_line_and_130(place, monkeypatch, capsys):
+    class Interrupts(BaseRewardFunction):
+        def __init__(self, name="interrupts"):
+            super().__init__(name)
+
+        def __call__(self, messages, ground_truth, **columns):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            return 0.0
+
+    monkeypatch.setattr(REWARDS, "_items", {**REWARDS._items, "interrupts": Interrupts})
+    monkeypatch.chdir(place)
+    assert main(["eval", "small.yaml", "rewards=[interrupts]", "eval.limit=1"]) == 130
+    out, err = capsys.readouterr()
+    assert err.strip().splitlines()[-1] == "Stopped."
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("words", [["completion", "bash"], ["train", "--help"]], ids=" ".join)
+def test_output_that_nobody_reads_ends_a_command_without_a_word(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # as it is by default; a help text is then written at the very end
+    command = [sys.executable, "-m", "rl4llm", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, env=buffered, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_closed_streams_are_no_reason_to_fail():
+    command = f"exec {sys.executable} -m rl4llm completion bash <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=120).returncode == 0
