@@ -11,7 +11,7 @@ from rl4llm.tracking.tracker import Row, Tracker
 
 MOST_WAITING = 20_000  # about a day of steps of five seconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-CLOSE_S = 30.0
+CLOSE_S = 60.0  # a first database of MLflow takes half a minute on a busy machine
 
 
 class Deferred(Tracker):
