@@ -21,6 +21,7 @@ EXTRAS = {
     "gymnasium": ["gymnasium>=1.0,<2"],
     "openenv": ["openenv>=0.10,<0.11"],  # not with mcp: it wants another version of that
     "mcp": ["mcp>=2.3,<3"],
+    "ray": ["ray[default]>=2.40,<3"],
     "search": ["bm25s>=0.2.10,<1"],
     "dev": [
         "pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",

@@ -80,6 +80,17 @@ def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_a_launcher_that_is_killed_leaves_no_processes_that_train(tmp_path):
+    script = "import sys; from rl4llm.launch.ranks import Supervisor; Supervisor(sys.argv[1:], lambda: 2, 5, print).run()"
+    with subprocess.Popen([sys.executable, "-c", script, "sleep", "300"]) as process:
+        while not (children := psutil.Process(process.pid).children()) or children[0].name() != "sleep":
+            time.sleep(0.05)
+        process.kill()
+    psutil.wait_procs(children, timeout=30)
+    assert not children[0].is_running()
+
+
 LINGERS = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

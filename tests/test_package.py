@@ -21,7 +21,7 @@ LAYERS = {  # a file may import from its own layer's folder and from lower layer
 }
 HEAVY = {
     "deepspeed", "sglang", "vllm", "wandb", "mlflow", "trackio", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium",
-    "openenv",
+    "openenv", "ray",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl4llm.config import Config, load_config, to_yaml
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.launch import kubernetes, skypilot, slurm, ssh
+from rl4llm.launch import kubernetes, ray, skypilot, slurm, ssh
 from rl4llm.launch.job import Job
 from rl4llm.launch.roles import roles
 
@@ -45,6 +45,7 @@ ENGINES: Mapping[str, Engine] = {
     "ssh": Engine(_without_config(ssh.render), ssh.submit),
     "slurm": Engine(_without_config(slurm.render), slurm.submit),
     "skypilot": Engine(_without_config(skypilot.render), skypilot.submit, config=CONFIG, shared="shared"),
+    "ray": Engine(_without_config(ray.render), ray.submit),
     "kubernetes": Engine(kubernetes.render, kubernetes.submit, config=kubernetes.CONFIG, shared="shared"),
 }
 

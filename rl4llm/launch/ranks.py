@@ -6,6 +6,7 @@ last checkpoint. A run that dies again and again without a new checkpoint is giv
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import signal
@@ -25,6 +26,8 @@ from rl4llm.core.checkpoint import latest_checkpoint
 from rl4llm.core.errors import CheckpointError, ConfigError
 
 STOPPED = 75
+PARENT_DEATH_SIGNAL = 1  # of prctl(2)
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 LONGEST_WAIT_S = 60.0
 LINGERS_S = 60.0  # longer than ranks that end together are apart
 
@@ -92,7 +95,9 @@ class Supervisor:
         in_vain = 0
         while True:
             reached = self._progress()
-            self._process = subprocess.Popen(self._command, start_new_session=True, env=self._environ)
+            self._process = subprocess.Popen(
+                self._command, start_new_session=True, env=self._environ, preexec_fn=_told_when_we_die
+            )
             code = self._wait()
             if code == 0 or self._stopped:
                 return STOPPED if self._stopped else 0
@@ -121,6 +126,12 @@ class Supervisor:
         self._stopped = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+
+
+def _told_when_we_die() -> None:
+    """In a new process: have it get SIGTERM when its launcher is gone, killed with -9 perhaps; Linux alone can do that."""
+    if LIBC is not None:
+        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def launch(
