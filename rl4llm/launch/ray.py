@@ -1,4 +1,4 @@
-"""Ray: a driver that keeps an actor for each process, in a placement group; what dies is started again where it was.
+"""Ray: a driver that keeps an actor for each process, in a placement group; an actor that dies is made again there.
 
 ``ray job submit`` runs ``python -m rl4llm.launch.ray config.yaml`` on the cluster. An actor only holds its process and tells
 where it runs: tokens and weights never go through Ray. Options: `address` of the cluster's dashboard, else RAY_ADDRESS.
