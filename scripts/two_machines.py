@@ -91,7 +91,8 @@ class Run:
 
     def steps(self) -> list[dict[str, float]]:
         file = self.directory / "run" / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [row for row in rows if "reward/mean" in row]  # others are of evaluations
 
     def wait(self, what: str, reached: Callable[[], bool], within_s: float) -> float:
         """Seconds until it is so; ends the script when that takes too long, or a process that trains ends badly."""
