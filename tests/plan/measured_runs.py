@@ -16,7 +16,7 @@ from pathlib import Path
 from rl4llm.build import build_trainer
 from rl4llm.config import load_config
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MIB = -1, -3, 1 << 20
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, MIB = -1, -2, -3, 1 << 20
 LIBC = ctypes.CDLL(None)
 
 
@@ -33,6 +33,7 @@ def peaks(overrides):
     with build_trainer(load_config(None, overrides)) as trainer:
         LIBC.mallopt(M_MMAP_THRESHOLD, MIB)
         LIBC.mallopt(M_TRIM_THRESHOLD, MIB)
+        LIBC.mallopt(M_TOP_PAD, 0)
         LIBC.malloc_trim(0)
         trainer.train()
     rows = [json.loads(line) for line in (Path(overrides["output.dir"]) / "metrics.jsonl").read_text().splitlines()]
