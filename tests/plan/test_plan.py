@@ -77,9 +77,9 @@ def runs(tokenizer, tmp_path_factory):
     }
     chats = {"algorithm.name": "sft", "data.path": str(root / "chats"), "rollout.prompts": 4, "training.lr": 1e-3}
     kinds = {
-        "warm": {**episodes, "model.path": tiny},
+        "warm": {**episodes, "model.lora.rank": 8, "model.path": tiny},
         "grpo": {**episodes, "model.path": model},
-        "sft": {**chats, "model.path": model},
+        "lora": {**episodes, "model.lora.rank": 8, "model.path": model},
         "checkpointing": {**chats, "model.path": model, "model.gradient_checkpointing": True},
     }
     kinds = {name: {**QUIET, **kind, "output.dir": str(root / name)} for name, kind in kinds.items()}
@@ -90,7 +90,7 @@ def runs(tokenizer, tmp_path_factory):
     return {name: (load_config(None, kind), max(took[name].values())) for name, kind in kinds.items() if name != "warm"}
 
 
-@pytest.mark.parametrize("kind", ["grpo", "sft", "checkpointing"])
+@pytest.mark.parametrize("kind", ["grpo", "lora", "checkpointing"])
 def test_the_peak_of_a_plan_is_that_of_the_run(runs, kind):
     config, took = runs[kind]
     planned = make_plan(config).peak.total
