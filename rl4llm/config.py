@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -302,7 +303,10 @@ def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
     wrong = [text for text in overrides if "=" not in text or text.startswith("=")]
     if wrong:
         raise ConfigError(f"{wrong[0]!r} is not an override. Accepted: key.sub=value, for example training.lr=1e-5.")
-    return OmegaConf.from_dotlist(list(overrides))
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"An override's value is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:

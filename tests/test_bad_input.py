@@ -71,6 +71,7 @@ read-only       | eval small.yaml --out {locked}/x.json            | {locked}/x.
 read-only       | collect small.yaml --out {locked}/x.jsonl        | {locked}
 read-only       | view broken --export {locked}/x.html             | {locked}/x.html cannot be written
 read-only       | quickstart --dir {locked}/quick                  | {locked}/quick
+not accepted    | train small.yaml data.answer_pattern="\\s"        | An override's value is not valid YAML
 not accepted    | info nothing                                     | invalid choice
 not accepted    | completion csh                                   | invalid choice
 not accepted    | collect small.yaml                               | required: --out
