@@ -19,7 +19,8 @@ from rl4llm.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "scripts").rglob("README.md"))]
+PAGES = [README, ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "scripts").rglob("README.md"))
 CONFIGURED = ("train", "launch", "eval", "collect")
 
 
