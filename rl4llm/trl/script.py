@@ -16,8 +16,8 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.trl import rewards, rows
 from rl4llm.trl.alias import Alias, Keys
 from rl4llm.trl.arguments import TRLConfig
-from rl4llm.trl.joint import JOINTS, Facts
-from rl4llm.trl.table import CONSTRUCTOR, TABLES
+from rl4llm.trl.joint import JOINTS, OF_EPISODES, Facts
+from rl4llm.trl.table import CONSTRUCTOR, EPISODES, TABLES
 
 OURS = ("max_steps", "seed")
 """Names that keywords of a trainer have in common with TRL; they are ours there, and TRL's in a config object."""
@@ -33,7 +33,7 @@ class Script:
     def __init__(self, algorithm: str, arguments: dict[str, Any]):
         self.algorithm = algorithm
         self.args: TRLConfig | None = self._checked(arguments.pop("args", None))
-        self._table = TABLES[algorithm] | CONSTRUCTOR
+        self._table = TABLES.get(algorithm, EPISODES) | CONSTRUCTOR
         named = [name for name in arguments if name in self._table and name not in OURS]
         self.given: dict[str, Any] = {name: arguments.pop(name) for name in named}
         of_args = {name: getattr(self.args, name) for name in self.args.given} if self.args else {}
@@ -108,7 +108,7 @@ class Script:
         for name, value in ((defaults if self.args else {}) | self.given).items():
             self._check(name, value, self._table[name])
             yield (name,), self._table[name].keys(value)
-        for joint in JOINTS[self.algorithm]:
+        for joint in JOINTS.get(self.algorithm, OF_EPISODES):
             if self.args or any(name in self.given for name in joint.names):
                 yield joint.names, joint.keys(defaults | self.given, facts)
 

@@ -310,4 +310,4 @@ CONSTRUCTOR: dict[str, Alias] = {
 TABLES: dict[str, dict[str, Alias]] = {
     "grpo": GRPO, "ppo": PPO, "dapo": EPISODES, "dpo": DPO, "kto": KTO, "reward_model": REWARD, "sft": SFT,
 }  # fmt: skip
-"""By the trainer's algorithm."""
+"""By the trainer's algorithm; a method that TRL has no trainer for has the names of EPISODES."""

@@ -201,7 +201,7 @@ def test_an_opponent_speaks_from_its_own_side_and_none_of_its_tokens_is_the_poli
     result = play(opponents={"con": rival}, max_steps=2)
     assert {group.role for group in result.groups} == {"pro"}
     assert conversation(result, "pro")[2] == ("user", "I object.")
-    assert seen[0] == [("user", "Number 0?\n\npro speaks")]
+    assert [("user", "Number 0?\n\npro speaks")] in seen
     assert [len(messages) for messages in sorted(seen, key=len)] == [1, 1, 3, 3]
     policy = [len(span.token_ids) for item in result.trajectories for span in item.policy_spans]
     assert len(policy) == 4

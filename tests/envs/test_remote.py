@@ -20,7 +20,7 @@ from rl4llm.envs import ToolMDPEnv
 from rl4llm.envs.remote import hosts as trainer_side
 from rl4llm.envs.remote import wire
 from rl4llm.envs.remote.env import LOST
-from rl4llm.envs.remote.rpc import Channel
+from rl4llm.envs.remote.rpc import Channel, LostError
 from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import as_reward_function, weighted_sum
@@ -207,6 +207,17 @@ def test_an_episode_that_lost_its_host_goes_on_with_what_was_sampled(remote, pla
     assert restarted.times == 2
     assert told(again) == told(whole)
     assert not any("played_again_after" in item.extras for item in again.trajectories)
+
+
+def test_a_host_that_hung_up_on_one_episode_alone_is_opened_again(remote, host):
+    hosts = remote([host], HINTS, rows("Guess."))._hosts
+    link = hosts._wait(hosts.free())
+
+    async def lose():
+        link.lost(link.opened, LostError("no answer to an episode"))
+
+    hosts._wait(lose())
+    assert hosts._wait(asyncio.wait_for(hosts.free(), 20)) is link
 
 
 def test_an_episode_that_loses_every_host_is_left_out_and_never_scored(remote, play, on_turn, restarted):

@@ -455,7 +455,10 @@ def test_a_router_is_started_like_a_server_from_the_environment_of_its_servers(m
     command = server_command("sglang-router", ["--worker-urls", "http://a:1", "http://b:2", "--port", "21000"])
     assert command.words[0] == str(stand_in)
     assert command.words[1:6] == ("-m", "sglang_router.launch_router", "--worker-urls", "http://a:1", "http://b:2")
-    assert command.words[6:] == ("--policy", "round_robin", "--host", "127.0.0.1", "--port", "21000")
+    assert command.words[6:8] == ("--policy", "round_robin")
+    assert command.words[-4:] == ("--host", "127.0.0.1", "--port", "21000")
+    every_s = command.words.index("--health-check-interval-secs") + 1
+    assert int(command.words[every_s]) < 5  # a server that is gone has left the router's pool within that
     assert "round_robin" not in server_command("sglang-router", ["--policy", "power_of_two"], python=sys.executable).words
 
 

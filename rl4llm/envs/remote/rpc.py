@@ -166,6 +166,11 @@ class Talk:
             raise self._channel.error(error.code(), error.details(), doing) from None
         except (grpc.aio.UsageError, asyncio.InvalidStateError):
             raise LostError(f"env host {self._channel.address}, while it {doing}: the call is over") from None
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            # nobody cancelled this task: so gRPC says that the call was ended on our side, by another task
+            raise LostError(f"env host {self._channel.address}, while it {doing}: the call was ended here") from None
 
 
 def _message(described: Any) -> Any:
