@@ -33,7 +33,8 @@ class Script:
     def __init__(self, algorithm: str, arguments: dict[str, Any]):
         self.algorithm = algorithm
         self.args: TRLConfig | None = self._checked(arguments.pop("args", None))
-        self._table = TABLES.get(algorithm, EPISODES) | CONSTRUCTOR
+        self._names = TABLES.get(algorithm, EPISODES)
+        self._table = self._names | CONSTRUCTOR
         named = [name for name in arguments if name in self._table and name not in OURS]
         self.given: dict[str, Any] = {name: arguments.pop(name) for name in named}
         of_args = {name: getattr(self.args, name) for name in self.args.given} if self.args else {}
@@ -104,7 +105,7 @@ class Script:
 
     def _found(self, facts: Facts) -> Iterator[tuple[tuple[str, ...], Keys]]:
         """Keys, and the names that they come from."""
-        defaults = {name: alias.default for name, alias in TABLES[self.algorithm].items()}
+        defaults = {name: alias.default for name, alias in self._names.items()}
         for name, value in ((defaults if self.args else {}) | self.given).items():
             self._check(name, value, self._table[name])
             yield (name,), self._table[name].keys(value)
