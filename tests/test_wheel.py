@@ -62,7 +62,7 @@ def test_the_wheel_has_every_file_of_the_package_and_of_the_configurations_and_n
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     wanted = {name for name in tracked("rl4llm") if not name.endswith(".md")}
-    wanted |= {f"rl4llm/{name}" for name in tracked("configs")}
+    wanted |= {f"rl4llm/{name}" for name in tracked("configs") if name.endswith(".yaml")}
     assert names == wanted
 
 
