@@ -387,7 +387,7 @@ attack("files", "passwords", "print('ESCAPED' + open('/etc/passwd').read() + ope
 attack("files", "changes-the-library", "import os\nopen(os.__file__, 'a').write('# x')\nprint('ESCAPED')", "script")
 attack("files", "writes-beside-the-root", "for path in ('/x', '/dev/x', '/usr/x', '/usr/bin/x', '/proc/x', '/sys/x'):\n    try:\n        open(path, 'w').close()\n        print('ESCAPED', path)\n    except OSError: pass", "script")
 attack("files", "device", "import os\nos.mknod('/tmp/disk', 0o60666, os.makedev(254, 0))\nprint('ESCAPED')", "script")
-attack("files", "home-directories", "import os\nprint('ESCAPED' if any(os.path.exists(p) for p in ('/home', '/root/.ssh', '/etc', '/var', '/work', '/mnt', '/run')) else '')", "script")
+attack("files", "home-directories", "import os\nprint('ESCAPED' if any(os.path.exists(p) for p in ('/home', '/root/.ssh', '/etc', '/var', '/srv', '/mnt', '/run')) else '')", "script")
 attack("files", "kernel-settings", "import os\nfor path in ('/proc/sys/kernel/hostname', '/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/self/oom_score_adj'):\n    try:\n        os.write(os.open(path, os.O_WRONLY), b'-1000' if 'oom' in path else b'x')\n        print('ESCAPED', path)\n    except OSError: pass", "script")
 attack("files", "environment-of-others", "import glob\nfor path in glob.glob('/proc/[0-9]*/environ'):\n    try:\n        if b'RL4LLM' in open(path, 'rb').read(): print('ESCAPED')\n    except OSError: pass", "script")
 attack("files", "other-processes", "import os\nprint('ESCAPED' if os.path.exists('/proc/{pid}') and {pid} > 20 else '')", "script")
