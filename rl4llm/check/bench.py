@@ -131,9 +131,7 @@ class Bench:
     def build(self) -> BaseTrainer:
         """The trainer, as `rl4llm train` builds it, with nothing of it in the run's directory."""
         config = self._stack.enter_context(scratch_of(self.config))
-        quiet = replace(config.tracking, tensorboard=False, wandb=False, episodes_every=0)
-        config = replace(config, tracking=quiet, backend={"name": "torch"})
-        self.trainer = self._stack.enter_context(build_trainer(config))
+        self.trainer = self._stack.enter_context(build_trainer(replace(config, backend={"name": "torch"})))
         return self.trainer
 
     def close(self) -> None:

@@ -166,20 +166,14 @@ def _parts(kept: list[int], prompts: Ints, lengths: Ints, budget: int) -> list[l
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """How a rollout becomes micro-batches when every trajectory is as long as it may be.
-
-    Of each micro-batch of an optimizer step, `tokens` that are computed, padding included, and `sequences` in it.
-    """
+class RolloutSize:
+    """How much a rollout of one rank is at most: of each trajectory the longest prompt, and all that may follow it."""
 
     prompts: int
     samples: int
     roles: int
-    updates: int
     prompt_tokens: int
     new_tokens: int
-    tokens: tuple[int, ...]
-    sequences: tuple[int, ...]
 
     @property
     def trajectories(self) -> int:
@@ -190,6 +184,18 @@ class BatchPlan:
     def longest(self) -> int:
         """Tokens of a trajectory."""
         return self.prompt_tokens + self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan(RolloutSize):
+    """How a rollout becomes micro-batches when every trajectory is as long as it may be.
+
+    Of each micro-batch of an optimizer step, `tokens` that are computed, padding included, and `sequences` in it.
+    """
+
+    updates: int
+    tokens: tuple[int, ...]
+    sequences: tuple[int, ...]
 
     def table(self) -> list[dict[str, object]]:
         """As rows of a table."""
@@ -235,9 +241,9 @@ def plan_batches(
         prompts,
         samples,
         roles,
-        updates,
         max_prompt_tokens,
         max_new_tokens,
+        updates=updates,
         tokens=tuple(int(piece.length.sum()) for piece in batches),
         sequences=tuple(int(((piece.previous != NEVER) | (piece.length == longest)).sum()) for piece in batches),
     )

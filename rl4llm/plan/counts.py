@@ -29,6 +29,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TrainBatch
 from rl4llm.data.answers import ANSWER_COLUMNS
+from rl4llm.data.pack import RolloutSize
 from rl4llm.data.render import Renderer
 
 LOOKED_AT = 256
@@ -36,7 +37,7 @@ LOOKED_AT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(RolloutSize):
     """One step of the loop on each rank, at most; lengths are in tokens.
 
     Of the largest micro-batch `trains` tokens are asked for a log-prob, and `keys` positions have keys and values that are
@@ -47,11 +48,6 @@ class Counts:
     rows: int
     held_out: int
     usual: float
-    prompts: int
-    samples: int
-    roles: int
-    prompt_tokens: int
-    new_tokens: int
     updates: int  # optimizer steps per step of the loop
     micro_batches: int  # per optimizer step
     tokens: int  # of the largest micro-batch, as are the next three
@@ -59,16 +55,6 @@ class Counts:
     trains: int
     keys: int
     step_tokens: int  # that all micro-batches of a rollout hold
-
-    @property
-    def trajectories(self) -> int:
-        """Per step."""
-        return self.prompts * self.samples * self.roles
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest trajectory."""
-        return self.prompt_tokens + self.new_tokens
 
 
 def count(config: Config, algorithm: BaseAlgorithm, context_length: int) -> Counts:

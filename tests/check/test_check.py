@@ -166,6 +166,12 @@ def test_an_engine_with_other_weights_and_a_publish_that_does_nothing_fail(bench
     assert _result(NAMED["log-probs"], made, before).status == "passed"
 
 
+def test_a_tracker_whose_package_is_not_there_fails(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    results = on(small({"tracking.wandb": True}), "model")
+    assert failed(results["model"], "tracking.wandb=true", "pip install 'rl4llm[wandb]'")
+
+
 def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small):
     config = small({"algorithm.name": "broken_parts:MeanOfMicroBatch"})
     results = {result.name: result for result in check(config)}
