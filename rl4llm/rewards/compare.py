@@ -22,13 +22,15 @@ _REPLACE = {
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
     "\u2212": "-",
     "{,}": ",",
+    "{:}": ":",
+    "\\varnothing": "\\emptyset",
     "\\%": "%",
     "\\$": "$",
 }
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s?\{([^{}]*)\}"
 _WRAPPER = re.compile(_TEXT)
 _WRAPPED_WORDS = re.compile(rf"\(?{_TEXT}\)?[.,]?")
-_PLAIN_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*")
+_PLAIN_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*|(?i:yes|no|odd|all|both)")
 _WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _PLAIN = re.compile(rf"([+-]?)[$€£]?([+-]?)({_WHOLE}(?:\.\d*)?|\.\d+)(?:\s?(%|percent\b))?(.*)", re.ASCII)
 _FRACTION = re.compile(r"([+-]?)\\frac ?(?:\{(-?\d+)\}|(\d)) ?(?:\{(-?\d+)\}|(\d))(.*)", re.ASCII)
@@ -83,8 +85,8 @@ def number(text: str) -> Number | None:
 class _Tidy:
     """An answer without markup that changes nothing. `words`: it is text rather than mathematics.
 
-    Computer algebra reads "west" as w*e*s*t, which equals "stew": text in a text command, and plain words of four letters
-    or more, are compared as text.
+    Computer algebra reads "west" as w*e*s*t, which equals "stew": text in a text command, plain words of four letters or
+    more, and a few short ones that answer questions are compared as text.
     """
 
     text: str

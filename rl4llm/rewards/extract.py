@@ -16,6 +16,7 @@ _LINE_CHARS = 1000
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?%?", re.ASCII)
 _ANNOUNCED = re.compile(r"s?[*_\s]*(?:(?:is|are|was)\b|[:=])[*_\s:]*")
+_REASON = re.compile(r",? (?:because|since)\b|, (?:as|so|which)\b", re.IGNORECASE)
 _MATH_MARKS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
@@ -81,9 +82,9 @@ def _last_number(text: str, max_chars: int) -> str | None:
 
 
 def _first_line(text: str, max_chars: int) -> str | None:
-    """The first line, without a second sentence and without markup around it; None when it is empty."""
+    """The first line, without a second sentence, a reason, and markup around it; None when it is empty."""
     line = text[: max(_LINE_CHARS, max_chars + 1)].strip().partition("\n")[0]
-    line = line.partition(". ")[0].strip(" *_`").removesuffix(".").strip(" *_`")
+    line = _REASON.split(line.partition(". ")[0], maxsplit=1)[0].strip(" *_`").removesuffix(".").strip(" *_`")
     for left, right in _MATH_MARKS:
         inside, closed, rest = line.removeprefix(left).partition(right)
         if line.startswith(left) and closed and not re.search(r"[\d$\\]", rest):
