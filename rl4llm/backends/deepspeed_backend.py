@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl4llm.backends.builds import watched_builds
-from rl4llm.backends.deepspeed_config import Demands, ZeroOptions, engine_config
+from rl4llm.backends.deepspeed_config import Demands, ZeroOptions, engine_config, stage_of
 from rl4llm.backends.gathered_adapter import GatheredAdapter
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.lora import LoraAdapter
@@ -59,7 +59,7 @@ class DeepSpeedBackend(ModelBackend):
     `write_config`, `offload` and `onload`; the first one writes files.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of a configuration
         self,
         model: PreTrainedModel,
         *,
@@ -72,6 +72,7 @@ class DeepSpeedBackend(ModelBackend):
         value_head: ValueHead | None = None,
         adapter: LoraAdapter | None = None,
         trains: bool = True,
+        device: torch.device | str | None = None,
         **optimizer: Any,
     ):
         options = OptimizerOptions(**({"lr": 0.0} | optimizer))
@@ -82,12 +83,16 @@ class DeepSpeedBackend(ModelBackend):
         self.whole = self.stage < 3
         _check_precision(model, self.stage, trains)
         self._deepspeed = _import_deepspeed(self._settings)
-        _check_device(model, self._deepspeed)
-        super().__init__(model, ranks=ranks, autocast=autocast, value_head=value_head)
+        super().__init__(model, ranks=ranks, autocast=autocast, value_head=value_head, device=device)
+        _check_device(self.device, self._deepspeed)
         self._module.always_runs = True
         if adapter is not None:
-            self.adapter = GatheredAdapter(adapter, self._gathered)
+            self.adapter = GatheredAdapter(adapter, self._gathered, ranks)
         self._optimizer = self._start(options) if trains else self._start_frozen()
+
+    @classmethod
+    def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
+        return ranks.size > 1 and stage_of(options.get("config"), options.get("zero_stage")) == 3
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
@@ -185,6 +190,8 @@ class DeepSpeedBackend(ModelBackend):
         _join_alone()
         with watched_builds("DeepSpeed's start", START_S):
             try:
+                if self.stage == 3:
+                    self._share_out()
                 engine = self._deepspeed.initialize(model=self._module, config=self._settings, **given)[0]
             except (ValueError, AssertionError, self._deepspeed.DeepSpeedConfigError) as error:
                 raise ConfigError(f"DeepSpeed refuses its configuration: {error}") from error
@@ -193,6 +200,13 @@ class DeepSpeedBackend(ModelBackend):
             for parameter in output.parameters():  # their values are used outside their layer
                 self._deepspeed.zero.register_external_parameter(self._module, parameter)
         return engine
+
+    def _share_out(self) -> None:
+        """Each rank keeps its part of every parameter; they come to the device one at a time, with the first rank's
+        numbers. DeepSpeed's start would bring the whole model there first."""
+        for buffer in self._module.buffers():
+            buffer.data = buffer.data.to(self.device)
+        self._deepspeed.zero.Init(module=self._module, config_dict_or_path=self._settings, dtype=self.model.dtype)
 
     @property
     def _trained(self) -> ReplicatedOptimizer | ZeroOptimizer:
@@ -285,13 +299,12 @@ def _import_deepspeed(settings: Mapping[str, Any]) -> Any:
     return deepspeed
 
 
-def _check_device(model: PreTrainedModel, deepspeed: Any) -> None:
-    device = next(model.parameters()).device.type
+def _check_device(device: torch.device, deepspeed: Any) -> None:
     accelerator = deepspeed.accelerator.get_accelerator().device_name()
-    if device != accelerator:
+    if device.type != accelerator:
         raise ConfigError(
-            f"model.device is {device}, but DeepSpeed uses {accelerator} on this machine. Set the environment variable "
-            f"DS_ACCELERATOR={device}, or model.device={accelerator}."
+            f"model.device is {device.type}, but DeepSpeed uses {accelerator} on this machine. Set the environment variable "
+            f"DS_ACCELERATOR={device.type}, or model.device={accelerator}."
         )
 
 

@@ -71,6 +71,11 @@ def engine_config(given: Mapping[str, Any] | str | Path | None, zero: ZeroOption
     }
 
 
+def stage_of(given: Mapping[str, Any] | str | Path | None, stage: int | None) -> int:
+    """The ZeRO stage that `engine_config` will take; raises ConfigError where two are given."""
+    return _stage(_without_auto(_read(given)).get("zero_optimization", {}), stage)
+
+
 def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if given is None:
         return {}
@@ -104,11 +109,7 @@ def _check_ours(config: dict[str, Any]) -> None:
 
 
 def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str, Any]:
-    stage = section.get("stage", 2 if zero.stage is None else zero.stage)
-    if zero.stage not in (None, stage):
-        _refuse("zero_optimization.stage", stage, f"zero_stage, which is {zero.stage}")
-    if stage not in STAGES:
-        raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
+    stage = _stage(section, zero.stage)
     # DeepSpeed makes a whole bucket in every step: 2 GB for the smallest model, which torch fills to be deterministic.
     section = {"reduce_bucket_size": min(LARGEST_BUCKET, max(trained, 1))} | section | {"stage": stage}
     for key, wanted, lowest in (("offload_optimizer", zero.offload_optimizer, 1), ("offload_param", zero.offload_param, 3)):
@@ -117,6 +118,15 @@ def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str,
         if section.get(key, {}).get("device", "none") != "none" and stage < lowest:
             raise ConfigError(f"{key} needs zero_stage {lowest}{' or above' if lowest < 3 else ''}, not {stage}.")
     return section
+
+
+def _stage(section: dict[str, Any], given: int | None) -> int:
+    stage = section.get("stage", 2 if given is None else given)
+    if given not in (None, stage):
+        _refuse("zero_optimization.stage", stage, f"zero_stage, which is {given}")
+    if stage not in STAGES:
+        raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
+    return stage
 
 
 def _bf16(section: dict[str, Any], wanted: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.zero_parts import whole_shape
 from rl4llm.core.base_backend import BaseAdapter
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TensorSpec
 
 
@@ -22,11 +23,13 @@ class GatheredAdapter(BaseAdapter):
     `inner` looks at a parameter only when it is asked for the next tensor.
     """
 
-    def __init__(self, inner: LoraAdapter, gathered: Callable[[Sequence[Tensor]], AbstractContextManager[Any]]):
+    def __init__(
+        self, inner: LoraAdapter, gathered: Callable[[Sequence[Tensor]], AbstractContextManager[Any]], ranks: Ranks
+    ):
         self._inner, self._gathered = inner, gathered
         self._own = [parameter for parameter in inner.model.parameters() if parameter.requires_grad]
         self._names = [name for name, _ in inner.base_parameters()]
-        self._digest = inner.base_digest()  # while all of the model is here
+        self._digest = ranks.share(inner.base_digest() if ranks.is_first else "")  # while all of the model is there
 
     @property
     def rank(self) -> int:

@@ -48,15 +48,17 @@ class ModelBackend(BaseBackend):
         ranks: Ranks,
         autocast: str,
         value_head: ValueHead | None,
+        device: torch.device | str | None,
     ):
         if autocast not in AUTOCAST:
             raise ConfigError(unknown("model.autocast", autocast, AUTOCAST))
         self.model = model
-        self.device = next(model.parameters()).device
+        place = next(model.parameters()).device if device is None else device
+        self.device = torch.empty(0, device=place).device  # with its number
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._ranks = ranks
         self._autocast = autocast
-        self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast])
+        self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast], ranks)
 
     def write_config(self, directory: Path) -> None:
         if not self._ranks.is_first:

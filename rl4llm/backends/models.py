@@ -27,6 +27,7 @@ from transformers.utils import logging
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
 from rl4llm.core.errors import ModelError, unknown
 from rl4llm.core.kernels import use_fast_linear, use_fast_norms
+from rl4llm.core.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, HFValidationError)
@@ -39,20 +40,26 @@ def load_model(
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
     attn_implementation: str | None = None,
+    shared_by: Ranks | None = None,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, every dropout off; raises ModelError when there is none to be had.
 
     Log-probs must equal those of the engine that sampled, so dropout never runs, whatever the model's config says. A
     model that is given as an object is used as it is, moved and converted in place.
+
+    Of ranks that will share its weights out, `shared_by`, only the first one reads them: on all of them the model stays
+    in the memory of the CPU, and on the others nothing was written yet to that of its matrices, which so takes no room.
     """
     dtype = _dtype(dtype)
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
-    else:
+    elif shared_by is None:
         model = _from_files(str(model_directory(path_or_model)), dtype, attn_implementation)
+    else:
+        model = _from_first(str(model_directory(path_or_model)), dtype, attn_implementation, shared_by)
     without_dropout(model)
-    model.to(torch.device(device)).eval()
-    if model.device.type == "cpu":
+    model.to(torch.device(device if shared_by is None else "cpu")).eval()
+    if torch.device(device).type == "cpu":
         use_fast_linear(model)
         use_fast_norms(model)
     if gradient_checkpointing:
@@ -68,7 +75,9 @@ def load_model(
     return model
 
 
-def empty_model(path: str | Path, dtype: str | torch.dtype = "float32") -> PreTrainedModel:
+def empty_model(
+    path: str | Path, dtype: str | torch.dtype = "float32", attn_implementation: str | None = None
+) -> PreTrainedModel:
     """A model's architecture on the meta device, from its config alone: names, shapes and dtypes, but no numbers.
 
     Raises ModelError when there is no model to be had.
@@ -79,7 +88,9 @@ def empty_model(path: str | Path, dtype: str | torch.dtype = "float32") -> PreTr
         _check_model_files(Path(path))
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=_dtype(dtype))
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(path), dtype=_dtype(dtype), attn_implementation=attn_implementation
+            )
     except UNREADABLE as error:
         raise ModelError(_unreadable("config of the model", path, error)) from error
 
@@ -190,6 +201,32 @@ def _from_files(path: str, dtype: torch.dtype, attn_implementation: str | None) 
     except UNREADABLE as error:
         raise ModelError(_unreadable("model", path, error)) from error
     _check_complete(path, report)
+    return model
+
+
+def _from_first(path: str, dtype: torch.dtype, attn_implementation: str | None, ranks: Ranks) -> PreTrainedModel:
+    """The model on the first rank; on the others the same with its norms, biases and buffers, but not its matrices."""
+    model = problem = None
+    try:
+        read = _from_files if ranks.is_first else _hollow
+        model = read(path, dtype, attn_implementation)
+    except ModelError as error:
+        problem = error
+    failed = ranks.largest(int(problem is not None))
+    if problem is not None:
+        raise problem
+    if model is None or failed:
+        raise ModelError(f"Another rank could not load model.path={path!r}; its own message says why.")
+    small = (parameter for parameter in model.parameters() if parameter.dim() < 2)
+    for tensor in (*model.buffers(), *small):
+        ranks.spread(tensor)
+    return model
+
+
+def _hollow(path: str, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+    """A model whose memory nothing was written to."""
+    model = empty_model(path, dtype, attn_implementation).to_empty(device="cpu")
+    model.tie_weights()
     return model
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rl4llm.backends.attention import STREAM_ATTENTION, register, rows_of, stream_of
 from rl4llm.backends.heads import OutputLayer
 from rl4llm.core.errors import ModelError
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TrainBatch
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -23,14 +24,16 @@ class Runner:
     """`streams`: batches run as one row without padding (else one padded row per trajectory).
 
     `splits`: the output layer can be applied to chosen hidden states (else the model computes all logits itself).
-    `probe`: the few tokens that were tried.
+    `probe`: the few tokens that were tried, on the first of the ranks that share the model, where all of it is.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, ranks: Ranks):
         self.model = model
         self.probe = _probe_batch(model)
-        self.splits = self._output_layer_is_all(self.probe)
-        self.streams = self._can_stream(self.probe)
+        self.splits, self.streams = ranks.share(self._tried() if ranks.is_first else (False, False))
+        if self.streams:
+            register()
+            self.model.set_attn_implementation(STREAM_ATTENTION)
 
     def hidden(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Hidden states (S, D) after the last norm, and `place_BT`, which of them is each token's."""
@@ -73,6 +76,11 @@ class Runner:
         )
         return output.last_hidden_state.flatten(0, 1), rows.place_BT
 
+    def _tried(self) -> tuple[bool, bool]:
+        """Whether the output layer splits off, and whether batches can be streams."""
+        splits = self._output_layer_is_all(self.probe)
+        return splits, splits and self._can_stream(self.probe)
+
     @torch.no_grad()
     def _output_layer_is_all(self, batch: TrainBatch) -> bool:
         layer = self.model.get_output_embeddings()
@@ -83,20 +91,18 @@ class Runner:
 
     @torch.no_grad()
     def _can_stream(self, batch: TrainBatch) -> bool:
-        if not self.splits or self.model.config._attn_implementation not in ("sdpa", STREAM_ATTENTION):
+        if self.model.config._attn_implementation not in ("sdpa", STREAM_ATTENTION):
             return False
         expected = _computed(*self._rows(batch))
         register()
         self.model.set_attn_implementation(STREAM_ATTENTION)
         try:
-            if self.model.config._attn_implementation == STREAM_ATTENTION and _agree(
-                _computed(*self._stream(batch)), expected
-            ):
-                return True
+            taken = self.model.config._attn_implementation == STREAM_ATTENTION
+            return taken and _agree(_computed(*self._stream(batch)), expected)
         except (ModelError, TypeError, ValueError, IndexError, RuntimeError):
-            pass  # the architecture wants masks or arguments of its own
-        self.model.set_attn_implementation("sdpa")
-        return False
+            return False  # the architecture wants masks or arguments of its own
+        finally:
+            self.model.set_attn_implementation("sdpa")
 
 
 def _softcap(model: PreTrainedModel) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,7 +29,7 @@ class Alone:
     gradient_scale = 1.0
     waits = False  # whether a gradient pass needs every rank
 
-    def __init__(self, module: TokenNumbers, ranks: Ranks, *, cpu_offload: bool = False):
+    def __init__(self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False):
         self.module = module
 
     def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -48,8 +49,8 @@ class Replicated(Alone):
 
     waits = True
 
-    def __init__(self, module: TokenNumbers, ranks: Ranks, *, cpu_offload: bool = False):
-        super().__init__(module, ranks)
+    def __init__(self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False):
+        super().__init__(module, ranks, device)
         self.gradient_scale = float(ranks.size)
         module.always_runs = True
         with warnings.catch_warnings():  # the new name of the first option does not exist in every version
@@ -69,23 +70,28 @@ class Sharded(Alone):
     run. Gradients meet in every backward pass, so that none is ever held whole.
 
     Under autocast the layers are put together in its dtype; embeddings, the output layer and heads in their own.
+
+    The module may lie in the memory of the CPU, with its numbers on the first rank only: layer by layer they come to the
+    device, where the others get theirs, and each rank keeps its part before the next one comes.
     """
 
     waits = True
 
-    def __init__(self, module: TokenNumbers, ranks: Ranks, *, cpu_offload: bool = False):
-        super().__init__(module, ranks)
+    def __init__(self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False):
+        super().__init__(module, ranks, device)
         self.gradient_scale = float(ranks.size)
         module.always_runs = True
-        device = next(module.parameters()).device
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
         options = {"mesh": init_device_mesh(device.type, (ranks.size,)), "offload_policy": offload}
         # Hidden states between layers keep their dtype, as they do under autocast.
         precision = MixedPrecisionPolicy(module.autocast, torch.float32, cast_forward_inputs=False)
         for layer in _layers(module):
+            _bring(layer, ranks, device)
             fully_shard(layer, **options, **({"mp_policy": precision} if module.autocast else {}))
         if module.value_head is not None:  # its dtype may be another than the model's, which one group cannot have
+            _bring(module.value_head, ranks, device)
             fully_shard(module.value_head, **options)
+        _bring(module, ranks, device)
         fully_shard(module, **options)
 
     def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -101,7 +107,7 @@ SHARDS.register("ddp")(Replicated)
 SHARDS.register("fsdp2")(Sharded)
 
 
-def shared_by(module: TokenNumbers, ranks: Ranks, shard: str, cpu_offload: bool) -> Alone:
+def shared_by(module: TokenNumbers, ranks: Ranks, device: torch.device, shard: str, cpu_offload: bool) -> Alone:
     """The module, ready to be trained by these ranks together; one rank alone needs no sharding, whatever it is called."""
     kind = SHARDS[shard]
     if ranks.size > 1 and kind is Alone:
@@ -117,7 +123,15 @@ def shared_by(module: TokenNumbers, ranks: Ranks, shard: str, cpu_offload: bool)
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if ranks.size == 1 or (kind is Replicated and not trains):
         kind = Alone
-    return kind(module, ranks, cpu_offload=cpu_offload)
+    return kind(module, ranks, device, cpu_offload=cpu_offload)
+
+
+def _bring(module: torch.nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """What of a module is not sharded yet comes to the device, with the numbers of the first rank."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
+            ranks.spread(tensor.data)
 
 
 def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rl4llm.backends.heads import ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.runner import Runner
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TrainBatch
 
 
@@ -21,12 +22,14 @@ class TokenNumbers(nn.Module):
     so they are given this one. `autocast` is the dtype of the matrix products, None for that of the weights.
     """
 
-    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None, autocast: torch.dtype | None):
+    def __init__(
+        self, model: PreTrainedModel, value_head: ValueHead | None, autocast: torch.dtype | None, ranks: Ranks
+    ):
         super().__init__()
         self.model = model
         self.value_head = value_head
         self.autocast = autocast
-        self.runner = Runner(model)
+        self.runner = Runner(model, ranks)
         if value_head is not None:
             _freeze_output_layer(model)
         self.always_runs = False  # set where other ranks wait for what this one computes
@@ -37,7 +40,7 @@ class TokenNumbers(nn.Module):
             return self._numbers(batch, temperature, entropy)
         zeros_BT = torch.zeros(batch.mask_BT.shape, device=batch.mask_BT.device)
         if self.always_runs:
-            numbers_BT, _ = self._numbers(self.runner.probe, 1.0, False)
+            numbers_BT, _ = self._numbers(self.runner.probe.to(zeros_BT.device), 1.0, False)
             zeros_BT = zeros_BT + nothing_of(numbers_BT)  # stops even gradients that are not finite
         return zeros_BT, zeros_BT if entropy else None
 

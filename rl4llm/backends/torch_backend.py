@@ -41,6 +41,8 @@ class TorchBackend(ModelBackend):
     has all of the model, with "fsdp2" a part of every tensor. Then all methods but `info`, `weight_specs`, `write_config`
     and, but for "fsdp2", `forward` need every rank, and only the first one writes files, which are the same for any number
     of ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in the memory of the CPU and steps them there.
+
+    `device` is where the model trains, by default where it is; under "fsdp2" its parts come there from wherever it is.
     """
 
     def __init__(
@@ -54,17 +56,22 @@ class TorchBackend(ModelBackend):
         shard: str | None = None,
         cpu_offload: bool = False,
         trains: bool = True,
+        device: torch.device | str | None = None,
         **optimizer: Any,
     ):
         if not trains:
             model.requires_grad_(False)
-        super().__init__(model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head)
+        super().__init__(model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head, device=device)
         self.adapter = adapter
         shard = shard or ("none" if self._ranks.size == 1 else "ddp")
         self._shard, self._cpu_offload = shard, cpu_offload
         self.whole = self._ranks.size == 1 or shard != "fsdp2"
-        self._shared = shared_by(self._module, self._ranks, shard, cpu_offload)
+        self._shared = shared_by(self._module, self._ranks, self.device, shard, cpu_offload)
         self._optimizer = Optimizer(self._named_parameters(), OptimizerOptions(**({"lr": 0.0} | optimizer)))
+
+    @classmethod
+    def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
+        return ranks.size > 1 and options.get("shard") == "fsdp2"
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

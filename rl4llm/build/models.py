@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.ranks import Ranks, join_ranks
 from rl4llm.core.registry import Registry
 
-BACKENDS: Registry[Callable[..., BaseBackend]] = Registry("backend.name")
+BACKENDS: Registry[type[BaseBackend]] = Registry("backend.name")
 BACKENDS.register("torch")(TorchBackend)
 BACKENDS.register("deepspeed")(DeepSpeedBackend)
 
@@ -54,7 +53,7 @@ def device_of(config: Config) -> str:
 
 def build_policy(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBackend:
     """The model that trains: the policy, or one that gives values."""
-    model, lora = plain_model(config, given), config.model.lora
+    model, lora = _model_to_place(config, given), config.model.lora
     adapter = value_head = None
     if algorithm.needs().value_head:
         value_head = load_value_head(config.model.path if given is None else None, model)
@@ -72,7 +71,7 @@ def build_critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBa
     if critic is None:
         return None
     path = critic.path or (None if start is not None else config.model.path)
-    model = plain_model(config, copy.deepcopy(start) if path is None else None, path)
+    model = _model_to_place(config, copy.deepcopy(start) if path is None else None, path)
     options = _optimizer(config, critic.epochs, config.max_steps)
     if critic.lr is not None:
         options["lr"] = critic.lr
@@ -90,7 +89,7 @@ def build_reference(
         return FrozenModel(policy, policy.adapter)
     if needs.reference_path is not None:
         _check_same_tokens(tokenizer, needs.reference_path, config.model.pad_token)
-    model = plain_model(config, start if needs.reference_path is None else None, needs.reference_path)
+    model = _model_to_place(config, start if needs.reference_path is None else None, needs.reference_path)
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise ConfigError(
             f"The model {needs.reference_path!r} knows {model.get_input_embeddings().num_embeddings} tokens, but the "
@@ -122,16 +121,25 @@ def _on_backend(config: Config, model: Any, **options: Any) -> BaseBackend:
     """A model on the backend of the configuration."""
     own = dict(config.backend)
     make = BACKENDS[own.pop("name")]
-    return with_options("backend", make, own, model, autocast=config.model.autocast, ranks=all_ranks(config), **options)
+    fixed = {"autocast": config.model.autocast, "ranks": all_ranks(config), "device": device_of(config)}
+    return with_options("backend", make, own, model, **fixed, **options)
 
 
-def plain_model(config: Config, given: Any, path: str | None = None) -> Any:
+def _model_to_place(config: Config, given: Any, path: str | None = None) -> Any:
+    """A causal LM for the backend, which brings it to the device itself where ranks share its weights out."""
+    ranks = all_ranks(config)
+    shares = BACKENDS[config.backend["name"]].shares_weights(ranks, config.backend)
+    return plain_model(config, given, path, shared_by=ranks if shares else None)
+
+
+def plain_model(config: Config, given: Any, path: str | None = None, *, shared_by: Ranks | None = None) -> Any:
     """A causal LM as it is loaded: the one given, of `path`, or of the configuration."""
     return load_model(
         given if given is not None else path or config.model.path,
         dtype=config.model.dtype,
         device=device_of(config),
         gradient_checkpointing=config.model.gradient_checkpointing,
+        shared_by=shared_by,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TensorSpec, TrainBatch
 
 TokenMetrics = dict[str, Tensor]
@@ -47,6 +48,12 @@ class BaseBackend(ABC):
 
     adapter: BaseAdapter | None = None
     whole: bool = True  # whether this rank holds all of the weights, so that an engine in its process can read them in place
+
+    @classmethod
+    def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
+        """Whether each of the ranks will keep a part of every weight only, with these options of a configuration. The model
+        then need not be on the device, nor its numbers on any rank but the first, before the backend has it."""
+        return False
 
     @abstractmethod
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

@@ -48,6 +48,9 @@ class Ranks:
         """What the first rank says, on every rank."""
         return value
 
+    def spread(self, tensor: Tensor) -> None:
+        """Put into the tensor what it holds on the first rank."""
+
     def gather(self, value: T) -> list[T]:
         """What every rank says, by rank; on the first one only, elsewhere empty."""
         return [value]
@@ -89,6 +92,11 @@ class DistributedRanks(Ranks):
         box = [value]
         self._speak(dist.broadcast_object_list, box)
         return box[0]
+
+    def spread(self, tensor: Tensor) -> None:
+        own = tensor.detach().contiguous()
+        self._speak(dist.broadcast, own.view(-1).view(torch.uint8), 0)  # gloo does not know every dtype
+        tensor.detach().copy_(own)
 
     def gather(self, value: T) -> list[T]:
         box: list[Any] | None = [None] * self.size if self.is_first else None

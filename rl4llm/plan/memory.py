@@ -69,13 +69,15 @@ def sharing_of(backend: Mapping[str, Any], ranks: int, weight_bytes: int) -> Sha
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model on one device, in bytes. `gathered` is what exists only while it runs, of what the ranks share."""
+    """One model on one device, in bytes. `gathered` is what exists only while it runs, of what the ranks share; `piece` the
+    most of it that comes to the device at once when it is loaded."""
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
     whole: int  # its weights before they are shared out
+    piece: int
 
 
 def model_memory(
@@ -104,6 +106,7 @@ def model_memory(
         optimizer=0 if sharing.optimizer_on_cpu else _share(state, ranks, sharing.optimizer),
         gathered=gathered,
         whole=whole,
+        piece=max(shape.root, shape.layer) * weight_bytes,
     )
 
 
@@ -250,10 +253,12 @@ class _Memory:
         }
 
     def _start(self) -> Phase:
-        """Every rank loads each whole model before it keeps its part, one model after the other."""
+        """One model after the other is loaded. What the ranks share out comes to a device in pieces; on a CPU it is in the
+        first one's memory before."""
         kept, most = sum(self.models.others.values()), 0
         for model in filter(None, (self.policy, self.critic, self.reference)):
-            most = max(most, kept + model.whole)
+            in_pieces = model.weights < model.whole and device_of(self.config) != "cpu"
+            most = max(most, kept + (model.weights + model.piece if in_pieces else model.whole))
             kept += model.weights
         return Phase("start", {"weights of all models": most})
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,9 +75,9 @@ def _asking_nothing(batch):
     )
 
 
-def parts(model, kind, dtype="float32", checkpointing=False):
+def parts(model, kind, dtype="float32", checkpointing=False, shared_by=None):
     """What both backends are made of: the model, and its adapter or its value head."""
-    model = load_model(model, dtype=dtype, gradient_checkpointing=checkpointing)
+    model = load_model(model, dtype=dtype, gradient_checkpointing=checkpointing, shared_by=shared_by)
     if kind == "lora":
         return model, {"adapter": add_adapter(model, rank=4, seed=1)}
     if kind == "critic":
@@ -88,7 +89,7 @@ def parts(model, kind, dtype="float32", checkpointing=False):
 
 
 def deepspeed(ranks, model, stage, kind="policy", dtype="float32", checkpointing=False, **options):
-    model, extras = parts(model, kind, dtype, checkpointing)
+    model, extras = parts(model, kind, dtype, checkpointing, ranks if isinstance(model, Path) else None)
     return DeepSpeedBackend(model, ranks=ranks, zero_stage=stage, **{"config": SMALL, **OPTIONS, **extras, **options})
 
 
@@ -162,8 +163,12 @@ def test_two_ranks_train_as_one_of_plain_torch(on_ranks, build, trajectories, di
     one = torch_backend(build("qwen3"), kind)
     expected = train(one, share(trajectories), 3)
     one.save(theirs)
-    given = {"model": build("qwen3"), "stage": stage, "kind": kind}
-    first, second = on_ranks(continued, given, trajectories, 3, None, ours)
+    model = build("qwen3")
+    if stage == 3:  # whose ranks share the weights out, so that only the first one reads them
+        (path,) = directories("model")
+        model.save_pretrained(path)
+        model = path
+    first, second = on_ranks(continued, {"model": model, "stage": stage, "kind": kind}, trajectories, 3, None, ours)
     assert_same_steps(first[0], expected)
     assert first[0] == second[0]
     assert_same_tensors(first[1], dict(one.weights()))

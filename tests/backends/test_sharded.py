@@ -1,19 +1,21 @@
 """Two ranks that train one model together take the steps that one rank takes, and leave the files that it leaves."""
 
 import copy
+import ctypes
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl4llm.backends.dtensor import part, whole
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import CheckpointError, ConfigError
+from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.pack import pack, totals_of
@@ -27,6 +29,8 @@ KINDS = {
     "checkpointed": {"checkpointing": True},
     "checkpointed adapter": {"checkpointing": True, "rank": 4},
 }
+M_MMAP_THRESHOLD = -3
+LARGE = {"vocab_size": 61, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 
 
 def losses(batch, numbers_BT, entropy_BT):
@@ -94,7 +98,7 @@ def trained(ranks, model, parts, shard, options, steps=3):
 
 def assert_close(found, expected, tolerance):
     assert found.keys() == expected.keys()
-    scale = max(1.0, *(tensor.abs().max().item() for tensor in expected.values()))
+    scale = max([1.0, *(tensor.abs().max().item() for tensor in expected.values())])
     for name, tensor in found.items():
         assert (tensor - expected[name]).abs().max() <= tolerance * scale, name
 
@@ -347,6 +351,71 @@ def test_cpu_offload_takes_the_same_steps(on_ranks, build, trajectories):
     for _, _, metrics, weights in on_ranks(offloaded, build(), split(batches, 4)):
         assert metrics == pytest.approx(alone[2], rel=1e-5)
         assert_close(weights, alone[3], 1e-5)
+
+
+def read_then_trained(ranks, path, parts, rank=0):
+    """What a rank knows of the model before its first step, and the weights and an adapter's base after it."""
+    model = load_model(path, shared_by=ranks if ranks.size > 1 else None)
+    adapter = add_adapter(model, rank=rank, seed=1) if rank else None
+    shard = "fsdp2" if ranks.size > 1 else "none"
+    backend = TorchBackend(model, ranks=ranks, shard=shard, adapter=adapter, lr=1e-3, device="cpu")
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    for number, batch in enumerate(parts[ranks.rank], 1):
+        backend.forward_backward(batch, losses, last=number == len(parts[ranks.rank]))
+    backend.optim_step()
+    digest = adapter.base_digest() if rank else None
+    own = {name: whole(item).clone() for name, item in backend._named_parameters().items()}
+    return backend.info()["batches as"], digest, buffers, before, own
+
+
+@pytest.mark.parametrize(("name", "rank"), [("qwen2", 0), ("gemma2", 0), ("gpt2", 0), ("llama", 4)])
+def test_ranks_of_which_one_read_the_model_take_the_steps_of_one_rank(on_ranks, build, trajectories, tmp_path, name, rank):
+    build(name).save_pretrained(tmp_path)
+    batches = packed(trajectories)
+    form, digest, *alone = read_then_trained(Ranks(), tmp_path, [batches], rank)
+    for same_form, same_digest, *tensors in on_ranks(read_then_trained, tmp_path, split(batches, 4), rank):
+        assert (same_form, same_digest) == (form, digest)
+        for found, expected, tolerance in zip(tensors, alone, (0.0, 0.0, 1e-5), strict=True):
+            assert_close(found, expected, tolerance)
+
+
+def peak_of_loading(ranks, path):
+    """Memory that this rank needed beyond what it had, in bytes, from the files to its part of the model."""
+    small = load_model(path.parent / "small", shared_by=ranks)
+    TorchBackend(small, ranks=ranks, shard="fsdp2", device="cpu")  # what is made once, is made
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # blocks that are freed are given back at once
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    model = load_model(path, shared_by=ranks)
+    backend = TorchBackend(model, ranks=ranks, shard="fsdp2", device="cpu")
+    return _status("VmHWM") - before, backend.info()["parameters"] * 4
+
+
+def test_only_the_first_rank_ever_holds_the_whole_model(on_ranks, build, tmp_path):
+    build("llama").save_pretrained(tmp_path / "small")
+    LlamaForCausalLM(LlamaConfig(**LARGE)).save_pretrained(tmp_path / "large")
+    (first, size), (second, _) = on_ranks(peak_of_loading, tmp_path / "large")
+    assert first < 1.8 * size
+    assert second < 0.75 * size  # its half, and a layer
+
+
+def told(ranks, paths):
+    try:
+        load_model(paths[ranks.rank], shared_by=ranks)
+    except ModelError as error:
+        return str(error)
+
+
+def test_a_model_that_one_rank_cannot_load_is_an_error_on_all(on_ranks, build, tmp_path):
+    build().save_pretrained(tmp_path / "whole")
+    build().save_pretrained(tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "empty").mkdir()
+    first, second = on_ranks(told, [tmp_path / "damaged", tmp_path / "whole"])
+    assert "damaged" in first and "Another rank could not load" in second
+    first, second = on_ranks(told, [tmp_path / "whole", tmp_path / "empty"])
+    assert "Another rank could not load" in first and "no config.json" in second
 
 
 class TwoRanks(Ranks):

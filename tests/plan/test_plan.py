@@ -17,6 +17,7 @@ from rl4llm.backends.token_numbers import TokenNumbers
 from rl4llm.build import build_algorithm
 from rl4llm.cli import main
 from rl4llm.config import load_config
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TrainBatch
 from rl4llm.plan import make_plan
 from rl4llm.plan.advice import changes
@@ -110,7 +111,7 @@ def test_a_plan_of_another_run_would_be_wrong(runs):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_what_autograd_saves(tokenizer, tmp_path, checkpointing):
     path = saved_model(tmp_path, tokenizer, 64, 3)
-    module = TokenNumbers(load_model(path, gradient_checkpointing=checkpointing), None, None)
+    module = TokenNumbers(load_model(path, gradient_checkpointing=checkpointing), None, None, Ranks())
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     saved, alive = {}, []
 
@@ -208,6 +209,14 @@ def test_counts_multiply_and_ranks_bring_prompts_of_their_own(small):
     assert counts.longest == counts.prompt_tokens + 16
     smaller = make_plan(small({"training.max_tokens_per_batch": counts.longest})).counts
     assert smaller.micro_batches == 16 and smaller.padded == counts.longest
+
+
+def test_a_model_that_ranks_share_out_is_never_whole_on_a_device(small):
+    shared = {"backend": {"name": "torch", "shard": "fsdp2"}, "model.device": "cuda"}
+    plans = [make_plan(small(shared), devices=2, memory=GIB), make_plan(small(shared | {"model.device": "cpu"}), devices=2)]
+    start, on_cpu = (plan.phases[0].total for plan in plans)
+    whole = plans[0].models.policy.parameters * 4
+    assert whole / 2 < start < whole <= on_cpu
 
 
 def test_nothing_of_the_weights_is_read(small, model_dir, tmp_path):
