@@ -41,6 +41,12 @@ def peaks(overrides):
     return {name: max(value for other, value in named if other == name) * 1e9 - before for name, _ in named}
 
 
+def least(overrides):
+    """The smaller one of two measurements: on a busy machine one of many holds more for a moment, for reasons of its own."""
+    taken = [peaks({**overrides, "output.dir": f"{overrides['output.dir']}-{number}"}) for number in range(2)]
+    return {phase: min(item[phase] for item in taken) for phase in taken[0]}
+
+
 if __name__ == "__main__":
     runs = json.loads(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps({name: peaks(overrides) for name, overrides in runs.items()}))
+    Path(sys.argv[2]).write_text(json.dumps({name: least(overrides) for name, overrides in runs.items()}))
