@@ -12,18 +12,23 @@ import re
 import secrets
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+
+from rl4llm.core.supervise import SUPERVISE
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"trainer": (0, 1), "server": (0, 1, 1), "router": (0,), "env": (1,)}  # on which machine each is
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
-ADDED, REMOVED = 2, 1  # numbers of servers
+SECOND = (1, 2)  # numbers of the servers on the second machine, of which one runs but while they change places
+CANARY = 4  # requests of the two trainers by which a server proves its weights, at each publish
 BOOT_S, STEP_S, CHANGE_S = 900.0, 900.0, 120.0
+GRACE_S = 120.0
 
 
 class Machines:
@@ -57,7 +62,8 @@ class Machines:
 
     def start(self, number: int, words: list[str], log: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
-            command = ["ip", "netns", "exec", self.names[number], *words]
+            supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]  # for when this is killed
+            command = [*supervisor, "ip", "netns", "exec", self.names[number], *words]
             return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environ})
 
     @staticmethod
@@ -81,7 +87,9 @@ class Run:
         self.processes[role, number] = self.machines.start(PLACES[role][number], words, self.log(role, number), own)
 
     def stop(self, role: str, number: int) -> None:
-        self.processes[role, number].terminate()
+        process = self.processes[role, number]
+        process.terminate()
+        process.wait()
 
     def log(self, role: str, number: int) -> Path:
         return self.directory / f"{role}-{number}.log"
@@ -94,23 +102,33 @@ class Run:
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [row for row in rows if "reward/mean" in row]  # others are of evaluations
 
+    def ready(self, number: int) -> bool:
+        return "is ready at" in self.says("server", number)
+
     def wait(self, what: str, reached: Callable[[], bool], within_s: float) -> float:
         """Seconds until it is so; ends the script when that takes too long, or a process that trains ends badly."""
-        begin = time.monotonic()
-        while not reached():
+        return self.watch({what: reached}, within_s)[what]
+
+    def watch(self, reached: Mapping[str, Callable[[], bool]], within_s: float) -> dict[str, float]:
+        """Seconds until each is so."""
+        begin, found = time.monotonic(), {}
+        while True:
+            found |= {what: time.monotonic() - begin for what in reached if what not in found and reached[what]()}
+            if len(found) == len(reached):
+                return {what: found[what] for what in reached}
             codes = [self.processes[role].poll() for role in self.processes if role[0] == "trainer"]
             if time.monotonic() - begin > within_s or any(codes):
-                sys.exit(
-                    f"Not {what} after {time.monotonic() - begin:.0f} s (trainers: {codes}); see {self.directory}/*.log"
-                )
+                late = ", ".join(what for what in reached if what not in found)
+                seconds = time.monotonic() - begin
+                sys.exit(f"Not {late} after {seconds:.0f} s (trainers: {codes}); see {self.directory}/*.log")
             time.sleep(0.05)
-        return time.monotonic() - begin
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--times", type=int, default=1, help="servers added, and as many removed (default: %(default)s)")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     _check(arguments)
@@ -120,41 +138,73 @@ def main() -> None:
     config += [f"output.dir={directory / 'run'}", "inference.name=sglang", "rollout.prompts=8", "model.device=cpu"]
     config += ["launch.nodes=2", "launch.servers=3", "launch.server_gpus=0", "launch.router=true", "launch.env_hosts=1"]
     config += ["max_steps=30", "checkpoint.every=10", *arguments.overrides]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     with Machines() as machines, ExitStack() as ends:
         run = Run(machines, directory, config)
         ends.callback(lambda: [process.terminate() for process in run.processes.values()])
-        _train(run)
+        _train(run, arguments.times)
 
 
-def _train(run: Run) -> None:
-    for number in (0, REMOVED):
+def _train(run: Run, times: int) -> None:
+    for number in (0, SECOND[0]):
         run.start("server", number)
-    for number in (0, REMOVED):
-        run.wait(f"ready: server {number}", lambda number=number: "is ready at" in run.says("server", number), BOOT_S)
+    for number in (0, SECOND[0]):
+        run.wait(f"ready: server {number}", lambda number=number: run.ready(number), BOOT_S)
     for role, number in (("env", 0), ("router", 0), ("trainer", 0), ("trainer", 1)):
         run.start(role, number)
-    run.wait("at step 5", lambda: len(run.steps()) >= 5, STEP_S * 5)
-    run.start("server", ADDED)
-    run.wait("ready: the added server", lambda: "is ready at" in run.says("server", ADDED), BOOT_S)
-    _print("added", run, f"{_url(ADDED)} is back in the pool")
-    before = _answers(run, ADDED)
-    used_s = run.wait("used: the added server", lambda: _answers(run, ADDED) > before + 4, STEP_S)
-    print(f"  it answered requests {used_s:.1f} s later", flush=True)
-    step = len(run.steps())
-    run.wait("three steps on", lambda: len(run.steps()) >= step + 3, STEP_S * 3)
-    run.stop("server", REMOVED)
-    _print("removed", run, f"{_url(REMOVED)} leaves the pool")
+    run.wait("at step 3", lambda: len(run.steps()) >= 3, STEP_S * 3)
+    noticed: dict[str, list[float]] = {}
+    for turn in range(times):
+        _note(noticed, _added(run, SECOND[1 - turn % 2]))
+        step = len(run.steps())
+        run.wait("a step on", lambda step=step: len(run.steps()) > step, STEP_S)
+        _note(noticed, _removed(run, SECOND[turn % 2]))
     trainers = [run.processes["trainer", number] for number in range(2)]
     run.wait("at the end", lambda: all(process.poll() == 0 for process in trainers), STEP_S * 100)
+    for what, found in noticed.items():
+        print(f"{what}: median {statistics.median(found):.1f} s, longest {max(found):.1f} s, of {len(found)}", flush=True)
     _rewards(run)
 
 
-def _print(what: str, run: Run, line: str) -> None:
-    """How soon each of the two trainers notices."""
-    begin = time.monotonic()
-    for number in range(2):
-        run.wait(f"{what} for trainer {number}", lambda number=number: line in run.says("trainer", number), CHANGE_S)
-        print(f"a server is {what}: trainer {number} says so after {time.monotonic() - begin:.1f} s", flush=True)
+def _added(run: Run, number: int) -> dict[str, float]:
+    """How soon after a server is ready it is in the pool of each trainer, and has answered one."""
+    line = f"{_url(number)} is back in the pool"
+    before = [run.says("trainer", rank).count(line) for rank in range(2)]
+    run.start("server", number)
+    run.wait(f"ready: server {number}", lambda: run.ready(number), BOOT_S)
+    answers = _answers(run, number)
+    return run.watch(
+        {
+            **_in_both(run, "a server that is added is in the pool of", line, before),
+            "a server that is added has answered": lambda: _answers(run, number) > answers + CANARY,
+        },
+        STEP_S,
+    )
+
+
+def _removed(run: Run, number: int) -> dict[str, float]:
+    """How soon after a server was told to end it is out of each trainer's pool."""
+    line = f"{_url(number)} leaves the pool"
+    before = [run.says("trainer", rank).count(line) for rank in range(2)]
+    run.processes["server", number].terminate()
+    found = run.watch(_in_both(run, "a server that is removed is out of the pool of", line, before), CHANGE_S)
+    run.stop("server", number)
+    return found
+
+
+def _in_both(run: Run, what: str, line: str, before: list[int]) -> dict[str, Callable[[], bool]]:
+    """Whether each trainer has said a line once more."""
+    return {
+        f"{what} trainer {rank}": lambda rank=rank, count=count: run.says("trainer", rank).count(line) > count
+        for rank, count in enumerate(before)
+    }
+
+
+def _note(noticed: dict[str, list[float]], found: dict[str, float]) -> None:
+    for what, seconds in found.items():
+        noticed.setdefault(what, []).append(seconds)
+        print(f"{what} after {seconds:.1f} s", flush=True)
 
 
 def _url(number: int) -> str:

@@ -5,6 +5,7 @@
 #
 #   MODEL   the warmed-up model of the quickstart (default: runs/quickstart/warm)
 #   DIR     what both machines share (default: runs/two_machines)
+#   TIMES   how often a server is added and one removed (default: 1)
 #
 # A process trains on each machine; servers are on both, a router on the first, the host of environments on the second. In the
 # middle a server is added, and later one is removed. It prints how soon each was used or left, and the rewards.
@@ -15,4 +16,4 @@ set -- remote
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$here"
 exec python "$root/scripts/two_machines.py" --model "${MODEL:-runs/quickstart/warm}" --dir "${DIR:-runs/two_machines}" \
-  ${keys[@]+"${keys[@]}"}
+  --times "${TIMES:-1}" ${keys[@]+"${keys[@]}"}

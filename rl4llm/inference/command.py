@@ -68,9 +68,10 @@ ENGINES: Mapping[str, Engine] = {
         keys=("--api-key",),
         flags={
             "--policy": "round_robin",  # its own default sends all that begins with the same system prompt to one server
-            "--health-check-interval-secs": "2",  # its own of a minute is how long a server that is added would idle
+            "--health-check-interval-secs": "1",  # its own of a minute is how long a server that is added would idle
             "--health-success-threshold": "1",
-            "--worker-startup-check-interval": "2",
+            "--worker-startup-check-interval": "1",
+            "--worker-startup-timeout-secs": "31536000",  # else a server that comes after half an hour is never asked
         },
         cpu_script="sglang_router_cpu.py",
     ),

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ask = Callable[[ServerClient], Awaitable[T]]
 TOO_SLOW = "it did not tell its health in time"
+STOOD_STILL_S = 1.0
 
 
 class FleetClient(BaseClient):
@@ -425,6 +426,8 @@ class FleetClient(BaseClient):
                 await self._check(member)
                 if member.in_pool:
                     await member.wait(self._patience.check_every_s)
+                if member.in_pool:  # it stayed; a router's replies do not say whose they are
+                    member.strikes = 0
             else:
                 await asyncio.sleep(self._patience.rest.wait_s(max(0, member.strikes - 1)))
                 await self._bring_back(member)
@@ -434,14 +437,15 @@ class FleetClient(BaseClient):
         replies = member.replies
         async with member.lock:
             try:
-                async with asyncio.timeout(self._patience.check_deadline_s):
+                async with asyncio.timeout(self._patience.check_deadline_s) as deadline:
                     await self._ask_health(member)
                     if member.suspect or member.version is not None:
                         await self._check_held(member)
             except StaleWeightsError as error:
                 self._leave(member, str(error), move=True)
             except (EngineError, TimeoutError) as error:
-                if member.replies == replies and not self._resting:
+                late_s = asyncio.get_running_loop().time() - deadline.when()  # the loop stood still: this process trained
+                if member.replies == replies and not self._resting and late_s < STOOD_STILL_S:
                     self._leave(member, str(error) or TOO_SLOW, move=True)
 
     async def _ask_health(self, member: Member) -> None:
@@ -462,19 +466,22 @@ class FleetClient(BaseClient):
 
     async def _bring_back(self, member: Member) -> None:
         """Have a server that is out prove itself; what it was not given, it is given first."""
+        proves = False
         async with member.lock:
             try:
+                await member.client.http.knock(deadline_s=self._patience.connect_s)
                 async with asyncio.timeout(self._patience.check_deadline_s):
                     if member is not self._router:
                         await member.client.resume()  # a load that failed, or a trainer that died, may have left it paused
                     await self._ask_health(member)
                 target = self._target
                 if target is not None and member is not self._router:
+                    proves = not target.held  # else another rank loads them, and this one has only to wait
                     await self._prove(member, target)
                 if target is self._target and not member.in_pool:
                     self._admit(member)
             except (EngineError, TimeoutError) as error:
-                member.strikes += 1
+                member.strikes += proves
                 member.reason = str(error) or TOO_SLOW
 
     async def _prove(self, member: Member, target: WeightRef) -> None:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 OVER_SHARE = 1.25  # conversations that a server may have, relative to its share
 GROUP_SLACK = 8  # and beyond that, so that a group is not split for the sake of a few rows
-REST = Retry(first_wait_s=1.0, longest_wait_s=3.0)  # a server that is added, or back, serves within seconds
+REST = Retry(first_wait_s=0.5, longest_wait_s=3.0)  # a server that is added, or back, serves within a second
 
 
 class StaleReplyError(UnreachableError):
@@ -33,13 +33,15 @@ class Patience:
     """What the fleet puts up with, and for how long.
 
     `failures_in_a_row` take a server out. Its health is asked for every `check_every_s`, and must be told within
-    `check_deadline_s`. A server that is out is tried again after a rest, which grows. While no server is left, a line is
-    warned every `warn_every_s`, and after `all_down_limit_s` the fleet gives up.
+    `check_deadline_s`. A server that is out, and takes a connection within `connect_s`, is tried again after a rest, which
+    grows only when it fails to prove its weights: to ask where nobody is, or who still boots, costs nothing. While no
+    server is left, a line is warned every `warn_every_s`, and after `all_down_limit_s` the fleet gives up.
     """
 
     failures_in_a_row: int = 3
     check_every_s: float = 3.0
     check_deadline_s: float = 30.0
+    connect_s: float = 2.0
     rest: Retry = REST
     warn_every_s: float = 10.0
     all_down_limit_s: float = 1800.0
@@ -56,7 +58,7 @@ class Member:
         self.version: int | None = None
         self.checksum: str | None = None
         self.failures = 0  # in a row
-        self.strikes = 0  # how often it left the pool or was tried in vain since its last good reply
+        self.strikes = 0  # how often it left the pool or failed to prove its weights since it served, or stayed, last
         self.replies = 0
         self.ready_at = 0.0  # it asked not to be asked before
         self.sessions = 0

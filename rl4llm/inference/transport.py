@@ -33,7 +33,7 @@ KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and with it every server
 
 
 class NotConnectedError(UnreachableError):
-    """Nobody listens at the server's address."""
+    """Nobody listens at the server's address, or its machine is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,18 @@ class Transport:
     async def tell(self, path: str, *, deadline_s: float | None = None) -> None:
         """Raise unless POST succeeds; the answer need not be JSON."""
         await self._fetch("POST", path, None, deadline_s)
+
+    async def knock(self, *, deadline_s: float) -> None:
+        """Raise unless somebody listens; a machine that is off would be waited for as long as an answer may take."""
+        address = URL(self.base_url)
+        try:
+            async with asyncio.timeout(deadline_s):
+                _, writer = await asyncio.open_connection(address.host, address.port)
+        except TimeoutError:
+            raise NotConnectedError(f"A connection to {self.base_url} found nobody within {deadline_s:g} s.") from None
+        except OSError as error:
+            raise NotConnectedError(f"A connection to {self.base_url} found nobody: {error}.") from error
+        writer.close()
 
     async def close(self) -> None:
         """Close all connections."""

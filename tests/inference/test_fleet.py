@@ -1,7 +1,10 @@
 """Several servers as one client, whatever happens to them: no sample is lost, doubled, or drawn from other weights."""
 
 import asyncio
+import contextlib
 import random
+import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -608,11 +611,91 @@ def test_a_server_that_stays_paused_leaves_and_is_resumed_when_it_can_be(play, w
     play(story, check_deadline_s=0.5)
 
 
+def follower_of(scene, tokenizer, lines, **patience):
+    """The fleet of another rank, which waits for weights that the first one gives."""
+    clients = [
+        SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128) for server in scene.servers
+    ]
+    return FleetClient(clients, retry=NIMBLE, patience=Patience(**{**PATIENCE, **patience}), warn=lines.append)
+
+
+def test_a_server_that_is_added_serves_all_ranks_within_a_second_however_long_it_was_away(play, weights, tokenizer):
+    async def story(scene):
+        added, _ = scene.servers
+        follower = follower_of(scene, tokenizer, [], rest=Patience().rest)
+        await follower.load(replace(weights[1], held=True))
+        for boots in (8, 0, 0, 0):  # looks at a server that listens and is not ready yet
+            added.kill()
+            await scene.until(lambda: not any(added.url in pool() for pool in (scene.pool, lambda: urls(follower))))
+            await added.start()
+            added.next("/health", *[status(503)] * boots)
+            await scene.until(lambda boots=boots: added.calls["/health"] >= boots)
+            begin = time.monotonic()
+            await scene.until(lambda: all(added.url in pool() for pool in (scene.pool, lambda: urls(follower))))
+            assert time.monotonic() - begin < 1.5
+            await asyncio.sleep(0.1)
+        await follower.close()
+
+    play(story, rest=Patience().rest)
+
+
+def urls(fleet):
+    return [client.base_url for client in fleet.engines()]
+
+
+def test_a_machine_that_takes_no_connection_is_not_waited_for_as_long_as_an_answer(play):
+    async def story(scene):
+        away, _ = scene.servers
+        away.kill()
+        await scene.until(lambda: away.url not in scene.pool())
+        with silent(away.port):
+            await asyncio.sleep(0.5)  # a knock is under way
+        await away.start()
+        begin = time.monotonic()
+        await scene.is_back(away)
+        assert time.monotonic() - begin < 2
+
+    play(story, check_deadline_s=60.0, connect_s=0.2)
+
+
+@contextlib.contextmanager
+def silent(port):
+    """A port where a connection is neither taken nor refused, since its queue is full."""
+    with contextlib.ExitStack() as sockets:
+        listening = sockets.enter_context(socket.socket())
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(0)
+        for _ in range(3):
+            caller = sockets.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(("127.0.0.1", port))
+        yield
+
+
+def test_a_server_is_not_blamed_for_what_it_answered_while_this_process_trained(play, weights, tokenizer):
+    async def story(scene):
+        lines = []
+        runner = asyncio.Runner()  # in a thread: a rank, whose loop stands still while it trains
+        follower = follower_of(scene, tokenizer, lines, check_deadline_s=0.3)
+        await asyncio.to_thread(runner.run, follower.load(replace(weights[1], held=True)))
+        for server in scene.servers:
+            server.next("/health", *[slow(0.2)] * 20)
+        for _ in range(3):
+            await asyncio.to_thread(runner.run, asyncio.sleep(0.15))  # long enough to begin a health check, not to end it
+            await asyncio.sleep(1.5)
+        await asyncio.to_thread(runner.run, asyncio.sleep(0.1))
+        assert not lines
+        await asyncio.to_thread(runner.run, follower.close())
+        await asyncio.to_thread(runner.close)
+
+    play(story)
+
+
 def test_a_version_that_another_rank_gave_a_server_meanwhile_does_not_speak_against_it(play, weights, tokenizer):
     async def story(scene):
-        client = SGLangClient(scene.servers[0].url, tokenizer, vocab_size=len(tokenizer), context_length=128)
         lines = []
-        follower = FleetClient([client], retry=NIMBLE, patience=Patience(**PATIENCE), warn=lines.append)
+        follower = follower_of(scene, tokenizer, lines)
         runner = asyncio.Runner()  # in a thread: the other rank, whose loop stands still while it trains
         await asyncio.to_thread(runner.run, follower.load(replace(weights[1], held=True)))
         scene.servers[0].next("/health", *[slow(0.5)] * 20)
