@@ -21,6 +21,7 @@ TRUNCATED = 0.95  # of the episodes of a step; a policy that is learning to stop
 COLLAPSED = 0.05  # of the entropy in the beginning; as low comes from success too, so only below this share of successes:
 SUCCESS = 0.8
 GROWN, NOTICEABLE, LARGE = 3.0, 0.02, 0.1  # times what it was; nats per token: bf16 differs from itself by about 0.01
+MOST = 0.5  # of the attempts in one of several environments
 LATE = 0.02  # of the attempts of a step; rollout.max_failed_share stops a run at 0.1 by default
 
 
@@ -102,6 +103,17 @@ def timeouts(row: Row, first: Sequence[Row]) -> str | None:
     return f"of {attempts:.0f} attempts took too long, and were left out or played again: {counts}"
 
 
+def failing_part(row: Row, first: Sequence[Row]) -> str | None:
+    """An environment may fail as a whole and still be too few of a step's attempts for rollout.max_failed_share."""
+    for name in row:
+        if name.startswith("part/") and name.endswith("/failures"):
+            failed, part = _number(row, name, below=0.0), name.removesuffix("/failures")
+            attempts = failed + _number(row, f"{part}/trajectories", below=0.0)
+            if failed and failed >= MOST * attempts:
+                return f"of {part.partition('/')[2]}, {failed:.0f} of {attempts:.0f} attempts failed"
+    return None
+
+
 RULES = (
     Rule(
         "constant reward",
@@ -140,6 +152,13 @@ RULES = (
         timeouts,
         "What is left out is not random: the longest and hardest episodes are missing from what is learned.",
         "the time limits of rewards, tools and env, sandbox.slots, and the load of this machine",
+        enough=3.0,
+    ),
+    Rule(
+        "failing part",
+        failing_part,
+        "The run goes on without this environment, which the others outnumber.",
+        "failures/<class> of the part, its env and rewards, and env.remote",
         enough=3.0,
     ),
 )

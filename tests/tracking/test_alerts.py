@@ -39,6 +39,7 @@ SICK = {
     "entropy collapse": {"surprise": 0.01, "accuracy": 0.2},
     "growing mismatch": {"mismatch/mean": 0.05},
     "no gradient": {"grad_norm": 0.0},
+    "failing part": {"part/web/failures": 6.0, "part/web/trajectories": 2.0, "part/sums/trajectories": 120.0},
     "timeouts": {"failures/math/timeout": 2.0, "played_again/llm_judge/timeout": 3.0, "failures": 2.0},
 }
 
@@ -71,6 +72,7 @@ def test_all_rules_have_a_sick_run_here():
         [{"grad_norm": None, "critic/grad_norm": 0.2}] * 60,  # the critic warms up
         [{"grad_norm": None, "skipped": 1.0}] * 60,  # told, and stopped, by another rule
         [{"truncated": 0.9, "failures/env/raised": 12.0, "failures": 12.0}] * 60,
+        [{"part/web/failures": 2.0, "part/web/trajectories": 6.0, "failures": 2.0}] * 60,
         [{"failures/math/timeout": 1.0, "failures": 1.0}] * 60,  # of 128
         [{"reward/mean": math.nan, "mismatch/mean": math.nan, "surprise": math.nan, "truncated": None}] * 60,
     ],
