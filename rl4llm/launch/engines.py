@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl4llm.config import Config, load_config, to_yaml
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.launch import kubernetes, ray, skypilot, slurm, ssh
+from rl4llm.launch import kubernetes, modal, ray, skypilot, slurm, ssh
 from rl4llm.launch.job import Job
 from rl4llm.launch.roles import roles
 
@@ -29,12 +29,14 @@ class Engine:
         submit: the command that submits them, in their directory.
         config: where the configuration is for the processes; "" is beside the files, which all machines see.
         shared: the option that says where all machines share files, when that is not the directory of the command.
+        ready: raises ConfigError where the command could not submit anything, before files are written for it.
     """
 
     render: Callable[[Job, str], Mapping[str, str]]
     submit: Callable[[Job], Sequence[str]]
     config: str = ""
     shared: str | None = None
+    ready: Callable[[], None] = lambda: None
 
 
 def _without_config(render: Callable[[Job], Mapping[str, str]]) -> Callable[[Job, str], Mapping[str, str]]:
@@ -46,6 +48,7 @@ ENGINES: Mapping[str, Engine] = {
     "slurm": Engine(_without_config(slurm.render), slurm.submit),
     "skypilot": Engine(_without_config(skypilot.render), skypilot.submit, config=CONFIG, shared="shared"),
     "ray": Engine(_without_config(ray.render), ray.submit),
+    "modal": Engine(modal.render, modal.submit, config=modal.CONFIG, ready=modal.ready),
     "kubernetes": Engine(kubernetes.render, kubernetes.submit, config=kubernetes.CONFIG, shared="shared"),
 }
 
@@ -77,6 +80,8 @@ def launch_on(
     missing = [key for key in job.secrets if submit and not os.environ.get(key)]
     if missing and name != "kubernetes":
         raise ConfigError(f"{missing[0]} is not set. Next: export {missing[0]}=$(openssl rand -hex 32)")
+    if submit:
+        engine.ready()
     if submit and shutil.which(words[0]) is None:
         raise ConfigError(f"There is no {words[0]} here to submit with. Next: leave --submit out, and take the files there.")
     _write(directory, files)

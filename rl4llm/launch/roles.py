@@ -2,7 +2,8 @@
 
 Whatever starts them starts one command for each, ``rl4llm launch CONFIG --as ROLE``, and says by environment variables
 which of its kind it is, `RL4LLM_NUMBER`, and where all of them are: `RL4LLM_TRAINER_HOSTS` and so on, names of hosts with
-commas between. `words` turns that into the command line that the process becomes.
+commas between; a server behind a gateway is a whole address, https://NAME. `words` turns that into the command line that the
+process becomes.
 """
 
 from __future__ import annotations
@@ -131,6 +132,11 @@ def address(role: str, host: str, number: int) -> str:
     return f"{f'[{host}]' if ':' in host else host}:{PORTS[role] + number}"
 
 
+def _url(role: str, host: str, number: int) -> str:
+    """Where HTTP reaches number `number` of a role; a host behind a gateway of its own is a whole address already."""
+    return host if "://" in host else f"http://{address(role, host, number)}"
+
+
 def _server(config: Config) -> list[str]:
     from rl4llm.backends.models import model_directory  # noqa: PLC0415 - imports torch
 
@@ -145,7 +151,7 @@ def _cpu(config: Config) -> list[str]:
 
 
 def _workers(servers: Sequence[str]) -> list[str]:
-    return ["--worker-urls", *(f"http://{address('server', host, number)}" for number, host in enumerate(servers))]
+    return ["--worker-urls", *(_url("server", host, number) for number, host in enumerate(servers))]
 
 
 def _hosted(config: Config) -> list[str]:
@@ -157,7 +163,7 @@ def _connected(config: Config, hosts: Mapping[str, Sequence[str]]) -> list[str]:
     """The keys that tell the trainer where the others are."""
     keys = []
     if servers := hosts.get("server"):
-        urls = [f"http://{address('server', host, number)}" for number, host in enumerate(servers)]
+        urls = [_url("server", host, number) for number, host in enumerate(servers)]
         keys.append(f"inference.url={json.dumps(urls)}")
     if routers := hosts.get("router"):
         keys.append(f"inference.router=http://{address('router', routers[0], 0)}")

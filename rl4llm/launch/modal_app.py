@@ -1,0 +1,265 @@
+"""The app that Modal runs for ``rl4llm launch --on modal``: the only file that imports `modal`.
+
+    actor, a Function                     workers, a Server each
+      rl4llm launch --as trainer            rl4llm launch --as server
+      commits weights/v000012   -- volume --   reloads, loads, proves version 12
+
+Each server has an address of its own that stays when its container is replaced, so that weights reach every one of them; it
+asks for RL4LLM_SERVER_KEY. The trainer's container may be replaced too, and has at most 24 hours: the run then goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import modal
+from modal.config import config as account
+from packaging.requirements import Requirement
+
+from rl4llm.config import Config, load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.run_dir import RunDir
+from rl4llm.launch import checkpoints as saved
+from rl4llm.launch import volume
+from rl4llm.launch.job import Job
+from rl4llm.launch.modal import CONFIG, SHARED, check
+from rl4llm.launch.roles import NUMBER, Role, hosts_variable, roles
+
+VOLUME = "RL4LLM_VOLUME"
+CUDA = "nvidia/cuda:12.9.1-devel-ubuntu24.04"  # SGLang compiles kernels when it starts
+SERVERS = "/opt/sglang"
+DAY_S = 24 * 3600  # the longest that Modal lets a call run
+BOOTS_WITHIN_S = 1800
+RETRIES = 10
+STOPPED = 75
+NAMED = re.compile(r"[A-Za-z_]\w*(\.\w+)*:\w+")  # package.module:Name
+SHOWS_WITHIN_S = 600.0  # a version of many GB is committed and reloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What `modal run` finds in the generated file.
+
+    Args:
+        app: trainer and servers; running it starts the servers.
+        files: what looks at the volume, without any of them.
+    """
+
+    app: modal.App
+    files: modal.App
+    trainer: modal.Function
+    servers: Sequence[modal.Server]
+    checkpoints: modal.Function
+    clear: modal.Function
+
+    def start(self) -> None:
+        """Have the trainer begin, and wait for it; with ``modal run --detach`` it goes on when this process is gone."""
+        call = self.trainer.spawn([server.get_url() for server in self.servers])
+        sys.stdout.write(f"Training: {call.object_id}. Detached, it outlives Ctrl-C: modal app logs {self.app.app_id}\n")
+        sys.stdout.flush()
+        if code := call.get():
+            sys.exit(code)
+
+
+def build(path: Path, name: str, options: Mapping[str, str]) -> Run:
+    """The app of a configuration, not started; raises ConfigError.
+
+    Args:
+        path: the configuration file, which every container gets.
+        options: those of `rl4llm.launch.modal`.
+    """
+    config = load_config(path)
+    wanted = {role.name: role for role in roles(config, ("rl4llm", "launch", CONFIG))}
+    check(Job(name, list(wanted.values()), Path(SHARED), options), path.read_text())
+    image = _image(config, path, options, servers="server" in wanted)
+    disk = options.get("volume", "rl4llm")
+    shared = {
+        "image": image,
+        "volumes": {SHARED: modal.Volume.from_name(disk, create_if_missing=True)},
+        "env": {VOLUME: disk},
+    }
+    keys = {"secrets": _secrets(wanted["trainer"], options)}
+    app, files = (modal.App(title, include_source=False) for title in (name, f"{name}-files"))
+    trainer, server = wanted["trainer"], wanted.get("server")
+    limits = {"timeout": DAY_S, "retries": RETRIES, "max_containers": 1, "single_use_containers": True}
+    return Run(
+        app,
+        files,
+        app.function(name="trainer", gpu=_gpu(trainer), **limits, **shared, **keys)(actor),
+        [_server(app, server, number, shared | keys) for number in range(server.count)] if server else [],
+        files.function(name="checkpoints", timeout=DAY_S, **shared)(checkpoints),
+        files.function(name="clear", timeout=DAY_S, **shared)(clear),
+    )
+
+
+def check_account() -> None:
+    """Raise ConfigError where there is no account to start anything with."""
+    if not any(account.get(key) for key in ("token_id", "oauth_refresh_token")):
+        raise ConfigError(
+            "There is no Modal account set up here. Next: modal token new; or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET."
+        )
+
+
+def actor(server_urls: list[str]) -> int:
+    """Train, or go on with the run, in a container; the exit code."""
+    config = load_config(CONFIG)
+    role = _role(config, "trainer", [] if "visible_within_s" in config.inference else _patience(config))
+    run = RunDir(Path(SHARED) / config.output.dir)
+    weights = Path(SHARED) / config.sync.dir if config.sync.dir else run.weights_dir
+    named = [weights / "LATEST", run.checkpoints_dir / "latest", run.model_dir]
+    known = {NUMBER: "0", hosts_variable("trainer"): "trainer", hosts_variable("server"): ",".join(server_urls)}
+    code = volume.train(_volume(), role.command, known, Path(SHARED), named)
+    if code == STOPPED:
+        raise RuntimeError("The run was stopped, and goes on from its last checkpoint.")  # which Modal then has it do
+    return code
+
+
+def worker() -> int:
+    """Serve in a container until the server ends; the exit code."""
+    config = load_config(CONFIG)
+    local = Path(SHARED) / config.model.path
+    role = _role(config, "server", [f"model.path={local}"] if local.is_dir() else [])
+    names = [f"server-{number}" for number in range(role.count)]
+    known = {hosts_variable("trainer"): "trainer", hosts_variable("server"): ",".join(names)}
+    return volume.serve(_volume(), role.command, known)
+
+
+class Worker:
+    """A container that serves."""
+
+    @modal.enter()
+    def start(self) -> None:
+        """Modal gives the container traffic once the server listens; one whose server ended is replaced."""
+        threading.Thread(target=_work, daemon=True).start()
+
+
+def _work() -> None:
+    """Serve, and end this container with the server."""
+    code = 1
+    try:
+        code = worker() or 1
+    finally:
+        if sys.exc_info()[0]:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def checkpoints(run: str = "") -> str:
+    """The checkpoints of a run, by default of this configuration's."""
+    return _said(lambda: saved.listed(_root(run)))
+
+
+def clear(run: str = "", steps: str = "") -> str:
+    """Delete checkpoints of a run: numbers with commas between, or without them all but the newest."""
+    words = [word.strip() for word in steps.split(",") if word.strip()]
+    wrong = [word for word in words if not word.isdecimal()]
+    if wrong:
+        return _said(lambda: f"steps={wrong[0]!r} is not accepted: numbers with commas between. Nothing was deleted.")
+    text = _said(lambda: saved.clear(_root(run), [int(word) for word in words]))
+    _volume().commit()
+    return text
+
+
+def _server(app: modal.App, role: Role, number: int, shared: Mapping[str, Any]) -> modal.Server:
+    """One server, which is always one container: each is told of new weights by its own address."""
+    own = {"env": {**shared["env"], NUMBER: str(number)}, "min_containers": 1, "max_containers": 1}
+    place = {"name": f"server-{number}", "port": role.port(number), "gpu": _gpu(role)}
+    keyed = {"unauthenticated": True}  # by Modal: SGLang asks for its key itself
+    boots = {"startup_timeout": BOOTS_WITHIN_S, "target_concurrency": 0}
+    return app.server(**{**shared, **place, **own, **keyed, **boots})(Worker)
+
+
+def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: bool) -> modal.Image:
+    """What the containers run: a given image, or one with this rl4llm, and SGLang in an environment of its own."""
+    if "image" in options:
+        image = modal.Image.from_registry(options["image"])
+    else:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        extras = [name for name in options.get("extras", "").split(",") if name]
+        image = modal.Image.from_registry(CUDA, add_python=version).pip_install(*_requirements(extras))
+        if servers:
+            (sglang,) = (text for text in _requirements(["sglang"]) if text.startswith("sglang"))
+            make = [f"python -m venv {SERVERS}", f"{SERVERS}/bin/pip install '{sglang}'"]
+            image = image.run_commands(*make).env({"RL4LLM_SGLANG_PYTHON": f"{SERVERS}/bin/python"})
+        image = image.add_local_python_source("rl4llm", ignore=["**/__pycache__"])
+    own = sorted(set(_own_modules(config)))
+    image = image.add_local_python_source(*own, ignore=["**/__pycache__"]) if own else image
+    return image.add_local_file(path, CONFIG)
+
+
+def _requirements(extras: Sequence[str]) -> list[str]:
+    """What pip is to install for rl4llm as it is here."""
+    try:
+        needed = [Requirement(text) for text in importlib.metadata.requires("rl4llm") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError("rl4llm is not installed here, so what it needs is unknown. Next: pip install -e .") from None
+    wanted = [item for item in needed if not item.marker or any(item.marker.evaluate({"extra": name}) for name in extras)]
+    return [str(item).partition(";")[0].strip() for item in wanted]
+
+
+def _own_modules(config: Any) -> Iterator[str]:
+    """Top-level modules of classes and functions that a configuration names as ``package.module:Name``."""
+    if isinstance(config, Mapping):
+        for value in config.values():
+            yield from _own_modules(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _own_modules(value)
+    elif isinstance(config, Config):
+        yield from _own_modules([config.env, config.rewards, config.parts, config.algorithm, config.inference])
+    elif isinstance(config, str) and NAMED.fullmatch(config):
+        module = re.split(r"[.:]", config)[0]
+        if module != "rl4llm" and importlib.util.find_spec(module):
+            yield module
+
+
+def _secrets(trainer: Role, options: Mapping[str, str]) -> list[modal.Secret]:
+    """The run's keys, from the environment of who starts it, and one that Modal keeps."""
+    for name in trainer.secrets:
+        if not os.environ.get(name):
+            raise ConfigError(f"{name} is not set. Next: export {name}=$(openssl rand -hex 32)")
+    own = [modal.Secret.from_local_environ(list(trainer.secrets))] if trainer.secrets else []
+    return own + ([modal.Secret.from_name(options["secret"])] if "secret" in options else [])
+
+
+def _gpu(role: Role) -> str | None:
+    return f"{role.gpu}:{role.gpus}" if role.gpus else None
+
+
+def _role(config: Config, name: str, overrides: Sequence[str]) -> Role:
+    """A role with the command that starts it here."""
+    command = (sys.executable, "-m", "rl4llm", "launch", CONFIG, *overrides)
+    return next(role for role in roles(config, command) if role.name == name)
+
+
+def _patience(config: Config) -> list[str]:
+    return [f"inference.visible_within_s={SHOWS_WITHIN_S}"] if config.inference["name"] != "local" else []
+
+
+def _volume() -> volume.Volume:
+    return modal.Volume.from_name(os.environ[VOLUME])
+
+
+def _root(run: str) -> Path:
+    return Path(SHARED) / (run or load_config(CONFIG).output.dir)
+
+
+def _said(look: Callable[[], str]) -> str:
+    """A text, also in the log; what was wrong with the question is one too."""
+    try:
+        text = look()
+    except ConfigError as error:
+        text = str(error)
+    sys.stdout.write(f"{text}\n")
+    return text
