@@ -81,6 +81,7 @@ class RolloutConfig:
     top_k: int = 0
     stop: list[str] = field(default_factory=list)
     max_failed_share: float = 0.1
+    ahead: bool = False  # play the next step's episodes while this one trains, with weights one step older; for servers
 
 
 @dataclass

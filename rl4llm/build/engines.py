@@ -127,6 +127,8 @@ def check_sync(config: Config) -> None:
                 f"{key}={name!r} is not accepted with inference.name={config.inference['name']!r}. "
                 f"Accepted: {', '.join(engine.publishers)}."
             )
+    if config.rollout.ahead:
+        _check_ahead(config, engine)
     if config.inference.get("cohost") and (config.sync.name not in ("auto", "filesystem") or config.sync.fallback):
         raise ConfigError("inference.cohost=true publishes through files: leave sync.name and sync.fallback out.")
     if config.sync.dir and Path(config.sync.dir).resolve() == Path(config.output.dir).resolve():
@@ -134,6 +136,18 @@ def check_sync(config: Config) -> None:
             f"sync.dir={config.sync.dir!r} is output.dir, which belongs to the run. Leave sync.dir out, for weights/ in it, "
             "or give another directory."
         )
+
+
+def _check_ahead(config: Config, engine: type[BaseClient]) -> None:
+    """Who plays while the trainer trains needs weights, and a device, of its own."""
+    own = issubclass(engine, ServerClient) and not config.inference.get("cohost")
+    if not own:
+        what = "inference.cohost=true" if config.inference.get("cohost") else f"inference.name={config.inference['name']!r}"
+        raise ConfigError(f"rollout.ahead=true does not go with {what}: it needs servers of their own, {_servers()}.")
+
+
+def _servers() -> str:
+    return " or ".join(name for name in ENGINES if issubclass(ENGINES[name], ServerClient))
 
 
 def check_parts(config: Config, backend: BaseBackend) -> None:

@@ -359,6 +359,7 @@ def _reinforced(
             eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
             preparation=preparation,
             tracker=tracker,
+            plays_ahead=config.rollout.ahead,
             evaluation=_together([task.measuring(**played) for task in tasks if task.held_out is not None]),
             **_base(config, algorithm, backend, run, tracker),
         )

@@ -256,6 +256,10 @@ class BaseTrainer(ABC, Generic[Collected]):
         for lost in restore_rng(states[self.ranks.rank]):
             self.warn(lost)
 
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many finished steps."""
+        return self.schedule.checkpoint_every > 0 and step % self.schedule.checkpoint_every == 0
+
     def _due(self, every: int) -> bool:
         return every > 0 and (self._is_last() or self.step % every == 0)
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
 from rl4llm.tracking.summary import succeeded
 from rl4llm.tracking.tokens import TrainedTokens
+from rl4llm.trainers.ahead import Ahead, Played
 from rl4llm.trainers.give import give_weights, giving_weights
 from rl4llm.trainers.prepare import Preparation, Prepared
 
@@ -62,6 +64,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         preparation: Preparation,
         tracker: RunTracker,
         evaluation: Rollout | MixedRollout | None = None,
+        plays_ahead: bool = False,
         **base: Any,
     ):
         super().__init__(**base)
@@ -74,6 +77,11 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.preparation = preparation
         self.tracker = tracker
         self.evaluation = evaluation
+        self.plays_ahead = plays_ahead
+        self._ahead = Ahead()
+        self._cursor: dict[str, Any] = {}  # of the prompts, before those that are played ahead
+        self._version = -1  # of the weights that were published last
+        self._stale = False  # whether what trains was sampled with older weights
         self._moved = False  # the weights, since the engines got them
         self._credits: dict[int, list[Any]] = {}  # by the id of a group that trained
         self._notes: dict[str, float] = {}
@@ -92,26 +100,31 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
         Of what is missing over all ranks each plays a share, so that any number of them play the same episodes.
         """
-        rows, most, refills = self.prompts.next_batch(), self.algorithm.needs().refills, 0
+        most, refills = self.algorithm.needs().refills, 0
         with self.clock("rollout"):
-            collected = self._play(rows, round_number=0)
-            wanted = self._total(self.rollout.count_groups(rows)) if most else 0
+            first = self._ahead.take() if self._ahead.under_way else self._round(self.prompts.next_batch())
+            collected = first.result
+            wanted = self._total(self.rollout.count_groups(first.rows)) if most else 0
             of_prompt = wanted / (self.prompts.batch_size * self.ranks.size)
             while refills < most and (missing := wanted - self._count(collected)[0]) > 0:
                 refills += 1
-                more = self._play(self.prompts.next_batch(math.ceil(missing / of_prompt)), round_number=refills)
+                more = self._round(self.prompts.next_batch(math.ceil(missing / of_prompt)), number=refills).result
                 collected = RolloutResult(collected.groups + more.groups, collected.failed + more.failed)
         self._observe(collected)
         if most:
             kept, played = self._count(collected)
             self._notes |= {"groups/refills": refills, "groups/dropped": played - kept}
-        self._check_versions(collected)
+        self._stale = first.version < self.step
+        if self.plays_ahead:
+            self._notes["staleness"] = float(self.step - first.version)
+            self._play_ahead()
         return collected
 
     def prepare(self, collected: RolloutResult) -> list[Update]:
         """Credits, packed batches, other models' passes, advantages: for each optimizer step of this rollout."""
         with self.clock("prepare"):
-            self._lend_device()
+            if not self._ahead.under_way:
+                self._lend_device()
             self._refresh_reference()
             kept = [group for group in collected.groups if self._trains(group)]
             prepared = self.preparation.prepare(kept, self.step)
@@ -141,6 +154,9 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def publish(self) -> None:
         canary, client = self.inference.canary, self.inference.client
+        if self._ahead.under_way:
+            with self.clock("rollout"):
+                self._ahead.wait()
         with self.clock("publish"):
             self._lend_device()
         with self.clock("verify"):  # what the trainer says, while it is on its device
@@ -151,7 +167,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             with self.clock("verify"):
                 self._run(canary.compare(expected_BT, client, weight_ref))
         self.ranks.wait()
-        self._moved = False
+        self._moved, self._version = False, self.step
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
@@ -187,6 +203,9 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             return
         self._closed = True
         try:
+            if not self._ahead.cancel(self.inference.runner):
+                self.warn("The episodes of the next step do not end. The engines are left as they are.")
+                return
             self._run(self.inference.publisher.close())
             self._run(self.inference.client.close())
             self.inference.runner.close()
@@ -213,7 +232,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         return {**super().models(), **changing}
 
     def state(self) -> dict[str, Any]:
-        return {"prompts": self.prompts.state()}
+        return {"prompts": self._cursor if self._ahead.under_way else self.prompts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.prompts.restore(state["prompts"])
@@ -228,18 +247,18 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.inference.runner.run(coroutine)
 
-    def _check_versions(self, collected: RolloutResult) -> None:
+    def _check_versions(self, collected: RolloutResult, version: int) -> None:
         """Every token must come from the weights that were published last, whatever an engine did since."""
         found = {span.version for trajectory in collected.trajectories for span in trajectory.policy_spans}
-        if found - {self.step}:
+        if found - {version}:
             raise StaleWeightsError(
                 f"{self.inference.client} sampled tokens with versions {sorted(found)} of the weights, where version "
-                f"{self.step} was published. Training stops; look for a restart or another trainer in the server's log."
+                f"{version} was published. Training stops; look for a restart or another trainer in the server's log."
             )
 
     def _measures_mismatch(self) -> bool:
         """Before the weights move; not where samples were drawn at other temperatures than the one that trains."""
-        return not self._moved and not self.algorithm.needs().sampling
+        return not self._moved and not self._stale and not self.algorithm.needs().sampling
 
     def _noted_losses(
         self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
@@ -279,21 +298,39 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self._run(self.inference.client.load(weight_ref))
         return weight_ref
 
-    def _play(self, rows: Sequence[int], round_number: int) -> RolloutResult:
+    def _round(self, rows: list[int], number: int = 0) -> Played:
+        """Episodes of some prompts for this step, with the weights of now."""
+        return self._play(rows, number, self.step, self.prompts.earlier, self._version)
+
+    def _play_ahead(self) -> None:
+        """Begin the episodes of the next step, which are played while this one trains.
+
+        Not those behind a checkpoint: a run that goes on from it has no other weights than the newest.
+        """
+        following = self.step + 1
+        if following >= self.schedule.max_steps or self.saves_at(following):
+            return
+        self._cursor = self.prompts.state()
+        rows = self.prompts.next_batch()
+        self._ahead.start(partial(self._play, rows, 0, following, self.prompts.earlier, self._version))
+
+    def _play(self, rows: list[int], number: int, step: int, earlier: Mapping[int, int], version: int) -> Played:
         needs = self.algorithm.needs()
         try:
-            return self.rollout.play(
+            result = self.rollout.play(
                 rows,
-                step=self.step,
+                step=step,
                 sampling_params=self.sampling_params,
-                first_index=round_number * (self.rollout.group_size + 1),
+                first_index=number * (self.rollout.group_size + 1),
                 sampling=needs.sampling,
                 greedy_baseline=needs.greedy_baseline,
-                earlier=self.prompts.earlier,
+                earlier=earlier,
             )
         except TooManyFailuresError as error:
-            self.tracker.stopped_by(self.step + 1, error.failed)
+            self.tracker.stopped_by(step + 1, error.failed)
             raise
+        self._check_versions(result, version)
+        return Played(rows, result, version)
 
     def _count(self, collected: RolloutResult) -> tuple[int, int]:
         """How many groups train, of how many that are not frozen, on all ranks."""

@@ -1,0 +1,189 @@
+"""Episodes that are played while the step before them trains."""
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import pytest
+import torch
+from fault_server import FaultServer, small_model
+from vowels import Vowels
+
+from rl4llm.algorithms.grpo import GRPO
+from rl4llm.api import GRPOTrainer
+from rl4llm.core.base_env import BaseMDPEnv
+from rl4llm.core.errors import ConfigError, TooManyFailuresError
+
+WAIT_S = 30.0
+begun, trained = threading.Event(), threading.Event()
+
+
+class Interrupted(Exception):
+    """Something that ends a run like a kill: nothing is saved behind it."""
+
+
+class Meets(GRPO):
+    """Its first step is not over before the episodes of the second have begun."""
+
+    def after_step(self, metrics):
+        assert begun.wait(WAIT_S), "the next episodes wait for this step"
+        trained.set()
+
+
+class Breaks(GRPO):
+    """Fails in its fourth step."""
+
+    steps = 0
+
+    def after_step(self, metrics):
+        type(self).steps += 1
+        if type(self).steps == 4:
+            raise Interrupted
+
+
+def step_of(sample):
+    """How many steps were done before the one that the episode is for."""
+    return int(sample.session.partition("/")[0])
+
+
+class Asks(BaseMDPEnv):
+    """Tells when the episodes of the second step play."""
+
+    continue_truncated = True
+
+    async def respond(self, sample):
+        if step_of(sample) == 1:
+            begun.set()
+        return []
+
+
+class Fails(BaseMDPEnv):
+    """Cannot be played from the third step on."""
+
+    continue_truncated = True
+
+    async def respond(self, sample):
+        if step_of(sample) >= 2:
+            raise OSError("nobody is there")
+        return []
+
+
+class Endless(BaseMDPEnv):
+    """Has no end from the second step on."""
+
+    continue_truncated = True
+
+    async def respond(self, sample):
+        if step_of(sample) == 1:
+            begun.set()
+            await asyncio.sleep(3600)
+        return []
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer, tmp_path_factory):
+    """A directory of a model and the address of a server that has it, over HTTP, in a thread of its own."""
+    directory, model = tmp_path_factory.mktemp("base"), small_model(tokenizer)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    server, loop = FaultServer(model, tokenizer, one_by_one=True), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+    yield directory, server.url
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.fixture
+def trainer(served, tmp_path):
+    """trainer("name", key=value): a run in a directory of that name, which may be there."""
+    begun.clear()
+    trained.clear()
+    directory, url = served
+
+    def make(name, env=BaseMDPEnv, **options):
+        rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(6)]
+        keys = {"rollout.ahead": True, "checkpoint.every": 3, "max_steps": 6, "training.lr": 3e-3, "deterministic": True}
+        keys |= {"inference": {"name": "sglang", "url": url}, "output.dir": str(tmp_path / name), "eval.every": 0}
+        keys |= {"rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 6}
+        return GRPOTrainer(str(directory), rows, [Vowels()], env=env, **(keys | options))
+
+    return make
+
+
+def steps_of(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(done):
+    return {name: tensor.clone() for name, tensor in done.trainer.backend.weights()}
+
+
+def test_the_next_episodes_play_while_a_step_trains(trainer, tmp_path):
+    trainer("run", Asks, algorithm={"name": f"{__name__}:Meets"}, **{"env.max_steps": 2}, max_steps=3).train()
+    assert trained.is_set()
+    assert [row["staleness"] for row in steps_of(tmp_path / "run")] == [0, 1, 1]
+
+
+def test_without_it_they_wait(trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.WAIT_S", 1.0)
+    with pytest.raises(AssertionError, match="wait for this step"):
+        trainer("run", Asks, algorithm={"name": f"{__name__}:Meets"}, **{"env.max_steps": 2, "rollout.ahead": False}).train()
+
+
+def test_what_plays_ahead_is_one_step_old_but_for_what_follows_a_checkpoint(trainer, tmp_path):
+    trainer("run").train()
+    rows = steps_of(tmp_path / "run")
+    assert [row["staleness"] for row in rows] == [0, 1, 1, 0, 1, 1]
+    measured = ["mismatch/max" in row for row in rows]
+    assert measured == [True, False, False, True, False, False]  # where both have the same weights
+    assert all(row["mismatch/max"] < 1e-4 for row in rows if "mismatch/max" in row)
+    episodes = [json.loads(line) for file in (tmp_path / "run" / "episodes").glob("*.jsonl") for line in file.open()]
+    assert episodes
+
+
+def test_a_run_that_breaks_off_goes_on_bit_for_bit_and_one_that_is_stopped_skips_no_prompt(trainer, tmp_path):
+    whole = weights_of(trainer("whole").train())
+    Breaks.steps = 0
+    with pytest.raises(Interrupted):
+        trainer("broken", algorithm={"name": f"{__name__}:Breaks"}).train()
+    Breaks.steps = 100
+    again = weights_of(trainer("broken", algorithm={"name": f"{__name__}:Breaks"}).train())
+    assert len(steps_of(tmp_path / "broken")) == 6
+    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    stopped = trainer("stopped")
+    stopped.trainer._stop_requested.set()
+    stopped.train()
+    assert stopped.trainer.step == 1
+    assert stopped.trainer.prompts.state()["consumed"] == 4  # those of the second step are begun
+    resumed = trainer("stopped")
+    with contextlib.closing(resumed.trainer):
+        resumed.trainer.resume()
+        assert resumed.trainer.prompts.state()["consumed"] == 2
+
+
+def test_what_fails_ahead_stops_the_step_that_would_train_on_it(trainer, tmp_path):
+    with pytest.raises(TooManyFailuresError, match="nobody is there"):
+        trainer("run", Fails, **{"env.max_steps": 2}).train()
+    assert len(steps_of(tmp_path / "run")) == 2
+
+
+def test_a_run_that_ends_gives_up_what_plays_ahead(trainer, tmp_path):
+    class Stops(Meets):
+        def after_step(self, metrics):
+            super().after_step(metrics)
+            raise Interrupted
+
+    globals()["Stops"] = Stops
+    with pytest.raises(Interrupted):
+        trainer("run", Endless, algorithm={"name": f"{__name__}:Stops"}, **{"env.max_steps": 2}).train()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout ahead"]
+
+
+def test_it_needs_servers_of_their_own(trainer):
+    for inference in ({"name": "local"}, {"name": "sglang", "cohost": True}):
+        with pytest.raises(ConfigError, match=r"rollout\.ahead=true does not go with inference.*sglang or vllm"):
+            trainer("run", inference=inference)
