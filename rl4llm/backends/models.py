@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
 from rl4llm.core.errors import ModelError, unknown
+from rl4llm.core.hub import hub_answers
 from rl4llm.core.kernels import use_fast_linear, use_fast_norms
 from rl4llm.core.ranks import Ranks
 
@@ -89,7 +90,9 @@ def empty_model(
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(path), dtype=_dtype(dtype), attn_implementation=attn_implementation
+                AutoConfig.from_pretrained(path, **_from(path)),
+                dtype=_dtype(dtype),
+                attn_implementation=attn_implementation,
             )
     except UNREADABLE as error:
         raise ModelError(_unreadable("config of the model", path, error)) from error
@@ -124,7 +127,7 @@ def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrained
     path = str(model_directory(path))
     _check_directory(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **_from(path))
         if _cuts_otherwise(tokenizer, Path(path)):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except UNREADABLE as error:
@@ -194,9 +197,14 @@ def _from_files(path: str, dtype: torch.dtype, attn_implementation: str | None) 
         _check_model_files(Path(path))
     try:
         with without_progress_bars():
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, **_from(path))
             model, report = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
+                **_from(path),
             )
     except UNREADABLE as error:
         raise ModelError(_unreadable("model", path, error)) from error
@@ -239,6 +247,11 @@ def _check_complete(path: str, report: dict[str, Any]) -> None:
                 f"The weights in {path!r} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:3])}"
                 f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Copy the directory again from its source."
             )
+
+
+def _from(path: str) -> dict[str, bool]:
+    """Whether transformers may ask the hub: of a directory it need not, and without a network only its cache can help."""
+    return {"local_files_only": Path(path).is_dir() or not hub_answers()}
 
 
 def _check_directory(path: str) -> None:

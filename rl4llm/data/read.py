@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import DataError
+from rl4llm.core.hub import hub_answers
 
 Located = tuple[str, Any]
 """Where a row stands ("train.jsonl:17"), and the row."""
@@ -95,6 +96,8 @@ def _saved(path: Path, split: str) -> Iterator[Located]:
 
 def _hub(name: str, config: str | None, split: str) -> Iterator[Located]:
     datasets = importlib.import_module("datasets")
+    if not hub_answers():
+        datasets.config.HF_HUB_OFFLINE = True  # it looks into its cache at once
     try:
         dataset = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:

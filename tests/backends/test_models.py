@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from rl4llm.backends.models import load_model, load_tokenizer, without_dropout
+from rl4llm.backends.models import empty_model, load_model, load_tokenizer, without_dropout
 from rl4llm.core.errors import ModelError
 
 
@@ -97,10 +98,14 @@ def test_a_config_of_another_shape_is_an_error(directory):
         load_model(directory)
 
 
-def test_a_hub_name_that_cannot_be_had_says_the_next_step(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, empty_model])
+def test_without_a_network_a_hub_name_is_refused_at_once_with_the_next_step(load, monkeypatch, caplog):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    started = time.monotonic()
     with pytest.raises(ModelError, match=r"Check the name and the network, or use a local copy"):
-        load_model("nobody/no-such-model")
+        load("nobody/no-such-model")
+    assert time.monotonic() - started < 10  # the hub's own client would take 30 s
+    assert not caplog.records
 
 
 def test_an_unknown_dtype_is_named_with_what_is_known(directory):

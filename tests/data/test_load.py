@@ -4,6 +4,8 @@ import csv
 import gzip
 import json
 import os
+import socket
+import time
 from pathlib import Path
 
 import datasets
@@ -285,7 +287,16 @@ def test_other_objects_are_refused():
         load_rows({"train": QA}, split="test")
 
 
-def test_an_unreachable_hub_says_what_to_do(monkeypatch):
+@pytest.fixture
+def hub_is_there(monkeypatch):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield
+
+
+def test_an_unreachable_hub_says_what_to_do(monkeypatch, hub_is_there):
     def unreachable(name, config, split):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
 
@@ -294,7 +305,17 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch):
         load_rows("openai/gsm8k:main", **COLUMNS)
 
 
-def test_a_hub_name_is_loaded_with_its_config_and_split(monkeypatch):
+def test_without_a_network_a_dataset_of_the_hub_is_refused_at_once(monkeypatch, caplog):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"loading it from the hub failed.*give the path of its files"):
+        load_rows("nobody/no-such-dataset", **COLUMNS)
+    assert time.monotonic() - started < 10  # the hub's own client would take 30 s
+    assert not caplog.records
+
+
+def test_a_hub_name_is_loaded_with_its_config_and_split(monkeypatch, hub_is_there):
     asked = []
 
     def hub(*names, split):
