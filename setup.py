@@ -59,7 +59,7 @@ setup(
         "argcomplete>=3,<4",
         "tensorboard>=2.17,<3",
         "matplotlib>=3.8,<4",
-        "math-verify[antlr4_13_2]>=0.8,<1",
+        "math-verify[antlr4-13-2]>=0.8,<1",
         "aiohttp>=3.10,<4",
         "xxhash>=3.4,<5",
         "psutil>=5.9,<8",
@@ -67,5 +67,5 @@ setup(
         "numpy>=1.26,<3",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["rl4llm=rl4llm.cli:console_script"]},
+    entry_points={"console_scripts": ["rl4llm=rl4llm.__main__:program"]},
 )

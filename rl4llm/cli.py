@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 done, 1 or 2 an error (2: in the configuration), 75 stopped and resumable, 130 broken off, 141 nobody reads the output.
     """
-    arguments = _parsed(argv)
+    try:
+        arguments = _parsed(argv)
+    except KeyboardInterrupt:
+        return _broken_off(resumes=False)
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()
@@ -71,8 +74,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(error, arguments.resumes)
     except KeyboardInterrupt:
-        say(f"Stopped at once. {GOES_ON}" if arguments.resumes else "Stopped.")
-        return BROKEN_OFF
+        return _broken_off(arguments.resumes)
+    except ImportError as error:
+        if not _by_ctrl_c(error):
+            raise
+        return _broken_off(arguments.resumes)
+
+
+def _broken_off(resumes: bool) -> int:
+    say(f"Stopped at once. {GOES_ON}" if resumes else "Stopped.")
+    return BROKEN_OFF
+
+
+def _by_ctrl_c(error: BaseException | None) -> bool:
+    """Whether it began with Ctrl-C, of which transformers makes an ImportError while one of its modules is imported."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _complain(error: RL4LLMError | OSError, resumes: bool) -> int:
@@ -119,8 +137,9 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands with their arguments; nothing heavy is imported for it."""
     parser = argparse.ArgumentParser(
         prog="rl4llm",
-        description="Reinforcement learning for language models.",
+        description="Reinforcement learning for language models. First: rl4llm quickstart",
         epilog="`rl4llm COMMAND --help` shows a command's arguments and examples.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16),
     )
     parser.add_argument("--version", action="version", version=f"rl4llm {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
@@ -133,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def console_script() -> None:
-    """The entry point of the `rl4llm` command."""
+    """Run the command that the process was started with, and end the process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _open_closed_streams()
     try:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -181,6 +182,46 @@ def test_ctrl_c_ends_a_command_with_one_line_and_130(place, monkeypatch, capsys)
     out, err = capsys.readouterr()
     assert err.strip().splitlines()[-1] == "Stopped."
     assert "Traceback" not in out + err
+
+
+EARLY = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *others):
+        if name == "rl4llm.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from rl4llm.__main__ import program
+program()
+"""
+
+
+@pytest.mark.parametrize(("ignored", "code"), [(False, -signal.SIGINT), (True, 0)], ids=["alone", "in a shell's background"])
+def test_ctrl_c_before_the_command_line_is_loaded_ends_it_without_a_word_unless_it_is_ignored(ignored, code):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
+    try:
+        words = [sys.executable, "-c", EARLY, "completion", "bash"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, before)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_ctrl_c_of_which_a_library_made_an_import_error_is_ctrl_c_and_other_import_errors_are_not(monkeypatch, capsys):
+    class Lazy(ModuleType):
+        cause: BaseException
+
+        def __getattr__(self, name):
+            raise ModuleNotFoundError("Could not import module") from self.cause
+
+    monkeypatch.setitem(sys.modules, "rl4llm.info", Lazy("rl4llm.info"))
+    Lazy.cause = KeyboardInterrupt()
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "Stopped.\n"
+    Lazy.cause = OSError()
+    with pytest.raises(ModuleNotFoundError):
+        main(["info"])
 
 
 @pytest.mark.parametrize("words", [["completion", "bash"], ["train", "--help"]], ids=" ".join)
