@@ -20,6 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl4llm.core.errors import ConfigError, unknown
 
+CONFIGS = Path(__file__).parent / "configs"
+"""Those that rl4llm brings: in a checkout a link to its configs/, in a wheel a copy."""
+
 
 @dataclass
 class LoraConfig:
@@ -202,7 +205,8 @@ class Config:
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """Read a YAML file, apply overrides, and check every key and type; raises ConfigError.
 
-    Overrides are a mapping, or texts: ``key.sub=value``, and further YAML files that are laid over the first one.
+    Overrides are a mapping, or texts: ``key.sub=value``, and further YAML files that are laid over the first one. A name
+    such as ``configs/quickstart.yaml`` that is no file here means the one that rl4llm brings.
 
     >>> load_config(overrides=["model.path=m", "data.path=d", "training.lr=1e-4"]).training.lr
     0.0001
@@ -278,10 +282,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _read(path: Path) -> DictConfig:
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.yaml")], n=1)
-        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"There is no configuration file {path}.{hint}")
+    path = _found(path)
     try:
         layer = OmegaConf.load(path)
     except Exception as error:
@@ -289,6 +290,18 @@ def _read(path: Path) -> DictConfig:
     if not isinstance(layer, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys, not a {type(layer).__name__}.")
     return layer
+
+
+def _found(path: Path) -> Path:
+    """The file itself or, for a name such as configs/quickstart.yaml that is not here, the one that rl4llm brings."""
+    places = [path, CONFIGS.parent / path] if path.parts[:1] == (CONFIGS.name,) else [path]
+    for place in places:
+        if place.is_file():
+            return place
+    known = {item.name for place in places for item in place.parent.glob("*.yaml")}
+    near = difflib.get_close_matches(path.name, sorted(known), n=1)
+    hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+    raise ConfigError(f"There is no configuration file {path}.{hint}")
 
 
 def _is_file(text: str) -> bool:

@@ -57,6 +57,19 @@ def test_a_missing_file_is_answered_with_the_closest_one():
         load_config(CONFIGS / "gsm8k_gpro.yaml")
 
 
+def test_a_configuration_that_rl4llm_brings_is_found_from_everywhere_unless_there_is_one_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/quickstart.yaml") == load_config(CONFIGS / "quickstart.yaml")
+    assert load_config("configs/quickstart.yaml", ["configs/presets/dapo.yaml"]).algorithm["name"] == "dapo"
+    with pytest.raises(ConfigError, match=r"configs/quickstat.yaml. Did you mean configs/quickstart.yaml"):
+        load_config("configs/quickstat.yaml")
+    with pytest.raises(ConfigError, match=r"no configuration file quickstart.yaml"):
+        load_config("quickstart.yaml")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text("model: {path: mine}\ndata: {path: arithmetic}\n")
+    assert load_config("configs/quickstart.yaml").model.path == "mine"
+
+
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")

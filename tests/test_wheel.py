@@ -89,13 +89,8 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(built):
 
 def test_what_is_installed_trains_in_an_empty_directory_on_the_configuration_that_it_brings(installed, model_dir):
     assert installed("rl4llm", "--version").stdout.startswith("rl4llm ")
-    code = """
-import sys
-from rl4llm.cli import main
-from rl4llm.quickstart.run import CONFIGS
-sys.exit(main(["train", str(CONFIGS / "quickstart.yaml"), *sys.argv[1:]]))
-"""
     few = ["rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=4", "eval.every=0", "max_steps=1"]
-    done = installed("python", "-c", code, f"model.path={model_dir}", "output.dir=run", "tracking.tensorboard=false", *few)
+    given = ("configs/quickstart.yaml", f"model.path={model_dir}", "output.dir=run", "tracking.tensorboard=false", *few)
+    done = installed("rl4llm", "train", *given)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout

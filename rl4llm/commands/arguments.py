@@ -33,7 +33,8 @@ def add_command(
 
 def add_config(command: argparse.ArgumentParser) -> None:
     """The arguments `config` and `overrides`, as `rl4llm.config.load_config` takes them."""
-    _completed(command.add_argument("config", help="a YAML file"), completers.configurations)
+    about = "a YAML file; configs/NAME.yaml, if not here, is the one that rl4llm brings"
+    _completed(command.add_argument("config", help=about), completers.configurations)
     add_overrides(command, "key.sub=value", "changes to keys, or YAML files to be laid over the first")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ from rl4llm.config import load_config
 from rl4llm.core.run_dir import write_atomically
 from rl4llm.quickstart.demonstrations import demonstrations
 from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
-
-CONFIGS = Path(__file__).parents[1] / "configs"  # in a checkout a link to its configs/, in a wheel a copy
 
 
 def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
@@ -86,14 +85,25 @@ def _show(console: Console, run: Path, seconds: float) -> None:
     rows = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     table = Table("step", "held-out success", "reward", "turns", title="held-out problems, greedy")
     for row in rows:
-        table.add_row(*(f"{row[key]:.4g}" for key in ("step", "accuracy", "reward/mean", "turns")))
+        table.add_row(f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}")
     console.print(table)
     names = {
         "learning curve": "learning_curve.png",
         "TensorBoard": "tensorboard",
         "metrics": "metrics.jsonl",
         "episodes": "episodes",
+        "model": "model",
     }
-    for what, name in names.items():
-        console.print(f"{what:>14}: {run / name}", soft_wrap=True)
-    console.print(f"{'this start took':>14}: {seconds:.0f} s")
+    facts: dict[str, object] = {what: run / name for what, name in names.items()}
+    facts["this start took"] = f"{seconds:.0f} s"
+    facts["look at it"] = f"{_program()} view {run}"
+    for what, fact in facts.items():
+        console.print(f"{what:>15}: {fact}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _program() -> str:
+    """What to type for `rl4llm`: a script may have put it on its own path only, not on that of the shell."""
+    program = Path(sys.argv[0])
+    if program.name != "rl4llm":
+        return "rl4llm"
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
