@@ -21,7 +21,7 @@ PY
 stamp="$venv/rl4llm-installed"
 want="$extras $(cksum < "$root/setup.py")"
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
-  echo "Installing rl4llm${extras:+ with $extras} into $venv ..."
+  echo "Installing rl4llm${extras:+ with $extras} into $venv: minutes, and without a word when all is well ..."
   if ! command -v nvidia-smi > /dev/null 2>&1 && [ "$(uname -s)" = Linux ]; then
     "$venv/bin/pip" install --quiet torch==2.13.0  # the CPU build; a range would bring gigabytes of CUDA
   fi

@@ -49,6 +49,7 @@ def test_a_run_leaves_its_logs_its_picture_and_its_episodes(run):
     directory, _, output = run
     assert "held-out success at step 2" in output
     assert "trajectories per rollout" in output
+    assert f"The model is in {directory / 'model'}" in output
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     names = set().union(*steps)
     assert {"reward/mean", "reward/math", "accuracy", "completion_length/p90", "turns", "time/rollout"} <= names

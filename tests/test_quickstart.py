@@ -92,6 +92,8 @@ def test_the_quickstart_runs_to_its_table_and_its_picture(tmp_path, small_config
     for text in ("held-out success", "learning_curve.png", "tensorboard", "metrics.jsonl", "episodes"):
         assert text in done.stdout
     run = tmp_path / "run" / "grpo"
+    assert f"rl4llm view {run}" in done.stdout
+    assert "it/s" not in done.stdout + done.stderr  # no progress bars of libraries
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 3]
     again = python(*command(tmp_path, small_configs))
@@ -109,7 +111,7 @@ def test_ctrl_c_stops_the_quickstart_and_says_how_to_go_on(tmp_path, small_confi
     os.kill(child.pid, signal.SIGINT)
     output, _ = child.communicate(timeout=120)
     assert child.returncode == 75, output
-    assert "Resume with:" in output
+    assert "The same command goes on" in output
     assert "Traceback" not in output
     done = python(*command(tmp_path, small_configs))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -131,7 +131,9 @@ class Bench:
     def build(self) -> BaseTrainer:
         """The trainer, as `rl4llm train` builds it, with nothing of it in the run's directory."""
         config = self._stack.enter_context(scratch_of(self.config))
-        self.trainer = self._stack.enter_context(build_trainer(replace(config, backend={"name": "torch"})))
+        silent = replace(config.output, console="quiet")
+        config = replace(config, output=silent, backend={"name": "torch"})
+        self.trainer = self._stack.enter_context(build_trainer(config))
         return self.trainer
 
     def close(self) -> None:

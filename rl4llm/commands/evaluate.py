@@ -134,7 +134,8 @@ def _plain(found: Mapping[str, Score | Difference]) -> dict[str, Any]:
 def _scores_table(config: str, measured: Evaluation, found: Mapping[str, Score]) -> Table:
     from rich.table import Table
 
-    title = f"held-out set of {config}, step {measured.step}, {measured.samples} sample(s) at {measured.temperature:g}"
+    how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
+    title = f"held-out set of {config}, step {measured.step}, {how}"
     table = Table("score", "value", "95 % interval", "problems", title=title)
     for name, score in found.items():
         table.add_row(name, f"{score.value:.4f}", _interval(score), str(score.problems))

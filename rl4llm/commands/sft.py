@@ -14,7 +14,7 @@ CONVERSATIONS = ("demonstrations", "worlds", "conversations")
 def add(commands: Any) -> None:
     examples = (
         "rl4llm sft configs/sft.yaml model.path=models/base data.path=conversations.jsonl eval.every=0",
-        "rl4llm sft configs/sft.yaml data.path=good.jsonl algorithm.learn=all",
+        "rl4llm sft configs/sft.yaml data.path=good.jsonl eval.every=0 algorithm.learn=all",
     )
     about = "train on conversations: fine-tuning, world models"
     command = add_command(commands, "sft", run, about, examples, resumes=True)

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.config import load_config
 
-    return train(load_config(arguments.config, arguments.overrides), arguments, "train")
+    return train(load_config(arguments.config, arguments.overrides), arguments)
 
 
 def train_method(arguments: argparse.Namespace, command: str, what: str, learns_from: Collection[str]) -> int:
@@ -43,11 +43,11 @@ def train_method(arguments: argparse.Namespace, command: str, what: str, learns_
             f"is for methods that learn from {what}: {', '.join(known)}. Next: `rl4llm train`, which takes every method, or "
             "one of those."
         )
-    return train(config, arguments, command)
+    return train(config, arguments)
 
 
-def train(config: Any, arguments: argparse.Namespace, command: str) -> int:
-    """Train, or go on; told to stop, it saves and says by which `command` it is resumed."""
+def train(config: Any, arguments: argparse.Namespace) -> int:
+    """Train, or go on; told to stop, it saves and says so."""
     from rl4llm.build import build_trainer
     from rl4llm.core.garbage import set_aside_what_stays
 
@@ -57,7 +57,8 @@ def train(config: Any, arguments: argparse.Namespace, command: str) -> int:
         trainer.ranks.wait()
         trainer.ranks.close()
     if trainer.stopped and trainer.ranks.is_first:
-        words = " ".join(["rl4llm", command, arguments.config, *arguments.overrides])
-        show(f"Stopped after step {trainer.step} and saved. Resume with:\n  {words}")
+        show(f"Stopped after step {trainer.step} and saved. The same command goes on.")
         return STOPPED
+    if trainer.ranks.is_first and config.output.console != "quiet":
+        show(f"Done. The model is in {trainer.run.model_dir}; `rl4llm view {trainer.run.path}` shows the run.")
     return 0

@@ -123,7 +123,7 @@ class ChatTemplate:
         """Token ids of `text` as it stands: nothing is added in front or behind."""
         fast = getattr(self.tokenizer, "backend_tokenizer", None)
         if fast is None or fast.truncation or fast.padding:  # which the tokenizer's own call switches off
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return fast.encode(text, add_special_tokens=False).ids
 
     def on_another_day(self) -> ChatTemplate:

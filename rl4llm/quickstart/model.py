@@ -9,6 +9,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rl4llm.backends.models import without_progress_bars
+
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = """\
@@ -88,5 +90,6 @@ def build_model(
 
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write both as one Hugging Face directory."""
-    model.save_pretrained(directory)
+    with without_progress_bars():
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

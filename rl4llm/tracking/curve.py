@@ -67,7 +67,7 @@ def _draw_success(axes: Any, steps: list[int], values: list[float]) -> None:
         axes.annotate(
             f"{percent[at]:.1f} %",
             (steps[at], percent[at]),
-            xytext=(9, -4) if first else (0, -17 if percent[at] > 85 else 9),
+            xytext=(9, max(-4, 4 - percent[at])) if first else (0, -17 if percent[at] > 85 else 9),
             textcoords="offset points",
             ha="left" if first else "right",
             color=BLUE,

@@ -93,7 +93,7 @@ def test_ctrl_c_in_a_terminal_finishes_the_step_saves_and_leaves_a_whole_screen(
     assert screen.ended() == 75
     above, panel = panel_of(screen.lines())
     text = "\n".join([*above, *panel])
-    assert "SIGINT: finishing step" in text and "Resume with:" in text and "Traceback" not in text
+    assert "SIGINT: finishing step" in text and "The same command goes on" in text and "Traceback" not in text
     end = next(number for number, line in enumerate(panel) if line.startswith("╰"))
     assert all(line[0] in "╭│╰" for line in panel[: end + 1])
     assert screen.shows_cursor

@@ -5,7 +5,7 @@ import { h, number, replace } from "./dom.js";
 
 const PAD = { left: 52, right: 12, top: 8, bottom: 22 };
 const MOST_POINTS = 1200; // in a line; beyond that only the extremes of each bin are drawn
-const FEW = 40; // points that have a dot each; a chart in which no line has more is not smoothed
+const FEW = 20; // points that have a dot each; a chart in which no line has more is not smoothed
 
 // Exponential mean, corrected for its start: weight 0 leaves values as they are.
 export function smoothed(points, weight) {
@@ -86,7 +86,7 @@ export function chart(title, data, zoom) {
     const scale = log ? Math.log10 : (value) => value;
     let [low, high] = [scale(least(seen)), scale(most(seen))];
     const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
-    [low, high] = [low - margin, high + margin];
+    [low, high] = [low === 0 && high === 0 ? 0 : low - margin, high + margin]; // what never happened lies on the ground
     const x = (step) => PAD.left + ((step - from) / (to - from || 1)) * (width - PAD.left - PAD.right);
     const y = (value) => height - PAD.bottom - ((scale(value) - low) / (high - low)) * (height - PAD.top - PAD.bottom);
     const step = (place) => from + ((place - PAD.left) / (width - PAD.left - PAD.right)) * (to - from);
