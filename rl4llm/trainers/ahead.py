@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from rl4llm.envs.rollout import RolloutResult
 
@@ -25,20 +26,25 @@ class Played:
 class Ahead:
     """At most one rollout, in a thread of its own. From `start` to `wait` nobody else may use its event loop.
 
-    `under_way` from the start until it is taken, on all ranks alike.
+    The thread is there until the end: processes that are started in one, such as servers of tools, die with it.
     """
 
     def __init__(self) -> None:
         self._future: Future[Played] | None = None
+        self._jobs: SimpleQueue[tuple[Future[Played], Callable[[], Played]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_play_all, args=(self._jobs,), name="rollout ahead", daemon=True)
 
     @property
     def under_way(self) -> bool:
+        """From the start until it is taken, on all ranks alike."""
         return self._future is not None
 
     def start(self, play: Callable[[], Played]) -> None:
         """Begin to play."""
+        if not self._thread.is_alive():
+            self._thread.start()
         self._future = Future()
-        threading.Thread(target=_fill, args=(self._future, play), name="rollout ahead", daemon=True).start()
+        self._jobs.put((self._future, play))
 
     def wait(self) -> None:
         """Return when all is played, or when that failed."""
@@ -50,14 +56,16 @@ class Ahead:
         future, self._future = self._future, None
         return future.result()
 
-    def cancel(self, runner: asyncio.Runner) -> bool:
+    def close(self, runner: asyncio.Runner) -> bool:
         """Give up what is under way; False when it does not end."""
-        if self._future is None:
+        if not self._thread.is_alive():
             return True
-        future, self._future = self._future, None
-        loop = runner.get_loop()
-        loop.call_soon_threadsafe(_cancel_all, loop, future)
-        return not wait([future], END_S).not_done
+        if self._future is not None:
+            loop = runner.get_loop()
+            loop.call_soon_threadsafe(_cancel_all, loop, self._future)
+        self._jobs.put(None)
+        self._thread.join(END_S)
+        return not self._thread.is_alive()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop, future: Future[Played]) -> None:
@@ -66,8 +74,11 @@ def _cancel_all(loop: asyncio.AbstractEventLoop, future: Future[Played]) -> None
             task.cancel()
 
 
-def _fill(future: Future[Played], play: Callable[[], Played]) -> None:
-    try:
-        future.set_result(play())
-    except BaseException as error:  # noqa: BLE001 - raised again where it is taken
-        future.set_exception(error)
+def _play_all(jobs: SimpleQueue[tuple[Future[Played], Callable[[], Played]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, play = job
+        try:
+            future.set_result(play())
+        except BaseException as error:  # noqa: BLE001 - raised again where it is taken
+            future.set_exception(error)
+        del job, future, play  # what was played is not kept until the next one

@@ -203,7 +203,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             return
         self._closed = True
         try:
-            if not self._ahead.cancel(self.inference.runner):
+            if not self._ahead.close(self.inference.runner):
                 self.warn("The episodes of the next step do not end. The engines are left as they are.")
                 return
             self._run(self.inference.publisher.close())

@@ -17,6 +17,7 @@ from rl4llm.core.errors import ConfigError, TooManyFailuresError
 
 WAIT_S = 30.0
 begun, trained = threading.Event(), threading.Event()
+played_by = set()
 
 
 class Interrupted(Exception):
@@ -53,8 +54,9 @@ class Asks(BaseMDPEnv):
     continue_truncated = True
 
     async def respond(self, sample):
-        if step_of(sample) == 1:
+        if step_of(sample) >= 1:
             begun.set()
+            played_by.add(threading.get_ident())
         return []
 
 
@@ -102,6 +104,7 @@ def trainer(served, tmp_path):
     """trainer("name", key=value): a run in a directory of that name, which may be there."""
     begun.clear()
     trained.clear()
+    played_by.clear()
     directory, url = served
 
     def make(name, env=BaseMDPEnv, **options):
@@ -126,6 +129,7 @@ def test_the_next_episodes_play_while_a_step_trains(trainer, tmp_path):
     trainer("run", Asks, algorithm={"name": f"{__name__}:Meets"}, **{"env.max_steps": 2}, max_steps=3).train()
     assert trained.is_set()
     assert [row["staleness"] for row in steps_of(tmp_path / "run")] == [0, 1, 1]
+    assert len(played_by) == 1 and threading.get_ident() not in played_by  # what a thread started may die with it
 
 
 def test_without_it_they_wait(trainer, tmp_path, monkeypatch):
