@@ -8,11 +8,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rl4llm.commands.arguments import add_command, add_config, add_force
-from rl4llm.commands.output import say, show
+from rl4llm.commands.arguments import add_command, add_config, add_force, add_json
+from rl4llm.commands.output import say, show, write_json
 from rl4llm.core.errors import ConfigError
 
 ROLES = ("trainer", "server", "router", "env")
+OF_RANKS = ("nproc", "nnodes", "node_rank", "rendezvous", "restarts")  # options without --on and --as
 
 
 def add(commands: Any) -> None:
@@ -25,11 +26,11 @@ def add(commands: Any) -> None:
     about = "train on several processes or machines, started again when one dies"
     command = add_command(commands, "launch", run, about, examples, resumes=True)
     add_config(command)
-    command.add_argument("--nproc", type=int, default=1, help="processes here, one per GPU (default: %(default)s)")
-    command.add_argument("--nnodes", type=int, default=1, help="machines (default: %(default)s)")
-    command.add_argument("--node-rank", type=int, default=0, help="number of this machine, from 0")
+    command.add_argument("--nproc", type=int, help="processes here, one per GPU (default: launch.nproc)")
+    command.add_argument("--nnodes", type=int, help="machines (default: 1)")
+    command.add_argument("--node-rank", type=int, help="number of this machine, from 0")
     command.add_argument("--rendezvous", help="HOST:PORT of machine 0, which all of them can reach")
-    command.add_argument("--restarts", type=int, default=0, help="in a row, without a new checkpoint (default: never)")
+    command.add_argument("--restarts", type=int, help="in a row, without a new checkpoint (default: never)")
     add_force(command)
     add_engines(command)
 
@@ -43,44 +44,103 @@ def add_engines(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, metavar="DIR", help="for its files (default: output.dir with -ENGINE)")
     command.add_argument("--submit", action="store_true", help="submit the files, too")
     command.add_argument("--as", dest="role", choices=ROLES, help="be one process of such a run, as its environment says")
-    command.add_argument("--dry-run", action="store_true", help="with --on local and --as: print commands, and run none")
+    command.add_argument("--dry-run", action="store_true", help="with --on and --as: print commands and files, nothing else")
+    add_json(command, "with --dry-run: print JSON, for scripts")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.on or arguments.role:
+    _check(arguments)
+    if arguments.on == "local":
+        return _here(arguments)
+    if arguments.on:
         return _elsewhere(arguments)
+    if arguments.role:
+        return _part(arguments)
+    return _ranks(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what would be passed over."""
+    if arguments.on and arguments.role:
+        raise ConfigError("--on starts the processes of a run, --as is one of them: give one of the two.")
+    whole = arguments.on or arguments.role
+    alone = {name: getattr(arguments, name) is not None for name in OF_RANKS}
+    engine = {"option": arguments.option, "out": arguments.out, "submit": arguments.submit}
+    refused = {
+        "with --on and --as; the section `launch` has the keys nproc and nodes": alone if whole else {},
+        "without --on ENGINE, which it is for": {} if arguments.on else engine,
+        "with --on local, where nothing is written or submitted": engine if arguments.on == "local" else {},
+        "with --on, but for local": {"force": arguments.force} if arguments.on not in (None, "local") else {},
+        "without --on or --as": {} if whole else {"dry_run": arguments.dry_run},
+        "without --dry-run": {} if arguments.dry_run else {"json": arguments.json},
+        "with --dry-run": {"submit": arguments.submit} if arguments.dry_run else {},
+    }
+    for why, options in refused.items():
+        for name, given in options.items():
+            if given:
+                raise ConfigError(f"--{name.replace('_', '-')} is not accepted {why}.")
+
+
+def _ranks(arguments: argparse.Namespace) -> int:
+    """Train on processes of this machine."""
+    from rl4llm.config import load_config
     from rl4llm.launch.ranks import Nodes, launch
 
-    if arguments.nproc < 1 or arguments.nnodes < 1 or arguments.restarts < 0:
+    nproc = load_config(arguments.config, arguments.overrides).launch.nproc if arguments.nproc is None else arguments.nproc
+    nnodes, node_rank = 1 if arguments.nnodes is None else arguments.nnodes, arguments.node_rank or 0
+    restarts = arguments.restarts or 0
+    if nproc < 1 or nnodes < 1 or restarts < 0:
         raise ConfigError("--nproc and --nnodes are 1 or above, --restarts 0 or above.")
-    if arguments.nnodes > 1 and not arguments.rendezvous:
+    if nnodes > 1 and not arguments.rendezvous:
         raise ConfigError("--nnodes above 1 needs --rendezvous HOST:PORT, the same on every machine.")
-    if not 0 <= arguments.node_rank < arguments.nnodes:
-        raise ConfigError(f"--node-rank {arguments.node_rank} is not accepted: 0 to {arguments.nnodes - 1}, by machine.")
-    nodes = Nodes(arguments.nproc, arguments.nnodes, arguments.node_rank, arguments.rendezvous)
-    return launch(
-        arguments.config, arguments.overrides, nodes=nodes, restarts=arguments.restarts, force=arguments.force, say=say
-    )
+    if not 0 <= node_rank < nnodes:
+        raise ConfigError(f"--node-rank {node_rank} is not accepted: 0 to {nnodes - 1}, by machine.")
+    nodes = Nodes(nproc, nnodes, node_rank, arguments.rendezvous)
+    return launch(arguments.config, arguments.overrides, nodes=nodes, restarts=restarts, force=arguments.force, say=say)
+
+
+def _here(arguments: argparse.Namespace) -> int:
+    """Start a whole run on this machine."""
+    from rl4llm.launch.local import launch_here, own, planned
+
+    if not arguments.dry_run:
+        return launch_here(arguments.config, arguments.overrides, force=arguments.force, say=say)
+    found, shared = planned(arguments.config, arguments.overrides, force=arguments.force)
+    processes = [
+        {"role": place.role.name, "number": place.number, "environ": {**shared, **own(place)}, "command": place.role.command}
+        for place in found
+    ]
+    if arguments.json:
+        write_json(processes)
+    else:
+        given = [[f"{name}={value}" for name, value in process["environ"].items()] for process in processes]
+        show(*(shlex.join(["env", *known, *process["command"]]) for known, process in zip(given, processes, strict=True)))
+    return 0
 
 
 def _elsewhere(arguments: argparse.Namespace) -> int:
-    """Start a whole run on an engine, or be one process of it."""
-    if arguments.on and arguments.role:
-        raise ConfigError("--on starts the processes of a run, --as is one of them: give one of the two.")
-    if arguments.on == "local":
-        from rl4llm.launch.local import launch_here
+    """Write what starts a whole run on an engine, and submit it."""
+    from rl4llm.launch.engines import launch_on, prepared
 
-        return launch_here(arguments.config, arguments.overrides, dry_run=arguments.dry_run, say=say)
-    if arguments.on:
-        from rl4llm.launch.engines import launch_on
+    place = {"options": arguments.option, "out": arguments.out}
+    if not arguments.dry_run:
+        return launch_on(arguments.on, arguments.config, arguments.overrides, **place, submit=arguments.submit, say=say)
+    directory, files, words, _ = prepared(arguments.on, arguments.config, arguments.overrides, **place)
+    if arguments.json:
+        write_json({"directory": str(directory), "files": files, "submit": words})
+    else:
+        show(*(f"# {directory / name}\n{text}" for name, text in files.items()))
+        show(f"# It would be submitted in {directory} by:\n{shlex.join(words)}")
+    return 0
 
-        place = {"options": arguments.option, "out": arguments.out, "submit": arguments.submit}
-        return launch_on(arguments.on, arguments.config, arguments.overrides, **place, say=say)
+
+def _part(arguments: argparse.Namespace) -> int:
+    """Be one process of a run."""
     from rl4llm.launch.part import part
 
-    words = part(arguments.config, arguments.overrides, arguments.role, os.environ)
+    words = part(arguments.config, arguments.overrides, arguments.role, os.environ, force=arguments.force)
     if arguments.dry_run:
-        show(f"rl4llm {shlex.join(words)}")
+        write_json(["rl4llm", *words]) if arguments.json else show(f"rl4llm {shlex.join(words)}")
         return 0
     say(f"rl4llm {shlex.join(words)}")
     from rl4llm.cli import main

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_force
-from rl4llm.commands.output import STOPPED, show
+from rl4llm.commands.output import STOPPED, say, show
 from rl4llm.core.errors import ConfigError
 
 
@@ -50,8 +50,11 @@ def train(config: Any, arguments: argparse.Namespace) -> int:
     """Train, or go on; told to stop, it saves and says so."""
     from rl4llm.build import build_trainer
     from rl4llm.core.garbage import set_aside_what_stays
+    from rl4llm.launch.roles import nobody_starts
 
     with build_trainer(config, force=arguments.force) as trainer:
+        if trainer.ranks.is_first and (missed := nobody_starts(config)):
+            say(missed)
         set_aside_what_stays()
         trainer.train()
         trainer.ranks.wait()

@@ -2,6 +2,7 @@
 
     config.yaml  run.json  metrics.jsonl  eval.jsonl  alerts.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/
     weights/  model/ (the trained model, when the run is done)  failed/ (steps that could not be taken)  .lock
+    logs/ (of servers and hosts that were started with the run)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +52,7 @@ class RunDir:
         self.weights_dir = self.path / "weights"
         self.model_dir = self.path / "model"
         self.failed_dir = self.path / "failed"
+        self.logs_dir = self.path / "logs"
         self.run_id = ""
         self.created = ""
         self.resumed = False
@@ -100,15 +103,29 @@ class RunDir:
         write_atomically(self.path / name, text)
         return self.path / name
 
-    def _claim(self) -> None:
-        try:
+    def make_logs(self) -> None:
+        """Make the directory for what other processes of the run say, before the trainer opens the run."""
+        with self._usable():
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_foreign()
-            self._lock = DirectoryLock(self.path)
+            self.logs_dir.mkdir(exist_ok=True)
+            for probe in (self.path, self.logs_dir):  # before anything starts that would find out later
+                tempfile.TemporaryFile(dir=probe).close()
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
         except (FileExistsError, NotADirectoryError):
             raise RunDirError(f"output.dir={str(self.path)!r} is a file, not a directory; give another one.") from None
         except OSError as error:
             raise RunDirError(f"output.dir={str(self.path)!r} cannot be used: {error.strerror}.") from error
+
+    def _claim(self) -> None:
+        with self._usable():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()
+            self._lock = DirectoryLock(self.path)
         for leftover in self.path.glob("*.tmp-*"):
             if leftover.is_file():
                 leftover.unlink()
@@ -118,7 +135,8 @@ class RunDir:
     def _refuse_foreign(self) -> None:
         if self.run_file.exists():
             return
-        foreign = sorted(item.name for item in self.path.iterdir() if item.name != ".lock" and ".tmp-" not in item.name)
+        ours = (".lock", self.logs_dir.name)
+        foreign = sorted(item.name for item in self.path.iterdir() if item.name not in ours and ".tmp-" not in item.name)
         if foreign:
             shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise RunDirError(

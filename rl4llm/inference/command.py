@@ -26,6 +26,7 @@ class Engine:
         usual_port: the server's own default.
         environment_of: the engine whose environment it is installed in, where that is another one.
         keys: flags that bring a key without which administration is refused.
+        second_port: the flag of another port that it listens on; unless given, that is a free one of this machine's own.
         extended: whether it imports files from `rl4llm/inference/servers`.
         flags: added unless given.
         environment: added to this process's, unless set there.
@@ -37,6 +38,7 @@ class Engine:
     usual_port: int
     environment_of: str = ""
     keys: tuple[str, ...] = ()
+    second_port: str = ""
     extended: bool = False
     flags: Mapping[str, str | None] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +68,9 @@ ENGINES: Mapping[str, Engine] = {
         usual_port=30100,
         environment_of="sglang",
         keys=("--api-key",),
+        second_port="--prometheus-port",
         flags={
+            "--prometheus-host": "127.0.0.1",  # its own is every address, at the same port for all routers of a machine
             "--policy": "round_robin",  # its own default sends all that begins with the same system prompt to one server
             "--health-check-interval-secs": "1",  # its own of a minute is how long a server that is added would idle
             "--health-success-threshold": "1",
@@ -124,6 +128,8 @@ def server_command(
     host, port, flags = _address(kind, list(flags))
     flags += _key(kind, host, flags)
     _refuse_open_door(engine, kind, host, flags)
+    if kind.second_port and not _given(kind.second_port, flags):
+        flags += [kind.second_port, str(free_port("127.0.0.1"))]
     flags += _missing(kind.flags | (_cpu_flags(kind, flags) if cpu else {}), flags)
     start = [str(SERVERS / kind.cpu_script)] if cpu and kind.cpu_script else ["-m", *kind.module]
     added = dict(kind.environment | kind.cpu_environment if cpu else kind.environment)

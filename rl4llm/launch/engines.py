@@ -63,25 +63,13 @@ def launch_on(
     submit: bool,
     say: Callable[[str], None],
 ) -> int:
-    """Write a job's files, and submit them if asked to; the exit code. Raises ConfigError before anything is written.
-
-    Args:
-        options: `KEY=VALUE` for the engine.
-        out: a directory for the files; None is that of the run's output with the engine's name behind it.
-    """
-    if name not in ENGINES:
-        raise ConfigError(unknown("--on", name, ENGINES))
-    chosen, engine = load_config(config, overrides), ENGINES[name]
-    directory = out or Path(f"{chosen.output.dir.rstrip('/')}-{name}")
-    job = _job(chosen, engine, directory, dict(map(_option, options)))
-    text = to_yaml(chosen)
-    files = {**engine.render(job, text), **({CONFIG: text} if engine.config in ("", CONFIG) else {})}
-    words = engine.submit(job)
+    """Write a job's files, and submit them if asked to; the exit code. Raises ConfigError before anything is written."""
+    directory, files, words, job = prepared(name, config, overrides, options=options, out=out)
     missing = [key for key in job.secrets if submit and not os.environ.get(key)]
     if missing and name != "kubernetes":
         raise ConfigError(f"{missing[0]} is not set. Next: export {missing[0]}=$(openssl rand -hex 32)")
     if submit:
-        engine.ready()
+        ENGINES[name].ready()
     if submit and shutil.which(words[0]) is None:
         raise ConfigError(f"There is no {words[0]} here to submit with. Next: leave --submit out, and take the files there.")
     _write(directory, files)
@@ -92,6 +80,25 @@ def launch_on(
         say(f"Submit with --submit, or:\n  cd {shlex.quote(str(directory))} && {shlex.join(words)}")
         return 0
     return subprocess.run(words, cwd=directory, check=False).returncode
+
+
+def prepared(
+    name: str, config: str, overrides: Sequence[str], *, options: Sequence[str], out: Path | None
+) -> tuple[Path, dict[str, str], list[str], Job]:
+    """Where a job's files go, their texts by name, the command that submits them there, and the job.
+
+    Args:
+        options: `KEY=VALUE` for the engine.
+        out: a directory for the files; None is that of the run's output with the engine's name behind it.
+    """
+    if name not in ENGINES:
+        raise ConfigError(unknown("--on", name, ("local", *ENGINES)))
+    chosen, engine = load_config(config, overrides), ENGINES[name]
+    directory = out or Path(f"{chosen.output.dir.rstrip('/')}-{name}")
+    job = _job(chosen, engine, directory, dict(map(_option, options)))
+    text = to_yaml(chosen)
+    files = {**engine.render(job, text), **({CONFIG: text} if engine.config in ("", CONFIG) else {})}
+    return directory, files, list(engine.submit(job)), job
 
 
 def _job(config: Config, engine: Engine, directory: Path, options: dict[str, str]) -> Job:

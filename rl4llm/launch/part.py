@@ -10,11 +10,14 @@ from rl4llm.inference.ports import is_loopback
 from rl4llm.launch.roles import NUMBER, hosts_variable, read_hosts, roles, words
 
 
-def part(config: str, overrides: Sequence[str], name: str, environ: Mapping[str, str]) -> list[str]:
+def part(
+    config: str, overrides: Sequence[str], name: str, environ: Mapping[str, str], *, force: bool = False
+) -> list[str]:
     """The words after ``rl4llm`` of the process with the role `name`; raises ConfigError for what it cannot be.
 
     Args:
         environ: RL4LLM_NUMBER, and the hosts of every role of the configuration.
+        force: whether the trainer goes on with a run although its configuration changed.
     """
     chosen = load_config(config, overrides)
     here = all(is_loopback(host) for host in environ.get(hosts_variable("trainer"), "?").split(","))
@@ -26,4 +29,5 @@ def part(config: str, overrides: Sequence[str], name: str, environ: Mapping[str,
     if not number.isdecimal():
         raise ConfigError(f"{NUMBER}={number!r} is not accepted: a number from 0, of this process among those of its role.")
     hosts = read_hosts(environ, list(wanted.values()))
-    return words(chosen, [config, *overrides], wanted[name], int(number), hosts)
+    found = words(chosen, [config, *overrides], wanted[name], int(number), hosts)
+    return [*found, "--force"] if force and name == "trainer" else found

@@ -2,18 +2,21 @@
 
 Whatever starts them starts one command for each, ``rl4llm launch CONFIG --as ROLE``, and says by environment variables
 which of its kind it is, `RL4LLM_NUMBER`, and where all of them are: `RL4LLM_TRAINER_HOSTS` and so on, names of hosts with
-commas between; a server behind a gateway is a whole address, https://NAME. `words` turns that into the command line that the
-process becomes.
+commas between, each with `:PORT` where that is not the usual one; a server behind a gateway is a whole address, https://NAME.
+`words` turns that into the command line that the process becomes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rl4llm.config import Config, by_part, flatten
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.run_dir import RunDir
 from rl4llm.inference.command import KEY_VARIABLE as SERVER_KEY
 from rl4llm.inference.ports import is_loopback
 from rl4llm.tracking.wandb import redacted
@@ -23,6 +26,7 @@ ENV_TOKEN = "RL4LLM_ENV_TOKEN"  # as rl4llm.envs.remote.token has it, whose pack
 PORTS = {"trainer": 29500, "server": 30000, "router": 30100, "env": 50051}
 """Of the first of each; the next one has the next port, so that several fit on one machine."""
 
+WITH_PORT = re.compile(r"(\[.*\]|[^:]*):(\d+)")  # an address of IPv6 has more than one colon
 SHARDS = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
 
 
@@ -88,6 +92,17 @@ def roles(config: Config, command: Sequence[str], *, here: bool = False) -> list
     ]
 
 
+def nobody_starts(config: Config) -> str:
+    """What to tell a trainer that was started alone, though its section `launch` asks for others; "" when all is well."""
+    remote = [config.env.get("remote"), *(part.get("env", {}).get("remote") for part in config.parts.values())]
+    asked = {
+        "servers": config.launch.servers if not config.inference.get("url") else 0,
+        "env_hosts": config.launch.env_hosts if not any(remote) else 0,
+    }
+    missed = ", ".join(f"launch.{name}={count}" for name, count in asked.items() if count)
+    return f"{missed}: started by `rl4llm launch CONFIG --on ENGINE` only, not by this command." if missed else ""
+
+
 def hosts_variable(role: str) -> str:
     """The environment variable that says where all of a role are."""
     return f"RL4LLM_{role.upper()}_HOSTS"
@@ -116,20 +131,39 @@ def words(config: Config, source: Sequence[str], role: Role, number: int, hosts:
     """
     if not 0 <= number < role.count:
         raise ConfigError(f"{NUMBER}={number} is not accepted for --as {role.name}: 0 to {role.count - 1}.")
-    listen = ["--host", "127.0.0.1" if is_loopback(hosts[role.name][number]) else "0.0.0.0"]
-    where = [*listen, "--port", str(role.port(number))]
+    host, port = place(role.name, hosts[role.name][number], number)
+    where = ["--host", "127.0.0.1" if is_loopback(host) else "0.0.0.0", "--port", str(port)]
     if role.name == "server":
-        return [*_server(config), *where]
+        return [*_server(config), *_log(config, "server", number, host), *where]
     if role.name == "router":
-        return ["serve", "--engine", "sglang-router", *_cpu(config), "--restarts", "3", *_workers(hosts["server"]), *where]
+        own = [*_cpu(config), "--restarts", "3", *_log(config, "router", number, host)]
+        return ["serve", "--engine", "sglang-router", *own, *_workers(hosts["server"]), *where]
     if role.name == "env":
         return ["serve-env", "--env", ",".join(_hosted(config)), *where]
-    return ["launch", *source, *_connected(config, hosts), *_place(config, number, hosts["trainer"])]
+    return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
+
+
+def place(role: str, host: str, number: int) -> tuple[str, int]:
+    """Where number `number` of a role listens.
+
+    >>> place("server", "node3", 1), place("server", "127.0.0.1:20123", 1), place("env", "[fe80::1]:7", 0)
+    (('node3', 30001), ('127.0.0.1', 20123), ('fe80::1', 7))
+    """
+    found = WITH_PORT.fullmatch(host)
+    if found is None:
+        return host, PORTS[role] + number
+    return found[1].strip("[]"), int(found[2])
 
 
 def address(role: str, host: str, number: int) -> str:
     """host:port of number `number` of a role."""
-    return f"{f'[{host}]' if ':' in host else host}:{PORTS[role] + number}"
+    name, port = place(role, host, number)
+    return f"{f'[{name}]' if ':' in name else name}:{port}"
+
+
+def log_of(config: Config, role: str, number: int) -> Path:
+    """Where a process of a run on one machine says what it says."""
+    return RunDir(config.output.dir).logs_dir / f"{role}-{number}.log"
 
 
 def _url(role: str, host: str, number: int) -> str:
@@ -144,6 +178,11 @@ def _server(config: Config) -> list[str]:
     named = [model] if engine == "vllm" else ["--model-path", model]
     shards = [SHARDS[engine], str(launch.server_gpus)] if launch.server_gpus > 1 else []
     return ["serve", "--engine", engine, *_cpu(config), "--restarts", "3", *named, *shards, *launch.server_flags]
+
+
+def _log(config: Config, role: str, number: int, host: str) -> list[str]:
+    """Where others reach it, it is a file that only its user reads, since there may be a key in it."""
+    return ["--log", str(log_of(config, role, number))] if is_loopback(host) else []
 
 
 def _cpu(config: Config) -> list[str]:
@@ -174,7 +213,7 @@ def _connected(config: Config, hosts: Mapping[str, Sequence[str]]) -> list[str]:
     return keys
 
 
-def _place(config: Config, number: int, trainers: Sequence[str]) -> list[str]:
+def _ranks(config: Config, number: int, trainers: Sequence[str]) -> list[str]:
     words = ["--nproc", str(config.launch.nproc), "--nnodes", str(len(trainers)), "--restarts", "3"]
     if len(trainers) == 1:
         return words

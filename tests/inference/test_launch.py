@@ -455,7 +455,10 @@ def test_a_router_is_started_like_a_server_from_the_environment_of_its_servers(m
     command = server_command("sglang-router", ["--worker-urls", "http://a:1", "http://b:2", "--port", "21000"])
     assert command.words[0] == str(stand_in)
     assert command.words[1:6] == ("-m", "sglang_router.launch_router", "--worker-urls", "http://a:1", "http://b:2")
-    assert command.words[6:8] == ("--policy", "round_robin")
+    pairs = set(itertools.pairwise(command.words))
+    assert {("--policy", "round_robin"), ("--prometheus-host", "127.0.0.1")} <= pairs
+    again = server_command("sglang-router", ["--worker-urls", "http://a:1"])  # beside it, on the same machine
+    assert command.words[command.words.index("--prometheus-port") + 1] not in again.words
     assert command.words[-4:] == ("--host", "127.0.0.1", "--port", "21000")
     every_s = command.words.index("--health-check-interval-secs") + 1
     assert int(command.words[every_s]) <= 1  # three checks in vain, and it has left the router's pool

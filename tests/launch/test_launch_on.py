@@ -1,5 +1,6 @@
 """What is written for an engine is read by that engine's own tools, and started with stand-ins for its machines."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from small_run import SmallRun
 from rl4llm.cli import main
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
+from rl4llm.launch.local import planned
+from rl4llm.launch.roles import nobody_starts
 
 WAITS = RL4LLM.replace("-lt 8", "-lt 99")  # until it is told to end
 
@@ -283,14 +286,68 @@ def test_a_submitted_job_is_handed_to_the_engines_own_command(written, cluster, 
     assert (cluster.notes / "sbatch").read_text().splitlines() == [str(directory), "job.sbatch"]
 
 
-def test_on_this_machine_all_roles_are_shown_with_their_environment(written, tmp_path, capsys):
+def test_on_this_machine_all_roles_are_shown_with_their_environment(written, capsys):
     written("ssh")
-    assert main(["launch", "run.yaml", "launch.nodes=1", "--on", "local", "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    lines = [line for line in (shown.out + shown.err).splitlines() if "--as" in line]
+    words = ["launch", "run.yaml", "launch.nodes=1", "--on", "local", "--dry-run"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split("--as ")[1] for line in lines] == ["trainer", *["server"] * 3, "router", *["env"] * 2]
-    assert "RL4LLM_SERVER_HOSTS=127.0.0.1,127.0.0.1,127.0.0.1 " in lines[0]
     assert "RL4LLM_NUMBER=2" in lines[3]
+    assert main([*words, "--json"]) == 0
+    processes = json.loads(capsys.readouterr().out)
+    assert [process["command"][-1] for process in processes] == [line.split("--as ")[1] for line in lines]
+    found = [f"{name}={value}" for name, value in processes[0]["environ"].items()]
+    ports = [word.rpartition(":")[2] for part in found for word in part.split(",") if ":" in word]
+    assert len(ports) == len(set(ports)) == 6  # of three servers, a router and two hosts
+    assert not set(ports) & {line.rpartition(":")[2] for line in lines}
+    assert main([*words[:3], "--as", "server", "--dry-run", "--json"]) == 2
+    assert "RL4LLM_TRAINER_HOSTS" in capsys.readouterr().err
+
+
+def test_two_runs_of_one_machine_have_ports_of_their_own(written):
+    written("ssh")
+    hosts = [planned("run.yaml", ["launch.nodes=1"])[1] for _ in range(2)]
+    each = [{host for value in shared.values() for host in value.split(",") if ":" in host} for shared in hosts]
+    assert [len(found) for found in each] == [6, 6]
+    assert not each[0] & each[1]
+
+
+@pytest.mark.parametrize("engine", OPTIONS)
+def test_a_dry_run_of_an_engine_shows_its_files_and_writes_none(engine, written, capsys, tmp_path):
+    files = texts(written(engine))
+    elsewhere = [f"output.dir=/shared/{tmp_path.name}"] if engine in ("skypilot", "kubernetes") else []
+    options = [word for option in OPTIONS[engine] for word in ("--option", option)]
+    out = tmp_path / "none"
+    words = ["launch", "run.yaml", *elsewhere, "--on", engine, *options, "--out", str(out), "--dry-run"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"].keys() == files.keys()
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert all(text.strip() in shown for text in found["files"].values())
+    assert shown.strip().endswith(" ".join(found["submit"]))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--on", "slurm", "--nproc", "8"], "--nproc is not accepted with --on and --as; the section `launch` has the keys"),
+        (["--as", "server", "--restarts", "0"], "--restarts is not accepted with --on and --as"),
+        (["--submit"], "--submit is not accepted without --on ENGINE"),
+        (["--on", "local", "--option", "partition=gpu"], "--option is not accepted with --on local"),
+        (["--on", "slurm", "--force"], "--force is not accepted with --on, but for local"),
+        (["--on", "slurm", "--submit", "--dry-run"], "--submit is not accepted with --dry-run"),
+        (["--dry-run"], "--dry-run is not accepted without --on or --as"),
+        (["--on", "slurm", "--json"], "--json is not accepted without --dry-run"),
+        (["--on", "slurm", "--as", "server"], "give one of the two"),
+        (["--on", "here"], "--on='here' is unknown. Known: kubernetes, local"),
+    ],
+)
+def test_no_option_is_passed_over(words, message, written, capsys):
+    written("ssh")
+    assert main(["launch", "run.yaml", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_on_this_machine_a_run_and_its_host_of_environments_start_and_end_together(model_dir, tmp_path):
@@ -301,6 +358,78 @@ def test_on_this_machine_a_run_and_its_host_of_environments_start_and_end_togeth
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert small.steps("run") == 2
-    assert "Hosting chat at 127.0.0.1:50051" in done.stderr
-    assert "opened by a trainer" in done.stderr
-    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())]
+    log = tmp_path / "run" / "logs" / "env-0.log"
+    assert f"env 0 starts; its log is {log}" in done.stderr
+    assert "Hosting chat at 127.0.0.1:" in log.read_text()
+    assert "opened by a trainer" in log.read_text()
+    left = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not [words for words in left if str(tmp_path) in " ".join(words or [])]
+
+
+HERE = """import sys
+from rl4llm.launch.local import launch_here
+sys.exit(launch_here(sys.argv[1], sys.argv[2:], say=print, python=["rl4llm"]))
+"""
+ALONE = ("launch.nodes=1",)
+
+
+def here(cluster, directory, *overrides):
+    """The launcher of a whole run on this machine, with stand-ins for all that it starts."""
+    command = [sys.executable, "-c", HERE, "run.yaml", *ALONE, f"output.dir={directory}/run", *overrides]
+    return subprocess.Popen(command, env=cluster.environ, cwd=directory, stdout=subprocess.PIPE, text=True)
+
+
+def all_but(cluster, count):
+    end = time.monotonic() + 30
+    while len(cluster.started()) < count:
+        assert time.monotonic() < end, cluster.started().keys()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_a_run_on_this_machine_that_is_stopped_or_killed_leaves_nothing_running(number, code, written, cluster, tmp_path):
+    written("ssh")
+    cluster.add("rl4llm", WAITS)
+    with here(cluster, tmp_path) as process:
+        all_but(cluster, 7)
+        process.send_signal(number)
+        assert process.wait(30) == code
+    assert not cluster.left()
+    assert (cluster.notes / "told").exists()  # the trainer, which saves
+
+
+def test_a_process_that_ends_stops_the_run_here_and_its_last_lines_are_told(written, cluster, tmp_path):
+    written("ssh")
+    cluster.add("rl4llm", WAITS.replace("exec sleep 60", 'ends "$role-$RL4LLM_NUMBER"').replace("role=", FAILS + "role=", 1))
+    with here(cluster, tmp_path) as process:
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == 3, said
+    log = tmp_path / "run" / "logs" / "server-1.log"
+    assert "server 1 ended with code 3; the run is stopped." in said
+    assert said.endswith(f"server 1 ended first. The last lines of {log}:\nthere is no such model\n")
+    assert "Stopped;" not in said  # it would end like that again
+    assert not cluster.left()
+    assert (cluster.notes / "told").exists()
+
+
+FAILS = """ends() {  # one of the servers does, once all run
+  [ "$1" = server-1 ] || exec sleep 60
+  for _ in {1..200}; do [ "$(ls "$NOTES" | grep -c '^[a-z]*-[0-9]$')" -lt 7 ] || break; sleep 0.05; done
+  echo there is no such model
+  exit 3
+}
+"""
+
+
+def test_nothing_starts_where_its_logs_cannot_be_written(written, cluster, tmp_path):
+    written("ssh")
+    (tmp_path / "run").write_text("a file")
+    assert main(["launch", "run.yaml", *ALONE, f"output.dir={tmp_path}/run", "--on", "local"]) == 1
+    assert not cluster.started()
+
+
+def test_a_trainer_that_is_started_alone_says_what_nobody_starts():
+    section = ["model.path=m", "inference.name=sglang", "launch.servers=2", "launch.env_hosts=1"]
+    assert nobody_starts(load_config(overrides=section)).startswith("launch.servers=2, launch.env_hosts=1: started by")
+    known = ["inference.url=http://a:1", "env.remote=b:2"]
+    assert nobody_starts(load_config(overrides=[*section, *known])) == ""
