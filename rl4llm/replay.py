@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -78,10 +78,9 @@ def _given(update: FailedUpdate) -> Facts:
     rows = []
     for number, batch in enumerate(update.batches):
         bad = [
-            f"{item.name}: {count}"
-            for item in fields(batch)
-            if (value := getattr(batch, item.name)) is not None and value.is_floating_point()
-            if (count := int((~value.isfinite()).sum()))
+            f"{name}: {count}"
+            for name, value in batch.tensors().items()
+            if value.is_floating_point() and (count := int((~value.isfinite()).sum()))
         ]
         rows.append((number, batch.num_policy_tokens, bad))
     columns = ("micro-batch", "policy tokens", "not finite before any computation")
@@ -105,13 +104,10 @@ def _lines(where: str, what: str, x_BT: Tensor, batch: TrainBatch) -> list[str]:
         return []
     row, column = (int(place) for place in bad_BT.nonzero()[0])
     before = batch.token_ids_BT[row, max(0, column - CONTEXT) : column + 1].tolist()
-    values = {name: _at(getattr(batch, name), row, column) for name in ("sampled_logprobs_BT", "advantages_BT")}
+    held = batch.tensors()
+    values = {name: float(held[name][row, column]) for name in ("sampled_logprobs_BT", "advantages_BT") if name in held}
     return [
         f"{where}: {what} of {int(bad_BT.sum())} tokens, first in row {row}, column {column} (token ids up to it: {before}; "
-        + ", ".join(f"{name}={value:.4g}" for name, value in values.items() if value is not None)
+        + ", ".join(f"{name}={value:.4g}" for name, value in values.items())
         + ")"
     ]
-
-
-def _at(values_BT: Tensor | None, row: int, column: int) -> float | None:
-    return None if values_BT is None else float(values_BT[row, column])

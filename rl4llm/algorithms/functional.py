@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3", "k3+"]
-KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
+from rl4llm.core.base_algorithm import KLEstimator
+
+KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
 
 
 def group_advantages(rewards_G: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:

@@ -32,7 +32,7 @@ class GiGPO(GRPO):
     """
 
     step_coef: float = 1.0
-    turn_discount: float | None = 0.95
+    turn_discount: float = 0.95
     scale_rewards: ScaleRewards = "group"
     at_least_0: ClassVar[tuple[str, ...]] = (*GRPO.at_least_0, "step_coef")
 
@@ -66,7 +66,8 @@ def _states(trajectory: Trajectory) -> list[tuple[int, ...]]:
     """The tokens that stood before each turn since the last one."""
     states = []
     for record in trajectory.records:
-        since, before = (), "context"
+        since: tuple[int, ...] = ()
+        before = "context"
         for span in record:
             if span.author == "context":
                 since = since + span.token_ids if before == "context" else span.token_ids

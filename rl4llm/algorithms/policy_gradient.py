@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rl4llm.algorithms.correction import CORRECTIONS, correction_weights
-from rl4llm.algorithms.functional import KL_ESTIMATORS, KLEstimator, group_advantages, kl_loss
+from rl4llm.algorithms.functional import KL_ESTIMATORS, group_advantages, kl_loss
 from rl4llm.algorithms.returns import turn_returns, whiten
-from rl4llm.core.base_algorithm import BaseAlgorithm, Needs, Total
+from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.types import Group, TrainBatch, Trajectory
@@ -195,8 +195,8 @@ class PolicyGradient(BaseAlgorithm):
         self._check_kl()
         self._check_correction()
         if self.turn_discount is not None and not (self.credits_turns and 0 <= self.turn_discount <= 1):
-            accepted = "0 to 1, or null" if self.credits_turns else f"{self.name} has no use for it; leave it out"
-            raise ConfigError(f"algorithm.turn_discount={self.turn_discount} is not accepted: {accepted}.")
+            why = "0 to 1, or null" if self.credits_turns else f"{self.name} has no use for it; leave it out"
+            raise ConfigError(f"algorithm.turn_discount={self.turn_discount} is not accepted: {why}.")
 
     def _check_kl(self) -> None:
         for key, given in (

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from rl4llm.algorithms.functional import KLEstimator, clipped_value_loss
+from rl4llm.algorithms.functional import clipped_value_loss
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.returns import gae, token_rewards, turn_rewards
-from rl4llm.core.base_algorithm import Critic, Needs, Total
+from rl4llm.core.base_algorithm import Critic, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TrainBatch

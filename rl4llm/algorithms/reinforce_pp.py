@@ -7,12 +7,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from rl4llm.algorithms.functional import KLEstimator
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.returns import discounted_returns, token_rewards, turn_rewards
-from rl4llm.core.base_algorithm import Needs
+from rl4llm.core.base_algorithm import KLEstimator, Needs
 from rl4llm.core.types import Group, TrainBatch
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl4llm.algorithms.functional import KLEstimator, kl
+from rl4llm.algorithms.functional import kl
 from rl4llm.algorithms.sequences import Sequences, discounted_sums, policy_tokens, turn_ends
-from rl4llm.core.base_algorithm import Total
+from rl4llm.core.base_algorithm import KLEstimator, Total
 from rl4llm.core.types import Group, TrainBatch, Trajectory, count_turns
 
 

@@ -48,7 +48,7 @@ class Sequences:
 
     source_SL: Tensor  # place in the flattened batch
     mask_SL: Tensor
-    shape: tuple[int, int]
+    shape: torch.Size
 
     @classmethod
     def of(cls, batch: TrainBatch) -> Sequences:
@@ -64,7 +64,7 @@ class Sequences:
         source_SL = torch.zeros(len(lengths_S), width, dtype=torch.long, device=order_N.device)
         source_SL[owner_N, column_N] = place_N[order_N]
         mask_SL = torch.arange(width, device=order_N.device) < lengths_S[:, None]
-        return cls(source_SL, mask_SL, tuple(batch.mask_BT.shape))
+        return cls(source_SL, mask_SL, batch.mask_BT.shape)
 
     @property
     def lengths_S(self) -> Tensor:

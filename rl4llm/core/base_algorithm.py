@@ -16,6 +16,9 @@ LearnsFrom = Literal["episodes", "demonstrations", "worlds", "conversations", "p
 """What the policy samples; or of a dataset: what the assistant says, what the environment answers, or both; two answers of
 which one is preferred; answers that are each good or bad."""
 
+KLEstimator = Literal["k1", "k2", "k3", "k3+"]
+"""See `rl4llm.algorithms.functional.kl`."""
+
 Total = Callable[[Tensor], Tensor]
 """The sum of a tensor over all ranks; on one rank the tensor itself."""
 
@@ -42,7 +45,7 @@ class Needs:
     reference: bool = False
     reference_path: str | None = None  # another model than the policy's own start
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
-    reward_kl: tuple[float, str] | None = None  # (coefficient, estimator) of a KL penalty on the trajectory's reward
+    reward_kl: tuple[float, KLEstimator] | None = None  # (coefficient, estimator) of a KL penalty on the trajectory's reward
     old_logprobs: bool = False  # computed by the trainer, else those of the engine
     critic: Critic | None = None
     value_head: bool = False  # the model that trains gives values instead of log-probs
@@ -65,7 +68,11 @@ class BaseAlgorithm(ABC):
     """
 
     __slots__ = ()
-    aggregation: str
+
+    @property
+    @abstractmethod
+    def aggregation(self) -> str:
+        """An option where the method leaves it open, else a constant."""
 
     def needs(self) -> Needs:
         """What this algorithm, with these options, needs."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,9 @@ def save_update(directory: Path, batches: Sequence[TrainBatch], model: BaseBacke
         (scratch / MODEL).mkdir()
         model.save(scratch / MODEL)
         tensors = {
-            f"{number}/{item.name}": value.cpu().clone().contiguous()  # safetensors refuses two names for one tensor
+            f"{number}/{name}": value.cpu().clone().contiguous()  # safetensors refuses two names for one tensor
             for number, batch in enumerate(batches)
-            for item in fields(batch)
-            if (value := getattr(batch, item.name)) is not None
+            for name, value in batch.tensors().items()
         }
         save_file(tensors, scratch / BATCHES)
         (scratch / FACTS).write_text(json.dumps({"batches": len(batches), **facts}, indent=1))

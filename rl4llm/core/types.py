@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -261,7 +261,32 @@ class Group:
         return self.trajectories[0].spans[0].token_ids
 
 
-@dataclass(slots=True)
+class FilledLater:
+    """A tensor that a batch has from some point on; reading it before raises DataError, which says who fills it."""
+
+    def __init__(self, filled_by: str):
+        self._filled_by = filled_by
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, batch: None, owner: type) -> None: ...
+    @overload
+    def __get__(self, batch: TrainBatch, owner: type) -> Tensor: ...
+    def __get__(self, batch: TrainBatch | None, owner: type) -> Tensor | None:
+        if batch is None:
+            return None  # what `dataclass` takes for the default
+        value: Tensor | None = vars(batch)[self._name]
+        if value is None:
+            raise DataError(f"TrainBatch.{self._name} is not there yet: {self._filled_by}.")
+        return value
+
+    def __set__(self, batch: TrainBatch, value: Tensor | None) -> None:
+        vars(batch)[self._name] = value
+
+
+@dataclass
 class TrainBatch:
     """Rows of tokens and what is known of each token. B rows, T tokens.
 
@@ -286,21 +311,25 @@ class TrainBatch:
     sampled_logprobs_BT: Tensor
     credits_BT: Tensor
     weights_BT: Tensor
-    old_logprobs_BT: Tensor | None = None
-    ref_logprobs_BT: Tensor | None = None
-    values_BT: Tensor | None = None
-    advantages_BT: Tensor | None = None
-    returns_BT: Tensor | None = None
+    old_logprobs_BT: FilledLater = FilledLater("the trainer fills it before `assign`")
+    ref_logprobs_BT: FilledLater = FilledLater("the trainer fills it for an algorithm whose `needs` say reference=True")
+    values_BT: FilledLater = FilledLater("the trainer fills it for an algorithm whose `needs` name a critic")
+    advantages_BT: FilledLater = FilledLater("the algorithm's `assign` fills it")
+    returns_BT: FilledLater = FilledLater("the `assign` of an algorithm with a critic fills it")
     previous_BT: Tensor | None = None
-    group_ids_BT: Tensor | None = None
+    group_ids_BT: FilledLater = FilledLater("`pack` fills it")
     record_ids_BT: Tensor | None = None
-    marked_BT: Tensor | None = None
-    divergence: Tensor | None = None
+    marked_BT: FilledLater = FilledLater("the `assign` of an algorithm that reads it fills it")
+    divergence: FilledLater = FilledLater("the trainer fills it for an algorithm whose `needs` say mismatched=True")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that it holds by now, by name."""
+        held = {item.name: vars(self)[item.name] for item in fields(self)}
+        return {name: value for name, value in held.items() if value is not None}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
         """A batch with `fn` applied to every tensor it holds."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return TrainBatch(**{name: None if value is None else fn(value) for name, value in values.items()})
+        return TrainBatch(**{name: fn(value) for name, value in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """A batch with every tensor on `device`."""

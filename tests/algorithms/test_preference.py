@@ -173,13 +173,7 @@ def test_kto_and_its_gradient_equal_the_formula(weights, divergence):
 
 def test_a_pair_that_stands_in_a_batch_twice_counts_as_two_equal_pairs():
     once, logprobs_BT = pair_batch()
-    twice = TrainBatch(
-        **{
-            name: None if (value := getattr(once, name)) is None else torch.cat([value, value])
-            for name in TrainBatch.__slots__
-            if name != "divergence"
-        }
-    )
+    twice = once.map(lambda x_BT: torch.cat([x_BT, x_BT]))
     twice.weights_BT = twice.weights_BT / 2
     for algorithm in (DPO(), DPO(loss="ipo"), DPO(nll_coef=0.3)):
         loss, gradient_BT = value_and_gradient(algorithm, once, logprobs_BT)

@@ -1,0 +1,32 @@
+"""What a batch holds, and who fills what it does not hold yet."""
+
+import pytest
+import torch
+
+from rl4llm.algorithms import ALGORITHMS
+from rl4llm.core.errors import DataError
+from rl4llm.core.types import TrainBatch
+
+
+def packed():
+    ids_BT, zeros_BT = torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 3)
+    return TrainBatch(ids_BT, ids_BT, ids_BT, ids_BT.bool(), zeros_BT, zeros_BT, zeros_BT)
+
+
+def test_a_tensor_that_is_not_filled_yet_is_asked_for_in_vain_and_says_who_fills_it():
+    batch = packed()
+    for name, who in {"ref_logprobs_BT": "reference=True", "values_BT": "critic", "advantages_BT": "assign"}.items():
+        with pytest.raises(DataError, match=rf"TrainBatch\.{name} is not there yet: .*{who}"):
+            getattr(batch, name)
+    with pytest.raises(DataError, match="`assign` fills it"):  # not an error of tensors, deep in a formula
+        ALGORITHMS["opmd"](tau=1.0).token_losses(batch, torch.zeros(1, 3), None)
+
+
+def test_a_batch_holds_what_was_filled_and_nothing_else():
+    batch, given = packed(), torch.full((1, 3), 0.5)
+    assert "advantages_BT" not in batch.tensors()
+    batch.advantages_BT = given
+    assert batch.advantages_BT is batch.tensors()["advantages_BT"] is given
+    doubled = batch.map(lambda x: x + x)
+    assert doubled.advantages_BT.tolist() == [[1.0] * 3] and doubled.tensors().keys() == batch.tensors().keys()
+    assert packed().tensors().keys() < batch.tensors().keys()  # each batch has its own
