@@ -225,9 +225,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise ConfigError(f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=...")
-    config = OmegaConf.to_object(merged)
-    _check(config)
-    return config
+    return _checked(merged)
 
 
 def by_part(config: Config) -> dict[str, Config]:
@@ -260,11 +258,9 @@ def _part(name: str, part: Any, whole: DictConfig) -> Config:
             if key not in accepted:
                 raise ConfigError(f"{unknown(f'{where}.{section}: the key', str(key), accepted)} Others are the run's.")
     try:
-        config = OmegaConf.to_object(_merge(whole, OmegaConf.create(keys)))
-        _check(config)
+        return _checked(_merge(whole, OmegaConf.create(keys)))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return config
 
 
 def to_yaml(config: Config) -> str:
@@ -323,19 +319,27 @@ def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
         raise ConfigError(f"An override's value is not valid YAML: {' '.join(str(error).split())}") from None
 
 
+def _checked(merged: DictConfig) -> Config:
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)  # it is what everything was merged into
+    _check(config)
+    return config
+
+
 def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
     for name, value in layer.items():
         if name in config and OmegaConf.is_dict(config[name]) and not OmegaConf.is_dict(value):
-            raise ConfigError(f"{name}={value!r} is not accepted: a mapping of keys")
+            raise ConfigError(f"{name!s}={value!r} is not accepted: a mapping of keys")
     _check_keys(flatten(OmegaConf.to_container(layer)), config)
     try:
         merged = OmegaConf.merge(config, layer)
+        assert isinstance(merged, DictConfig)
     except OmegaConfBaseException as error:
         wanted = getattr(error, "ref_type_str", None) or ""
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]} {wanted}".strip()) from None
     for part in FREE:  # another name brings other options, so those from before do not stay
-        name = layer[part].get("name") if part in layer and layer[part] is not None else None
-        if name not in (None, config[part].get("name")):
+        named = layer[part].get("name") if part in layer and layer[part] is not None else None
+        if named not in (None, config[part].get("name")):
             merged[part] = layer[part]
     return merged
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def evaluate(config: Config, samples: int = 1) -> Evaluation:
     )
 
 
-def collect(config: Config, prompts: int) -> Iterator[Trajectory]:
+def collect(config: Config, prompts: int) -> Generator[Trajectory]:
     """Episodes of `rollout.group_size` attempts at each of `prompts` prompts, sampled as in training, in its order.
 
     The policy is the run's last checkpoint or, without one, `model.path`. Failed attempts are left out; where they are too

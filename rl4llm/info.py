@@ -93,7 +93,7 @@ def _needs(algorithm: type) -> Iterator[str]:
             yield item.name if value is True or item.name in ("critic", "sampling") else f"{item.name}={value}"
 
 
-def _registered(name: str, key: str, registry: Registry) -> Facts:
+def _registered(name: str, key: str, registry: Registry[Any]) -> Facts:
     rows = [(item, _first_sentence(registry[item])) for item in registry]
     return Facts(name, f"{name} ({key})", ("name", "what"), rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, EpisodeState, SampleState
 from rl4llm.core.errors import EngineError, EnvError, RL4LLMError, UnreachableError
-from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory, WeightRef
+from rl4llm.core.types import ChatMessage, Completion, FinishReason, SamplingParams, Trajectory, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.roles import RolesEnv
 from rl4llm.envs.rollout import Rollout, RolloutResult
@@ -60,7 +60,7 @@ class ScriptedClient(BaseClient):
         tokens = [*self._tokenizer.encode(reply, add_special_tokens=False), self._tokenizer.eos_token_id]
         kept = tuple(tokens[: min(sampling_params.max_tokens, self.context_length - len(prompt_ids))])
         text = self._tokenizer.decode(list(kept), skip_special_tokens=True)
-        reason = "stop" if len(kept) == len(tokens) else "length"
+        reason: FinishReason = "stop" if len(kept) == len(tokens) else "length"
         return Completion(text, kept, (self.LOGPROB,) * len(kept), reason, self._version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -481,7 +481,8 @@ def _raising(env: BaseMDPEnv, victim: tuple[str, int], raised: list[str]) -> Bas
 
     async def awaited(self: BaseMDPEnv, sample: SampleState) -> Sequence[ChatMessage]:
         stumble(sample)
-        return await respond(self, sample)
+        replies = respond(self, sample)
+        return await replies if isinstance(replies, Coroutine) else replies
 
     def plain(self: BaseMDPEnv, sample: SampleState) -> Any:
         stumble(sample)
@@ -504,7 +505,7 @@ def _raising_turn(next_role: Callable[..., Any], victim: tuple[str, int], raised
 
 def _sharing(env: BaseMDPEnv, name: str, method: Callable[..., Any]) -> BaseMDPEnv:
     kind = type(type(env).__name__, (type(env),), {name: method})
-    stumbling = object.__new__(kind)
+    stumbling: BaseMDPEnv = object.__new__(kind)
     vars(stumbling).update(vars(env))
     return stumbling
 

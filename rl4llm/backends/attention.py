@@ -179,12 +179,12 @@ class _Pad(torch.autograd.Function):
     """Rows by index. Padding repeats some row, but nothing looks at it, so its gradient is 0 and need not be added up."""
 
     @staticmethod
-    def forward(ctx, x, pad_M, unpad_N):
+    def forward(ctx: Any, x: Tensor, pad_M: Tensor, unpad_N: Tensor) -> Tensor:
         ctx.save_for_backward(unpad_N)
         return x.index_select(0, pad_M)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (unpad_N,) = ctx.saved_tensors
         return grad.index_select(0, unpad_N), None, None
 
@@ -193,7 +193,9 @@ def _attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], scaling: float, window: int | None
 ) -> Tensor:
     sizes = [block.count * block.length for block in blocks]
-    outs, root_keys, root_values = [], [], []
+    outs: list[Tensor] = []
+    root_keys: list[Tensor] = []
+    root_values: list[Tensor] = []
     for block, *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_b, k_b, v_b = (part.unflatten(0, (block.count, block.length)) for part in parts)
         if block.prompt_length:

@@ -59,6 +59,8 @@ class DeepSpeedBackend(ModelBackend):
     `write_config`, `offload` and `onload`; the first one writes files.
     """
 
+    adapter: GatheredAdapter | None = None
+
     def __init__(  # noqa: PLR0913 - options of a configuration
         self,
         model: PreTrainedModel,
@@ -88,7 +90,9 @@ class DeepSpeedBackend(ModelBackend):
         self._module.always_runs = True
         if adapter is not None:
             self.adapter = GatheredAdapter(adapter, self._gathered, ranks)
-        self._optimizer = self._start(options) if trains else self._start_frozen()
+        self._optimizer = self._start(options) if trains else None
+        if not trains:
+            self._start_frozen()
 
     @classmethod
     def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
@@ -117,7 +121,7 @@ class DeepSpeedBackend(ModelBackend):
         return reduced(loss.detach(), metrics, batch)
 
     def optim_step(self) -> dict[str, float]:
-        return self._optimizer.step()
+        return self._trained.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         named = dict(self.model.named_parameters())
@@ -222,7 +226,7 @@ class DeepSpeedBackend(ModelBackend):
             self.forward_backward(asks_nothing, lambda batch, numbers_BT, _: (numbers_BT, {}))
         self._engine.step()
 
-    def _gathered(self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+    def _gathered(self, parameters: Sequence[Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
         """Where parameters are sharded, put them together for a while."""
         return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank)
 
@@ -313,4 +317,5 @@ def _join_alone() -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined] # public, and not exported
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)

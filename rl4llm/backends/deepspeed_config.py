@@ -80,7 +80,7 @@ def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return OmegaConf.to_container(OmegaConf.create(dict(given)))
+        return _plain(OmegaConf.create(dict(given)))
     if not Path(given).is_file():
         raise ConfigError(f"There is no DeepSpeed configuration {given}. Accepted: a JSON or YAML file.")
     try:
@@ -89,7 +89,13 @@ def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         raise ConfigError(f"The DeepSpeed configuration {given} is neither JSON nor YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"The DeepSpeed configuration {given} must hold a mapping, not a {type(loaded).__name__}.")
-    return OmegaConf.to_container(loaded)
+    return _plain(loaded)
+
+
+def _plain(loaded: DictConfig) -> dict[str, Any]:
+    container = OmegaConf.to_container(loaded)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ tokens of the policy are asked about, so the logits of prompts are never compute
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -173,9 +174,12 @@ class _SelectedLogprobs(torch.autograd.Function):
     dH / dz = -p (log p + H)."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, targets_N, plan):
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
         tiles = plan.tiles(len(hidden_ND), len(weight_VD))
-        num_kept, kept = plan.keep_bytes // plan.tile_bytes if any(ctx.needs_input_grad) else 0, []
+        num_kept = plan.keep_bytes // plan.tile_bytes if any(ctx.needs_input_grad) else 0
+        kept: list[Tensor] = []
         # Made before the loop: small blocks that outlive the logits beside them would keep malloc from using their place.
         slices = 1 + max((tile.number for tile in tiles), default=0)
         summaries = hidden_ND.new_zeros(3, slices, len(hidden_ND), dtype=torch.float32)
@@ -191,7 +195,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return scores_N - normalisers_N, entropy_N
 
     @staticmethod
-    def backward(ctx, grad_logprobs_N, grad_entropy_N):
+    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *kept = ctx.saved_tensors
         plan, inputs = ctx.plan, (hidden_ND, weight_VD, bias_V)
         grads = [
@@ -260,7 +264,9 @@ def _combined(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return normalisers_PN.logsumexp(0), scores_PN.sum(0), (shares_PN.exp() * (entropies_PN - shares_PN)).sum(0)
 
 
-def _grad_scores(scores, normalisers_N, entropy_N, columns_N, grads) -> Tensor:
+def _grad_scores(
+    scores: Tensor, normalisers_N: Tensor, entropy_N: Tensor, columns_N: Tensor, grads: tuple[Tensor, Tensor | None]
+) -> Tensor:
     """The gradient of one tile of the scores."""
     grad_logprobs_N, grad_entropy_N = grads
     grad = (scores - normalisers_N[:, None]).exp_()

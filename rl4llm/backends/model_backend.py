@@ -69,10 +69,11 @@ class ModelBackend(BaseBackend):
 
     def write_adapter(self, directory: Path) -> None:
         """Write the adapter alone as an ordinary PEFT directory; raises ConfigError where the whole model trains."""
-        if self.adapter is None:
+        adapter = self.adapter
+        if adapter is None:
             raise ConfigError("There is no adapter to write, since the whole model trains. Set model.lora.rank, e.g. to 16.")
-        self._write(directory / ADAPTER, self.adapter.specs(), self.adapter.weights())
-        self._on_first(lambda: self.adapter.write_config(directory))
+        self._write(directory / ADAPTER, adapter.specs(), adapter.weights())
+        self._on_first(lambda: adapter.write_config(directory))
 
     def export(self, directory: Path) -> None:
         tensors = {}  # transformers wants all at once, in the memory of the CPU; other ranks keep none
@@ -136,7 +137,7 @@ class ModelBackend(BaseBackend):
         except (OSError, SafetensorError, WeightsError) as error:
             problem = error
         finish()  # ranks that wait for each other are not left waiting
-        told = self._ranks.share(None if problem is None else str(problem))
+        told: str | None = self._ranks.share(None if problem is None else str(problem))
         if problem is not None:
             raise problem
         if told is not None:
@@ -145,10 +146,11 @@ class ModelBackend(BaseBackend):
 
     def _agreed(self, read: Callable[[], T]) -> T:
         """What `read` returns, or CheckpointError on every rank when it raises that on any."""
+        problem: CheckpointError | None = None
         try:
-            found, problem = read(), None
+            found = read()
         except CheckpointError as error:
-            found, problem = None, error
+            problem = error
         failed = self._ranks.largest(int(problem is not None))
         if problem is not None:
             raise problem

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,22 +83,23 @@ class Sharded(Alone):
         self.gradient_scale = float(ranks.size)
         module.always_runs = True
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-        options = {"mesh": init_device_mesh(device.type, (ranks.size,)), "offload_policy": offload}
+        options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (ranks.size,)), "offload_policy": offload}
         # Hidden states between layers keep their dtype, as they do under autocast.
         precision = MixedPrecisionPolicy(module.autocast, torch.float32, cast_forward_inputs=False)
+        of_layers = options | ({"mp_policy": precision} if module.autocast else {})
         for layer in _layers(module):
             _bring(layer, ranks, device)
-            fully_shard(layer, **options, **({"mp_policy": precision} if module.autocast else {}))
+            fully_shard(layer, **of_layers)
         if module.value_head is not None:  # its dtype may be another than the model's, which one group cannot have
             _bring(module.value_head, ranks, device)
             fully_shard(module.value_head, **options)
         _bring(module, ranks, device)
-        fully_shard(module, **options)
+        self._sharded = fully_shard(module, **options)
 
     def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         found = self.module(batch, temperature, entropy)
         if not torch.is_grad_enabled():
-            self.module.reshard()  # FSDP2 keeps what is outside the layers for a backward pass, which does not come
+            self._sharded.reshard()  # FSDP2 keeps what is outside the layers for a backward pass, which does not come
         return found
 
 

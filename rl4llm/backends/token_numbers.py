@@ -45,12 +45,12 @@ class TokenNumbers(nn.Module):
         return zeros_BT, zeros_BT if entropy else None
 
     def _numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        runner, critic = self.runner, self.value_head is not None
+        runner, head = self.runner, self.value_head
         with self._precision(batch.mask_BT.device):
-            run = runner.hidden if runner.splits or critic else runner.logits
+            run = runner.hidden if runner.splits or head is not None else runner.logits
             states_SD, place_BT = run(batch)
-        if critic:
-            return token_values(states_SD, place_BT, batch, self.value_head), None
+        if head is not None:
+            return token_values(states_SD, place_BT, batch, head), None
         output = runner.output_layer() if runner.splits else None
         return token_logprobs(
             states_SD, place_BT, batch, output, temperature=temperature, entropy=entropy, dtype=self.autocast

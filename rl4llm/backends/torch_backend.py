@@ -45,6 +45,8 @@ class TorchBackend(ModelBackend):
     `device` is where the model trains, by default where it is; under "fsdp2" its parts come there from wherever it is.
     """
 
+    adapter: LoraAdapter | None = None
+
     def __init__(
         self,
         model: PreTrainedModel,

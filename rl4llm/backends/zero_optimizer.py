@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
 from rl4llm.backends.optimizer import Optimizer
@@ -46,10 +46,10 @@ class ReplicatedOptimizer:
     def moment_specs(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.moments()]
 
-    def master(self, parameter: nn.Parameter) -> Tensor:
+    def master(self, parameter: Tensor) -> Tensor:
         return parameter.detach()
 
-    def put(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+    def put(self, parameter: Tensor, tensor: Tensor) -> None:
         """The parameter is all that there is."""
 
     def offload(self) -> None:
@@ -127,10 +127,10 @@ class ZeroOptimizer:
             state["step"].fill_(max(steps.values(), default=0))
         self.step_number = step_number
 
-    def master(self, parameter: nn.Parameter) -> Tensor:
+    def master(self, parameter: Tensor) -> Tensor:
         return self._on_first(parameter)
 
-    def put(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+    def put(self, parameter: Tensor, tensor: Tensor) -> None:
         self._access.safe_set_full_fp32_param(parameter, tensor)
 
     def offload(self) -> None:
@@ -165,7 +165,7 @@ class ZeroOptimizer:
             for name, tensor in state.items():
                 state[name] = tensor.to(device)
 
-    def _on_first(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
+    def _on_first(self, parameter: Tensor, moment: str | None = None) -> Tensor:
         """The fp32 weight or a moment: all of it on the first rank, of use nowhere else.
 
         Each rank sends its part once, where DeepSpeed's own way adds up whole tensors over all ranks.
@@ -178,7 +178,7 @@ class ZeroOptimizer:
             self._places = {id(one): names[name] for name, one in self._parameters.items()}
         return sent_to_first(self._part(parameter, moment), self._places[id(parameter)], whole_shape(parameter))
 
-    def _part(self, parameter: nn.Parameter, moment: str | None) -> Tensor:
+    def _part(self, parameter: Any, moment: str | None) -> Tensor:
         """What this rank holds of it."""
         if hasattr(parameter, "ds_id"):
             find = self._access.safe_get_local_optimizer_state if moment else self._access.safe_get_local_fp32_param

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -14,7 +15,7 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def put_together(parameter: Tensor) -> Tensor:
+def put_together(parameter: Any) -> Tensor:
     """All of a parameter that ZeRO-3 has cut into equal parts, padded at the end.
 
     Takes no more memory than the result, where DeepSpeed's own way needs twice as much over gloo.
@@ -28,7 +29,7 @@ def put_together(parameter: Tensor) -> Tensor:
     return found[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-def place_of(parameter: nn.Parameter) -> tuple[int, int]:
+def place_of(parameter: Any) -> tuple[int, int]:
     """Where this rank's part of the fp32 weight begins, and how many numbers it has."""
     if hasattr(parameter, "ds_id"):
         size = parameter.ds_tensor.ds_numel

@@ -15,7 +15,7 @@ from rl4llm.build.options import with_options
 from rl4llm.config import Config
 from rl4llm.core.allocator import keep_freed_memory
 from rl4llm.core.base_algorithm import BaseAlgorithm
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.ranks import Ranks, join_ranks
 from rl4llm.core.registry import Registry
@@ -80,7 +80,7 @@ def build_critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBa
 
 def build_reference(
     config: Config, algorithm: BaseAlgorithm, policy: BaseBackend, start: Any, tokenizer: Any
-) -> BaseBackend | FrozenModel | None:
+) -> TokenScorer | None:
     """The model that log-probs are compared with; it never trains."""
     needs = algorithm.needs()
     if not needs.reference:
@@ -101,7 +101,12 @@ def build_reference(
 def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBackend:
     """One of the models that train, "model" or "critic", without anything around it."""
     set_up_torch(config)
-    return build_critic(config, algorithm, None) if name == "critic" else build_policy(config, algorithm, None)
+    if name != "critic":
+        return build_policy(config, algorithm, None)
+    critic = build_critic(config, algorithm, None)
+    if critic is None:
+        raise ConfigError(f"algorithm.name={config.algorithm['name']!r} has no critic.")
+    return critic
 
 
 def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:

@@ -39,7 +39,7 @@ def with_options(where: str, make: Callable[..., Any], options: Mapping[str, Any
 
 def accepted_options(make: Callable[..., Any]) -> set[str]:
     """Names of the keyword parameters of a function or of a class and the bases it passes **kwargs to."""
-    makers = [cls.__init__ for cls in make.__mro__ if "__init__" in vars(cls)] if inspect.isclass(make) else [make]
+    makers = [vars(cls)["__init__"] for cls in make.__mro__ if "__init__" in vars(cls)] if inspect.isclass(make) else [make]
     names: set[str] = set()
     for maker in makers:
         parameters = inspect.signature(maker).parameters.values()

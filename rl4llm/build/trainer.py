@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import xxhash
 
@@ -46,7 +46,7 @@ from rl4llm.config import Config, by_part, flatten, to_yaml
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
-from rl4llm.core.base_trainer import BaseTrainer, Schedule
+from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError, unknown
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import SamplingParams
@@ -59,6 +59,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.judge import LLMJudge
 from rl4llm.rewards import Scale, as_reward_function, check_examples, register_reward, weighted_sum
 from rl4llm.sandbox import Sandbox
+from rl4llm.tracking.console import Mode
 from rl4llm.tracking.redact import redacted
 from rl4llm.tracking.run import RunTracker
 from rl4llm.tracking.tracker import check_installed
@@ -78,7 +79,11 @@ MAY_CHANGE = (
 """Keys that a resumed run may change without becoming another run."""
 
 
-def build_trainer(config: Config, given: Given | None = None, *, force: bool = False) -> BaseTrainer:
+AnyTrainer = RLTrainer | DatasetTrainer
+"""What `build_trainer` returns: one that samples episodes, or one that reads a dataset."""
+
+
+def build_trainer(config: Config, given: Given | None = None, *, force: bool = False) -> AnyTrainer:
     """Everything a run needs, checked; raises an RL4LLMError before any file of the run is touched where it can."""
     given = given or Given()
     ranks = all_ranks(config)
@@ -90,6 +95,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     _check_mixture(config, given, learns_from)
     parts = {name: (part, in_part(name, with_hosts, part, given, algorithm)) for name, part in by_part(config).items()}
     datasets = {name: in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
+    make: Callable[[RunDir], AnyTrainer]
     if learns_from == "episodes":
         make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
     else:
@@ -112,7 +118,7 @@ def _open_run(config: Config, given_identity: Mapping[str, Any], force: bool) ->
         identity = fingerprint(config) | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
         settings = {"processes": ranks.size} | settings_of(config)
         try:
-            run = RunDir.open(config.output.dir, identity | given_identity, settings=settings, allow_changes=force)
+            run = RunDir.open(config.output.dir, identity | dict(given_identity), settings=settings, allow_changes=force)
         except RL4LLMError as error:
             problem = error
     if ranks.share(problem is not None):
@@ -204,7 +210,9 @@ def _given_identity(given: Given, dataset: Any) -> dict[str, Any]:
     return identity
 
 
-def _supervised(config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any) -> Callable:
+def _supervised(
+    config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any
+) -> Callable[[RunDir], DatasetTrainer]:
     needs = algorithm.needs()
     _check_supervised(config, given, needs)
     held_out = held_out_rows(config, given, needs.learns_from) or ()
@@ -267,10 +275,10 @@ class _Task:
         sampling = {name: getattr(own, name) for name in ("max_tokens", "top_p", "top_k")} | {"stop": tuple(own.stop)}
         return Rollout(self.env, renderer=self.renderer, part=self.part, sampling=sampling if self.part else None, **played)
 
-    def measuring(self, **played: Any) -> Rollout:
+    def measuring(self, held_out: BaseMDPEnv, **played: Any) -> Rollout:
         own = self.config.rollout
         sampling = {"max_tokens": own.max_tokens, "stop": tuple(own.stop)} if self.part else None
-        return Rollout(self.held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
+        return Rollout(held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def check_lengths(self, context_length: int) -> None:
         """Every prompt leaves room for an answer."""
@@ -304,7 +312,7 @@ def _reinforced(
     tokenizer: Any,
     parts: Mapping[str, tuple[Config, Given]],
     datasets: Mapping[str, Any],
-) -> Callable:
+) -> Callable[[RunDir], RLTrainer]:
     sandbox = build_sandbox(config)
     prompts = mixed_prompts(config, datasets) if config.parts else prompt_stream(config, datasets[""])
     tasks = [
@@ -343,6 +351,7 @@ def _reinforced(
         client.report_to(tracker.warn)
         for task in tasks:
             task.env.report_to(tracker.warn)
+        measured = [task.measuring(task.held_out, **played) for task in tasks if task.held_out is not None]
         _tell_of(sandbox, run, tracker, first=all_ranks(config).is_first)
         return RLTrainer(
             inference=Inference(
@@ -360,17 +369,15 @@ def _reinforced(
             preparation=preparation,
             tracker=tracker,
             plays_ahead=config.rollout.ahead,
-            evaluation=_together([task.measuring(**played) for task in tasks if task.held_out is not None]),
+            evaluation=_together(measured) if measured else None,
             **_base(config, algorithm, backend, run, tracker),
         )
 
     return make
 
 
-def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout | None:
+def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:
     """One rollout of all parts; the only one that there is as it is."""
-    if not rollouts:
-        return None
     return MixedRollout(rollouts) if rollouts[0].part else rollouts[0]
 
 
@@ -503,7 +510,7 @@ def _tracker(config: Config, run: RunDir) -> RunTracker:
         episodes_per_step=tracking.episodes_per_step,
         config=flatten(redacted(config)),  # once keys are dotted, which variables are of a command is lost
         ranks=all_ranks(config),
-        console=config.output.console,
+        console=cast(Mode, config.output.console),  # `load_config` has checked it
     )
 
 

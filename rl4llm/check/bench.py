@@ -12,12 +12,11 @@ from typing import Any
 from rl4llm.build import build_algorithm, build_trainer
 from rl4llm.build.models import all_ranks, set_up_torch
 from rl4llm.build.options import Given
-from rl4llm.build.trainer import build_sandbox
+from rl4llm.build.trainer import AnyTrainer, build_sandbox
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
-from rl4llm.core.base_trainer import BaseTrainer
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Completion, Group, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
@@ -112,7 +111,7 @@ class Bench:
         self.sandbox = build_sandbox(config)
         self.tokenizer: Any = None
         self.parts: list[Part] = []
-        self.trainer: BaseTrainer | None = None
+        self.trainer: AnyTrainer | None = None
         self.played: Played | None = None
         self._stack = ExitStack()
         set_up_torch(config)
@@ -128,13 +127,13 @@ class Bench:
             name, source = self.config.algorithm["name"], self.algorithm.needs().learns_from
             raise NotNeeded(f"algorithm.name={name} learns from {source} in a dataset; nothing is sampled")
 
-    def build(self) -> BaseTrainer:
+    def build(self) -> AnyTrainer:
         """The trainer, as `rl4llm train` builds it, with nothing of it in the run's directory."""
         config = self._stack.enter_context(scratch_of(self.config))
         silent = replace(config.output, console="quiet")
-        config = replace(config, output=silent, backend={"name": "torch"})
-        self.trainer = self._stack.enter_context(build_trainer(config))
-        return self.trainer
+        self.trainer = trainer = build_trainer(replace(config, output=silent, backend={"name": "torch"}))
+        self._stack.enter_context(trainer)
+        return trainer
 
     def close(self) -> None:
         """Let go of engines, environments, sandboxes and the scratch directory."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl4llm.build.trainer import AnyTrainer
 from rl4llm.check.bench import Bench, NotNeeded, Played, Recorded
-from rl4llm.core.base_trainer import BaseTrainer
+from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError, StaleWeightsError
 from rl4llm.core.types import Completion, Group, TrainBatch, Trajectory
 from rl4llm.envs.rollout import Rollout
@@ -43,8 +44,11 @@ def episodes(bench: Bench) -> str:
     trainer = _rl(bench)
     trainer.publish()
     recorded = Recorded(trainer.inference.client)
-    needs, groups, failed = bench.algorithm.needs(), [], []
+    needs = bench.algorithm.needs()
+    groups: list[Group] = []
+    failed: list[SampleState] = []
     for part in bench.parts:
+        assert part.env is not None and part.renderer is not None  # of checks that this one needs
         rollout = Rollout(
             part.env,
             recorded,
@@ -77,7 +81,7 @@ def mask(bench: Bench) -> str:
     trajectories = [trajectory for group in _groups(bench) for trajectory in group.trajectories]
     if bench.played is not None:
         check_sampled(bench.played.completions, trajectories)
-    batches = _pack(bench.trainer.preparation, trajectories)
+    batches = _pack(_trainer(bench).preparation, trajectories)
     check_mask(trajectories, batches)
     tokens = sum(int(batch.mask_BT.sum()) for batch in batches)
     total = sum(trajectory.num_tokens for trajectory in trajectories)
@@ -127,7 +131,7 @@ def logprobs(bench: Bench) -> str:
     if bench.algorithm.needs().sampling:
         raise NotNeeded("samples are drawn at several temperatures, of which the trainer knows one")
     trainer, config = _rl(bench), bench.config
-    trajectories = [trajectory for group in bench.played.groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in _played(bench).groups for trajectory in group.trajectories]
     differences = []
     for batch in _pack(trainer.preparation, trajectories):
         own_BT = trainer.backend.forward(batch, temperature=config.rollout.temperature or 1.0).cpu()
@@ -188,7 +192,7 @@ def _put(parameter: nn.Parameter, value: Tensor) -> None:
 
 def loss(bench: Bench) -> str:
     """The gradient of an optimizer step does not depend on how it is cut into micro-batches."""
-    trainer = bench.trainer
+    trainer = _trainer(bench)
     groups = [_rewarded(group, number) for number, group in enumerate(_groups(bench))]
     lengths = [trajectory.num_tokens for group in groups for trajectory in group.trajectories]
     pieces = [sum(t.num_tokens for t in group.trajectories) for group in groups]
@@ -215,7 +219,7 @@ def _rewarded(group: Group, number: int) -> Group:
     return replace(group, trajectories=tuple(made_up))
 
 
-def _batches(trainer: BaseTrainer, groups: Sequence[Group], budget: int) -> list[TrainBatch]:
+def _batches(trainer: AnyTrainer, groups: Sequence[Group], budget: int) -> list[TrainBatch]:
     """The micro-batches of one optimizer step on all groups, of so many tokens each."""
     preparation = copy.copy(trainer.preparation)
     preparation.batching = replace(
@@ -226,7 +230,7 @@ def _batches(trainer: BaseTrainer, groups: Sequence[Group], budget: int) -> list
     return list(updates[0].batches)
 
 
-def _gradient(trainer: BaseTrainer, batches: Sequence[TrainBatch]) -> Tensor:
+def _gradient(trainer: AnyTrainer, batches: Sequence[TrainBatch]) -> Tensor:
     """All gradients of an optimizer step on these micro-batches, as one vector; the model is left without any."""
     parameters = [item for item in trainer.backend.model.parameters() if item.requires_grad]
     for number, batch in enumerate(batches, 1):
@@ -239,9 +243,9 @@ def _gradient(trainer: BaseTrainer, batches: Sequence[TrainBatch]) -> Tensor:
 
 def _groups(bench: Bench) -> list[Group]:
     """Those that were played, or the first rows of a dataset."""
-    if bench.samples:
-        return [group for group in bench.played.groups if not group.frozen]
-    trainer = bench.trainer
+    trainer = _trainer(bench)
+    if isinstance(trainer, RLTrainer):
+        return [group for group in _played(bench).groups if not group.frozen]
     count = min(2 * ROWS, len(trainer.dataset))
     return [trainer.read(trainer.dataset[row], str(row)) for row in range(count)]
 
@@ -249,6 +253,16 @@ def _groups(bench: Bench) -> list[Group]:
 def _pack(preparation: Preparation, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
     batching = preparation.batching
     return batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
+
+
+def _trainer(bench: Bench) -> AnyTrainer:
+    assert bench.trainer is not None  # of a check that these need
+    return bench.trainer
+
+
+def _played(bench: Bench) -> Played:
+    assert bench.played is not None
+    return bench.played
 
 
 def _rl(bench: Bench) -> RLTrainer:

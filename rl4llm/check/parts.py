@@ -77,10 +77,17 @@ def template(bench: Bench) -> str:
         (part,) = bench.parts
         part.renderer = Renderer(bench.tokenizer, roles=roles_between(part.dataset, columns))
         return _template_text(part.renderer, bench)
-    for part in bench.parts:
-        roles = part.env.reply_roles if part.env.max_steps > 1 else ()
-        part.renderer = in_part(part.name, Renderer, bench.tokenizer, part.env.tool_schemas, roles)
-    return _template_text(bench.parts[0].renderer, bench)
+    renderers = [_renderer(part, bench.tokenizer) for part in bench.parts]
+    return _template_text(renderers[0], bench)
+
+
+def _renderer(part: Part, tokenizer: Any) -> Renderer:
+    env = part.env
+    assert env is not None  # of a check that this one needs
+    part.renderer = in_part(
+        part.name, Renderer, tokenizer, env.tool_schemas, env.reply_roles if env.max_steps > 1 else ()
+    )
+    return part.renderer
 
 
 def _template_text(renderer: Renderer, bench: Bench) -> str:

@@ -79,6 +79,7 @@ def _result(item: Check, bench: Bench, before: dict[str, Result]) -> Result:
     if broken:
         return Result(item.name, "skipped", f"{IN_VAIN}{broken[0]!r} did not pass", 0.0)
     started = time.monotonic()
+    status: Status
     try:
         status, text = "passed", item.run(bench)
     except NotNeeded as reason:

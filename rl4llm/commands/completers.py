@@ -14,7 +14,7 @@ REGISTERED = {"algorithm.name": ("algorithms", "register_algorithm"), "env.name"
 
 def configurations(prefix: str, **_: Any) -> Iterable[str]:
     """YAML files, and directories on the way to them."""
-    from argcomplete import FilesCompleter
+    from argcomplete.completers import FilesCompleter
 
     return FilesCompleter(("yaml", "yml"))(prefix)
 

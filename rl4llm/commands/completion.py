@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    write_text(argcomplete.shellcode(["rl4llm"], shell=arguments.shell))
+    write_text(shellcode(["rl4llm"], shell=arguments.shell))
     return 0

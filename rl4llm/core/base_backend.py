@@ -6,16 +6,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TensorSpec, TrainBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 TokenMetrics = dict[str, Tensor]
 TokenLosses = Callable[[TrainBatch, Tensor, Tensor | None], tuple[Tensor, TokenMetrics]]
 """(batch, logprobs_BT, entropy_BT or None) -> (losses_BT, metrics by name, each (B, T))."""
+
+
+class TokenScorer(Protocol):
+    """What gives each token one number, which is all that is asked of a reference."""
+
+    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        """As `BaseBackend.forward`."""
+        ...
 
 
 class BaseAdapter(ABC):
@@ -34,6 +45,10 @@ class BaseAdapter(ABC):
         """Write what an adapter's directory holds beside its weights."""
 
     @abstractmethod
+    def base_digest(self) -> str:
+        """A hash of the frozen parameters; an adapter means nothing beside others."""
+
+    @abstractmethod
     def off(self) -> AbstractContextManager[None]:
         """Inside, the frozen model computes alone; nothing is trained meanwhile."""
 
@@ -46,6 +61,7 @@ class BaseBackend(ABC):
     0: a rank that has fewer than the others gives such ones. Where only an `adapter` trains, `weights` are the merged ones.
     """
 
+    model: PreTrainedModel
     adapter: BaseAdapter | None = None
     whole: bool = True  # whether this rank holds all of the weights, so that an engine in its process can read them in place
 

@@ -20,7 +20,7 @@ class BaseClient(ABC):
     context_length: int
     vocab_size: int
     in_process: ClassVar[bool] = False  # True: each rank has an engine of its own, else all speak with the same
-    publishers: ClassVar[tuple[str, ...]] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
+    publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
 
     def __str__(self) -> str:
         """What messages call it."""

@@ -10,7 +10,6 @@ Three levels, each a small step from the one before:
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import re
 from abc import ABC, abstractmethod
@@ -36,9 +35,12 @@ __all__ = [
     "Line",
     "RewardExample",
     "SampleState",
+    "Score",
 ]
 
 T = TypeVar("T")
+Score = float | Sequence[float]
+"""What a reward gives: a number, or with ``per_turn`` one for each turn of the policy."""
 RewardTransform = Callable[[dict[str, Tensor]], Tensor]
 
 
@@ -169,7 +171,10 @@ class EnvState:
 class LLM(Protocol):
     """The policy as an environment sees it: messages in, messages out, the exact tokens recorded on the side."""
 
-    context_length: int  # prompt plus completion, in tokens
+    @property
+    def context_length(self) -> int:
+        """Prompt plus completion, in tokens."""
+        ...
 
     async def open(self, sample: SampleState) -> None:
         """The sample's episode begins; it will ask for replies until `close`."""
@@ -211,7 +216,7 @@ class RewardExample:
 
     messages: Sequence[ChatMessage]
     ground_truth: Any
-    score: float | Sequence[float]
+    score: Score
     columns: Mapping[str, Any] = field(default_factory=dict)
     token_ids: Sequence[int] = ()
     tolerance: float = 1e-6
@@ -250,13 +255,19 @@ class BaseRewardFunction(ABC):
         self.name = name
 
     @abstractmethod
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+    def __call__(
+        self, messages: list[ChatMessage], ground_truth: Any, **kwargs: Any
+    ) -> Score | Coroutine[Any, Any, Score]:
         """The score of one finished conversation."""
 
-    def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
-        """Scores of many conversations, in order. Override it where a batch is cheaper than one call each."""
+    def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
+        """Scores of many conversations, in order; an exception in place of a score fails that conversation alone.
+
+        Override it where a batch is cheaper than one call each.
+        """
         scores = [self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples]
-        return all_together(scores) if inspect.iscoroutinefunction(self.__call__) else scores
+        awaited = [score for score in scores if isinstance(score, Coroutine)]
+        return all_together(awaited) if awaited else [score for score in scores if not isinstance(score, Coroutine)]
 
     def examples(self) -> Sequence[RewardExample]:
         """Right and wrong answers with the score they must get; training refuses to start when one does not hold."""
@@ -411,7 +422,7 @@ class BaseMDPEnv:
             completion = await llm.reply(sample, sampling_params)
             sample.current_step += 1
             if sample.done:
-                return
+                return  # type: ignore[unreachable] # for mypy nobody else knows the sample
             if completion.finish_reason == "length" and not self.continue_truncated:
                 sample.finish("length")
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rl4llm.core.registry import Registry
@@ -33,7 +33,7 @@ class BaseOpponent(ABC):
         """Release everything."""
 
 
-OPPONENTS: Registry[type[BaseOpponent]] = Registry("env.opponents.name")
+OPPONENTS: Registry[Callable[..., BaseOpponent]] = Registry("env.opponents.name")
 """Those that a configuration may name; ``package.module:function`` is a function of the messages that returns the line."""
 
 register_opponent = OPPONENTS.register

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.checkpoint import latest_checkpoint, save_checkpoint, unfinished_saves
+from rl4llm.core.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint, unfinished_saves
 from rl4llm.core.errors import CheckpointError, NotFiniteError
 from rl4llm.core.failed_update import save_update
 from rl4llm.core.ranks import Ranks
@@ -189,7 +189,8 @@ class BaseTrainer(ABC, Generic[Collected]):
     def resume(self) -> None:
         """Continue from the newest checkpoint that is whole; without any, start at step 0."""
         root, run_id = self.run.checkpoints_dir, self.run.run_id
-        checkpoint = self.ranks.share(latest_checkpoint(root, run_id) if self.ranks.is_first else None)
+        newest = latest_checkpoint(root, run_id) if self.ranks.is_first else None
+        checkpoint: Checkpoint | None = self.ranks.share(newest)
         if checkpoint is None:
             self.begin(-1)
             for partial in unfinished_saves(root):
@@ -209,7 +210,7 @@ class BaseTrainer(ABC, Generic[Collected]):
 
     def write_checkpoint(self, directory: Path) -> dict[str, str]:
         """Fill the directory of a new checkpoint; returns the hashes of files that are known already."""
-        hashes = {}
+        hashes: dict[str, str] = {}
         for name, model in self.models().items():
             if self.ranks.is_first:
                 (directory / name).mkdir()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,13 +64,13 @@ def _product(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tens
 
 class _OneDNNLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_ND, bias_N):
+    def forward(ctx: Any, x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_ND)
         ctx.has_bias = bias_N is not None
         return _product(x, weight_ND, bias_N)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight_ND = ctx.saved_tensors
         grad_x = _product(grad, weight_ND.t()) if ctx.needs_input_grad[0] else None
         grad_weight = weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
@@ -118,14 +119,14 @@ class _RMSNorm(torch.autograd.Function):
     """Twice as fast as autograd through the formula, and it keeps no intermediate tensor but one number per row."""
 
     @staticmethod
-    def forward(ctx, x, weight_D, epsilon, dtype):
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
         x32 = x.float()
         scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight_D, scale)
         return ((x32 * scale).to(x.dtype) * weight_D).to(dtype)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight_D, scale = ctx.saved_tensors
         grad, weight32_D, size = grad.float().contiguous(), weight_D.float(), x.shape[-1]
         normed = x.float() * scale
@@ -166,11 +167,11 @@ def use_fast_norms(model: nn.Module) -> int:
 
 def _same_norm(module: nn.Module) -> FastRMSNorm | None:
     epsilon = getattr(module, "variance_epsilon", None)
-    names = [name for name, _ in module.named_parameters()]
+    parameters = dict(module.named_parameters())
     is_norm = type(module).__name__.endswith("RMSNorm") and not isinstance(module, FastRMSNorm)
-    if not is_norm or names != ["weight"] or epsilon is None:
+    if not is_norm or list(parameters) != ["weight"] or epsilon is None:
         return None
-    weight_D = module.weight
+    weight_D = parameters["weight"]
     fast = FastRMSNorm(weight_D, epsilon)
     x_ND = torch.linspace(-2, 3, 3 * len(weight_D), dtype=weight_D.dtype, device=weight_D.device).view(3, -1)
     return fast if torch.allclose(fast(x_ND), module(x_ND), rtol=1e-5, atol=1e-6) else None

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,9 @@ class Ranks:
         """The largest over all ranks."""
         return number
 
-    def share(self, value: T) -> T:
-        """What the first rank says, on every rank."""
-        return value
+    def share(self, value: T | None) -> T:
+        """What the first rank says, on every rank; what the others give does not matter."""
+        return cast(T, value)
 
     def spread(self, tensor: Tensor) -> None:
         """Put into the tensor what it holds on the first rank."""
@@ -88,8 +88,8 @@ class DistributedRanks(Ranks):
         self._speak(dist.all_reduce, value, dist.ReduceOp.MAX)
         return int(value)
 
-    def share(self, value: T) -> T:
-        box = [value]
+    def share(self, value: T | None) -> T:
+        box: list[Any] = [value]
         self._speak(dist.broadcast_object_list, box)
         return box[0]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from rl4llm.core.errors import ConfigError, unknown
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class Registry(Generic[T]):
@@ -27,13 +28,13 @@ class Registry(Generic[T]):
         self.where = where
         self._items: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str) -> Callable[[Item], Item]:
         """Decorator that adds a class or function under `name`; a name can be taken only once."""
 
-        def add(item: T) -> T:
-            if self._items.get(name, item) is not item:
+        def add(item: Item) -> Item:
+            if name in self._items and self._items[name] is not item:
                 raise ConfigError(f"{self.where}={name!r} is already registered as {self._items[name]!r}.")
-            self._items[name] = item
+            self._items[name] = cast(T, item)  # what is decorated keeps its own type for whoever calls it
             return item
 
         return add

@@ -65,7 +65,7 @@ def header(specs: Sequence[TensorSpec]) -> bytes:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor on the CPU."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_all(file: BinaryIO, data: memoryview) -> None:

@@ -42,7 +42,7 @@ class Problem:
         """The calculator's expressions and results, in order."""
         first = _apply(self.a, self.op, self.b)
         steps = [(f"{self.a}{self.op}{self.b}", first)]
-        if self.op2 is not None:
+        if self.op2 is not None and self.c is not None:
             steps.append((f"{first}{self.op2}{self.c}", _apply(first, self.op2, self.c)))
         return steps
 

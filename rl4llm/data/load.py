@@ -228,7 +228,7 @@ def _hash(stored: Any) -> str:
 
 
 def _column(where: str, row: Mapping[str, Any], option: str, column: str | None) -> Any:
-    if column not in row:
+    if column is None or column not in row:
         raise DataError(f"{where}: {unknown(option, str(column), map(str, row))}")
     return row[column]
 

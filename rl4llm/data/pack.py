@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -338,7 +339,8 @@ def _shared_prompts(flat: _Layable, budget: int) -> _Pieces:
     owner = np.concatenate([unit[heads], unit])
     is_prompt = np.arange(len(owner)) < len(heads)
     order = np.lexsort((~is_prompt, owner))  # stable: each unit's prompt, then its trajectories
-    source, length, owner, is_prompt = (array[order] for array in (source, length, owner, is_prompt))
+    source, length, owner = (array[order] for array in (source, length, owner))
+    is_prompt = is_prompt[order]
     batch = _first_fit(np.bincount(owner, weights=length).astype(np.int64), budget)[owner]
     column, segment = _line_up(length, batch)
     prompt_of_unit = np.full(len(members), NEVER)
@@ -396,7 +398,7 @@ def _flatten(
     sampled = np.array([span.author == "policy" for span in spans])
     mask = np.repeat(sampled, sizes)
     logprobs = np.zeros(len(mask), np.float32)
-    logprobs[mask] = _chained([span.logprobs for span in spans if span.author == "policy"], np.float32)
+    logprobs[mask] = _chained([span.logprobs for span in spans if span.logprobs is not None], np.float32)
     first_span = np.cumsum(counts) - counts
     lengths = np.add.reduceat(sizes, first_span)
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -441,7 +443,7 @@ def _numbered(keys: Iterable[object]) -> Ints:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _chained(parts: list[tuple[float, ...]], dtype: type) -> NDArray:
+def _chained(parts: list[tuple[float, ...]], dtype: type) -> NDArray[Any]:
     return np.fromiter(itertools.chain.from_iterable(parts), dtype, count=sum(map(len, parts)))
 
 
@@ -453,7 +455,7 @@ def _batch(flat: _Flat, pieces: _Pieces, pad_token_id: int) -> TrainBatch:
     target = np.repeat(pieces.row * columns, pieces.length) + column
     source = np.repeat(pieces.source, pieces.length) + within
 
-    def spread(values: NDArray, fill: int = 0) -> Tensor:
+    def spread(values: NDArray[Any], fill: int = 0) -> Tensor:
         out = np.full(rows * columns, fill, values.dtype)
         out[target] = values
         return torch.from_numpy(out.reshape(rows, columns))

@@ -53,6 +53,13 @@ class PromptStream:
         self._consumed = 0
         self._orders: dict[int, np.ndarray] = {}
 
+    def observe(self, played: Mapping[str, tuple[int, int]]) -> None:
+        """How many episodes of each watched part succeeded, of how many; here nothing depends on it."""
+
+    def metrics(self) -> dict[str, float]:
+        """What decided about the next prompts."""
+        return {}
+
     def next_batch(self, total: int | None = None) -> list[int]:
         """The rows of this rank's next prompts: its share of `total`, which every rank must say, or `batch_size`."""
         total = self.batch_size * self.world_size if total is None else total

@@ -142,7 +142,8 @@ def _csv(path: Path, split: str) -> Iterator[Located]:
         for row in reader:
             where = f"{path}:{reader.line_num}"
             if "" in row or None in row.values():
-                raise DataError(f"{where}: this row has more or fewer fields than the {len(reader.fieldnames)} columns.")
+                columns = len(reader.fieldnames or ())
+                raise DataError(f"{where}: this row has more or fewer fields than the {columns} columns.")
             yield where, row
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}.") from error

@@ -155,6 +155,7 @@ class Renderer:
         prompt, whole = self._text(history), self._template.text([*history, message], prompt=False).rstrip()
         end = self._template.tokenizer.convert_ids_to_tokens(self.stop_token_ids[0])
         said = whole.removeprefix(prompt).removesuffix(end)
+        reason: str | None
         if not whole.startswith(prompt):
             reason = f"it renders the turn in another way than behind the generation prompt, which ends in {prompt[-40:]!r}"
         elif not whole.endswith(end):

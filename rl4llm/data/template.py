@@ -259,7 +259,7 @@ class _Probe:
             messages += [reply, *turn]
         return messages
 
-    def _history(self, number: int) -> list[ChatMessage]:
+    def _history(self, number: int) -> Sequence[ChatMessage]:
         return self._base or [*self._messages(number), self._replies[number]]
 
     def _check_opening(self, piece: str) -> None:

@@ -60,7 +60,7 @@ class CodeEnv(BaseMDPEnv):
         sandbox: Runner | None = None,
         **kwargs: Any,
     ):
-        super().__init__(*args, max_steps=max_steps, **kwargs)
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
         if max_reply_chars < 1:
             raise ConfigError(f"env.max_reply_chars={max_reply_chars} is not accepted: at least 1.")
         self.max_reply_chars = max_reply_chars

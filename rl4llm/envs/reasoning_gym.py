@@ -74,13 +74,13 @@ def _problems(task: str, options: str, limit: int) -> Iterator[dict[str, Any]]:
         batch = max(limit, HELD_OUT_SHARE)
         for start in range(0, TRIES * batch, batch):
             for made in pool.map([[task, options, number] for number in range(start, start + batch)]):
-                _check(task, options, made)
-                yield made
+                yield _checked(task, options, made)
     finally:
         pool.close()
 
 
-def _check(task: str, options: str, made: Any) -> None:
+def _checked(task: str, options: str, made: Any) -> dict[str, Any]:
+    """What a worker made; ConfigError where it made no problem."""
     if isinstance(made, Unavailable):
         raise ConfigError(
             f"env.name='reasoning_gym' needs the package reasoning-gym: {made.reason}. Next step: pip install "
@@ -90,3 +90,4 @@ def _check(task: str, options: str, made: Any) -> None:
         raise ConfigError(f"env.task={task!r} makes no problem with env.task_options and seed {options}: {made.reason}")
     if "known" in made:
         raise ConfigError(unknown("env.task", task, made["known"]))
+    return made

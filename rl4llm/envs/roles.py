@@ -47,7 +47,7 @@ class RolesEnv(BaseMDPEnv):
         max_steps: turns of each role.
     """
 
-    roles = ("agent", "user")
+    roles: tuple[str, ...] = ("agent", "user")
     continue_truncated = True
     instructions: Mapping[str, str] = {}
     instruction: str | None = None  # of roles that have none of their own
@@ -67,7 +67,7 @@ class RolesEnv(BaseMDPEnv):
         self.instructions = {**self.instructions, **_mapped("instructions", instructions or {})}
         given = _mapped("opponents", self.opponents if opponents is None else opponents)
         self.opponents = {role: _as_opponent(role, item) for role, item in given.items()}
-        super().__init__(*args, max_steps=max_steps, **kwargs)
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
         if len(self.roles) < 2:
             raise ConfigError(f"env.roles={list(self.roles)} is not accepted: two or more.")
         for role in self.instructions:
@@ -110,7 +110,8 @@ class RolesEnv(BaseMDPEnv):
 
     async def _run_turns(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
         """`sample` is the first of the episode's, and was opened."""
-        seats, opened = sample.episode.seats, sample
+        episode = _episode_of(sample)
+        seats, opened = episode.seats, sample
         while (seat := await self._next(sample)) is not None:
             if seat.role in self.opponents:
                 text = await self._opponents_line(seat, sampling_params)
@@ -120,14 +121,14 @@ class RolesEnv(BaseMDPEnv):
             if text is None:
                 break
             seat.current_step += 1
-            sample.episode.said.append(Line(seat.role, text))
+            episode.said.append(Line(seat.role, text))
         for seat in seats.values():
             seat.finish("done")
         await llm.close(opened)
 
     async def _next(self, sample: SampleState) -> SampleState | None:
         """Whose turn it is, with what it hears in its conversation; nobody's when the episode is over."""
-        episode, where = sample.episode, type(self).__name__
+        episode, where = _episode_of(sample), type(self).__name__
         if any(seat.done for seat in episode.seats.values()):
             return None
         work = self.off_loop(lambda: self._turn(episode))
@@ -165,7 +166,7 @@ class RolesEnv(BaseMDPEnv):
 
     async def _opponents_line(self, seat: SampleState, sampling_params: SamplingParams) -> str | None:
         opponent = self.opponents[seat.role]
-        seed = derive_seed(seat.episode.seed, seat.role, seat.current_step)
+        seed = derive_seed(_episode_of(seat).seed, seat.role, seat.current_step)
         work = _text(opponent, seat.messages, sampling_params.replace(seed=seed))
         what = f"the opponent that plays {seat.role!r}"
         text = await self.contained(seat, what, work, kind="opponent", timeout_s=opponent.reply_timeout_s)
@@ -232,6 +233,11 @@ def lines_since(role: str, episode: EpisodeState) -> list[Line]:
     """What was said after the last line of a role."""
     spoke = [number for number, line in enumerate(episode.said) if line.role == role]
     return episode.said[spoke[-1] + 1 if spoke else 0 :]
+
+
+def _episode_of(sample: SampleState) -> EpisodeState:
+    assert sample.episode is not None  # each sample of several roles has one
+    return sample.episode
 
 
 async def _pass_on(llm: LLM, opened: SampleState, seat: SampleState) -> SampleState:

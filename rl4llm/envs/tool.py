@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.deadline import LateError, within
 from rl4llm.core.errors import ConfigError, EnvError
-from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
 from rl4llm.data.template import decode
 from rl4llm.envs.registry import register_env
 from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes
@@ -94,7 +94,7 @@ class ToolMDPEnv(BaseMDPEnv):
         self.respond_timeout_s = max([self.respond_timeout_s, *(max_calls * deadline + GRACE_S for deadline in deadlines)])
         if describe_tools:
             kwargs.setdefault("tool_schemas", [dict(tool.schema) for tool in self.tools.values()])
-        super().__init__(*args, max_steps=max_steps, **kwargs)
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
         self.format = call_format(format, self.tokenizer, self.tool_schemas)
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
@@ -140,7 +140,7 @@ class ToolMDPEnv(BaseMDPEnv):
 
     def _said(self, sample: SampleState) -> str:
         """The policy's last turn with its special tokens, in which some formats are written."""
-        spans = []
+        spans: list[TokenSpan] = []
         for span in reversed(sample.spans):
             if span.author != "policy":
                 break

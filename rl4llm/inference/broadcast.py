@@ -9,10 +9,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 TRAINER = 0
@@ -33,21 +35,17 @@ class Broadcast:
     def connect(self) -> None:
         """Meet the server's ranks."""
         # torch's own "tcp://" would look for a store that torchrun's agent keeps, where there is none.
-        store = dist.TCPStore(self.host, self.port, self.world_size, is_master=True, timeout=self._timeout)
+        store = TCPStore(self.host, self.port, self.world_size, is_master=True, timeout=self._timeout)
+        options: dict[str, Any] = {"group_name": self.name, "timeout": self._timeout}
         group, _ = _new_process_group_helper(
-            self.world_size,
-            TRAINER,
-            [],
-            Backend(self.backend),
-            PrefixStore(self.name, store),
-            group_name=self.name,
-            timeout=self._timeout,
+            self.world_size, TRAINER, [], Backend(self.backend), PrefixStore(self.name, store), **options
         )
         _world.pg_group_ranks[group] = {i: i for i in range(self.world_size)}
         self._group = group
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast tensors in order, and wait until they are through."""
+        assert self._group is not None  # `connect` came before
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = TRAINER, 0
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:

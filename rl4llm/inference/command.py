@@ -130,9 +130,9 @@ def server_command(
     _refuse_open_door(engine, kind, host, flags)
     if kind.second_port and not _given(kind.second_port, flags):
         flags += [kind.second_port, str(free_port("127.0.0.1"))]
-    flags += _missing(kind.flags | (_cpu_flags(kind, flags) if cpu else {}), flags)
+    flags += _missing({**kind.flags, **(_cpu_flags(kind, flags) if cpu else {})}, flags)
     start = [str(SERVERS / kind.cpu_script)] if cpu and kind.cpu_script else ["-m", *kind.module]
-    added = dict(kind.environment | kind.cpu_environment if cpu else kind.environment)
+    added = {**kind.environment, **(kind.cpu_environment if cpu else {})}
     environment = {name: value for name, value in added.items() if name not in os.environ}
     environment["PATH"] = os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])
     if kind.extended:

@@ -216,7 +216,7 @@ class Engine:
         if len(token_ids) == 1:
             return []
         tokens_T = torch.tensor(list(token_ids), device=self._device)
-        cache = KVCache(self._decoder.num_layers, self._cache.dtype, self._device)
+        cache = KVCache(self._cache.dtype, self._device)
         cache.reserve(1, len(token_ids))
         cache.window = Window(cache, 0, [0], len(token_ids) - 1)
         logprobs_TV = self._decoder.logits(tokens_T[None, :-1], cache)[0].float().log_softmax(-1)
@@ -224,9 +224,9 @@ class Engine:
 
     def _choose_path(self) -> None:
         self._decoder, self._reason = choose_decoder(self._model, self._path, self.context_length)
-        shape = self._decoder.num_layers, next(self._model.parameters()).dtype, self._device
-        self._prefix_cache = KVCache(*shape)
-        self._cache = KVCache(*shape, prefixes=self._prefix_cache)
+        dtype = next(self._model.parameters()).dtype
+        self._prefix_cache = KVCache(dtype, self._device)
+        self._cache = KVCache(dtype, self._device, prefixes=self._prefix_cache)
         self._prefixes = PrefixTable(self._prefix_cache)
         self._rows = RowTable(self._cache, self._max_rows)
 
@@ -262,8 +262,8 @@ class Engine:
         request.version = self.version if request.version is None else min(request.version, self.version)
         row = self._rows.take(request.session)
         start = row.reusable(request.token_ids[:-1]) if row else 0
-        if not start:
-            row = Row(request)
+        if row is None or not start:
+            return Newcomer(Row(request), 0)
         row.request = request
         return Newcomer(row, start)
 
@@ -284,10 +284,10 @@ class Engine:
 
     def _copy_prefixes(self, rows: Sequence[Row]) -> None:
         """Give rows that cannot read their prefix in place a copy of it; those back from an earlier turn have theirs."""
-        rows = [row for row in rows if not row.cached_ids]
-        longest = max((len(row.prefix.token_ids) for row in rows), default=0)
+        pairs = [(row.prefix, row.slot) for row in rows if row.prefix and not row.cached_ids]
+        longest = max((len(prefix.token_ids) for prefix, _ in pairs), default=0)
         self._cache.reserve(0, longest)
-        self._cache.copy(self._prefix_cache, [(row.prefix.slot, row.slot) for row in rows], longest)
+        self._cache.copy(self._prefix_cache, [(prefix.slot, slot) for prefix, slot in pairs], longest)
 
     def _fill(self, cache: KVCache, fills: Sequence[Fill]) -> None:
         for chunk in self._chunks([fill for fill in fills if fill.token_ids]):
@@ -319,7 +319,7 @@ class Engine:
         bases = [row.base for row in rows]
         if not any(bases):
             return None
-        return SharedPrefix([row.prefix.slot if row.base else None for row in rows], bases, self._device)
+        return SharedPrefix([row.prefix.slot if row.prefix and row.base else None for row in rows], bases, self._device)
 
     def _current_batch(self) -> Batch:
         """The running batch, made anew when its rows changed or outgrew the cache."""
@@ -386,6 +386,7 @@ class Engine:
         return None if request.tokens_left else "length"
 
     def _completion(self, request: Request, reason: FinishReason) -> Completion:
+        assert request.version is not None  # since it was admitted
         sampled = request.sampled
         text = self._stops.text(sampled, request.rule[1])
         return Completion(text, tuple(sampled), tuple(request.logprobs), reason, request.version)
@@ -394,5 +395,5 @@ class Engine:
         for row in leaving:
             row.session = row.request.session if park else ""
             row.cached_ids = row.request.token_ids[:-1]
-            row.request, row.last_used = None, self._counters.decode_steps
+            row.last_used = self._counters.decode_steps
         self._rows.leave(leaving)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from rl4llm.core.base_client import BaseClient
@@ -297,8 +298,9 @@ class FleetClient(BaseClient):
         if member is not self._router:
             return member.version
         versions = [server.version for server in self._pool()]
+        known = [version for version in versions if version is not None]
         newest = self._target.version if self._target else None
-        return None if None in versions else min(versions, default=newest)
+        return None if len(known) < len(versions) else min(known, default=newest)
 
     def _check_version(self, member: Member, before: int | None, completion: Completion) -> None:
         """A reply counts when its weights are those the server was proven to hold, or newer ones it was given meanwhile."""
@@ -316,18 +318,19 @@ class FleetClient(BaseClient):
         self._start()
         while True:
             answers = await asyncio.gather(*(self._ask_one(member, ask) for member in self._pool()))
-            found = [answer for answered, answer in answers if answered]
+            found = list(chain.from_iterable(answers))
             if found:
                 return found
             await self._wait(self._pool)
 
-    async def _ask_one(self, member: Member, ask: Ask[T]) -> tuple[bool, T | None]:
+    async def _ask_one(self, member: Member, ask: Ask[T]) -> list[T]:
+        """Its answer, if there is one."""
         try:
             async with member.lock:  # not in the midst of a health check
-                return True, await ask(member.client)
+                return [await ask(member.client)]
         except UnreachableError as error:
             self._leave(member, str(error), move=True)
-            return False, None
+            return []
 
     async def _load_into(self, members: Sequence[Member], weight_ref: WeightRef) -> list[EngineError]:
         found = await asyncio.gather(*(self._load_one(member, weight_ref) for member in members))

@@ -22,7 +22,7 @@ from rl4llm.inference.chat_server import ChatServer
 from rl4llm.rewards import RewardFailure
 
 CORRECTNESS = "An answer is right when it says the same as the reference answer, in whatever words, and nothing against it."
-_EXAMPLES = (
+_EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"question": "How many legs have two dogs?", "ground_truth": "8", "answer": "Two dogs have 8 legs.", "score": 1.0},
     {"question": "How many legs have two dogs?", "ground_truth": "8", "answer": "Two dogs have 6 legs.", "score": 0.0},
 )
@@ -135,7 +135,7 @@ class LLMJudge(BaseRewardFunction):
         cases = [_case(sample) for sample in samples]
         settled = [self._settle(sample, case) for sample, case in zip(samples, cases, strict=True)]
         asked = {self._key(case): case for case, score in zip(cases, settled, strict=True) if score is None}
-        verdicts = dict(zip(asked, all_together([self._judge_all(list(asked.items()))])[0], strict=True)) if asked else {}
+        verdicts = dict(zip(asked, self._verdicts(asked), strict=True))
         scores = [verdicts[self._key(case)] if known is None else known for case, known in zip(cases, settled, strict=True)]
         return [
             score if isinstance(score, RewardFailure) else score[case.roles.index(sample.role)]
@@ -170,6 +170,14 @@ class LLMJudge(BaseRewardFunction):
         said = case.said if case.roles == ("",) else [case.roles, case.lines]
         content = [self.server.model, self.rubric, self.lowest, self.highest, case.question, case.reference, said]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def _verdicts(self, asked: Mapping[str, _Case]) -> list[Scores | RewardFailure]:
+        if not asked:
+            return []
+        verdicts = all_together([self._judge_all(list(asked.items()))])[0]
+        if isinstance(verdicts, Exception):
+            raise verdicts
+        return verdicts
 
     async def _judge_all(self, cases: Sequence[tuple[str, _Case]]) -> list[Scores | RewardFailure]:
         try:
@@ -252,8 +260,10 @@ class _Cache:
 
 def _case(sample: SampleState) -> _Case:
     if sample.episode is None:
-        prompt, rest = sample.messages[: sample.init_msg_size], sample.messages[sample.init_msg_size :]
-        said = [("", next((message.content for message in reversed(rest) if message.role == "assistant"), ""))]
+        prompt: Sequence[ChatMessage] = sample.messages[: sample.init_msg_size]
+        rest = sample.messages[sample.init_msg_size :]
+        last = next((message.content for message in reversed(rest) if message.role == "assistant"), "")
+        said: Sequence[tuple[str, str]] = [("", last)]
         roles: tuple[str, ...] = ("",)
     else:
         prompt, said, roles = sample.episode.task, sample.episode.said, tuple(sample.episode.seats)

@@ -17,16 +17,26 @@ class KVCache:
     is the cache whose rows are prompts that several rows of this one begin with.
     """
 
-    def __init__(self, num_layers: int, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None):
+    def __init__(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None):
         self.dtype, self.device, self.prefixes = dtype, device, prefixes
         self.rows = self.capacity = 0
-        self.window: Window | None = None
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
+        self._window: Window | None = None
+        self._keys: dict[int, Tensor] = {}  # slabs by layer
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def window(self) -> Window:
+        """What the pass under way computes; whoever starts one sets it."""
+        assert self._window is not None
+        return self._window
+
+    @window.setter
+    def window(self, window: Window) -> None:
+        self._window = window
 
     @property
     def num_bytes(self) -> int:
-        return sum(slab.numel() * slab.element_size() for slab in self._slabs())
+        return sum(slab.numel() * slab.element_size() for slabs in (self._keys, self._values) for slab in slabs.values())
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens, keeping what is there."""
@@ -36,10 +46,9 @@ class KVCache:
         if (rows, length) == (self.rows, self.capacity):
             return
         for slabs in (self._keys, self._values):
-            for layer, slab in enumerate(slabs):
-                if slab is not None:
-                    slabs[layer] = slab.new_zeros(rows, slab.shape[1], length, slab.shape[3])
-                    slabs[layer][: self.rows, :, : self.capacity] = slab
+            for layer, slab in slabs.items():
+                slabs[layer] = slab.new_zeros(rows, slab.shape[1], length, slab.shape[3])
+                slabs[layer][: self.rows, :, : self.capacity] = slab
         self.rows, self.capacity = rows, length
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,19 +65,17 @@ class KVCache:
             return
         source_rows, target_rows = torch.tensor(pairs, device=self.device).unbind(1)
         for slabs, theirs in ((self._keys, source._keys), (self._values, source._values)):
-            for layer, slab in enumerate(theirs):
-                if slab is not None:
-                    used = slab[:, :, :length].index_select(0, source_rows)
-                    self._slab(slabs, layer, used)[:, :, :length].index_copy_(0, target_rows, used)
+            for layer, slab in theirs.items():
+                used = slab[:, :, :length].index_select(0, source_rows)
+                self._slab(slabs, layer, used)[:, :, :length].index_copy_(0, target_rows, used)
 
     def drop(self) -> None:
         """Give the memory back."""
         self.rows = self.capacity = 0
-        self.window = None
-        self._keys = [None] * len(self._keys)
-        self._values = [None] * len(self._values)
+        self._window = None
+        self._keys, self._values = {}, {}
 
-    def _update(self, slabs: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
+    def _update(self, slabs: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
         window = self.window
         slab = self._slab(slabs, layer, new)
         rows = slice(window.first, window.first + window.rows)
@@ -78,13 +85,10 @@ class KVCache:
         slab.view(-1, slab.shape[3]).index_copy_(0, window.index(slab.shape[1]), new.reshape(-1, slab.shape[3]))
         return slab[rows, :, : window.span]
 
-    def _slab(self, slabs: list[Tensor | None], layer: int, like: Tensor) -> Tensor:
-        if slabs[layer] is None:
+    def _slab(self, slabs: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
+        if layer not in slabs:
             slabs[layer] = like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
         return slabs[layer]
-
-    def _slabs(self) -> list[Tensor]:
-        return [slab for slab in (*self._keys, *self._values) if slab is not None]
 
 
 class SharedPrefix:
@@ -169,7 +173,8 @@ class Window:
 
     def causal_mask(self, dtype: torch.dtype) -> Tensor:
         """The mask spelled out, (B, 1, S, span), for a forward that cannot do without one."""
-        return self._hidden(dtype, self.span) if self._mask is None else self.mask
+        mask = self.mask
+        return self._hidden(dtype, self.span) if mask is None else mask
 
     def index(self, heads: int) -> Tensor:
         """Where the new vectors go in a slab seen as (rows * heads * capacity, D)."""

@@ -215,6 +215,8 @@ class Server:
             )
 
     def _take_note(self) -> None:
+        if self._supervisor is None:
+            return
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family.update(psutil.Process(self._supervisor.pid).children(recursive=True))
 

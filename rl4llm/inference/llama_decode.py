@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from rl4llm.core.errors import EngineError
 from rl4llm.core.kernels import FastLinear, linear
-from rl4llm.inference.kv_cache import KVCache, Window
+from rl4llm.inference.kv_cache import KVCache, SharedPrefix, Window
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 CHANGING_ROPE = ("dynamic", "longrope")
 ROPE_AHEAD = 256
+Shared = tuple[SharedPrefix, Tensor, Tensor]
+"""How rows read a prompt that is cached once, and its keys and values."""
 
 
 class UnsupportedModelError(EngineError):
@@ -127,16 +129,18 @@ class LlamaDecoder:
         return x
 
     @staticmethod
-    def _prefix(cache: KVCache, layer: int) -> tuple[Tensor, Tensor] | None:
+    def _prefix(cache: KVCache, layer: int) -> Shared | None:
         prefix = cache.window.prefix
-        return None if prefix is None else cache.prefixes.read(layer, prefix.prompts, prefix.length)
+        if prefix is None or cache.prefixes is None:
+            return None
+        return prefix, *cache.prefixes.read(layer, prefix.prompts, prefix.length)
 
     def _heads_of(self, x: Tensor, projection: Projection, norm: Norm | None) -> Tensor:
         heads = projection(x).view(*x.shape[:2], -1, self.head_dim)
         return heads if norm is None else norm(heads)
 
     def _attend_one(
-        self, query: Tensor, keys: Tensor, values: Tensor, shared: tuple[Tensor, Tensor] | None, window: Window
+        self, query: Tensor, keys: Tensor, values: Tensor, shared: Shared | None, window: Window
     ) -> Tensor:
         """One query position per row: the query heads that share a key head stand together as its queries.
 
@@ -146,23 +150,24 @@ class LlamaDecoder:
         query = query.view(window.rows, self.kv_heads, -1, self.head_dim) * self.scaling
         scores = _scores(query, keys)
         if shared is not None:
-            scores = torch.cat([window.prefix.spread(_scores(window.prefix.gather(query), shared[0])), scores], dim=-1)
+            prefix, prefix_keys, prefix_values = shared
+            scores = torch.cat([prefix.spread(_scores(prefix.gather(query), prefix_keys)), scores], dim=-1)
         if window.mask is not None:
             scores = scores + window.mask
         weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
         mixed = torch.matmul(weights[..., -window.span :], values)
         if shared is not None:
-            on_prefix = window.prefix.gather(weights[..., : window.prefix.length])
-            mixed = mixed + window.prefix.spread(torch.matmul(on_prefix, shared[1]))
+            on_prefix = prefix.gather(weights[..., : prefix.length])
+            mixed = mixed + prefix.spread(torch.matmul(on_prefix, prefix_values))
         return mixed.view(window.rows, 1, -1)
 
     def _attend_many(
-        self, query: Tensor, keys: Tensor, values: Tensor, shared: tuple[Tensor, Tensor] | None, window: Window
+        self, query: Tensor, keys: Tensor, values: Tensor, shared: Shared | None, window: Window
     ) -> Tensor:
         if shared is not None:
-            slots_B = window.prefix.slots_B
-            keys = torch.cat([shared[0].index_select(0, slots_B), keys], dim=2)
-            values = torch.cat([shared[1].index_select(0, slots_B), values], dim=2)
+            prefix, prefix_keys, prefix_values = shared
+            keys = torch.cat([prefix_keys.index_select(0, prefix.slots_B), keys], dim=2)
+            values = torch.cat([prefix_values.index_select(0, prefix.slots_B), values], dim=2)
         groups = self.heads // self.kv_heads
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -181,7 +186,8 @@ class LlamaDecoder:
             cos, sin = self._rotary(self._embedding[:1], positions[None])
             sin = torch.cat([-sin[0, :, : self.head_dim // 2], sin[0, :, self.head_dim // 2 :]], dim=-1)
             self._tables = cos[0], sin
-        return tuple(F.embedding(window.positions_BS, table).unsqueeze(2) for table in self._tables)
+        cos, sin = (F.embedding(window.positions_BS, table).unsqueeze(2) for table in self._tables)
+        return cos, sin
 
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:
@@ -195,15 +201,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def _layer(layer: nn.Module) -> Layer:
+def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    head_norms = [_norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")]
+    query_norm, key_norm = (
+        _norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+    )
     return Layer(
         _norm(layer.input_layernorm),
         _projection(attention.q_proj),
         _projection(attention.k_proj),
         _projection(attention.v_proj),
-        *head_norms,
+        query_norm,
+        key_norm,
         _projection(attention.o_proj),
         _norm(layer.post_attention_layernorm),
         _projection(mlp.gate_proj),
@@ -212,13 +221,13 @@ def _layer(layer: nn.Module) -> Layer:
     )
 
 
-def _projection(module: nn.Module) -> Projection:
+def _projection(module: Any) -> Projection:
     if type(module) not in (nn.Linear, FastLinear):
         raise UnsupportedModelError(f"a projection is a {type(module).__name__}, not a plain nn.Linear")
     return Projection(module.weight, module.bias)
 
 
-def _norm(module: nn.Module) -> Norm:
+def _norm(module: Any) -> Norm:
     if not type(module).__name__.endswith("RMSNorm"):
         raise UnsupportedModelError(f"a norm is a {type(module).__name__}, not an RMSNorm")
     return Norm(module.weight, module.variance_epsilon)

@@ -66,7 +66,7 @@ class LocalClient(BaseClient):
         self._paused = self._closed = False
         self._asleep: set[str] = set()
         self._pump: asyncio.Task[None] | None = None
-        self._changed: asyncio.Event | None = None
+        self._changed = asyncio.Event()
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
@@ -169,8 +169,7 @@ class LocalClient(BaseClient):
         self._pump.add_done_callback(self._pump_ended)
 
     def _wake_pump(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
+        self._changed.set()
 
     async def _run(self) -> None:
         while self._futures and self._pump is asyncio.current_task():
@@ -211,8 +210,8 @@ class LocalClient(BaseClient):
             return
         if pump.cancelled():
             self._fail(EngineError("The embedded engine's event loop ended while requests were under way."))
-        elif pump.exception() is not None:
-            self._fail(pump.exception())
+        elif (cause := pump.exception()) is not None:
+            self._fail(cause)
 
     def _fail(self, cause: BaseException) -> None:
         self._engine.reset()

@@ -81,7 +81,8 @@ class Member:
         try:
             return await task
         except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
                 raise
             raise MovedError(f"{self} left the pool: {self.reason}") from None
         finally:
@@ -126,7 +127,7 @@ class Homes:
     def place(self, session: str, options: Sequence[Member]) -> Member:
         """The server of a session's next request: where it was before, if that is one of the options."""
         home = self.of.get(session)
-        if home in options:
+        if home is not None and home in options:
             return home
         if home is not None:
             self.moved += 1

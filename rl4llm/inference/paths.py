@@ -56,9 +56,9 @@ def choose_decoder(model: Any, path: Path, context_length: int) -> Choice:
     reason = "asked for"
     if path != "model":
         try:
-            decoder = LlamaDecoder(model)
-            difference = prove(model, decoder, context_length)
-            return Choice(decoder, f"log-probs equal the model's own forward to {difference:.1e}")
+            fast = LlamaDecoder(model)
+            difference = prove(model, fast, context_length)
+            return Choice(fast, f"log-probs equal the model's own forward to {difference:.1e}")
         except UnsupportedModelError as error:
             reason = f"the fast path does not fit: {error}"
             if path == "fast":
@@ -83,7 +83,7 @@ def prove(model: Any, decoder: Decoder, context_length: int) -> float:
     try:
         with evaluating(model):
             expected = [model(tokens_BT[row : row + 1, :length]).logits[0, -1] for row, length in enumerate(lengths)]
-        found = _replay(decoder, KVCache(decoder.num_layers, parameter.dtype, parameter.device), tokens_BT, lengths)
+        found = _replay(decoder, KVCache(parameter.dtype, parameter.device), tokens_BT, lengths)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"the {decoder.name} path cannot run {type(model).__name__} with the engine's cache: {error}"

@@ -45,7 +45,8 @@ def holder(port: int) -> int | None:
         connections = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:
         return None
-    listening = [item for item in connections if item.status == psutil.CONN_LISTEN and item.laddr.port == port]
+    bound = [item for item in connections if item.laddr and item.laddr.port == port]
+    listening = [item for item in bound if item.status == psutil.CONN_LISTEN]
     return next((item.pid for item in listening if item.pid is not None), None)
 
 

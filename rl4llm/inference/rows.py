@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rl4llm.core.types import SamplingParams
@@ -47,7 +47,7 @@ class Prefix:
 class Row:
     """A row of the cache that is in use: by a request, or by a parked session whose tokens are `cached_ids`."""
 
-    request: Request | None
+    request: Request  # of a parked session the last one
     prefix: Prefix | None = None
     session: str = ""
     cached_ids: Sequence[int] = ()
@@ -61,8 +61,8 @@ class Row:
 
     @property
     def cached(self) -> int:
-        """How many tokens the cache holds; of a decoding row all but the one that is fed next."""
-        return len(self.request.token_ids) - 1 if self.request else len(self.cached_ids)
+        """How many tokens the cache holds: all but the last, which is fed next or never was."""
+        return len(self.request.token_ids) - 1
 
     def reusable(self, token_ids: Sequence[int]) -> int:
         """How many leading tokens of a sequence this row's cache already holds; 0 if not even its prefix fits."""
@@ -168,5 +168,5 @@ class PrefixTable:
         self._cache.drop()
 
 
-def _free(taken: Iterable[int], start: int = 0) -> Iterable[int]:
+def _free(taken: Iterable[int], start: int = 0) -> Iterator[int]:
     return itertools.filterfalse(set(taken).__contains__, itertools.count(start))

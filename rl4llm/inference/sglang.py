@@ -177,20 +177,19 @@ class SGLangClient(ServerClient):
     async def _broadcast(self, weight_ref: WeightRef) -> None:
         """The tensors through a process group; a group that failed is left, so that the next update makes a new one."""
         try:
-            if self._group is None:
-                await self._join()
+            group = self._group or await self._join()
             async with self._update():
                 for names, tensors, version in _buckets(weight_ref):
                     body = {
                         "names": names,
                         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
                         "shapes": [list(tensor.shape) for tensor in tensors],
-                        "group_name": self._group.name,
+                        "group_name": group.name,
                         "weight_version": version,
                         "flush_cache": True,
                     }
                     whole = [tensor.detach().contiguous() for tensor in tensors]
-                    await self._meet("/update_weights_from_distributed", body, self._group.send, whole)
+                    await self._meet("/update_weights_from_distributed", body, group.send, whole)
         except BaseException as error:
             await self._leave()
             if not isinstance(error, EngineError | RuntimeError | OSError):
@@ -200,7 +199,7 @@ class SGLangClient(ServerClient):
                 f"inference.trainer_host={self.trainer_host!r}."
             ) from error
 
-    async def _join(self) -> None:
+    async def _join(self) -> Broadcast:
         ranks = await self._ranks()
         backend = "gloo" if (await self._info()).get("device") == "cpu" else "nccl"
         self._group = group = Broadcast(self.trainer_host, 1 + ranks, f"rl4llm-{self.names.next('')}", backend)
@@ -213,6 +212,7 @@ class SGLangClient(ServerClient):
             "backend": group.backend,
         }
         await self._meet("/init_weights_update_group", body, group.connect)
+        return group
 
     async def _meet(self, path: str, body: Mapping[str, Any], ours: Callable[..., None], *arguments: Any) -> None:
         """Have the server do its part while this process does its own; neither goes on alone when the other fails."""
@@ -290,9 +290,10 @@ class SGLangClient(ServerClient):
         }
         answer, _ = await self._generate(body)
         rows = field(field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
-        if _column(rows, 1) not in (token_ids, self._as_labelled(token_ids)):
+        scores = _column(rows, 0)
+        if scores is None or _column(rows, 1) not in (token_ids, self._as_labelled(token_ids)):
             raise UnreachableError(f"{self.base_url} did not score the {len(token_ids)} tokens of request {request_id}.")
-        return [float("nan") if score is None else float(score) for score in _column(rows, 0)[1:]]
+        return [float("nan") if score is None else float(score) for score in scores[1:]]
 
     def _as_labelled(self, token_ids: list[int]) -> list[int]:
         """SGLang 0.5 scores the last token of the vocabulary rightly but calls it 0 in its answer."""
@@ -372,6 +373,7 @@ def _buckets(weight_ref: WeightRef) -> Iterator[tuple[list[str], list[Tensor], s
     names: list[str] = []
     tensors: list[Tensor] = []
     size = 0
+    assert weight_ref.tensors is not None  # it is of a kind that yields them
     for name, tensor in weight_ref.tensors():
         if tensors and size + tensor.nbytes > BUCKET_BYTES:
             yield names, tensors, None

@@ -84,7 +84,7 @@ class Transport:
             self._headers.setdefault("Authorization", aiohttp.BasicAuth(address.user, address.password or "").encode())
             self.base_url = str(address.with_user(None)).rstrip("/")
         self._session: aiohttp.ClientSession | None = None
-        self._line: asyncio.Semaphore | None = None
+        self._line = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self, path: str, *, deadline_s: float | None = None) -> Any:

@@ -48,7 +48,7 @@ class Nodes:
     def torchrun(self) -> list[str]:
         """The words that start so many processes of what follows."""
         words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.nproc}"]
-        if self.nnodes == 1:
+        if self.nnodes == 1 or self.rendezvous is None:
             return [*words, "--standalone"]
         place = [f"--nnodes={self.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}"]
         host = f"--rdzv-conf=is_host={str(self.node_rank == 0).lower()}"
@@ -56,7 +56,7 @@ class Nodes:
 
     def environ(self) -> dict[str, str]:
         """The environment variables that processes need to find those of other machines, besides torchrun's."""
-        if self.nnodes == 1:
+        if self.nnodes == 1 or self.rendezvous is None:
             return {}
         address = _own_address(self.rendezvous)
         owners = {item.address: name for name, own in psutil.net_if_addrs().items() for item in own}
@@ -98,7 +98,7 @@ class Supervisor:
             self._process = subprocess.Popen(
                 self._command, start_new_session=True, env=self._environ, preexec_fn=_told_when_we_die
             )
-            code = self._wait()
+            code = self._wait(self._process)
             if code == 0 or self._stopped:
                 return STOPPED if self._stopped else 0
             now = self._progress()
@@ -109,17 +109,17 @@ class Supervisor:
             self._say(f"The run ended with code {code} {_where(now)}; starting it again ({in_vain} times in vain so far).")
             time.sleep(min(2.0**in_vain, LONGEST_WAIT_S))
 
-    def _wait(self) -> int:
+    def _wait(self, launched: subprocess.Popen[bytes]) -> int:
         """Its exit code. A launcher whose processes are all gone may still wait for a machine out of reach, and is ended."""
-        process, had_some, alone_since = psutil.Process(self._process.pid), False, time.monotonic()
+        process, had_some, alone_since = psutil.Process(launched.pid), False, time.monotonic()
         while True:
             try:
-                return self._process.wait(min(1.0, LINGERS_S / 4))
+                return launched.wait(min(1.0, LINGERS_S / 4))
             except subprocess.TimeoutExpired:
                 if process.children():
                     had_some, alone_since = True, time.monotonic()
                 elif had_some and time.monotonic() - alone_since > LINGERS_S:
-                    self._process.kill()
+                    launched.kill()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Pass the signal on; the ranks finish their step and save."""

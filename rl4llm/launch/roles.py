@@ -19,7 +19,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.run_dir import RunDir
 from rl4llm.inference.command import KEY_VARIABLE as SERVER_KEY
 from rl4llm.inference.ports import is_loopback
-from rl4llm.tracking.wandb import redacted
+from rl4llm.tracking.redact import redacted
 
 NUMBER = "RL4LLM_NUMBER"
 ENV_TOKEN = "RL4LLM_ENV_TOKEN"  # as rl4llm.envs.remote.token has it, whose package imports torch

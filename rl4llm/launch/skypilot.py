@@ -70,12 +70,13 @@ def submit(job: Job) -> list[str]:
 def _gpu(job: Job) -> str:
     """The one type of all nodes."""
     kinds = {role.gpu for role in job.roles if role.gpus}
-    if len(kinds) != 1 or kinds == {None}:
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
         raise ConfigError(
             "--on skypilot: all nodes of a task are alike, so launch.gpu is to be set, such as H100, and launch.server_gpu "
             "left out."
         )
-    return kinds.pop()
+    return kind
 
 
 def _run(job: Job, machines: Sequence[Sequence[Place]]) -> str:

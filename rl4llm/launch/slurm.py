@@ -88,7 +88,7 @@ def _resources(job: Job, role: Role) -> list[str]:
 
 def _own(job: Job, role: Role) -> dict[str, str]:
     """The options of `sbatch` for a role: those of all, and over them its own."""
-    found = {name: OPTION.fullmatch(name) for name in job.options if name != "setup"}
+    found = {name: match for name in job.options if name != "setup" and (match := OPTION.fullmatch(name))}
     ranked = sorted(found, key=lambda name: bool(found[name][1]))
     return {found[name][2]: job.options[name] for name in ranked if found[name][1] in (None, role.name)}
 

@@ -115,7 +115,7 @@ def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tu
     if not len(dataset):
         raise ConfigError("The training data has no rows.")
     opponents = config.env.get("opponents")
-    provided = {"sandbox": build_sandbox(config)}
+    provided: dict[str, Any] = {"sandbox": build_sandbox(config)}
     if isinstance(opponents, Mapping):
         provided["opponents"] = {role: _silent for role, item in opponents.items() if item not in (None, THE_POLICY)}
     if given.hosted:

@@ -49,7 +49,8 @@ class Sharing:
 def sharing_of(backend: Mapping[str, Any], ranks: int, weight_bytes: int) -> Sharing:
     """What the options of `backend` say; one rank alone shares nothing."""
     if backend["name"] == "deepspeed":
-        section = backend.get("config") if isinstance(backend.get("config"), Mapping) else {}
+        given = backend.get("config")
+        section = given if isinstance(given, Mapping) else {}
         stage = backend.get("zero_stage")
         stage = section.get("zero_optimization", {}).get("stage", 2) if stage is None else stage
         return Sharing(
@@ -231,7 +232,7 @@ class _Memory:
             found.append(self._rollout())
         if self.needs.old_logprobs or self.needs.reference or self.needs.critic:
             found.append(self._logprobs())
-        if self.critic:
+        if self.critic and self.models.critic:
             found.append(self._update("critic", self.models.critic, self.critic, values=True))
         found.append(self._update("update", self.models.policy, self.policy, values=self.needs.value_head))
         return [Phase(phase.name, {name: size for name, size in phase.parts.items() if size}) for phase in found]

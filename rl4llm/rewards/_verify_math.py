@@ -6,6 +6,7 @@ Loaded by path inside a verifier process (`rl4llm.rewards.pool`); never import i
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import sympy.core.random
 from math_verify import parse, verify
@@ -19,5 +20,5 @@ def same_answer(gold: str, answer: str) -> bool:
     return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None))
 
 
-def _parsed(text: str) -> list:
+def _parsed(text: str) -> list[Any]:
     return parse(f"\\boxed{{{text}}}", parsing_timeout=None)

@@ -65,6 +65,7 @@ def _load(entry: str) -> Callable[..., Any]:
     if not module_name.endswith(".py"):
         return getattr(importlib.import_module(module_name), attribute)
     spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+    assert spec is not None and spec.loader is not None  # there is one for whatever ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -93,7 +93,7 @@ def brief(value: Any) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def _is_raised(value: Any) -> bool:
+def _is_raised(value: Any) -> TypeGuard[Exception]:
     """Whether a reward raised for this sample, and may do better when it is asked again; a RewardFailure will not."""
     return isinstance(value, Exception) and not isinstance(value, RewardFailure)
 
@@ -173,9 +173,13 @@ def _checked_turns(name: str, value: Any, sample: SampleState) -> list[float] | 
     if not isinstance(value, list | tuple) or len(value) != turns:
         accepted = f"{turns} turns of the policy; a list with a number for each is accepted"
         return Broken("invalid", f"reward {name!r} returned {brief(value)} for {accepted}")
-    checked = [_checked(name, turn, sample) for turn in value]
-    broken = next((item for item in checked if isinstance(item, Broken)), None)
-    return broken or [number for item in checked for number in item]
+    numbers: list[float] = []
+    for turn in value:
+        checked = _checked(name, turn, sample)
+        if isinstance(checked, Broken):
+            return checked
+        numbers += checked
+    return numbers
 
 
 @contextlib.contextmanager

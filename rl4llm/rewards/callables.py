@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
 from rl4llm.core.errors import ConfigError, RewardError, unknown
 from rl4llm.core.threads import all_together
 from rl4llm.core.types import ChatMessage
@@ -64,7 +64,7 @@ class BatchCallable(BaseRewardFunction):
 
     def __init__(
         self,
-        function: Callable[..., Sequence[float] | Coroutine[Any, Any, Sequence[float]]],
+        function: Callable[..., Sequence[Score] | Coroutine[Any, Any, Sequence[Score]]],
         name: str,
         *,
         per_turn: bool = False,
@@ -76,10 +76,13 @@ class BatchCallable(BaseRewardFunction):
         self._examples = examples
         self.parameters = inspect.signature(function).parameters
 
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        return self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Score:
+        score = self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
+        if isinstance(score, Exception):
+            raise score
+        return score
 
-    def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
+    def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
         """The function's scores; RewardError when it asks for a column that is not there."""
         available = self.columns(samples)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values()):
@@ -90,7 +93,7 @@ class BatchCallable(BaseRewardFunction):
             available["completions"] = completions
         self._check_columns(available, samples, len(positional))
         scores = self.function(*positional, **available)
-        if not inspect.iscoroutine(scores):
+        if not isinstance(scores, Coroutine):
             return scores
         result = all_together([scores])[0]
         if isinstance(result, Exception):

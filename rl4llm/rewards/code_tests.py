@@ -94,11 +94,13 @@ _END = r"[ \t.]*(?:\"\"\"|\'\'\')?[ \t]*$"
 def _is_example(call: str, value: str) -> bool:
     try:
         tree = ast.parse(call, mode="eval").body
+        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)):
+            return False
         for part in [value, *map(ast.unparse, [*tree.args, *(keyword.value for keyword in tree.keywords)])]:
             ast.literal_eval(part)
-    except (SyntaxError, ValueError, TypeError, AttributeError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return False
-    return isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
+    return True
 
 
 def _prefix(columns: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ Each takes the rewards by name, tensors of shape (num_samples,), and returns one
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -28,7 +29,7 @@ def weighted_sum(weights: Mapping[str, float]) -> Callable[[dict[str, Tensor]], 
 
     def transform(rewards: dict[str, Tensor]) -> Tensor:
         _check_names(weights, rewards)
-        return sum(weight * rewards[name] for name, weight in weights.items())
+        return functools.reduce(torch.add, (weight * rewards[name] for name, weight in weights.items()))
 
     return transform
 

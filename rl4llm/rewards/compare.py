@@ -63,17 +63,17 @@ def same(gold: str, answer: str) -> bool | None:
     A percentage equals its number and its hundredth. A decimal equals a fraction when it is that fraction rounded to at
     least six places. Units after a number do not count. A number in another base equals itself without the base.
     """
-    gold, answer = _tidy(gold), _tidy(answer)
-    if gold.text and gold.text == answer.text:
+    wanted, given = _tidy(gold), _tidy(answer)
+    if wanted.text and wanted.text == given.text:
         return True
-    gold_number, answer_number = _number(gold.text), _number(answer.text)
-    if gold_number and answer_number:
-        return _same_number(gold_number, answer_number)
-    if gold.words:
-        return _words(gold.text) == _words(answer.text)
-    if "=" in answer.text and "=" not in gold.text and _is_equation(answer.text):
+    wanted_number, given_number = _number(wanted.text), _number(given.text)
+    if wanted_number and given_number:
+        return _same_number(wanted_number, given_number)
+    if wanted.words:
+        return _words(wanted.text) == _words(given.text)
+    if "=" in given.text and "=" not in wanted.text and _is_equation(given.text):
         return False
-    return _same_in_base(gold.text, answer.text, gold_number)
+    return _same_in_base(wanted.text, given.text, wanted_number)
 
 
 def number(text: str) -> Number | None:

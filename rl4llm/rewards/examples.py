@@ -27,7 +27,7 @@ def _problems(reward_function: BaseRewardFunction) -> Iterator[str]:
     samples = [_example_sample(index, example) for index, example in enumerate(examples)]
     patience = Patience(SLOW_AFTER_S, reward_function.score_timeout_s)
     for example, values in zip(examples, ask(reward_function, samples, patience), strict=True):
-        promised = example.score if reward_function.per_turn else [example.score]
+        promised = example.score if isinstance(example.score, Sequence) else [example.score]
         text = f"{_shown(example)}: expected {_numbers(promised)}, but"
         if isinstance(values, Broken):
             yield f"{text} {values.reason}"

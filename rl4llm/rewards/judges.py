@@ -115,7 +115,8 @@ class Winner(BaseJudge):
         for number, (line, score) in enumerate(zip(case.transcript, scores, strict=True)):
             before = since.get(line.role)
             since[line.role] = None if as_number(score) < self.at_least else number if before is None else before
-        winners = sorted((role for role, number in since.items() if number is not None), key=lambda role: since[role])
+        right = {role: number for role, number in since.items() if number is not None}
+        winners = sorted(right, key=right.__getitem__)
         if self.several == "first":
             winners = winners[:1]
         return {role: float(role in winners) for role in since}

@@ -78,9 +78,6 @@ class _Worker:
     def idle(self) -> bool:
         return self.ready and self.task is None
 
-    def fileno(self) -> int:
-        return self.channel.fileno()
-
     def send(self, task: int, message: bytes, timeout_s: float) -> bool:
         """Hand a task over; False when the process is gone or does not read."""
         self.task = task
@@ -281,9 +278,9 @@ class VerifierPool:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_MESSAGE_BYTES)
             process = subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER_FILE), json.dumps(settings)],
-                stdin=theirs,
-                stdout=log,
-                stderr=log,
+                stdin=theirs.fileno(),
+                stdout=log.fileno(),
+                stderr=log.fileno(),
                 env=environment,
                 process_group=0,
                 pass_fds=[its_end.fileno()],
@@ -323,8 +320,10 @@ class VerifierPool:
         if not waited_for:
             return
         patience = min(worker.deadline for worker in waited_for) - time.monotonic()
-        for worker in wait(waited_for, max(0.0, patience)):
-            self._read(worker, job)
+        answered = wait([worker.channel for worker in waited_for], max(0.0, patience))
+        for worker in waited_for:
+            if worker.channel in answered:
+                self._read(worker, job)
         now = time.monotonic()
         for worker in [worker for worker in self._crew if not worker.idle and worker.deadline <= now]:
             self._overdue(worker, job)
@@ -340,7 +339,7 @@ class VerifierPool:
         if not worker.ready:
             worker.ready = True
             self._failed_starts = 0
-        elif reply.get("id") == worker.task:
+        elif worker.task is not None and reply.get("id") == worker.task:
             job.outcomes[worker.task] = Crash(reply["error"]) if "error" in reply else reply.get("value")
             worker.task = None
             if reply.get("tired"):

@@ -106,7 +106,7 @@ def _end_of_exponent(answer: str, start: int) -> int:
     """The end of the group, or of the run of letters and digits, that begins at `start`."""
     opens = answer[start : start + 1]
     if opens not in _CLOSES:
-        return start + len(re.match(r"[-+]?\w*", answer[start:]).group())
+        return start + len(re.findall(r"^[-+]?\w*", answer[start:])[0])
     depth = 0
     for index in range(start, len(answer)):
         depth += (answer[index] == opens) - (answer[index] == _CLOSES[opens])

@@ -29,7 +29,7 @@ from rl4llm.rewards.replies import as_sample, policy_messages
 class BaseWrapper(BaseRewardFunction):
     """A reward that asks another one; subclasses say what becomes of its scores."""
 
-    rewards_among_options = ("reward",)
+    rewards_among_options: tuple[str, ...] = ("reward",)
 
     def __init__(self, reward: RewardLike, name: str | None = None):
         self.reward = as_reward_function(reward)
@@ -147,8 +147,8 @@ class Gate(BaseWrapper):
 
     def examples(self) -> Sequence[RewardExample]:
         """What `by` does not let through."""
-        shut = [] if self.per_turn else [example for example in self.by.examples() if example.score < self.at_least]
-        return [replace(example, score=self.otherwise) for example in shut]
+        examples = [] if self.per_turn else self.by.examples()
+        return [replace(case, score=self.otherwise) for case in examples if as_number(case.score) < self.at_least]
 
     def change(self, score: float) -> float:
         return score

@@ -170,7 +170,7 @@ class Cell:
             packages=self.place.packages,
             bwrap=find_bwrap() or "bwrap",
         )
-        identity = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
+        identity: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         passed = [requests, replies, *([filter_fd] if filter_fd is not None and start.needs_filter else [])]
         try:
             return subprocess.Popen(

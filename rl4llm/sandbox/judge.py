@@ -58,11 +58,12 @@ class Candidate:
         self.cell: Cell | None = None
         self._fault: Ended | None = None
 
-    def begin(self) -> None:
+    def begin(self) -> Cell:
         """Start the sandbox without waiting for it."""
         if self.cell is None:
             self.cell = self.station.start(self.limits)
             self._loaded = False
+        return self.cell
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request; raises Ended when there is none."""
@@ -70,11 +71,11 @@ class Candidate:
             raise self._fault
         if time.monotonic() >= self.deadline:
             raise Ended("model_error", "timeout: no time was left for this test")
-        self.begin()
+        cell = self.begin()
         try:
             if not self._loaded:
-                self._load()
-            return self._asked(request)
+                self._load(cell)
+            return self._asked(cell, request)
         except Ended:
             self._drop()
             raise
@@ -89,13 +90,11 @@ class Candidate:
             data.clear()
         return texts[0], texts[1]
 
-    def _load(self) -> None:
+    def _load(self, cell: Cell) -> None:
         program = self.program
-        self.cell.play(
-            self.role, {"source": program.source, "prefix": program.prefix, "entry_point": program.entry_point}
-        )
+        cell.play(self.role, {"source": program.source, "prefix": program.prefix, "entry_point": program.entry_point})
         try:
-            message = self.cell.receive(self._until(), "loading the program")
+            message = cell.receive(self._until(), "loading the program")
         except Ended as ended:
             self._fault = ended
             raise
@@ -106,11 +105,11 @@ class Candidate:
             raise self._fault
         self._loaded = True
 
-    def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _asked(self, cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
         number = secrets.randbits(60)
         until = self._until()
-        self.cell.send({"id": number, **request}, until)
-        reply = self.cell.receive(until)
+        cell.send({"id": number, **request}, until)
+        reply = cell.receive(until)
         if reply.get("id") != number or isinstance(reply["id"], bool):
             raise Ended("model_error", "it answered what it was not asked")
         return reply

@@ -88,6 +88,7 @@ class Sandbox:
         self.packages = tuple(os.path.abspath(path) for path in packages)
         self.limits = limits or Limits()
         self.counts: Counter[str] = Counter()
+        self._probe: Probe | None = None
         self._reset()
 
     def run(self, program: Program, limits: Limits | None = None) -> Outcome:
@@ -119,10 +120,10 @@ class Sandbox:
             self._reset()
         with self._lock:
             if self._probe is None:
-                self._probe = self._chosen()
+                chosen = self._probe = self._chosen()
                 for slot in self._all:
-                    slot.level = self._probe.level
-                logger.log(logging.INFO if self._probe.rank > 1 else logging.WARNING, "%s", self._probe)
+                    slot.level = chosen.level
+                logger.log(logging.INFO if chosen.rank > 1 else logging.WARNING, "%s", chosen)
             return self._probe
 
     @property
@@ -142,7 +143,7 @@ class Sandbox:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._probe: Probe | None = None
+        self._probe = None
         self._all = [_Slot("", uid, self.packages, self.limits) for uid in slot_uids(self.slots)]
         self._free: queue.LifoQueue[_Slot] = queue.LifoQueue()
         for slot in self._all:
@@ -193,19 +194,20 @@ class _Slot:
     packages: tuple[str, ...]
     limits: Limits
     process: subprocess.Popen[bytes] | None = None
-    channel: Connection | None = None
+    channel: Connection[Any, Any] | None = None
     log: Any = field(default=None)
 
     def run(self, program: Program, limits: Limits) -> tuple[Outcome, bool]:
         """One attempt at a program, and whether another one may help."""
         try:
-            if self.process is None or self.process.poll() is not None:
+            channel = self.channel
+            if channel is None or self.process is None or self.process.poll() is not None:
                 self.close()
-                self._start()
-            self.channel.send_bytes(pickle.dumps((program, limits)))
-            if not self.channel.poll(limits.total_s + GRACE_S):
+                channel = self._start()
+            channel.send_bytes(pickle.dumps((program, limits)))
+            if not channel.poll(limits.total_s + GRACE_S):
                 raise TimeoutError(f"no answer after {limits.total_s + GRACE_S:g} s")
-            answer = json.loads(self.channel.recv_bytes())
+            answer = json.loads(channel.recv_bytes())
             return _outcome(answer["outcome"]), answer["again"]
         except (OSError, EOFError) as error:
             words = self._last_words()
@@ -217,7 +219,8 @@ class _Slot:
         """End the supervisor; it ends its sandboxes when nobody listens any more."""
         if self.process is None:
             return
-        self.channel.close()
+        if self.channel is not None:
+            self.channel.close()
         try:
             self.process.wait(15)
         except subprocess.TimeoutExpired:
@@ -226,7 +229,7 @@ class _Slot:
         self.log.close()
         self.process = None
 
-    def _start(self) -> None:
+    def _start(self) -> Connection[Any, Any]:
         python = find_python(self.uid)
         if python is None:
             raise OSError(
@@ -246,7 +249,7 @@ class _Slot:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _MAIN.format(root=_ROOT), json.dumps(settings)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=self.log,
                 stderr=self.log,
                 env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LANG": "C.UTF-8"},
@@ -254,6 +257,7 @@ class _Slot:
                 process_group=0,
             )
         self.channel = Connection(ours.detach())
+        return self.channel
 
     def _last_words(self) -> str:
         if self.log is None or self.log.closed:

@@ -50,8 +50,9 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     if column == 0:
         program += [_op(AT_LEAST, X32, 0, 1), refuse]
     for numbers in REFUSED.values():
-        if numbers[column] is not None:
-            program += [_op(EQUAL, numbers[column], 0, 1), refuse]
+        number = numbers[column]
+        if number is not None:
+            program += [_op(EQUAL, number, 0, 1), refuse]
     # Without clone3 libc takes clone, whose flags a filter can read.
     program += [_op(EQUAL, CLONE3[column], 0, 1), _op(RETURN, ERRNO | errno.ENOSYS)]
     program += _when(CLONE[column], [_op(LOAD, FIRST_ARGUMENT), _op(ANY_BIT, NEW_NAMESPACES, 0, 1), refuse])

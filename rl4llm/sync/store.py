@@ -114,6 +114,7 @@ class WeightStore:
 
     def verify(self, weight_ref: WeightRef) -> None:
         """Read every byte back; raises WeightsError when the version is not what was written."""
+        assert weight_ref.path is not None  # it came from here
         problem = manifest.damage(Path(weight_ref.path), version=weight_ref.version)
         if problem:
             raise WeightsError(

@@ -68,8 +68,8 @@ def all_truncated(row: Row, first: Sequence[Row]) -> str | None:
 
 
 def entropy_collapse(row: Row, first: Sequence[Row]) -> str | None:
-    now, begin = _entropy(row), [_entropy(one) for one in first]
-    if now is None or None in begin or not begin or _number(row, "accuracy", below=0.0) >= SUCCESS:
+    now, begin = _entropy(row), [entropy for one in first if (entropy := _entropy(one)) is not None]
+    if now is None or not begin or len(begin) < len(first) or _number(row, "accuracy", below=0.0) >= SUCCESS:
         return None
     start = statistics.median(begin)
     return f"{now:.3g} nats per token, where it began with {start:.3g}" if now < COLLAPSED * start else None
@@ -168,7 +168,7 @@ RULES = (
 class _State:
     found: float = 0.0  # of what is enough
     away: int = 0
-    since: int | None = None
+    since: int = -1  # step with the first sign
     last: int = 0  # step with the sign
     open: bool = False
 
@@ -200,7 +200,7 @@ class Alerts:
         state = self._states.setdefault(rule.name, _State())
         seen = rule.sign(row, self._first if len(self._first) == FIRST else ())
         if seen:
-            state.since = step if state.since is None else state.since
+            state.since = step if state.since < 0 else state.since
             state.found, state.away, state.last = state.found + rule.weight(row), 0, step
             if not state.open and state.found >= rule.enough:
                 state.open = True

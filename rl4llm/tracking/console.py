@@ -190,7 +190,7 @@ class Console:
         top.add_column(no_wrap=True, justify="right")
         top.add_row(where, *(["", times.partition("  ")[0]] if narrow else [bar, times]))
         shown = [Text.assemble((label, "dim"), " ", (text, "bold")) for label, text in progress.facts()]
-        lines = [top, *([Text(times.partition("  ")[2])] if narrow else []), *_rows(shown, width - 4)]
+        lines: list[RenderableType] = [top, *([Text(times.partition("  ")[2])] if narrow else []), *_rows(shown, width - 4)]
         if progress.alerts:
             named = ", ".join(f"{name} since step {step}" for name, step in progress.alerts.items())
             lines.append(Text(f"alert: {named}", style="bold yellow"))

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ class MlflowTracker(Tracker):
         points = [self._entities.Metric(name, value, now, step) for name, value in named.items()]
         for start in range(0, len(points), METRICS_AT_ONCE):
             part = points[start : start + METRICS_AT_ONCE]
-            self._guarded(lambda part=part: self._client.log_batch(self._run_id, metrics=part))
+            self._guarded(partial(self._client.log_batch, self._run_id, metrics=part))
         self._last[_is_evaluation(named)] = step
 
     def picture(self, step: int, name: str, file: Path) -> None:

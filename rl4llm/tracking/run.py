@@ -71,8 +71,7 @@ class RunTracker:
         self._episodes_per_step = episodes_per_step
         self._config = dict(config or {})
         self._tolerant = Tolerant(self.warn)
-        self._trackers: Trackers | None = None
-        self._evals: Trackers | None = None
+        self._trackers = self._evals = Trackers([], self._tolerant)  # until `begin`
         self._alerts = Alerts()
         self._alert_file: JsonlTracker | None = None
         self._episodes: EpisodeLog | None = None
@@ -186,9 +185,9 @@ class RunTracker:
             stack.callback(self._say_what_is_left)
             stack.callback(self.console.__exit__)
             stack.callback(self._waiting.stop)
-            if self._trackers is not None and self._ranks.is_first and self._step > self._drawn:
+            if self._ranks.is_first and self._step > self._drawn:
                 self._draw_curve(self._step)
-            for trackers in filter(None, (self._trackers, self._evals)):
+            for trackers in (self._trackers, self._evals):
                 trackers.close()
             if self._alert_file is not None:
                 self._alert_file.close()

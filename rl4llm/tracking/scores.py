@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.types import Group
@@ -128,7 +129,7 @@ Measure = Callable[[Problem], float | None]
 def _measures(problems: Iterable[Problem], ks: Sequence[int]) -> dict[str, Measure]:
     """What is measured of one problem, by the name of the score; None where it has too few samples."""
     most = max((problem.samples for problem in problems), default=0)
-    shares: dict[str, Measure] = {f"pass@{k}": lambda problem, k=k: _pass(problem, k) for k in ks}
+    shares: dict[str, Measure] = {f"pass@{k}": partial(_pass, k=k) for k in ks}
     shares[f"mean@{most}"] = lambda problem: problem.successes / problem.samples if problem.samples else None
     return {**shares, "reward": lambda problem: statistics.fmean(problem.rewards) if problem.rewards else None}
 

@@ -36,7 +36,7 @@ class TrainedTokens:
     """
 
     def __init__(self) -> None:
-        self._passes: list[tuple[Sequence[tuple[TokenSpan, ...]], TrainBatch, Tensor, Tensor | None]] = []
+        self._passes: list[tuple[Sequence[tuple[TokenSpan, ...]], TrainBatch, Tensor, Tensor, Tensor | None]] = []
 
     def add(
         self,
@@ -47,23 +47,28 @@ class TrainedTokens:
     ) -> None:
         """Note a micro-batch; `clipped_BT` is 1 where a clip cut the gradient, None where nothing clips. No copy is made."""
         if batch.record_ids_BT is not None:
-            self._passes.append((records, batch, logprobs_BT.detach(), None if clipped_BT is None else clipped_BT.detach()))
+            clipped_BT = None if clipped_BT is None else clipped_BT.detach()
+            self._passes.append((records, batch, batch.record_ids_BT, logprobs_BT.detach(), clipped_BT))
 
     def by_span(self) -> dict[int, SpanNote]:
         """The notes of all spans that trained, by the `id` of the span."""
         found: dict[int, SpanNote] = {}
-        for records, *tensors in self._passes:
-            for span, note in _notes(records, *tensors):
+        for passed in self._passes:
+            for span, note in _notes(*passed):
                 known = found.setdefault(id(span), note)
                 known.clipped = sorted({*known.clipped, *note.clipped})
         return found
 
 
 def _notes(
-    records: Sequence[tuple[TokenSpan, ...]], batch: TrainBatch, logprobs_BT: Tensor, clipped_BT: Tensor | None
+    records: Sequence[tuple[TokenSpan, ...]],
+    batch: TrainBatch,
+    record_ids_BT: Tensor,
+    logprobs_BT: Tensor,
+    clipped_BT: Tensor | None,
 ) -> Iterator[tuple[TokenSpan, SpanNote]]:
     mask_BT = _array(batch.mask_BT)
-    record_ids = _array(batch.record_ids_BT)[mask_BT]
+    record_ids = _array(record_ids_BT)[mask_BT]
     order = np.lexsort((_array(batch.position_ids_BT)[mask_BT], record_ids))
 
     def numbers(values_BT: Tensor) -> NDArray[Any]:

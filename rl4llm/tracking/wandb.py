@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl4llm.tracking.redact import redacted
 from rl4llm.tracking.tracker import Row, Tracker
@@ -58,7 +58,7 @@ class WandbTracker(Tracker):
     def close(self) -> None:
         self._guarded(self._run.finish)
 
-    def _start(self, mode: str | None, options: dict[str, Any]) -> Any:
+    def _start(self, mode: Literal["offline"] | None, options: dict[str, Any]) -> Any:
         settings = self._wandb.Settings(
             init_timeout=self._init_timeout_s,
             finish_timeout=FINISH_SECONDS,

@@ -33,7 +33,7 @@ class Announced:
     @property
     def adapter(self) -> Announced | None:
         """That of the backend."""
-        adapter = self._holder.adapter
+        adapter = self._holder.adapter if isinstance(self._holder, BaseBackend) else None
         return None if adapter is None else Announced(adapter, self._ranks, ADAPTER)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -59,6 +59,7 @@ def giving_weights(backend: BaseBackend, ranks: Ranks) -> Iterator[Any]:
 
 def give_weights(backend: BaseBackend, ranks: Ranks) -> None:
     """On every other rank: take part until the first one is done."""
-    while (name := ranks.share(None)) != OVER:
-        for _ in (backend if name == WEIGHTS else backend.adapter).weights():
+    holders = {WEIGHTS: backend, ADAPTER: backend.adapter}
+    while holder := holders.get(ranks.share(None)):
+        for _ in holder.weights():
             pass

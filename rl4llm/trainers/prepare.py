@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_algorithm import BaseAlgorithm, Total
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import Group, GroupKey, TokenSpan, TrainBatch, Trajectory, Update
 from rl4llm.data.pack import Credit, StepTotals, check_aggregation, pack, totals_of
@@ -104,7 +104,7 @@ class Preparation:
         policy: BaseBackend,
         batching: Batching,
         temperature: float = 1.0,
-        reference: BaseBackend | None = None,
+        reference: TokenScorer | None = None,
         critic: BaseBackend | None = None,
         ranks: Ranks | None = None,
     ):
@@ -190,9 +190,10 @@ class Preparation:
 
     def _with_kl_in_reward(self, groups: list[Group], metrics: dict[str, float]) -> list[Group]:
         """Take the KL penalty of each trajectory, summed over its tokens, off its reward, when the algorithm asks for it."""
-        if self.algorithm.needs().reward_kl is None:
+        penalty = self.algorithm.needs().reward_kl
+        if penalty is None:
             return groups
-        coefficient, estimator = self.algorithm.needs().reward_kl
+        coefficient, estimator = penalty
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         penalties = torch.zeros(len(trajectories), dtype=torch.float64)
         for batch, owners_BT in self._owned(trajectories):
@@ -233,7 +234,8 @@ class Preparation:
         batches = self._aligned(self.batching.pack(trajectories, owners, self.batching.totals(trajectories)))
         return [(batch, batch.credits_BT.long()) for batch in batches]
 
-    def _numbers(self, model: BaseBackend, batch: TrainBatch) -> Tensor:
+    def _numbers(self, model: TokenScorer | None, batch: TrainBatch) -> Tensor:
+        assert model is not None  # `needs` says which models there are
         return model.forward(batch, temperature=self.temperature).to(batch.mask_BT.device)
 
 

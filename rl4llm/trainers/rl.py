@@ -17,7 +17,7 @@ from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.base_trainer import BaseTrainer, merge
-from rl4llm.core.errors import StaleWeightsError, TooManyFailuresError
+from rl4llm.core.errors import ConfigError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import Group, SamplingParams, TokenSpan, TrainBatch, Update, WeightRef
 from rl4llm.data.mixture import MixedPrompts
 from rl4llm.data.prompts import PromptStream
@@ -93,6 +93,12 @@ class RLTrainer(BaseTrainer[RolloutResult]):
     def critic(self) -> BaseBackend | None:
         return self.preparation.critic
 
+    @property
+    def _moving_reference(self) -> BaseBackend | None:
+        """The reference where it follows the policy, for which it is a model of its own."""
+        reference = self.preparation.reference
+        return reference if self.algorithm.needs().reference_every and isinstance(reference, BaseBackend) else None
+
     def collect(self) -> RolloutResult:
         """Play `group_size` episodes for each of the next prompts, and more in place of groups that do not train.
 
@@ -163,7 +169,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             expected_BT = canary.expected(self.backend) if canary else None
         with self.clock("publish"):
             weight_ref = self._hand_over()
-        if canary and self._speaks:
+        if canary and expected_BT is not None and self._speaks:
             with self.clock("verify"):
                 self._run(canary.compare(expected_BT, client, weight_ref))
         self.ranks.wait()
@@ -195,6 +201,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
 
     def play_held_out(self, samples: int = 1) -> RolloutResult:
         """So many episodes for each of this rank's held-out prompts, at the temperature of the evaluation."""
+        if self.evaluation is None:
+            raise ConfigError("Nothing is held out to play on. Next: set eval.every to 1 or more, and eval.path.")
         rows = range(self.ranks.rank, self.evaluation.num_rows, self.ranks.size)
         return self.evaluation.play(rows, step=self.step, sampling_params=self.eval_params, group_size=samples)
 
@@ -209,8 +217,9 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             self._run(self.inference.publisher.close())
             self._run(self.inference.client.close())
             self.inference.runner.close()
-            for rollout in filter(None, (self.rollout, self.evaluation)):
-                rollout.close()
+            for rollout in (self.rollout, self.evaluation):
+                if rollout is not None:
+                    rollout.close()
         finally:
             self.tracker.close()
 
@@ -226,10 +235,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             model.export(place)
 
     def models(self) -> dict[str, BaseBackend]:
-        changing = {"critic": self.critic} if self.critic is not None else {}
-        if self.algorithm.needs().reference_every:
-            changing["reference"] = self.preparation.reference
-        return {**super().models(), **changing}
+        changing = {"critic": self.critic, "reference": self._moving_reference}
+        return {**super().models(), **{name: model for name, model in changing.items() if model is not None}}
 
     def state(self) -> dict[str, Any]:
         return {"prompts": self._cursor if self._ahead.under_way else self.prompts.state()}
@@ -252,8 +259,9 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         found = {span.version for trajectory in collected.trajectories for span in trajectory.policy_spans}
         if found - {version}:
             raise StaleWeightsError(
-                f"{self.inference.client} sampled tokens with versions {sorted(found)} of the weights, where version "
-                f"{version} was published. Training stops; look for a restart or another trainer in the server's log."
+                f"{self.inference.client} sampled tokens with versions {sorted(found, key=str)} of the weights, where "
+                f"version {version} was published. Training stops; look for a restart or another trainer in the server's "
+                "log."
             )
 
     def _measures_mismatch(self) -> bool:
@@ -361,23 +369,24 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self._credits = {id(group): _plain(credits) for group, (_, credits) in zip(kept, prepared.scored, strict=True)}
 
     def _refresh_reference(self) -> None:
-        every = self.algorithm.needs().reference_every
-        if every and self.step and self.step % every == 0:
-            self.preparation.reference.take_weights(self.backend.weights())
+        reference = self._moving_reference
+        if reference and self.step and self.step % self.algorithm.needs().reference_every == 0:
+            reference.take_weights(self.backend.weights())
 
     def _update_critic(self, update: Update) -> dict[str, float]:
-        if not update.batches:
+        critic = self.critic
+        if critic is None or not update.batches:
             return {}
         with self.clock("critic"):
             parts = [
-                self.critic.forward_backward(batch, self._value_losses, last=number == len(update.batches))
+                critic.forward_backward(batch, self._value_losses, last=number == len(update.batches))
                 for number, batch in enumerate(update.batches, 1)
             ]
-            metrics = self.ranks.merge(merge(parts)) | self.critic.optim_step()
+            metrics = self.ranks.merge(merge(parts)) | critic.optim_step()
             self.watch(update, metrics, "critic")
         return {f"critic/{name.removeprefix('update/')}": value for name, value in metrics.items()}
 
-    def _value_losses(self, batch: TrainBatch, values_BT: Tensor, entropy_BT: None) -> tuple[Tensor, TokenMetrics]:
+    def _value_losses(self, batch: TrainBatch, values_BT: Tensor, _: Tensor | None) -> tuple[Tensor, TokenMetrics]:
         return self.algorithm.value_losses(batch, values_BT)
 
 

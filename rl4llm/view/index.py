@@ -88,7 +88,8 @@ class EpisodeIndex:
         Upper and lower case are one. A newer search ends an older one.
         """
         self._searches += 1
-        mine, deadline, found = self._searches, time.monotonic() + budget_s, []
+        mine, deadline = self._searches, time.monotonic() + budget_s
+        found: list[int] = []
         needles = {json.dumps(form)[1:-1].encode().lower() for form in (text, text.lower(), text.upper())}
         for number, line in self._all():
             if mine != self._searches or time.monotonic() > deadline:
@@ -110,22 +111,22 @@ class EpisodeIndex:
 
     def _changed(self) -> list[tuple[_File, int]]:
         """Files with bytes that were not read, the newest step first."""
-        found = {}
+        found: dict[str, os.stat_result] = {}
+        named: dict[str, re.Match[str]] = {}
         try:
             with os.scandir(self.directory) as entries:
                 for entry in entries:
-                    if NAME.fullmatch(entry.name):
-                        found[entry.name] = entry.stat()
+                    if match := NAME.fullmatch(entry.name):
+                        found[entry.name], named[entry.name] = entry.stat(), match
         except OSError:
             pass  # no episodes are stored, or not yet
         if any(name not in found or _replaced(file, found[name]) for name, file in self._files.items()):
             self._start_anew()
         for name, stat in found.items():
             if name not in self._files:
-                kind = NAME.fullmatch(name).group(1)
-                self._files[name] = _File(self.directory / name, len(self.names), kind, stat.st_ino)
+                self._files[name] = _File(self.directory / name, len(self.names), named[name][1], stat.st_ino)
                 self.names.append(name)
-        newest = sorted(found, key=lambda name: (int(NAME.fullmatch(name).group(2)), name), reverse=True)
+        newest = sorted(found, key=lambda name: (int(named[name][2]), name), reverse=True)
         return [(self._files[name], found[name].st_size) for name in newest if found[name].st_size > self._files[name].read]
 
     def _start_anew(self) -> None:

@@ -194,7 +194,7 @@ def _check_generation(request: web.Request, run: ViewedRun) -> None:
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:
-    problem: OSError | None = None
+    problem: Exception | None = None
     for port in ports:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:

@@ -21,7 +21,7 @@ class TokenTexts:
         self._run = run
         self._model_path = model_path
         self._tokenizer: Any = None
-        self._pieces: dict[int, str] = {}
+        self._pieces: dict[int, str | None] = {}
 
     def of(self, token_ids: Iterable[int]) -> dict[int, str]:
         """The text of each of these ids that the tokenizer knows."""
@@ -30,7 +30,7 @@ class TokenTexts:
         wanted = {token for token in token_ids if isinstance(token, int)}
         if self._tokenizer is not None:
             self._pieces |= {token: self._piece(token) for token in wanted - self._pieces.keys()}
-        return {token: self._pieces[token] for token in wanted if self._pieces.get(token) is not None}
+        return {token: piece for token in wanted if (piece := self._pieces.get(token)) is not None}
 
     def _load(self) -> Any:
         from tokenizers import Tokenizer  # noqa: PLC0415 - only for looking at tokens
@@ -64,8 +64,8 @@ class TokenTexts:
         if raw is None:
             return None
         if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
-            values = [BYTES.get(character) for character in raw]
-            return raw if None in values else _shown(bytes(values))
+            known = all(character in BYTES for character in raw)
+            return _shown(bytes(BYTES[character] for character in raw)) if known else raw
         byte = BYTE.fullmatch(raw)
         return _shown(bytes([int(byte[1], 16)])) if byte else raw.replace("\u2581", " ")
 

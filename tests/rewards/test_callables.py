@@ -203,3 +203,20 @@ def test_unknown_names_and_options_are_refused_with_a_hint():
         as_reward_function({"max_length": 3})
     with pytest.raises(RewardError, match="3 is not a reward"):
         as_reward_function(3)
+
+
+def test_a_failure_in_place_of_a_score_is_raised_for_who_asks_about_one_conversation():
+    failing = as_reward_function(lambda completions: [RewardError("no verdict")], "failing")
+    with pytest.raises(RewardError, match="no verdict"):
+        failing([ChatMessage("assistant", "a")], None)
+
+
+def test_a_reward_is_awaited_however_it_became_a_coroutine():
+    class Wrapped(BaseRewardFunction):
+        def __call__(self, messages, ground_truth, **kwargs):
+            async def later():
+                return float(len(messages[-1].content))
+
+            return later()
+
+    assert list(Wrapped("wrapped").score_batch(samples("a", "bcd"))) == [1.0, 3.0]

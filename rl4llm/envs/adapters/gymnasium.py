@@ -79,7 +79,7 @@ class GymnasiumEnv(BaseMDPEnv):
     prompts = staticmethod(gymnasium_prompts)
 
     def __init__(self, *args: Any, max_steps: int = 16, **kwargs: Any):
-        super().__init__(*args, max_steps=max_steps, **kwargs)
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
         self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:

@@ -50,7 +50,7 @@ def openenv_prompts(
         for number in range(limit or DEFAULT_LIMIT):
             seed = derive_seed("openenv", task_seed, number) % 2**30 * 2 + (split == "test")
             made = {"seed": seed, "options": dict(reset_options or {})}
-            begin = _shown(client.reset(seed=seed, **made["options"]).observation, observation)
+            begin = _shown(client.reset(seed=seed, **(reset_options or {})).observation, observation)
             system = [{"role": "system", "content": instructions}] if instructions else []
             messages = [*system, {"role": "user", "content": begin}]
             rows.append({"prompt_id": f"{split}-{number}", "messages": messages, "ground_truth": None, COLUMN: made})
@@ -97,7 +97,7 @@ class OpenEnv(BaseMDPEnv):
         self.respond_timeout_s = 2 * message_timeout_s + CONNECT_TIMEOUT_S  # a first turn resets, and steps
         self.action, self.fields = _action_fields(url, action)
         self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
-        super().__init__(*args, max_steps=max_steps, **kwargs)
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
         metrics = sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})

@@ -58,16 +58,14 @@ class AgentEnv(BaseMDPEnv):
         processes: int = 16,
         **kwargs: Any,
     ):
-        if (command is None) == (agent is None):
-            raise ConfigError('env.name=agent needs one of env.command="..." and env.agent=package.module:function.')
+        self.agent = _agent_of(command, agent)
         for name, limit in {"timeout_s": timeout_s, "processes": processes}.items():
             if not limit > 0:
                 raise ConfigError(f"env.{name}={limit} is not accepted: above 0.")
-        super().__init__(*args, max_steps=max_steps, **kwargs)
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
         of_turns = [reward.name for reward in self.reward_functions if reward.per_turn]
         if of_turns:
             raise ConfigError(f"The reward {of_turns[0]!r} is one of turns, which the records of an agent do not number.")
-        self.agent: Agent = FunctionAgent(agent) if command is None else CommandAgent(command)
         self.timeout_s = timeout_s
         self._processes = processes if command is not None else None
         self._dialects = Dialects(self.tokenizer)
@@ -93,7 +91,8 @@ class AgentEnv(BaseMDPEnv):
         """What came of the agent; None when it had to be stopped."""
         running = asyncio.ensure_future(self.agent.run(self._task(session.sample), base_url, session.key))
         try:
-            await asyncio.wait({running, session.over}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {running, session.over}
+            await asyncio.wait(ends, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not running.done():
                 running.cancel()
@@ -167,6 +166,14 @@ class AgentEnv(BaseMDPEnv):
             if opened.episodes == 0:
                 self._open = None
                 await opened.endpoint.stop()
+
+
+def _agent_of(command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None) -> Agent:
+    if command is not None and agent is None:
+        return CommandAgent(command)
+    if agent is not None and command is None:
+        return FunctionAgent(agent)
+    raise ConfigError('env.name=agent needs one of env.command="..." and env.agent=package.module:function.')
 
 
 class _Open:

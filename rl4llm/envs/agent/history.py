@@ -84,8 +84,9 @@ class History:
 
     def add(self, place: Place, completion: Completion, answer: ChatMessage) -> Entry:
         """Write down what was sampled at a place, as which the agent is given `answer`."""
-        record, context_ids = (place.record, place.new_ids) if place.extends else (Record(place.tools), place.prompt_ids)
-        if not place.extends:
+        record, context_ids = place.record, place.new_ids
+        if record is None or not place.extends:
+            record, context_ids = Record(place.tools), place.prompt_ids
             self.records.append(record)
         before = len(record.messages), len(record.spans)
         record.messages[:] = [*place.messages, answer]

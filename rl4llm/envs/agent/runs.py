@@ -57,6 +57,7 @@ class CommandAgent:
             process = await self._start(base_url, api_key)
         except OSError as error:
             return Outcome(crash=f"it could not be started: {error}")
+        assert process.stdin and process.stdout and process.stderr  # they are pipes
         try:
             _, output, errors, _ = await asyncio.gather(
                 _feed(process.stdin, json.dumps(task, default=str).encode()),

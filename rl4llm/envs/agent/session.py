@@ -84,6 +84,7 @@ class Session:
     def serving(self) -> Iterator[None]:
         """The running task answers a request; it is cancelled when the episode ends before that."""
         task = asyncio.current_task()
+        assert task is not None  # it is a coroutine that gets here
         self._under_way.add(task)
         try:
             yield
@@ -178,7 +179,7 @@ class Session:
         said = _cut(self._decoded(completion.token_ids), params.stop)
         calls = self._calls(said, dialect.calls) if asked.may_call else []
         ids = (f"{derive_seed('call', self.sample.session, name, i):09x}"[:9] for i in range(len(calls)))  # Mistral's length
-        text = dialect.calls.beside(said) if calls else completion.text
+        text = dialect.calls.beside(said) if dialect.calls and calls else completion.text
         return Answer(
             id=f"chatcmpl-{name}",
             model=asked.model,

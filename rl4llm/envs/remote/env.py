@@ -41,7 +41,7 @@ class RemoteEnv(BaseMDPEnv):
         self._episodes: dict[int, Episode] = {}  # by id of the sample
         self._down: HostsDownError | None = None
         schemas = [json.loads(schema) for schema in opened.tool_schemas]
-        super().__init__(*args, max_steps=opened.max_steps, tool_schemas=schemas, **kwargs)
+        super().__init__(*args, **kwargs | {"max_steps": opened.max_steps, "tool_schemas": schemas})
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
         episode = self._episodes.setdefault(id(sample), Episode(self._hosts, self._name))

@@ -123,6 +123,7 @@ class EnvHost:
         if hosted is None:
             raise NotFoundError("this environment is not open here; perhaps the host was started again")
         sample, task = wire.begun(said), asyncio.current_task()
+        assert task is not None  # it is a coroutine that gets here
         hosted.episodes.add(task)
         try:
             while not said.finished:

@@ -226,19 +226,19 @@ class Link:
         """Open the environment and keep it so until the host is lost."""
         name = parts[0].wanted.environment
         await self.offer(name)
-        self._holding = self.channel.talk("Open")
+        self._holding = holding = self.channel.talk("Open")
         try:
             for part in parts:
-                await self._holding.say(part, CALL_TIMEOUT_S, f"got the tokenizer of {name!r}")
-            opened = await self._holding.hear(OPEN_TIMEOUT_S, f"opened the environment {name!r}")
+                await holding.say(part, CALL_TIMEOUT_S, f"got the tokenizer of {name!r}")
+            opened = await holding.hear(OPEN_TIMEOUT_S, f"opened the environment {name!r}")
             self._check_same(opened)
             self.opened, self.refusal, self.trouble = opened, None, ""
             self.tried.set()
             changed()
-            await self._holding.hear(None, f"held the environment {name!r}")
+            await holding.hear(None, f"held the environment {name!r}")
         finally:
             self.opened = None
-            self._holding.end()
+            holding.end()
 
     def refused(self, error: RL4LLMError) -> None:
         """Leave the host out until it accepts; before the first episode this stops the run."""
@@ -251,7 +251,7 @@ class Link:
         if opened.id not in self._lost:
             self._lost.add(opened.id)
             self._say(f"A host of environments is lost; its {self.episodes} episodes go on elsewhere: {error}.")
-        if self.opened is opened:
+        if self.opened is opened and self._holding is not None:
             self.opened = None
             self._holding.end()
 
@@ -298,7 +298,7 @@ class Episode:
 
     async def end(self) -> None:
         """Hang up."""
-        if self._talk is not None:
+        if self._talk is not None and self._link is not None:
             self._talk.end()
             self._talk = None
             self._link.episodes -= 1
@@ -306,10 +306,10 @@ class Episode:
     async def _ask(self, said: Any, doing: str) -> Any:
         for move in range(MOVES + 1):
             try:
-                await self._begin()
-                answer = await self._exchange(said, doing)
+                answer = await self._exchange(await self._begun(), said, doing)
             except LostError as error:
-                self._link.lost(self._opened, error)
+                if self._link is not None:
+                    self._link.lost(self._opened, error)
                 await self.end()
                 if move == MOVES:
                     raise
@@ -318,31 +318,32 @@ class Episode:
                 return answer
         raise AssertionError("unreachable")
 
-    async def _begin(self) -> None:
-        """Have a host that knows the episode so far; EnvError when it answers otherwise than the one before."""
+    async def _begun(self) -> Talk:
+        """The talk with a host that knows the episode so far; EnvError when it answers otherwise than the one before."""
         if self._talk is not None:
-            return
+            return self._talk
         self._link = await self._hosts.free()
         self._link.episodes += 1
         self._opened = self._link.opened
-        self._talk = self._link.channel.talk("Play")
+        self._talk = talk = self._link.channel.talk("Play")
         for turn, (said, answered) in enumerate(self._told, 1):
-            answer = await self._exchange(said, "took over an episode")
+            answer = await self._exchange(talk, said, "took over an episode")
             if (answer.messages, answer.turn_rewards) != (answered.messages, answered.turn_rewards):
                 where = f"env host {self._link.address}, while it took over an episode of {self._name!r}"
                 raise EnvError(
                     f"{where}: it answered turn {turn} otherwise than the host that is lost, so the answer depends on more "
                     "than the episode's seed"
                 )
+        return talk
 
-    async def _exchange(self, said: Any, doing: str) -> Any:
+    async def _exchange(self, talk: Talk, said: Any, doing: str) -> Any:
         if said.HasField("begin"):
             said.begin.environment = self._opened.id
         rewards_s = 2 * sum(reward.timeout_s for reward in self._opened.rewards)  # there may be a batch before it
         timeout_s = GRACE_S + (rewards_s if said.finished else self._opened.respond_timeout_s)
         doing = f"{doing} of {self._name!r}"
-        await self._talk.say(said, timeout_s, doing)
-        return await self._talk.hear(timeout_s, doing)
+        await talk.say(said, timeout_s, doing)
+        return await talk.hear(timeout_s, doing)
 
 
 def _parts(wanted: Any, tokenizer: Path) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -167,7 +167,8 @@ class Talk:
         except (grpc.aio.UsageError, asyncio.InvalidStateError):
             raise LostError(f"env host {self._channel.address}, while it {doing}: the call is over") from None
         except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
                 raise
             # nobody cancelled this task: so gRPC says that the call was ended on our side, by another task
             raise LostError(f"env host {self._channel.address}, while it {doing}: the call was ended here") from None
@@ -177,7 +178,7 @@ def _message(described: Any) -> Any:
     return MESSAGES[described.full_name.removeprefix(f"{PACKAGE}.")]
 
 
-def _handlers(behaviour: Any, token: str) -> Mapping[str, grpc.RpcMethodHandler]:
+def _handlers(behaviour: Any, token: str) -> dict[str, Any]:
     kinds = {
         (False, False): (grpc.unary_unary_rpc_method_handler, _answering),
         (False, True): (grpc.unary_stream_rpc_method_handler, _streaming),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.threads import in_own_thread
@@ -43,8 +44,9 @@ class _Queue:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             samples = [sample for sample, _ in batch]
+            values: Sequence[list[float] | Broken | Exception]
             try:
-                values = await in_own_thread("rl4llm-env-score", lambda samples=samples: self._ask(samples))
+                values = await in_own_thread("rl4llm-env-score", partial(self._ask, samples))
             except Exception as error:  # noqa: BLE001 - each of those who wait raises it
                 values = [error] * len(batch)
             for (_, score), value in zip(batch, values, strict=True):

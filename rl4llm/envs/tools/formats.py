@@ -174,7 +174,7 @@ def _call(value: Any, key: str) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError(f'a call must be {{"name": ..., "{key}": {{...}}}}')
-    arguments = next((value[other] for other in (key, "arguments", "parameters") if other in value), {})
+    arguments: Any = next((value[other] for other in (key, "arguments", "parameters") if other in value), {})
     if isinstance(arguments, str):
         arguments = _loaded(arguments)
     if not isinstance(arguments, dict):

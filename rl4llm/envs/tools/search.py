@@ -58,8 +58,9 @@ def _import_bm25s() -> Any:
 
 def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Title and text of each document."""
-    path = Path(corpus).expanduser() if isinstance(corpus, str) else None
-    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if path and path.is_dir() else []
+    path = Path(corpus).expanduser() if isinstance(corpus, str) else Path()
+    there = isinstance(corpus, str) and path.is_dir()
+    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if there else []
     for file in files:
         yield file.relative_to(path).as_posix(), file.read_text(errors="replace")
     for place, row in () if files else read_rows(corpus, "train"):

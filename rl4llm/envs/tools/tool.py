@@ -65,10 +65,12 @@ def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
 
     The schema that the model is shown comes from type hints and docstring; ConfigError says what is missing there.
     '''
-    if function is None:
-        return lambda function: tool(function, timeout_s=timeout_s)
-    setattr(function, _MARK, Tool(_schema(function), function, timeout_s))
-    return function
+
+    def marked(function: F) -> F:
+        setattr(function, _MARK, Tool(_schema(function), function, timeout_s))
+        return function
+
+    return marked if function is None else marked(function)
 
 
 def as_tool(function: Callable[..., Any]) -> Tool:

@@ -14,6 +14,7 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import Any, NoReturn
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -28,11 +29,11 @@ class MissingKernels(types.ModuleType):
 
     __path__: list[str] = []  # noqa: RUF012 - what makes it a package, so that its modules can be imported from
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def missing(*_args, **_kwargs):
+        def missing(*_args: Any, **_kwargs: Any) -> NoReturn:
             raise NotImplementedError(f"sgl_kernel.{name} needs a GPU; this server runs on a CPU.")
 
         return missing
@@ -41,14 +42,14 @@ class MissingKernels(types.ModuleType):
 class PageableTorch:
     """`torch` for a module that asks for page-locked memory, which only a GPU's driver can give."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
         if name not in FACTORIES:
             return value
         return lambda *args, pin_memory=False, **kwargs: value(*args, **kwargs)
 
 
-def stand_in_for_sgl_kernel():
+def stand_in_for_sgl_kernel() -> None:
     """Let ``import sgl_kernel`` succeed without its wheel."""
     if importlib.util.find_spec("sgl_kernel") is None:
         module = MissingKernels("sgl_kernel")
@@ -56,14 +57,14 @@ def stand_in_for_sgl_kernel():
         sys.modules["sgl_kernel"] = module
 
 
-def declare_torchvision_ops():
+def declare_torchvision_ops() -> torch.library.Library | None:
     """Declare the operators that a torchvision built for CUDA fails to bring, as its import describes them further."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return None
     try:
-        for library in Path(spec.origin).parent.glob("_C*.so"):
-            ctypes.CDLL(str(library))
+        for file in Path(spec.origin).parent.glob("_C*.so"):
+            ctypes.CDLL(str(file))
     except OSError:
         library = torch.library.Library("torchvision", "DEF")
         for name in TORCHVISION_OPS:
@@ -72,7 +73,7 @@ def declare_torchvision_ops():
     return None
 
 
-def use_pageable_memory_for_lora():
+def use_pageable_memory_for_lora() -> None:
     """SGLang's adapters ask for page-locked memory without asking whether there is any.
 
     Only in their own modules: elsewhere transformers fills its position tables through the same factories, and leaves
@@ -82,10 +83,10 @@ def use_pageable_memory_for_lora():
     import sglang.srt.lora.layers as layers
 
     backend.torch = layers.torch = PageableTorch()
-    torch.Tensor.pin_memory = lambda self, *_args, **_kwargs: self
+    setattr(torch.Tensor, "pin_memory", lambda self, *_args, **_kwargs: self)  # noqa: B010 - not its type, but it works
 
 
-def serve(flags):
+def serve(flags: list[str]) -> None:
     """Run the server until it is stopped, and leave none of its processes behind."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args

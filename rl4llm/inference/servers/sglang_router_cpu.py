@@ -7,9 +7,9 @@ wants of SGLang is tracing, and it goes on without.
 import sys
 
 
-def main():
+def main() -> None:
     """Route until told to stop."""
-    sys.modules["sglang"] = None  # an import of it then fails at once, as where it is not installed
+    sys.modules["sglang"] = None  # type: ignore[assignment] # an import of it then fails at once, as where it is not installed
 
     from sglang_router.launch_router import main as route
 

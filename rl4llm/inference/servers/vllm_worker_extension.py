@@ -24,6 +24,11 @@ class WeightsExtension:
     rl4llm_version = NEVER_LOADED
     rl4llm_state_id = ""
     rl4llm_shapes: dict[str, tuple[int, ...]] | None = None
+    vllm_config: Any  # this and what follows are the worker's own
+    model_runner: Any
+    device: Any
+    list_loras: Any
+    reload_weights: Any
 
     def rl4llm_state(self) -> dict[str, Any]:
         """The version of the weights, an id that changes with every change of theirs, and how log-probs are computed."""
@@ -42,7 +47,7 @@ class WeightsExtension:
         What it holds is checked first, since vLLM does not survive a load that fails half-way.
         """
         shapes = shapes_of(Path(path))
-        if self.rl4llm_shapes not in (None, shapes):
+        if self.rl4llm_shapes is not None and self.rl4llm_shapes != shapes:
             raise ValueError(f"{path} is refused, the weights stay: {difference(self.rl4llm_shapes, shapes)}")
         self._rl4llm_hold(NEVER_LOADED)  # also what stays when loading fails: half of them may be new
         self.reload_weights(weights_path=path)
@@ -80,7 +85,7 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory} holds no safetensors files, seen from the server.")
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
