@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 TRAINER = 0
@@ -35,7 +34,8 @@ class Broadcast:
     def connect(self) -> None:
         """Meet the server's ranks."""
         # torch's own "tcp://" would look for a store that torchrun's agent keeps, where there is none.
-        store = TCPStore(self.host, self.port, self.world_size, is_master=True, timeout=self._timeout)
+        reached = self.host, self.port, self.world_size
+        store = dist.TCPStore(*reached, is_master=True, timeout=self._timeout)  # type: ignore[attr-defined] # not exported
         options: dict[str, Any] = {"group_name": self.name, "timeout": self._timeout}
         group, _ = _new_process_group_helper(
             self.world_size, TRAINER, [], Backend(self.backend), PrefixStore(self.name, store), **options

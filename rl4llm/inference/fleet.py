@@ -447,7 +447,8 @@ class FleetClient(BaseClient):
             except StaleWeightsError as error:
                 self._leave(member, str(error), move=True)
             except (EngineError, TimeoutError) as error:
-                late_s = asyncio.get_running_loop().time() - deadline.when()  # the loop stood still: this process trained
+                now = asyncio.get_running_loop().time()
+                late_s = now - (deadline.when() or now)  # the loop stood still: this process trained
                 if member.replies == replies and not self._resting and late_s < STOOD_STILL_S:
                     self._leave(member, str(error) or TOO_SLOW, move=True)
 

@@ -57,10 +57,10 @@ class Run:
 
     app: modal.App
     files: modal.App
-    trainer: modal.Function
+    trainer: modal.Function[..., Any, Any]
     servers: Sequence[modal.Server]
-    checkpoints: modal.Function
-    clear: modal.Function
+    checkpoints: modal.Function[..., Any, Any]
+    clear: modal.Function[..., Any, Any]
 
     def start(self) -> None:
         """Have the trainer begin, and wait for it; with ``modal run --detach`` it goes on when this process is gone."""
@@ -83,15 +83,15 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> Run:
     check(Job(name, list(wanted.values()), Path(SHARED), options), path.read_text())
     image = _image(config, path, options, servers="server" in wanted)
     disk = options.get("volume", "rl4llm")
-    shared = {
+    shared: dict[str, Any] = {
         "image": image,
         "volumes": {SHARED: modal.Volume.from_name(disk, create_if_missing=True)},
         "env": {VOLUME: disk},
     }
-    keys = {"secrets": _secrets(wanted["trainer"], options)}
+    keys: dict[str, Any] = {"secrets": _secrets(wanted["trainer"], options)}
     app, files = (modal.App(title, include_source=False) for title in (name, f"{name}-files"))
     trainer, server = wanted["trainer"], wanted.get("server")
-    limits = {"timeout": DAY_S, "retries": RETRIES, "max_containers": 1, "single_use_containers": True}
+    limits: dict[str, Any] = {"timeout": DAY_S, "retries": RETRIES, "max_containers": 1, "single_use_containers": True}
     return Run(
         app,
         files,

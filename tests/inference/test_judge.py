@@ -90,9 +90,9 @@ def test_verdicts_become_scores_from_0_to_1_and_the_examples_hold():
 
 
 def test_verdicts_that_cannot_be_written_down_raise_the_reason(tmp_path):
-    with judged(honest, cache=str(tmp_path / "absent" / "verdicts.jsonl")) as (judge, _):
-        with pytest.raises(FileNotFoundError, match="absent"):
-            judge.score_batch(samples("8"))
+    judging = judged(honest, cache=str(tmp_path / "absent" / "verdicts.jsonl"))
+    with judging as (judge, _), pytest.raises(FileNotFoundError, match="absent"):
+        judge.score_batch(samples("8"))
 
 
 def test_training_does_not_start_with_a_judge_that_says_yes_to_everything_or_is_not_there():

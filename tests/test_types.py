@@ -1,0 +1,16 @@
+"""The types of the package, and those that users see."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_types_hold_in_the_package_and_in_what_users_write(tmp_path):
+    pytest.importorskip("mypy", reason="needs mypy: pip install 'rl4llm[dev]'")
+    command = [sys.executable, "-m", "mypy", f"--cache-dir={tmp_path}", "rl4llm", "tests/typed_user.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
