@@ -17,6 +17,7 @@ def pair_difference(x_BT: Tensor, batch: TrainBatch) -> Tensor:
     the same pair twice, it is the mean of that side. Differentiable.
     """
     mask_BT = batch.mask_BT
+    assert batch.group_ids_BT is not None  # `pack` numbers them
     _, pair_N = batch.group_ids_BT[mask_BT].unique(return_inverse=True)
     signs_N, x_N = batch.credits_BT[mask_BT].sign(), x_BT[mask_BT]
     share_N = 1 / sequence_sum(torch.ones_like(x_BT), batch)[mask_BT]  # adds up to 1 over each trajectory

@@ -70,6 +70,6 @@ def load_update(directory: Path) -> FailedUpdate:
 
 def _batches(tensors: Mapping[str, Tensor], count: int) -> list[TrainBatch]:
     return [
-        TrainBatch(**{name.partition("/")[2]: value for name, value in tensors.items() if name.startswith(f"{number}/")})
+        TrainBatch.of({name.partition("/")[2]: value for name, value in tensors.items() if name.startswith(f"{number}/")})
         for number in range(count)
     ]

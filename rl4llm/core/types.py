@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -270,23 +270,16 @@ class FilledLater:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, batch: None, owner: type) -> None: ...
-    @overload
-    def __get__(self, batch: TrainBatch, owner: type) -> Tensor: ...
-    def __get__(self, batch: TrainBatch | None, owner: type) -> Tensor | None:
-        if batch is None:
-            return None  # what `dataclass` takes for the default
-        value: Tensor | None = vars(batch)[self._name]
-        if value is None:
+    def __get__(self, batch: TrainBatch, owner: type) -> Tensor:
+        if self._name not in batch.later:
             raise DataError(f"TrainBatch.{self._name} is not there yet: {self._filled_by}.")
-        return value
+        return batch.later[self._name]
 
-    def __set__(self, batch: TrainBatch, value: Tensor | None) -> None:
-        vars(batch)[self._name] = value
+    def __set__(self, batch: TrainBatch, value: Tensor) -> None:
+        batch.later = {**batch.later, self._name: value}  # copies of a batch may share what was there before
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainBatch:
     """Rows of tokens and what is known of each token. B rows, T tokens.
 
@@ -311,25 +304,34 @@ class TrainBatch:
     sampled_logprobs_BT: Tensor
     credits_BT: Tensor
     weights_BT: Tensor
-    old_logprobs_BT: FilledLater = FilledLater("the trainer fills it before `assign`")
-    ref_logprobs_BT: FilledLater = FilledLater("the trainer fills it for an algorithm whose `needs` say reference=True")
-    values_BT: FilledLater = FilledLater("the trainer fills it for an algorithm whose `needs` name a critic")
-    advantages_BT: FilledLater = FilledLater("the algorithm's `assign` fills it")
-    returns_BT: FilledLater = FilledLater("the `assign` of an algorithm with a critic fills it")
     previous_BT: Tensor | None = None
-    group_ids_BT: FilledLater = FilledLater("`pack` fills it")
+    group_ids_BT: Tensor | None = None
     record_ids_BT: Tensor | None = None
-    marked_BT: FilledLater = FilledLater("the `assign` of an algorithm that reads it fills it")
-    divergence: FilledLater = FilledLater("the trainer fills it for an algorithm whose `needs` say mismatched=True")
+    later: Mapping[str, Tensor] = field(default_factory=dict)
+
+    old_logprobs_BT = FilledLater("the trainer fills it before `assign`")
+    ref_logprobs_BT = FilledLater("the trainer fills it for an algorithm whose `needs` say reference=True")
+    values_BT = FilledLater("the trainer fills it for an algorithm whose `needs` name a critic")
+    advantages_BT = FilledLater("the algorithm's `assign` fills it")
+    returns_BT = FilledLater("the `assign` of an algorithm with a critic fills it")
+    marked_BT = FilledLater("the `assign` of an algorithm that reads it fills it")
+    divergence = FilledLater("the trainer fills it for an algorithm whose `needs` say mismatched=True")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> TrainBatch:
+        """A batch with these, by name."""
+        own = {item.name for item in fields(cls)}
+        later = {name: tensor for name, tensor in tensors.items() if name not in own}
+        return cls(**{name: tensor for name, tensor in tensors.items() if name in own}, later=later)
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that it holds by now, by name."""
-        held = {item.name: vars(self)[item.name] for item in fields(self)}
-        return {name: value for name, value in held.items() if value is not None}
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "later"}
+        return {name: tensor for name, tensor in (own | dict(self.later)).items() if tensor is not None}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
         """A batch with `fn` applied to every tensor it holds."""
-        return TrainBatch(**{name: fn(value) for name, value in self.tensors().items()})
+        return TrainBatch.of({name: fn(tensor) for name, tensor in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """A batch with every tensor on `device`."""

@@ -127,7 +127,8 @@ class Preparation:
         divergence = self._divergence(penalised) if self.algorithm.needs().mismatched else None
         for batch in batches:
             self._fill(batch)
-            batch.divergence = divergence
+            if divergence is not None:
+                batch.divergence = divergence
         self.algorithm.assign(batches, self.total)
         return Prepared(self._updates(packed, step), scored, metrics)
 

@@ -35,8 +35,8 @@ def batch_of(lengths, credits, groups, context=2):
         sampled_logprobs_BT=zeros_BT,
         credits_BT=(credits_S[owner_T] * mask_T)[None],
         weights_BT=(weights_S[owner_T] * mask_T)[None],
-        ref_logprobs_BT=zeros_BT,
         group_ids_BT=torch.tensor(groups)[owner_T][None],
+        later={"ref_logprobs_BT": zeros_BT},
     )
 
 

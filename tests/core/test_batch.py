@@ -1,5 +1,7 @@
 """What a batch holds, and who fills what it does not hold yet."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,4 +31,6 @@ def test_a_batch_holds_what_was_filled_and_nothing_else():
     assert batch.advantages_BT is batch.tensors()["advantages_BT"] is given
     doubled = batch.map(lambda x: x + x)
     assert doubled.advantages_BT.tolist() == [[1.0] * 3] and doubled.tensors().keys() == batch.tensors().keys()
-    assert packed().tensors().keys() < batch.tensors().keys()  # each batch has its own
+    changed = replace(batch, mask_BT=batch.mask_BT)
+    changed.advantages_BT = 2 * given
+    assert batch.advantages_BT is given  # a copy has its own
