@@ -54,6 +54,7 @@ class Ahead:
     def take(self) -> Played:
         """What was played; raises what playing raised."""
         future, self._future = self._future, None
+        assert future is not None  # it was started
         return future.result()
 
     def close(self, runner: asyncio.Runner) -> bool:
