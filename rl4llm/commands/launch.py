@@ -106,7 +106,7 @@ def _here(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         return launch_here(arguments.config, arguments.overrides, force=arguments.force, say=say)
     found, shared = planned(arguments.config, arguments.overrides, force=arguments.force)
-    processes = [
+    processes: list[dict[str, Any]] = [
         {"role": place.role.name, "number": place.number, "environ": {**shared, **own(place)}, "command": place.role.command}
         for place in found
     ]
