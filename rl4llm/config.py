@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from rl4llm.core.errors import ConfigError, unknown
 
@@ -222,9 +222,6 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
         except ConfigError as error:
             raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
     merged = _merge(merged, _overrides(overrides))
-    missing = sorted(OmegaConf.missing_keys(merged))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=...")
     return _checked(merged)
 
 
@@ -282,9 +279,9 @@ def _read(path: Path) -> DictConfig:
     try:
         layer = OmegaConf.load(path)
     except Exception as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(layer, DictConfig):
-        raise ConfigError(f"{path} must hold a mapping of keys, not a {type(layer).__name__}.")
+        raise ConfigError(f"{path} must hold a mapping of keys, not a list.")
     return layer
 
 
@@ -320,7 +317,14 @@ def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
 
 
 def _checked(merged: DictConfig) -> Config:
-    config = OmegaConf.to_object(merged)
+    """All keys with their values; raises ConfigError for one that is not set, refers to none, or cannot be."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=...")
+        config = OmegaConf.to_object(merged)
+    except InterpolationResolutionError as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}. Accepted in ${{...}}: another key.") from None
     assert isinstance(config, Config)  # it is what everything was merged into
     _check(config)
     return config

@@ -62,6 +62,11 @@ another version | launch other.yaml                                | other.yaml:
 another version | sft other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
 another version | dpo other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
 another version | train damaged.yaml                               | damaged.yaml is not valid YAML
+another version | train list.yaml                                  | list.yaml must hold a mapping of keys, not a list
+another version | train empty.yaml                                 | model.path is not set
+another version | train refers.yaml                                | model.path: Interpolation key 'nowhere' not found
+no such device  | train small.yaml model.device=cuda:99            | model.device='cuda:99' is not here: torch
+no such device  | plan small.yaml model.device=cuda:99             | `rl4llm plan` for another machine has --device-memory
 another method  | sft small.yaml                                   | learns from episodes, and `rl4llm sft` is for
 another method  | dpo small.yaml algorithm.name=sft                | learns from demonstrations, and `rl4llm dpo` is for
 port in use     | view broken --port {port}                        | --port {port} cannot be used
@@ -73,6 +78,7 @@ read-only       | collect small.yaml --out {locked}/x.jsonl        | {locked}
 read-only       | view broken --export {locked}/x.html             | {locked}/x.html cannot be written
 read-only       | quickstart --dir {locked}/quick                  | {locked}/quick
 not accepted    | train small.yaml data.answer_pattern="\\s"        | An override's value is not valid YAML
+not accepted    | view broken --port 99999                         | 0-65535. Next: another one
 not accepted    | info nothing                                     | invalid choice
 not accepted    | completion csh                                   | invalid choice
 not accepted    | collect small.yaml                               | required: --out
@@ -110,6 +116,9 @@ def place(model_dir, tmp_path_factory):
     (directory / "small.yaml").write_text(yaml.safe_dump(small))
     (directory / "other.yaml").write_text(yaml.safe_dump({**small, "rollout": {"batch": 4}}))
     (directory / "damaged.yaml").write_bytes(b"\x00\x01: [")
+    (directory / "list.yaml").write_text("- small")
+    (directory / "empty.yaml").write_text("")
+    (directory / "refers.yaml").write_text("model: {path: '${nowhere}'}\n")
     broken = directory / "broken"
     for part in ("checkpoints/step-000001", "failed/step-000001", "failed/step-000002", "episodes"):
         (broken / part).mkdir(parents=True)
@@ -145,6 +154,7 @@ def test_bad_input_gets_one_clear_line(kind, command, said, place, taken, model_
     out, err = capsys.readouterr()
     assert code in (1, 2), err
     assert said.format(**filled) in " ".join(err.split())
+    assert kind != "another version" or len(err.strip().splitlines()) == 1
     assert "Traceback" not in out + err
     assert _files(place) == before
 

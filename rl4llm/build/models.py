@@ -32,6 +32,7 @@ def all_ranks(config: Config) -> Ranks:
 
 def set_up_torch(config: Config) -> None:
     """Threads, determinism and seed of this process, before a model is made."""
+    demand_device(device_of(config))
     if device_of(config) == "cpu":
         keep_freed_memory()
     if config.threads:
@@ -49,6 +50,16 @@ def device_of(config: Config) -> str:
             raise ConfigError(f"model.device={config.model.device!r} is not accepted: auto, cpu, cuda or cuda:1.") from error
         return config.model.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def demand_device(name: str) -> None:
+    """Raise ConfigError for a GPU that this machine does not have."""
+    device, gpus = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ConfigError(
+            f"model.device={name!r} is not here: torch {torch.__version__} finds {gpus} GPU(s). Next: model.device=auto "
+            "or a torch that was built for the GPU; `rl4llm plan` for another machine has --device-memory."
+        )
 
 
 def build_policy(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBackend:

@@ -12,7 +12,7 @@ import torch
 from rl4llm.backends.models import empty_model
 from rl4llm.build import build_algorithm
 from rl4llm.build.engines import ENGINES
-from rl4llm.build.models import device_of
+from rl4llm.build.models import demand_device, device_of
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.inference.paths import context_limit
@@ -112,4 +112,5 @@ def _memory(device: str) -> int:
     """Bytes of one device of this machine."""
     if device == "cpu":
         return psutil.virtual_memory().total
+    demand_device(device)
     return torch.cuda.get_device_properties(torch.device(device)).total_memory

@@ -207,4 +207,5 @@ def _listen(ports: Sequence[int]) -> socket.socket:
             listener.close()
             problem = error
     given = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
-    raise ViewError(f"--port {given} cannot be used: {problem}. Next: another one, or --port 0 for any that is free.")
+    why = str(problem).rstrip(".")
+    raise ViewError(f"--port {given} cannot be used: {why}. Next: another one, or --port 0 for any that is free.")
