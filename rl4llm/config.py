@@ -103,7 +103,7 @@ class SyncConfig:
 class SandboxConfig:
     """Where programs that a model wrote are run, see `rl4llm.sandbox`."""
 
-    level: str = "auto"  # the strongest that works here; prefork, bubblewrap or rlimits
+    level: str = "auto"  # the strongest that works here; prefork, bubblewrap, rlimits, or package.module:Name elsewhere
     allow_weak: bool = False  # take a level that does not keep programs from the host's files and network
     slots: int = 2  # programs at a time
     packages: list[str] = field(default_factory=list)  # directories that programs may import from

@@ -6,8 +6,11 @@
 """
 
 import asyncio
+import base64
+import json
 import pickle
 import threading
+import time
 from contextlib import contextmanager
 
 from fault_server import free_port
@@ -41,6 +44,10 @@ class Plane:
     async def _EnvironmentGetOrCreate(self, request, reply):
         reply.metadata.name = "main"
         reply.metadata.settings.image_builder_version = "2025.06"
+
+    async def _AuthTokenGet(self, request, reply):
+        words = ({"alg": "none"}, {"exp": int(time.time()) + 3600})
+        reply.token = ".".join([*(base64.urlsafe_b64encode(json.dumps(word).encode()).decode() for word in words), ""])
 
     async def _MountPutFile(self, request, reply):
         reply.exists = True
@@ -81,6 +88,9 @@ def _id(name):
 
 
 IDS = {
+    "AppGetOrCreate": {"app_id": "ap"},
+    "SandboxCreate": {"sandbox_id": "sb"},
+    "SandboxCreateV2": {"sandbox_id": "sb"},
     "AppCreate": {"app_id": "ap", "app_page_url": "https://page"},
     "EnvironmentGetOrCreate": {"environment_id": "en"},
     "VolumeGetOrCreate": {"volume_id": "vo"},

@@ -2,9 +2,9 @@
 
 ``modal run --detach modal_app.py::train`` starts them; the file only says what `rl4llm.launch.modal_app` is to make.
 
-Options: `volume`, which has output.dir and local models (``rl4llm``); `image`, a registry's, with `rl4llm` and SGLang in it,
-instead of one that Modal builds; `extras` of rl4llm to build it with, such as ``deepspeed,wandb``; `secret`, one of Modal's,
-for keys that the run needs besides its own, such as HF_TOKEN.
+Options: `volume`, which has output.dir and local models (``rl4llm``); `image`, a registry's, with `rl4llm[modal]` and SGLang
+in it, instead of one that Modal builds; `extras` of rl4llm to build it with, such as ``deepspeed,wandb``; `secret`, one of
+Modal's, for keys that the run needs besides its own, such as HF_TOKEN.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ asks for RL4LLM_SERVER_KEY. The trainer's container may be replaced too, and has
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -27,7 +28,7 @@ from modal.config import config as account
 from packaging.requirements import Requirement
 
 from rl4llm.config import Config, load_config
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.run_dir import RunDir
 from rl4llm.launch import checkpoints as saved
 from rl4llm.launch import volume
@@ -36,6 +37,7 @@ from rl4llm.launch.modal import CONFIG, SHARED, check
 from rl4llm.launch.roles import NUMBER, Role, hosts_variable, roles
 
 VOLUME = "RL4LLM_VOLUME"
+CACHES = ["**/__pycache__"]
 CUDA = "nvidia/cuda:12.9.1-devel-ubuntu24.04"  # SGLang compiles kernels when it starts
 SERVERS = "/opt/sglang"
 DAY_S = 24 * 3600  # the longest that Modal lets a call run
@@ -113,7 +115,7 @@ def check_account() -> None:
 def actor(server_urls: list[str]) -> int:
     """Train, or go on with the run, in a container; the exit code."""
     config = load_config(CONFIG)
-    role = _role(config, "trainer", [] if "visible_within_s" in config.inference else _patience(config))
+    role = _role(config, "trainer", _fitted(config))
     run = RunDir(Path(SHARED) / config.output.dir)
     weights = Path(SHARED) / config.sync.dir if config.sync.dir else run.weights_dir
     named = [weights / "LATEST", run.checkpoints_dir / "latest", run.model_dir]
@@ -171,6 +173,38 @@ def clear(run: str = "", steps: str = "") -> str:
     return text
 
 
+class Programs:
+    """A sandbox of Modal's, without network, secrets or volume, in which programs of the policy are run and judged.
+
+    bubblewrap cannot be had in Modal's containers: gVisor, which they run in, has no /proc/sys/user/max_user_namespaces
+    (google/gvisor#11210).
+    """
+
+    def __init__(self) -> None:
+        image = modal.Image.debian_slim(python_version=_python()).add_local_python_source("rl4llm", ignore=CACHES)
+        walls: dict[str, Any] = {"block_network": True, "timeout": DAY_S, "cpu": 1.0, "memory": 2048}
+        try:
+            app = modal.App.lookup("rl4llm-programs", create_if_missing=True)
+            self._sandbox = modal.Sandbox.create(app=app, image=image, **walls)
+            self._process = self._sandbox.exec("python", "-m", "rl4llm.sandbox.serve", workdir="/root")
+        except modal.exception.Error as error:
+            raise OSError(f"Modal: {error}") from error
+        self.output = self._process.stdout
+
+    def send(self, line: str) -> None:
+        """A line to its standard input."""
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.drain()
+        except modal.exception.Error as error:
+            raise OSError(f"Modal: {error}") from error
+
+    def close(self) -> None:
+        """Throw the sandbox away."""
+        with contextlib.suppress(modal.exception.Error):  # it may be gone
+            self._sandbox.terminate()
+
+
 def _server(app: modal.App, role: Role, number: int, shared: Mapping[str, Any]) -> modal.Server:
     """One server, which is always one container: each is told of new weights by its own address."""
     own = {"env": {**shared["env"], NUMBER: str(number)}, "min_containers": 1, "max_containers": 1}
@@ -185,16 +219,16 @@ def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: b
     if "image" in options:
         image = modal.Image.from_registry(options["image"])
     else:
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        extras = [name for name in options.get("extras", "").split(",") if name]
-        image = modal.Image.from_registry(CUDA, add_python=version).pip_install(*_requirements(extras))
+        extras = [name.strip() for name in options.get("extras", "").split(",") if name.strip()]
+        client = f"modal=={importlib.metadata.version('modal')}"  # for processes that Modal does not start itself
+        image = modal.Image.from_registry(CUDA, add_python=_python()).pip_install(*_requirements(extras), client)
         if servers:
             (sglang,) = (text for text in _requirements(["sglang"]) if text.startswith("sglang"))
             make = [f"python -m venv {SERVERS}", f"{SERVERS}/bin/pip install '{sglang}'"]
             image = image.run_commands(*make).env({"RL4LLM_SGLANG_PYTHON": f"{SERVERS}/bin/python"})
-        image = image.add_local_python_source("rl4llm", ignore=["**/__pycache__"])
+        image = image.add_local_python_source("rl4llm", ignore=CACHES)
     own = sorted(set(_own_modules(config)))
-    image = image.add_local_python_source(*own, ignore=["**/__pycache__"]) if own else image
+    image = image.add_local_python_source(*own, ignore=CACHES) if own else image
     return image.add_local_file(path, CONFIG)
 
 
@@ -204,6 +238,10 @@ def _requirements(extras: Sequence[str]) -> list[str]:
         needed = [Requirement(text) for text in importlib.metadata.requires("rl4llm") or ()]
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError("rl4llm is not installed here, so what it needs is unknown. Next: pip install -e .") from None
+    known = importlib.metadata.metadata("rl4llm").get_all("Provides-Extra") or ()
+    for name in extras:
+        if name not in known:
+            raise ConfigError(unknown("--option extras", name, known))
     wanted = [item for item in needed if not item.marker or any(item.marker.evaluate({"extra": name}) for name in extras)]
     return [str(item).partition(";")[0].strip() for item in wanted]
 
@@ -243,8 +281,15 @@ def _role(config: Config, name: str, overrides: Sequence[str]) -> Role:
     return next(role for role in roles(config, command) if role.name == name)
 
 
-def _patience(config: Config) -> list[str]:
-    return [f"inference.visible_within_s={SHOWS_WITHIN_S}"] if config.inference["name"] != "local" else []
+def _fitted(config: Config) -> list[str]:
+    """What the trainer is told that depends on where it is, unless the configuration says so."""
+    served = config.inference["name"] != "local" and "visible_within_s" not in config.inference
+    keys = [f"inference.visible_within_s={SHOWS_WITHIN_S}"] if served else []
+    return keys + ([f"sandbox.level={__name__}:{Programs.__name__}"] if config.sandbox.level == "auto" else [])
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _volume() -> volume.Volume:

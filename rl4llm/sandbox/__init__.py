@@ -4,7 +4,8 @@
 
 The package stands just above `core`, so that rewards, tools and graders can all use it. Read `program.py` (what is run, and
 what comes of it), `judge.py` (who compares what, and where), `cell.py` (one sandbox from outside), `_inside.py` (what runs
-in it), `levels.py` and `probe.py` (how strong its walls are, and how that is seen).
+in it), `levels.py` and `probe.py` (how strong its walls are, and how that is seen), `remote.py` and `serve.py` (the same on
+another machine).
 
     trainer ── supervisor ─┬─ sandbox of the program: functions are called, scripts are run
                            └─ sandbox of the tests, where tests are code

@@ -15,7 +15,10 @@ from rl4llm.sandbox.levels import LEVELS
 from rl4llm.sandbox.program import Limits, Outcome, Program
 
 LIMITS = Limits(wall_s=20.0, total_s=30.0, memory_bytes=256 * 1024**2, processes=16)
-NEEDED = ("network", "host_files", "host_processes", "processes", "memory", "user_namespaces")
+BOUNDED = ("processes", "memory")
+APART = ("network", "host_files", "host_processes", *BOUNDED)
+NEEDED = (*APART, "user_namespaces")
+REMOTE = "remote"
 _CANARY = '''
 import os, signal, socket
 seen = {{}}
@@ -95,8 +98,8 @@ class Probe:
 
 
 def probe_level(name: str, run: Callable[[Program, Limits], Outcome]) -> Probe:
-    """Let the canary try each thing that the level should stop."""
-    rank = LEVELS[name].rank
+    """Let the canary try each thing that the level should stop, on this machine also where it runs on another one."""
+    rank = 2 if name == REMOTE else LEVELS[name].rank
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="rl4llm-canary-") as directory, socket.create_server(("127.0.0.1", 0)) as server:
         os.chmod(directory, 0o777)
@@ -118,7 +121,7 @@ def probe_level(name: str, run: Callable[[Program, Limits], Outcome]) -> Probe:
         return Probe(name, rank, problem=f"it does not start: {outcome.reason or outcome.stderr[-300:]}")
     properties = dict(ast.literal_eval(outcome.stdout))
     properties["host_files"] = properties["host_files"] and not written
-    needed = NEEDED if rank > 1 else ("processes", "memory")
+    needed = APART if name == REMOTE else NEEDED if rank > 1 else BOUNDED
     missing = [name for name in needed if not properties[name]]
     problem = f"its canary shows that it does not contain {', '.join(missing)}" if missing else ""
     return Probe(name, rank, properties, problem)

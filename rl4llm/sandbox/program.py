@@ -157,3 +157,8 @@ class Outcome:
     def passed_share(self) -> float:
         """Passed tests over all tests; 0 where there are none."""
         return sum(test.passed for test in self.tests) / len(self.tests) if self.tests else 0.0
+
+
+def outcome_of(values: dict[str, Any]) -> Outcome:
+    """An outcome from what `dataclasses.asdict` and JSON made of it; TypeError or KeyError for what is none."""
+    return Outcome(**{**values, "tests": tuple(TestResult(**test) for test in values["tests"])})

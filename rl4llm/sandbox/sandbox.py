@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 from rl4llm.core.errors import ConfigError, SandboxError, unknown
 from rl4llm.sandbox.levels import LEVELS, find_bwrap, find_python, slot_uids
-from rl4llm.sandbox.probe import Probe, probe_level
-from rl4llm.sandbox.program import Limits, Outcome, Program, TestResult
+from rl4llm.sandbox.probe import REMOTE, Probe, probe_level
+from rl4llm.sandbox.program import Limits, Outcome, Program, outcome_of
+from rl4llm.sandbox.remote import ELSEWHERE, GRACE_S, RemoteSlot
 
 ATTEMPTS = 3
-GRACE_S = 30.0
 SLOT_TIMEOUT_S = 1800.0
 _ROOT = str(Path(__file__).parents[2])
 _MAIN = "import sys; sys.path.insert(0, {root!r}); from rl4llm.sandbox.supervisor import main; main()"
@@ -51,10 +51,11 @@ class Runner(Protocol):
 
 
 class Sandbox:
-    """Sandboxes on this machine.
+    """Sandboxes on this machine, or elsewhere.
 
     Args:
-        level: "auto" for the strongest that works here, or one of `rl4llm.sandbox.LEVELS`.
+        level: "auto" for the strongest that works here, one of `rl4llm.sandbox.LEVELS`, or ``package.module:Name`` of what
+            starts `rl4llm.sandbox.serve` on another machine, see `rl4llm.sandbox.remote`.
         allow_weak: whether a level may be taken that does not keep programs from the host's files and network.
         slots: programs at a time, each with a supervising process of its own.
         packages: directories that programs may import from, read-only.
@@ -78,7 +79,8 @@ class Sandbox:
         packages: Sequence[str] = (),
         limits: Limits | None = None,
     ):
-        if level not in ("auto", *LEVELS):
+        self._elsewhere = ELSEWHERE[level] if ":" in level else None
+        if level not in ("auto", *LEVELS) and self._elsewhere is None:
             raise ConfigError(unknown("sandbox.level", level, ("auto", *LEVELS)))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ConfigError(f"sandbox.slots={slots!r} is not accepted: a whole number above 0.")
@@ -144,13 +146,22 @@ class Sandbox:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._probe = None
-        self._all = [_Slot("", uid, self.packages, self.limits) for uid in slot_uids(self.slots)]
-        self._free: queue.LifoQueue[_Slot] = queue.LifoQueue()
+        self._all: list[_Slot | RemoteSlot] = (
+            [_Slot("", uid, self.packages, self.limits) for uid in slot_uids(self.slots)]
+            if self._elsewhere is None
+            else [RemoteSlot(self._elsewhere) for _ in range(self.slots)]
+        )
+        self._free: queue.LifoQueue[_Slot | RemoteSlot] = queue.LifoQueue()
         for slot in self._all:
             self._free.put(slot)
         self._finalizer = weakref.finalize(self, _close_all, self._all, self._owner)
 
     def _chosen(self) -> Probe:
+        if self._elsewhere is not None:
+            probe = self._probed(REMOTE)
+            if not probe.holds:
+                raise SandboxError(f"sandbox.level={self.level!r} cannot be used: {probe.problem}.")
+            return probe
         names = list(LEVELS) if self.level == "auto" else [self.level]
         problems = []
         for name in names:
@@ -169,12 +180,13 @@ class Sandbox:
         )
 
     def _probed(self, name: str) -> Probe:
-        if find_bwrap() is None and LEVELS[name].rank >= 2:
+        if name != REMOTE and find_bwrap() is None and LEVELS[name].rank >= 2:
             return Probe(name, LEVELS[name].rank, problem="bwrap is not installed")
         slot = self._all[0]
         slot.level = name
         probe = probe_level(name, lambda program, limits: slot.run(program, limits)[0])
-        slot.close()
+        if name != REMOTE:  # another machine is not made twice
+            slot.close()
         return probe
 
     def _counted(self, outcome: Outcome) -> Outcome:
@@ -208,7 +220,7 @@ class _Slot:
             if not channel.poll(limits.total_s + GRACE_S):
                 raise TimeoutError(f"no answer after {limits.total_s + GRACE_S:g} s")
             answer = json.loads(channel.recv_bytes())
-            return _outcome(answer["outcome"]), answer["again"]
+            return outcome_of(answer["outcome"]), answer["again"]
         except (OSError, EOFError) as error:
             words = self._last_words()
             self.close()
@@ -266,11 +278,7 @@ class _Slot:
         return self.log.read()[-500:].decode(errors="replace").strip()
 
 
-def _outcome(values: dict[str, Any]) -> Outcome:
-    return Outcome(**{**values, "tests": tuple(TestResult(**test) for test in values["tests"])})
-
-
-def _close_all(slots: Sequence[_Slot], owner: int) -> None:
+def _close_all(slots: Sequence[_Slot | RemoteSlot], owner: int) -> None:
     if os.getpid() == owner:
         for slot in slots:
             slot.close()

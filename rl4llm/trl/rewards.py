@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import Any
@@ -18,11 +18,12 @@ from rl4llm.rewards.callables import BatchCallable
 
 def reward_functions(
     given: Any, weights: Sequence[float] | None, *, plain: bool
-) -> tuple[list[BaseRewardFunction], RewardTransform | None]:
+) -> tuple[list[BaseRewardFunction | str], RewardTransform | None]:
     """The rewards of `reward_funcs`, and the sum that TRL makes of them, each times its weight.
 
-    Functions are called as TRL calls them; all else is what `rl4llm.rewards.as_reward_function` takes. `plain` says that
-    prompts are texts, so that completions are too. Raises ConfigError for weights that are not one for each.
+    Functions are called as TRL calls them, "sandbox" is the reward `code`, and all else is what
+    `rl4llm.rewards.as_reward_function` takes. `plain` says that prompts are texts, so that completions are too. Raises
+    ConfigError for weights that are not one for each.
     """
     items = list(given) if isinstance(given, list | tuple) else [given]
     weights = [1.0] * len(items) if weights is None else list(weights)
@@ -30,15 +31,20 @@ def reward_functions(
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(items)} reward_funcs: one for each.")
     answers = Answers(sum(_is_function(item) for item in items))
     places = itertools.count()
-    made = [
-        TRLReward(item, answers, next(places), plain=plain) if _is_function(item) else as_reward_function(item)
-        for item in items
-    ]
-    if len({reward.name for reward in made}) < len(made):
-        raise ConfigError(f"reward_funcs: two have the same name, {', '.join(reward.name for reward in made)}.")
+    made = [_made(item, answers, places, plain=plain) for item in items]
+    names = [reward if isinstance(reward, str) else reward.name for reward in made]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"reward_funcs: two have the same name, {', '.join(names)}.")
     if weights == [1.0]:
         return made, None
-    return made, weighted_sum({reward.name: float(weight) for reward, weight in zip(made, weights, strict=True)})
+    return made, weighted_sum({name: float(weight) for name, weight in zip(names, weights, strict=True)})
+
+
+def _made(item: Any, answers: Answers, places: Iterator[int], *, plain: bool) -> BaseRewardFunction | str:
+    """A reward; the one that runs programs is left to the run, whose sandbox it gets."""
+    if item in ("sandbox", "code"):
+        return "code"
+    return TRLReward(item, answers, next(places), plain=plain) if _is_function(item) else as_reward_function(item)
 
 
 def _is_function(item: Any) -> bool:

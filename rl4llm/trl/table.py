@@ -288,7 +288,9 @@ SFT: dict[str, Alias] = ANSWERS | {
 
 CONSTRUCTOR: dict[str, Alias] = {
     "train_dataset": joint(None, "`dataset`; a column `prompt` of texts is read as such, without the chat template"),
-    "reward_funcs": joint(None, "`reward_functions`, called as TRL calls them; None leaves the others to judge"),
+    "reward_funcs": joint(
+        None, "`reward_functions`, called as TRL calls them; None leaves the others to judge; 'sandbox' is the reward `code`"
+    ),
     "processing_class": joint(None, "`tokenizer`"),
     "args": joint(None, "a config of the same name, from `rl4llm` instead of `trl`, with TRL's defaults"),
     "peft_config": Alias("key", None, "`model.lora`: `r`, `lora_alpha`, `target_modules`", _lora),

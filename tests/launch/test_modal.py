@@ -93,7 +93,7 @@ def test_modals_client_starts_trainer_and_servers_on_their_gpus_and_leaves_them_
     args, _ = pickle.loads(call.pipelined_inputs[0].input.args)
     assert args == (["https://server-0.modal.direct", "https://server-1.modal.direct"],)
     built = " ".join(line for request in plane.of("ImageGetOrCreate") for line in request.image.dockerfile_commands)
-    assert "deepspeed" in built
+    assert "deepspeed" in built and "modal==" in built  # processes that Modal does not start import it, too
     assert "/opt/sglang/bin/pip install 'sglang" in built
     files = {file.filename for request in plane.of("MountGetOrCreate") for file in request.files}
     assert {"/rl4llm/config.yaml", "/root/rl4llm/launch/modal_app.py", "/root/mine_for_modal.py"} <= files
@@ -130,10 +130,12 @@ def check_secrets(plane):
     assert "tokens" in {request.deployment_name for request in requests}
 
 
-def test_an_app_without_its_keys_is_refused_before_anything_is_built(written, monkeypatch):
+def test_an_app_without_its_keys_or_with_wrong_extras_is_refused_before_anything_is_built(written, monkeypatch):
     from rl4llm.launch import modal_app
 
     directory = written("rewards=[math]")
+    with pytest.raises(ConfigError, match=r"extras='deepsped' is unknown.*Did you mean 'deepspeed'"):
+        modal_app.build(directory / "config.yaml", "x", {"extras": "deepsped"})
     monkeypatch.delenv("RL4LLM_SERVER_KEY")
     with pytest.raises(ConfigError, match="RL4LLM_SERVER_KEY is not set"):
         modal_app.build(directory / "config.yaml", "x", {})
@@ -151,6 +153,21 @@ def test_looking_at_checkpoints_starts_no_server(written):
     assert not any(request.function.resources.gpu_config.count for request in plane.of("FunctionCreate"))
     _, keywords = pickle.loads(plane.of("FunctionMap")[0].pipelined_inputs[0].input.args)
     assert keywords == {"run": "", "steps": "10,20"}
+
+
+def test_programs_of_the_policy_get_a_sandbox_without_network_secrets_or_volume():
+    from modal_plane import api_pb2, control_plane
+
+    make = "from rl4llm.launch.modal_app import Programs; Programs()"
+    with control_plane() as plane:
+        with subprocess.Popen([sys.executable, "-c", make], env={**os.environ, **plane.environ}) as process:
+            until(lambda: plane.of("SandboxCreateV2") or process.poll() is not None)
+            process.kill()  # it would wait for the sandbox for ever
+        (request,) = plane.of("SandboxCreateV2")
+        assert request.definition.network_access.network_access_type == api_pb2.NetworkAccess.BLOCKED
+        assert not request.definition.secret_ids and not request.definition.volume_mounts
+        files = {file.filename for request in plane.of("MountGetOrCreate") for file in request.files}
+        assert "/root/rl4llm/sandbox/serve.py" in files
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def as_nobody(suite, names=(), level="auto"):
     identity = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if is_root else {}
     with tempfile.TemporaryDirectory(prefix="rl4llm-suite-") as directory:
         root = Path(directory)
-        for source in ("__init__.py", "core/__init__.py", "core/errors.py"):
+        for source in ("__init__.py", "core/__init__.py", "core/errors.py", "core/registry.py"):
             (root / "rl4llm" / source).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PACKAGE / source, root / "rl4llm" / source)
         shutil.copytree(PACKAGE / "sandbox", root / "rl4llm" / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))

@@ -5,6 +5,7 @@ import torch
 
 from rl4llm import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from rl4llm.core.base_env import SampleState
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.score import score
 from rl4llm.trl.rewards import reward_functions
@@ -74,6 +75,16 @@ def test_one_function_that_raises_for_a_completion_fails_that_one_alone():
     played = samples()
     assert score(played, functions, total).reward[0] == 2
     assert [sample.failure is None for sample in played] == [True, False, True]
+
+
+def test_the_sandbox_is_the_reward_that_runs_programs_and_is_made_by_the_run_with_its_own():
+    assert reward_functions("sandbox", None, plain=True) == (["code"], None)
+    made, total = reward_functions(["sandbox", lambda completions, **columns: [1.0] * len(completions)], None, plain=True)
+    assert made[0] == "code"
+    assert float(total({"code": torch.tensor([0.5]), made[1].name: torch.tensor([0.25])})) == 0.75
+    with pytest.raises(ConfigError, match="two have the same name"):
+        reward_functions(["sandbox", "code"], None, plain=True)
+
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["texts", "messages"])
