@@ -60,7 +60,8 @@ setup(
         "argcomplete>=3,<4",
         "tensorboard>=2.17,<3",
         "matplotlib>=3.8,<4",
-        "math-verify[antlr4-13-2]>=0.8,<1",
+        "math-verify>=0.8,<1",
+        "antlr4-python3-runtime==4.13.2",  # what its extra of that name asks for, which old versions of pip do not find
         "aiohttp>=3.10,<4",
         "xxhash>=3.4,<5",
         "psutil>=5.9,<8",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from shlex import quote
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_force
@@ -63,5 +64,5 @@ def train(config: Any, arguments: argparse.Namespace) -> int:
         show(f"Stopped after step {trainer.step} and saved. The same command goes on.")
         return STOPPED
     if trainer.ranks.is_first and config.output.console != "quiet":
-        show(f"Done. The model is in {trainer.run.model_dir}; `rl4llm view {trainer.run.path}` shows the run.")
+        show(f"Done. The model is in {trainer.run.model_dir}; `rl4llm view {quote(str(trainer.run.path))}` shows the run.")
     return 0

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -96,7 +97,7 @@ def _show(console: Console, run: Path, seconds: float) -> None:
     }
     facts: dict[str, object] = {what: run / name for what, name in names.items()}
     facts["this start took"] = f"{seconds:.0f} s"
-    facts["look at it"] = f"{_program()} view {run}"
+    facts["look at it"] = f"{quote(_program())} view {quote(str(run))}"
     for what, fact in facts.items():
         console.print(f"{what:>15}: {fact}", soft_wrap=True, highlight=False, markup=False)
 
