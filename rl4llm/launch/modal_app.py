@@ -37,6 +37,7 @@ from rl4llm.launch.modal import CONFIG, SHARED, check
 from rl4llm.launch.roles import NUMBER, Role, hosts_variable, roles
 
 VOLUME = "RL4LLM_VOLUME"
+SOURCES = "/root"  # where Modal puts Python sources; only processes that it starts itself look there
 CACHES = ["**/__pycache__"]
 CUDA = "nvidia/cuda:12.9.1-devel-ubuntu24.04"  # SGLang compiles kernels when it starts
 SERVERS = "/opt/sglang"
@@ -119,7 +120,7 @@ def actor(server_urls: list[str]) -> int:
     run = RunDir(Path(SHARED) / config.output.dir)
     weights = Path(SHARED) / config.sync.dir if config.sync.dir else run.weights_dir
     named = [weights / "LATEST", run.checkpoints_dir / "latest", run.model_dir]
-    known = {NUMBER: "0", hosts_variable("trainer"): "trainer", hosts_variable("server"): ",".join(server_urls)}
+    known = {NUMBER: "0", **_known(server_urls)}
     code = volume.train(_volume(), role.command, known, Path(SHARED), named)
     if code == STOPPED:
         raise RuntimeError("The run was stopped, and goes on from its last checkpoint.")  # which Modal then has it do
@@ -132,8 +133,7 @@ def worker() -> int:
     local = Path(SHARED) / config.model.path
     role = _role(config, "server", [f"model.path={local}"] if local.is_dir() else [])
     names = [f"server-{number}" for number in range(role.count)]
-    known = {hosts_variable("trainer"): "trainer", hosts_variable("server"): ",".join(names)}
-    return volume.serve(_volume(), role.command, known)
+    return volume.serve(_volume(), role.command, _known(names))
 
 
 class Worker:
@@ -186,7 +186,7 @@ class Programs:
         try:
             app = modal.App.lookup("rl4llm-programs", create_if_missing=True)
             self._sandbox = modal.Sandbox.create(app=app, image=image, **walls)
-            self._process = self._sandbox.exec("python", "-m", "rl4llm.sandbox.serve", workdir="/root")
+            self._process = self._sandbox.exec("python", "-m", "rl4llm.sandbox.serve", workdir=SOURCES)
         except modal.exception.Error as error:
             raise OSError(f"Modal: {error}") from error
         self.output = self._process.stdout
@@ -228,6 +228,9 @@ def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: b
             image = image.run_commands(*make).env({"RL4LLM_SGLANG_PYTHON": f"{SERVERS}/bin/python"})
         image = image.add_local_python_source("rl4llm", ignore=CACHES)
     own = sorted(set(_own_modules(config)))
+    for module in own:
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{module}, which the configuration names, is not found here. Next: PYTHONPATH=ITS_DIRECTORY.")
     image = image.add_local_python_source(*own, ignore=CACHES) if own else image
     return image.add_local_file(path, CONFIG)
 
@@ -258,7 +261,7 @@ def _own_modules(config: Any) -> Iterator[str]:
         yield from _own_modules([config.env, config.rewards, config.parts, config.algorithm, config.inference])
     elif isinstance(config, str) and NAMED.fullmatch(config):
         module = re.split(r"[.:]", config)[0]
-        if module != "rl4llm" and importlib.util.find_spec(module):
+        if module != "rl4llm":
             yield module
 
 
@@ -281,6 +284,12 @@ def _role(config: Config, name: str, overrides: Sequence[str]) -> Role:
     return next(role for role in roles(config, command) if role.name == name)
 
 
+def _known(servers: Sequence[str]) -> dict[str, str]:
+    """What every process of the run has in its environment."""
+    path = os.pathsep.join(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
+    return {hosts_variable("trainer"): "trainer", hosts_variable("server"): ",".join(servers), "PYTHONPATH": path}
+
+
 def _fitted(config: Config) -> list[str]:
     """What the trainer is told that depends on where it is, unless the configuration says so."""
     served = config.inference["name"] != "local" and "visible_within_s" not in config.inference
@@ -292,8 +301,27 @@ def _python() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
+class Disk:
+    """The volume in this container. What Modal does not answer now it is asked again, as while a file is open."""
+
+    def __init__(self, name: str):
+        self._volume = modal.Volume.from_name(name)
+
+    def commit(self) -> None:
+        self._tried(self._volume.commit)
+
+    def reload(self) -> None:
+        self._tried(self._volume.reload)
+
+    def _tried(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except modal.exception.Error as error:
+            raise RuntimeError(f"Modal: {error}") from error
+
+
 def _volume() -> volume.Volume:
-    return modal.Volume.from_name(os.environ[VOLUME])
+    return Disk(os.environ[VOLUME])
 
 
 def _root(run: str) -> Path:

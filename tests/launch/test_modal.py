@@ -77,6 +77,8 @@ def until(holds, seconds=180):
 def test_modals_client_starts_trainer_and_servers_on_their_gpus_and_leaves_them_running(written):
     from modal_plane import api_pb2, control_plane
 
+    from rl4llm.launch.modal_app import _known
+
     directory = written(options=["volume=disk", "extras=deepspeed", "secret=tokens"])
     assert "5ecret" not in "".join(file.read_text() for file in directory.iterdir())
     with control_plane() as plane, modal_run(directory, plane, "--detach", "modal_app.py::train") as process:
@@ -98,6 +100,7 @@ def test_modals_client_starts_trainer_and_servers_on_their_gpus_and_leaves_them_
     files = {file.filename for request in plane.of("MountGetOrCreate") for file in request.files}
     assert {"/rl4llm/config.yaml", "/root/rl4llm/launch/modal_app.py", "/root/mine_for_modal.py"} <= files
     assert "/root/rl4llm/view/page/style.css" in files  # what is not Python, too
+    assert _known([])["PYTHONPATH"].split(os.pathsep)[0] == "/root"  # for processes that Modal does not start itself
     assert not [name for name in files if "__pycache__" in name]
 
 
@@ -133,6 +136,9 @@ def check_secrets(plane):
 def test_an_app_without_its_keys_or_with_wrong_extras_is_refused_before_anything_is_built(written, monkeypatch):
     from rl4llm.launch import modal_app
 
+    directory = written()  # with a module that only PYTHONPATH leads to
+    with pytest.raises(ConfigError, match="mine_for_modal, which the configuration names, is not found here"):
+        modal_app.build(directory / "config.yaml", "x", {})
     directory = written("rewards=[math]")
     with pytest.raises(ConfigError, match=r"extras='deepsped' is unknown.*Did you mean 'deepspeed'"):
         modal_app.build(directory / "config.yaml", "x", {"extras": "deepsped"})
@@ -323,6 +329,15 @@ def test_a_trainer_whose_container_is_taken_away_saves_before_the_last_commit(tm
         signal.signal(signal.SIGALRM, before)
     assert commits[:2] == [False, False]  # a commit that failed is made again
     assert commits[-1]
+
+
+def test_a_volume_that_modal_does_not_answer_for_is_asked_again():
+    from rl4llm.launch.modal_app import Disk
+
+    disk = Disk("none")
+    for step in (disk.commit, disk.reload):
+        with pytest.raises(RuntimeError, match="Modal: "):  # which `volume` waits out; here there is no account
+            step()
 
 
 def test_a_server_that_ends_ends_its_container_and_what_cannot_be_reloaded_is_told_once(capfd):
