@@ -77,6 +77,13 @@ def _values(item: object) -> list[object]:
     return list(item.values()) if isinstance(item, Mapping) else []
 
 
+def check_remote(config: Config) -> None:
+    """Raise EngineError unless the hosts of a part's environment answer: to play there would be to wait for them."""
+    remote = config.env.get("remote") or ()
+    for address in [remote] if isinstance(remote, str) else remote:
+        _check_connects(address)
+
+
 def _check_connects(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:

@@ -11,6 +11,7 @@ from rl4llm.build.opponents import build_opponents
 from rl4llm.build.options import Given, accepted_options
 from rl4llm.build.trainer import build_env, build_rewards, in_part, with_hosts
 from rl4llm.check.bench import Bench, NotNeeded, Part
+from rl4llm.check.machine import check_remote
 from rl4llm.config import by_part
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import DataError
@@ -25,6 +26,7 @@ def data(bench: Bench) -> str:
     """The rows can be read, both those that train and those that are only measured."""
     learns_from = bench.algorithm.needs().learns_from
     for name, config in by_part(bench.config).items():
+        in_part(name, check_remote, config)
         given = in_part(name, with_hosts, config, Given(), bench.algorithm)
         part = Part(name, config, given, in_part(name, training_rows, config, given, learns_from))
         if not len(part.dataset):
@@ -51,6 +53,8 @@ def rewards(bench: Bench) -> str:
         part.rewards, part.transform = made
         in_part(part.name, check_examples, part.rewards)
     counts = {reward.name: _examples(reward) for part in bench.parts for reward in part.rewards}
+    if not any(counts.values()):
+        return f"{', '.join(counts)} can be made; none has examples of its own for such options"
     return f"{sum(counts.values())} examples hold: " + ", ".join(f"{name} {count}" for name, count in counts.items())
 
 

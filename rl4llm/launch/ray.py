@@ -7,13 +7,16 @@ where it runs: tokens and weights never go through Ray. Options: `address` of th
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl4llm.config import load_config
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.supervise import SUPERVISE
 from rl4llm.launch.job import Job
 from rl4llm.launch.roles import NUMBER, Role, hosts_variable, roles
@@ -23,6 +26,8 @@ RESTARTS = 3  # of an actor, and of what it holds
 GRACE_S = 120.0  # for the step that runs, and a checkpoint
 STOPPED = 75
 PLACED_WITHIN_S = 600.0
+SAY_EVERY_S = 10.0
+LOOK_S = 0.5
 
 
 def render(job: Job) -> dict[str, str]:
@@ -38,7 +43,10 @@ def submit(job: Job) -> list[str]:
 
 
 class Holder:
-    """Holds one process of a run; the process ends when this actor does."""
+    """Holds one process of a run; the process ends when this actor does, or is told to."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
 
     def host(self) -> str:
         """The address of this machine, for the others."""
@@ -49,7 +57,13 @@ class Holder:
     def hold(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run a command to its end; its exit code."""
         supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]
-        return subprocess.run([*supervisor, *words], env={**os.environ, **environ}, check=False).returncode
+        self._process = subprocess.Popen([*supervisor, *words], env={**os.environ, **environ})
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Ask the command to end, which has `hold` return."""
+        if self._process is not None:
+            self._process.terminate()
 
 
 def drive(config: str, words: Sequence[str] = (sys.executable, "-m", "rl4llm")) -> int:
@@ -65,8 +79,8 @@ def drive(config: str, words: Sequence[str] = (sys.executable, "-m", "rl4llm")) 
         raise ConfigError(f"{missing[0]} is not set in the environment that Ray's machines were started with.")
     places = [(role, number) for role in wanted for number in range(role.count)]
     group = ray.util.placement_group([_bundle(role) for role, _ in places])
-    ray.get(group.ready(), timeout=PLACED_WITHIN_S)
     try:
+        _wait_for_room(ray, group, [_bundle(role) for role, _ in places])
         holders = [_holder(ray, group, index, role) for index, (role, _) in enumerate(places)]
         hosts = ray.get([holder.host.remote() for holder in holders])
         known = {
@@ -78,30 +92,64 @@ def drive(config: str, words: Sequence[str] = (sys.executable, "-m", "rl4llm")) 
             holder.hold.remote(list(role.command), {**_only(secrets, role), **known, NUMBER: str(number)}): (role, number)
             for holder, (role, number) in zip(holders, places, strict=True)
         }
-        return _wait(ray, ends)
+        trainers = [holder for holder, (role, _) in zip(holders, places, strict=True) if role.name == "trainer"]
+        return _wait(ray, ends, trainers)
     finally:
         ray.util.remove_placement_group(group)  # which ends its actors, and they what they hold
 
 
-def _wait(ray: Any, ends: dict[Any, tuple[Role, int]]) -> int:
-    """The exit code of the first trainer, once all have ended; raises RuntimeError for another role that ended."""
+def _wait_for_room(ray: Any, group: Any, bundles: Sequence[Mapping[str, float]]) -> None:
+    """Until the cluster has room for all; raises ConfigError when it does not get any. A cluster may grow meanwhile."""
+    wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}
+    begin = time.monotonic()
+    while not group.wait(min(SAY_EVERY_S, PLACED_WITHIN_S)):
+        there, free = ray.cluster_resources(), ray.available_resources()
+        lacking = ", ".join(
+            f"{name}: {count:g} wanted, {there.get(name, 0):g} there, {free.get(name, 0):g} free"
+            for name, count in wanted.items()
+        )
+        waited_s = time.monotonic() - begin
+        sys.stderr.write(f"The cluster has no room for this run since {waited_s:.0f} s ({lacking}).\n")
+        if waited_s >= PLACED_WITHIN_S:
+            raise ConfigError(
+                f"The Ray cluster had no room within {PLACED_WITHIN_S:g} s ({lacking}), by process on one machine. "
+                "Next: add machines, end what runs there, or lower launch.servers, launch.nproc or launch.nodes."
+            )
+
+
+def _wait(ray: Any, ends: dict[Any, tuple[Role, int]], trainers: Sequence[Any]) -> int:
+    """The exit code of the first trainer, once all have ended, or of another role that ended first.
+
+    Ctrl-C and SIGTERM are passed on to the trainers, which save.
+    """
     codes: dict[int, int] = {}
-    while True:
-        (ended,), _ = ray.wait(list(ends))
-        role, number = ends.pop(ended)
-        code = ray.get(ended)
-        if role.name != "trainer":
-            sys.stderr.write(f"{role.name} {number} ended with code {code}; the run is stopped.\n")
-            return code or 1
-        codes[number] = code
-        if code or len(codes) == role.count:
-            return code
+    stopped = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            ended, _ = ray.wait(list(ends), timeout=LOOK_S)
+            if stopped.is_set():
+                stopped.clear()
+                ray.get([trainer.stop.remote() for trainer in trainers])
+            for end in ended:
+                role, number = ends.pop(end)
+                code = ray.get(end)
+                if role.name != "trainer":
+                    sys.stderr.write(f"{role.name} {number} ended with code {code}; the run is stopped.\n")
+                    return code or 1
+                codes[number] = code
+                if (code and code != STOPPED) or len(codes) == role.count:
+                    return code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _holder(ray: Any, group: Any, index: int, role: Role) -> Any:
     """An actor in a bundle of its own; a killed one is made again there, and its process starts again."""
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
     resources = {"num_cpus": 1, "num_gpus": role.gpus, "max_restarts": RESTARTS, "max_task_retries": RESTARTS}
+    resources["max_concurrency"] = 2  # it is told to stop while it holds
     return ray.remote(Holder).options(scheduling_strategy=strategy, **resources).remote()
 
 
@@ -124,5 +172,14 @@ def _ray() -> Any:
     return ray
 
 
+def main() -> int:
+    """What a job of the cluster runs; its errors are lines, as those of the command line."""
+    try:
+        return drive(sys.argv[1])
+    except RL4LLMError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+
+
 if __name__ == "__main__":
-    sys.exit(drive(sys.argv[1]))
+    sys.exit(main())

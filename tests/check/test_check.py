@@ -137,6 +137,13 @@ def test_a_server_that_is_not_there_fails_at_once_and_says_how_to_start_it(small
     assert failed(on(hosted, "servers")["servers"], "127.0.0.1:9 cannot be reached")
 
 
+def test_a_host_of_environments_that_is_away_fails_at_once_and_is_not_waited_for(small):
+    away = small({"env": {"name": "chat", "remote": "127.0.0.1:9"}})
+    found = on(away, "data")["data"]  # a host may have rows of its own
+    assert failed(found, "127.0.0.1:9 cannot be reached", "Next: start what should listen there")
+    assert found.seconds < 5
+
+
 def test_a_disk_that_is_too_small_fails_with_the_keys_that_help(small):
     result = on(small(), "disk", free=lambda directory: 10**6)["disk"]
     assert failed(result, "checkpoint.keep", "output.dir")
