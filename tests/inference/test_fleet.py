@@ -649,7 +649,8 @@ def test_a_machine_that_takes_no_connection_is_not_waited_for_as_long_as_an_answ
         away.kill()
         await scene.until(lambda: away.url not in scene.pool())
         with silent(away.port):
-            await asyncio.sleep(0.5)  # a knock is under way
+            while "found nobody within 0.2 s" not in (await scene.fleet.health())["out"].get(away.url, ""):
+                await asyncio.sleep(0.05)
         await away.start()
         begin = time.monotonic()
         await scene.is_back(away)

@@ -62,6 +62,27 @@ def test_the_trainer_is_told_where_the_others_are():
     assert config.env["remote"] == ["[fe80::1]:50051", "d:50052"]
 
 
+def test_hosts_may_have_ports_of_their_own_and_here_a_server_logs_into_the_run(tmp_path):
+    config, found = of("launch.nodes=1", f"output.dir={tmp_path}", here=True)
+    hosts = {"trainer": ["127.0.0.1"], "server": [f"127.0.0.1:2000{n}" for n in range(3)], "router": ["127.0.0.1:7"]}
+    hosts["env"] = ["[fe80::1]:8", "d:9"]
+    server = words(config, ["run.yaml"], found["server"], 1, hosts)
+    assert (server[-4:], server[server.index("--log") + 1]) == (
+        ["--host", "127.0.0.1", "--port", "20001"],
+        str(tmp_path / "logs" / "server-1.log"),
+    )
+    own = load_config(overrides=[*ALL, *_parsed(words(config, ["run.yaml"], found["trainer"], 0, hosts)).overrides])
+    assert own.inference["url"][2] == "http://127.0.0.1:20002"
+    assert own.env["remote"] == ["[fe80::1]:8", "d:9"]
+
+
+def test_a_trainer_that_is_to_go_on_all_the_same_is_told_so_and_no_other(tmp_path):
+    (tmp_path / "run.yaml").write_text("")
+    known = {f"RL4LLM_{name.upper()}_HOSTS": ",".join(hosts) for name, hosts in HOSTS.items()}
+    told = {name: part(str(tmp_path / "run.yaml"), ALL, name, known, force=True) for name in ("trainer", "server")}
+    assert ["--force" in found for found in told.values()] == [True, False]
+
+
 def test_every_part_of_a_run_of_several_environments_is_told_where_its_hosts_are():
     own = ["parts={a: {data: {path: arithmetic}}, b: {env: {name: chat}}}"]
     arguments = _parsed(line("trainer", 0, *own))
