@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def set_up_torch(config: Config) -> None:
     demand_device(device_of(config))
     if device_of(config) == "cpu":
         keep_freed_memory()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers may import too, guesses aloud
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)

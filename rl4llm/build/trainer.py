@@ -118,7 +118,10 @@ def _open_run(config: Config, given_identity: Mapping[str, Any], force: bool) ->
         identity = fingerprint(config) | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
         settings = {"processes": ranks.size} | settings_of(config)
         try:
-            run = RunDir.open(config.output.dir, identity | dict(given_identity), settings=settings, allow_changes=force)
+            identity |= given_identity
+            run = RunDir.open(
+                config.output.dir, identity, settings=settings, defaults=flatten(Config()), allow_changes=force
+            )
         except RL4LLMError as error:
             problem = error
     if ranks.share(problem is not None):

@@ -67,12 +67,14 @@ class RunDir:
         fingerprint: Mapping[str, Any],
         *,
         settings: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
         allow_changes: bool = False,
     ) -> RunDir:
         """Create a run directory or go on with one, and own it until `close`.
 
         `fingerprint` says what makes this run this run (model, algorithm, data, seed), in values that JSON knows;
-        `settings` may differ from one start to the next, and are told when they do.
+        `settings` may differ from one start to the next, and are told when they do. A run that is older than a key of these
+        was made with what `defaults` say.
         Raises RunDirError when another process owns the directory, when it holds something else, and, unless
         `allow_changes`, when it holds a run with another fingerprint.
         """
@@ -80,7 +82,7 @@ class RunDir:
         run._claim()
         try:
             identity = {"fingerprint": dict(fingerprint), "settings": dict(settings or {})}
-            run._identify(json.loads(json.dumps(identity)), allow_changes)
+            run._identify(json.loads(json.dumps(identity)), json.loads(json.dumps(dict(defaults or {}))), allow_changes)
         except BaseException:
             run.close()
             raise
@@ -144,11 +146,11 @@ class RunDir:
                 f"{shown}). Accepted: a new or empty directory, or that of an earlier run. Next: give another output.dir."
             )
 
-    def _identify(self, given: dict[str, Any], allow_changes: bool) -> None:
+    def _identify(self, given: dict[str, Any], defaults: dict[str, Any], allow_changes: bool) -> None:
         self.resumed = self.run_file.exists()
         was = self._read_identity() if self.resumed else _new_identity() | given
         self.run_id, self.created = was["run_id"], was["created"]
-        changes = _differences(was["fingerprint"], given["fingerprint"])
+        changes = _differences(was["fingerprint"], given["fingerprint"], defaults)
         if changes and not allow_changes:
             raise RunDirError(
                 f"output.dir={str(self.path)!r} holds another run ({self.run_id}). What differs (was -> given):\n  "
@@ -156,7 +158,7 @@ class RunDir:
                 + "\nNext: give the old values back, choose another output.dir, or go on all the same with --force "
                 "(allow_changes=True)."
             )
-        self.changes = changes + _differences(was.get("settings", given["settings"]), given["settings"])
+        self.changes = changes + _differences(was.get("settings", given["settings"]), given["settings"], defaults)
         if {**was, **given} != was or not self.resumed:
             write_atomically(self.run_file, json.dumps({**was, **given}, indent=2) + "\n")
 
@@ -254,9 +256,10 @@ def _new_identity() -> dict[str, Any]:
     }
 
 
-def _differences(was: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What two fingerprints disagree on, one line per dotted key."""
-    old, new = dict(_flat(was)), dict(_flat(given))
+def _differences(was: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    """What two fingerprints disagree on, one line per dotted key; the old one may lack keys that have a default."""
+    new = dict(_flat(given))
+    old = {key: value for key, value in _flat(defaults) if key in new} | dict(_flat(was))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key, NOTHING) != new.get(key, NOTHING))
     return tuple(f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys)
 

@@ -116,6 +116,16 @@ def test_allowed_changes_are_told_and_become_the_runs_fingerprint(tmp_path):
         assert run.changes == ()
 
 
+def test_a_run_that_is_older_than_a_key_goes_on_with_its_default_and_no_other_value(tmp_path):
+    defaults = {"rollout.ahead": False, "launch.gpu": None}
+    RunDir.open(tmp_path, FINGERPRINT, settings={"threads": 1}).close()
+    newer, settings = {**FINGERPRINT, "rollout.ahead": False}, {"threads": 1, "launch.gpu": None}
+    with RunDir.open(tmp_path, newer, settings=settings, defaults=defaults) as run:
+        assert run.changes == ()
+    with pytest.raises(RunDirError, match=r"rollout\.ahead: False -> True"):
+        RunDir.open(tmp_path, {**newer, "rollout.ahead": True}, defaults=defaults)
+
+
 def test_numbers_that_are_equal_and_tuples_that_became_lists_are_no_difference(tmp_path):
     RunDir.open(tmp_path, {"lr": 1, "betas": (0.9, 0.95)}).close()
     with RunDir.open(tmp_path, {"lr": 1.0, "betas": (0.9, 0.95)}) as run:
