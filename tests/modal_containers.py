@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from rl4llm.config import load_config, to_yaml
+from rl4llm.launch.modal import CONFIG
 
 SHARED = Path("/shared")
 SGLANG = """#!{python}
@@ -45,11 +46,11 @@ asyncio.run(main())
 
 
 def container(view, config):
-    """The words that start a command with a file system of its own: this machine's, /shared, and /rl4llm."""
+    """The words that start a command with a file system of its own: this machine's, /shared, and the configuration."""
     words = ["bwrap", "--die-with-parent"]
     for path in sorted(Path("/").iterdir()):
         words += ["--dev-bind", str(path), str(path)]
-    return [*words, "--bind", str(view), str(SHARED), "--ro-bind", str(config.parent), "/rl4llm"]
+    return [*words, "--bind", str(view), str(SHARED), "--ro-bind", str(config.parent), str(Path(CONFIG).parent)]
 
 
 class Containers:
@@ -132,7 +133,7 @@ def main(committed, body, *arguments):
     from rl4llm.launch import modal_app
 
     modal_app._volume = lambda: Copies(committed)
-    run = modal_app.build(Path("/rl4llm/config.yaml"), "test", {})
+    run = modal_app.build(Path(CONFIG), "test", {})
     sys.exit({"worker": modal_app.worker, "actor": run.trainer.local}[body](*map(json.loads, arguments)))
 
 

@@ -101,6 +101,22 @@ def test_the_quickstart_runs_to_its_table_and_its_picture(tmp_path, small_config
     assert "after step 3" in again.stdout
 
 
+ELSEWHERE = ("replay", "launch", "serve-env")  # need a step that went wrong, GPUs, or somebody who ends them
+
+
+def test_the_commands_of_the_readme_run_behind_the_quickstart(tmp_path, small_configs):
+    """Each as it stands there, but that a model which learned nothing has no good episodes, and that `view` has an end."""
+    block = next(text for text in (ROOT / "README.md").read_text().split("```") if "rl4llm check" in text)
+    lines = [line.partition("#")[0].split()[1:] for line in block.splitlines() if line.startswith("rl4llm")]
+    assert {line[0] for line in lines} >= {"plan", "check", "train", "eval", "collect", "sft", "export", "view", "info"}
+    quickstart = ["quickstart", "--configs", str(small_configs)]
+    for words in [quickstart, *(line for line in lines if line[0] not in ELSEWHERE)]:
+        words = [word if before != "--filter-reward" else "0" for before, word in itertools.pairwise(["", *words])]
+        done = python("-m", "rl4llm", *words, *(["--json"] if words[0] == "view" else []), cwd=tmp_path)
+        assert done.returncode == 0, [words, done.stdout, done.stderr]
+    assert (tmp_path / "models" / "calculator" / "model.safetensors").exists()
+
+
 def test_ctrl_c_stops_the_quickstart_and_says_how_to_go_on(tmp_path, small_configs):
     words = [sys.executable, *command(tmp_path, small_configs)]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -19,7 +19,7 @@ from rl4llm.launch.job import Job
 
 APP = "modal_app.py"
 OPTIONS = ("volume", "image", "extras", "secret")
-CONFIG = "/rl4llm/config.yaml"  # in every container
+CONFIG = "/rl4llm-run/config.yaml"  # in every container; Python, begun in /, would take /rl4llm for the package
 SHARED = "/shared"  # where the volume is, and relative paths of the trainer begin
 MOST_GPUS = 8  # of a container
 SYNC = ("auto", "filesystem", "tensor")

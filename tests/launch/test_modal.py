@@ -22,6 +22,7 @@ from rl4llm.core.checkpoint import save_checkpoint
 from rl4llm.core.errors import ConfigError
 from rl4llm.launch import volume
 from rl4llm.launch.engines import launch_on
+from rl4llm.launch.modal import CONFIG as IN_CONTAINER
 
 modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'rl4llm[modal]'")
 STEPS = 3
@@ -98,7 +99,7 @@ def test_modals_client_starts_trainer_and_servers_on_their_gpus_and_leaves_them_
     assert "deepspeed" in built and "modal==" in built  # processes that Modal does not start import it, too
     assert "/opt/sglang/bin/pip install 'sglang" in built
     files = {file.filename for request in plane.of("MountGetOrCreate") for file in request.files}
-    assert {"/rl4llm/config.yaml", "/root/rl4llm/launch/modal_app.py", "/root/mine_for_modal.py"} <= files
+    assert {IN_CONTAINER, "/root/rl4llm/launch/modal_app.py", "/root/mine_for_modal.py"} <= files
     assert "/root/rl4llm/view/page/style.css" in files  # what is not Python, too
     assert _known([])["PYTHONPATH"].split(os.pathsep)[0] == "/root"  # for processes that Modal does not start itself
     assert not [name for name in files if "__pycache__" in name]
@@ -225,7 +226,8 @@ def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monk
     worker = containers.start("worker", "worker", RL4LLM_NUMBER="0", RL4LLM_SGLANG_PYTHON=str(sglang))
     actor = containers.start("actor", "actor", ["http://127.0.0.1:30000"])
     try:
-        assert actor.wait(600) == 0, containers.said("actor") + containers.said("worker")
+        until(lambda: actor.poll() is not None or worker.poll() is not None, 600)
+        assert actor.poll() == 0, containers.said("actor") + containers.said("worker")
         with urllib.request.urlopen("http://127.0.0.1:30000/model_info") as answer:
             assert json.load(answer)["weight_version"] == str(STEPS)
     finally:
