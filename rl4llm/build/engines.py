@@ -140,14 +140,11 @@ def check_sync(config: Config) -> None:
 
 def _check_ahead(config: Config, engine: type[BaseClient]) -> None:
     """Who plays while the trainer trains needs weights, and a device, of its own."""
-    own = issubclass(engine, ServerClient) and not config.inference.get("cohost")
-    if not own:
-        what = "inference.cohost=true" if config.inference.get("cohost") else f"inference.name={config.inference['name']!r}"
-        raise ConfigError(f"rollout.ahead=true does not go with {what}: it needs servers of their own, {_servers()}.")
-
-
-def _servers() -> str:
-    return " or ".join(name for name in ENGINES if issubclass(ENGINES[name], ServerClient))
+    what = f"inference.name={config.inference['name']!r}" if not issubclass(engine, ServerClient) else None
+    what = "inference.cohost=true" if config.inference.get("cohost") else what
+    if what is not None:
+        servers = " or ".join(name for name in ENGINES if issubclass(ENGINES[name], ServerClient))
+        raise ConfigError(f"rollout.ahead=true does not go with {what}: it needs servers of their own, {servers}.")
 
 
 def check_parts(config: Config, backend: BaseBackend) -> None:

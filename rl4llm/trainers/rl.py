@@ -80,7 +80,6 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         self.plays_ahead = plays_ahead
         self._ahead = Ahead()
         self._cursor: dict[str, Any] = {}  # of the prompts, before those that are played ahead
-        self._version = -1  # of the weights that were published last
         self._stale = False  # whether what trains was sampled with older weights
         self._moved = False  # the weights, since the engines got them
         self._credits: dict[int, list[Any]] = {}  # by the id of a group that trained
@@ -173,7 +172,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             with self.clock("verify"):
                 self._run(canary.compare(expected_BT, client, weight_ref))
         self.ranks.wait()
-        self._moved, self._version = False, self.step
+        self._moved = False
 
     def report(self, collected: RolloutResult, metrics: Sequence[dict[str, float]]) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in collected.trajectories)
@@ -307,8 +306,8 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         return weight_ref
 
     def _round(self, rows: list[int], number: int = 0) -> Played:
-        """Episodes of some prompts for this step, with the weights of now."""
-        return self._play(rows, number, self.step, self.prompts.earlier, self._version)
+        """Episodes of some prompts for this step, with the weights of now, which are those of `step`."""
+        return self._play(rows, number, self.step, self.prompts.earlier, version=self.step)
 
     def _play_ahead(self) -> None:
         """Begin the episodes of the next step, which are played while this one trains.
@@ -320,7 +319,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
             return
         self._cursor = self.prompts.state()
         rows = self.prompts.next_batch()
-        self._ahead.start(partial(self._play, rows, 0, following, self.prompts.earlier, self._version))
+        self._ahead.start(partial(self._play, rows, 0, following, self.prompts.earlier, version=self.step))
 
     def _play(self, rows: list[int], number: int, step: int, earlier: Mapping[int, int], version: int) -> Played:
         needs = self.algorithm.needs()
