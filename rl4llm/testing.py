@@ -57,7 +57,7 @@ class ScriptedClient(BaseClient):
         self.calls.append(ClientCall(tuple(prompt_ids), sampling_params, session))
         reply = self._reply(session, prompt_ids)
         await asyncio.sleep(self._delay_s)
-        tokens = [*self._tokenizer.encode(reply, add_special_tokens=False), self._tokenizer.eos_token_id]
+        tokens = [*self._tokenizer.encode(reply, add_special_tokens=False, verbose=False), self._tokenizer.eos_token_id]
         kept = tuple(tokens[: min(sampling_params.max_tokens, self.context_length - len(prompt_ids))])
         text = self._tokenizer.decode(list(kept), skip_special_tokens=True)
         reason: FinishReason = "stop" if len(kept) == len(tokens) else "length"

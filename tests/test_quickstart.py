@@ -114,6 +114,7 @@ def test_the_commands_of_the_readme_run_behind_the_quickstart(tmp_path, small_co
         words = [word if before != "--filter-reward" else "0" for before, word in itertools.pairwise(["", *words])]
         done = python("-m", "rl4llm", *words, *(["--json"] if words[0] == "view" else []), cwd=tmp_path)
         assert done.returncode == 0, [words, done.stdout, done.stderr]
+        assert "[transformers]" not in done.stdout + done.stderr, [words, done.stderr]  # no warnings of libraries
     assert (tmp_path / "models" / "calculator" / "model.safetensors").exists()
 
 
