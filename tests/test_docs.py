@@ -75,7 +75,7 @@ def test_every_file_and_heading_that_a_page_names_is_there(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_are_accepted(page, monkeypatch):
-    """What they start takes minutes or servers; here the shell reads them, and rl4llm their words and configurations."""
+    """The shell reads them, and rl4llm their words and configurations; test_docs_commands.py runs what needs no servers."""
     monkeypatch.chdir(ROOT)
     for block in blocks(page, "bash"):
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
