@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl4llm.algorithms.correction import CORRECTIONS, correction_weights
 from rl4llm.algorithms.functional import KL_ESTIMATORS, group_advantages, kl_loss
+from rl4llm.algorithms.registry import ALGORITHMS
 from rl4llm.algorithms.returns import turn_returns, whiten
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
@@ -96,6 +97,7 @@ class PolicyGradient(BaseAlgorithm):
             reference_every=self.reference_every,
             reward_kl=(self.kl_coef * self._kl_factor, self.kl_estimator) if self.kl_coef > 0 and not kl_in_loss else None,
             old_logprobs=self.old_logprobs == "recomputed",
+            newest=self.old_logprobs == "recomputed" and self.correction is None,
             rewards=(self.drop_equal_by,) if self.drop_equal_by is not None else (),
         )
 
@@ -179,9 +181,10 @@ class PolicyGradient(BaseAlgorithm):
         self._kl_factor = float(state.get("kl_factor", 1.0))
 
     def check(self, group_size: int) -> None:
+        name = ALGORITHMS.name_of(type(self))
         if self.compares and group_size < 2:
             raise ConfigError(
-                f"rollout.group_size={group_size} is not accepted with algorithm.name='{self.name}': a group is compared "
+                f"rollout.group_size={group_size} is not accepted with algorithm.name={name!r}: a group is compared "
                 "with itself, so a group of one never learns. Use 2 or more."
             )
         for key, accepted in self.choices.items():
@@ -195,7 +198,7 @@ class PolicyGradient(BaseAlgorithm):
         self._check_kl()
         self._check_correction()
         if self.turn_discount is not None and not (self.credits_turns and 0 <= self.turn_discount <= 1):
-            why = "0 to 1, or null" if self.credits_turns else f"{self.name} has no use for it; leave it out"
+            why = "0 to 1, or null" if self.credits_turns else f"{name} has no use for it; leave it out"
             raise ConfigError(f"algorithm.turn_discount={self.turn_discount} is not accepted: {why}.")
 
     def _check_kl(self) -> None:

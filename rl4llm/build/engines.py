@@ -10,6 +10,7 @@ from typing import Any
 from rl4llm.build.models import all_ranks
 from rl4llm.build.options import with_options
 from rl4llm.config import Config
+from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
@@ -116,7 +117,8 @@ def build_canary(config: Config, client: BaseClient) -> Canary | None:
     return Canary(client.vocab_size, dtype=coarse, tolerance=config.sync.tolerance or 0.0)
 
 
-def check_sync(config: Config) -> None:
+def check_sync(config: Config, needs: Needs) -> None:
+    """Raise ConfigError for ways that do not go together; nothing is opened or asked."""
     engine = ENGINES[config.inference["name"]]
     for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
         if name in ("auto", None):
@@ -128,7 +130,7 @@ def check_sync(config: Config) -> None:
                 f"Accepted: {', '.join(engine.publishers)}."
             )
     if config.rollout.ahead:
-        _check_ahead(config, engine)
+        _check_ahead(config, engine, needs)
     if config.inference.get("cohost") and (config.sync.name not in ("auto", "filesystem") or config.sync.fallback):
         raise ConfigError("inference.cohost=true publishes through files: leave sync.name and sync.fallback out.")
     if config.sync.dir and Path(config.sync.dir).resolve() == Path(config.output.dir).resolve():
@@ -138,13 +140,18 @@ def check_sync(config: Config) -> None:
         )
 
 
-def _check_ahead(config: Config, engine: type[BaseClient]) -> None:
-    """Who plays while the trainer trains needs weights, and a device, of its own."""
+def _check_ahead(config: Config, engine: type[BaseClient], needs: Needs) -> None:
+    """Who plays while the trainer trains needs weights, and a device, of its own, and what it played has older ones."""
     what = f"inference.name={config.inference['name']!r}" if not issubclass(engine, ServerClient) else None
     what = "inference.cohost=true" if config.inference.get("cohost") else what
     if what is not None:
         servers = " or ".join(name for name in ENGINES if issubclass(ENGINES[name], ServerClient))
         raise ConfigError(f"rollout.ahead=true does not go with {what}: it needs servers of their own, {servers}.")
+    if needs.newest:
+        raise ConfigError(
+            "rollout.ahead=true samples with weights one step older, for which algorithm.old_logprobs=recomputed alone does "
+            "not account. Set algorithm.correction too, for example to tis, or leave old_logprobs=sampled."
+        )
 
 
 def check_parts(config: Config, backend: BaseBackend) -> None:

@@ -89,10 +89,10 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     ranks = all_ranks(config)
     set_up_torch(config)
     algorithm = build_algorithm(config)
-    _check_names(config)
+    check_choices(config, given, algorithm.needs())
+    check_installed(_trackers(config))
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     learns_from = algorithm.needs().learns_from
-    _check_mixture(config, given, learns_from)
     parts = {name: (part, in_part(name, with_hosts, part, given, algorithm)) for name, part in by_part(config).items()}
     datasets = {name: in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
     make: Callable[[RunDir], AnyTrainer]
@@ -137,14 +137,14 @@ def build_algorithm(config: Config) -> BaseAlgorithm:
     return algorithm
 
 
-def _check_names(config: Config) -> None:
-    """What can be wrong without opening a single file is said first."""
+def check_choices(config: Config, given: Given, needs: Needs) -> None:
+    """What can be wrong without opening a single file is said first; raises ConfigError."""
     BACKENDS[config.backend["name"]]
+    _check_mixture(config, given, needs.learns_from)
     for name, part in by_part(config).items():
         if not part.env.get("remote"):  # hosts know others
             in_part(name, ENVIRONMENTS.__getitem__, part.env["name"])
-    check_sync(config)
-    check_installed(_trackers(config))
+    check_sync(config, needs)
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)
 

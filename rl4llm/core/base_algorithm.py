@@ -47,6 +47,7 @@ class Needs:
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
     reward_kl: tuple[float, KLEstimator] | None = None  # (coefficient, estimator) of a KL penalty on the trajectory's reward
     old_logprobs: bool = False  # computed by the trainer, else those of the engine
+    newest: bool = False  # samples must be of the newest weights: the losses weigh no others
     critic: Critic | None = None
     value_head: bool = False  # the model that trains gives values instead of log-probs
     mismatched: bool = False  # `TrainBatch.divergence`, estimated on answers to other prompts
@@ -127,8 +128,3 @@ class BaseAlgorithm(ABC):
 
     def check(self, group_size: int) -> None:
         """Raise ConfigError for options that cannot work together."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return type(self).__name__.lower()

@@ -52,6 +52,11 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._items))
 
+    def name_of(self, item: T) -> str:
+        """What a configuration calls it."""
+        names = (name for name, known in self._items.items() if known is item)
+        return next(names, f"{getattr(item, '__module__', '')}:{getattr(item, '__qualname__', item)}")
+
     def _imported(self, name: str) -> T:
         module_name, _, attribute = name.partition(":")
         try:

@@ -13,6 +13,7 @@ import torch
 
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.build.data import (
+    check_prompts,
     held_out_rows,
     longest_rows,
     micro_batch_plan,
@@ -72,8 +73,10 @@ def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, co
             env, measured = in_part(name, _environment, part, algorithm, tokenizer)
             opened.callback(env.close)
             renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles if env.max_steps > 1 else ())
+            for rows, where in ((env.dataset, "data"), (measured, "eval")):
+                in_part(name, check_prompts, rows, env, renderer, context_length, where)
             played.append((env, renderer, part.rollout.max_tokens))
-            held_out += measured
+            held_out += len(measured)
         return _counted(config, algorithm, tokenizer, context_length, played, held_out)
 
 
@@ -108,8 +111,8 @@ def _counted(
     )
 
 
-def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tuple[BaseMDPEnv, int]:
-    """The environment of a part, which nothing is scored in and nobody else plays in, and the number of held-out rows."""
+def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tuple[BaseMDPEnv, Any]:
+    """The environment of a part, which nothing is scored in and nobody else plays in, and the held-out rows."""
     given = with_hosts(config, Given(), algorithm)
     dataset, measured = training_rows(config, given, "episodes"), held_out_rows(config, given) or ()
     if not len(dataset):
@@ -121,7 +124,7 @@ def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tu
     if given.hosted:
         given.hosted.rewards([], tokenizer, dataset[0], config.seed)
     env = build_env(config, given, dataset, tokenizer, [_Unscored("unscored")], None, provided)
-    return env, len(measured)
+    return env, measured
 
 
 class _Unscored(BaseRewardFunction):

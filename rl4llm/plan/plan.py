@@ -11,8 +11,9 @@ import torch
 
 from rl4llm.backends.models import empty_model
 from rl4llm.build import build_algorithm
-from rl4llm.build.engines import ENGINES
 from rl4llm.build.models import demand_device, device_of
+from rl4llm.build.options import Given
+from rl4llm.build.trainer import check_choices
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.inference.paths import context_limit
@@ -61,7 +62,7 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Pl
     Only configs, the tokenizer and the data are read. Raises what training would for those that cannot be.
     """
     algorithm = build_algorithm(config)
-    ENGINES[config.inference["name"]]
+    check_choices(config, Given(), algorithm.needs())
     policy = empty_model(config.model.path)
     counts = count(config, algorithm, _context_length(config, policy))
     models = _models(config, algorithm, policy)

@@ -269,8 +269,11 @@ def test_the_command_exits_with_1_when_it_does_not_fit_and_says_what_is_wrong_wi
     assert main([*words, "--device-memory", "1MiB"]) == 1
     said = capsys.readouterr().out
     assert "does NOT fit" in said and "max_tokens_per_batch" in said
-    for wrong, hint in (("--device-memory=24", "24GiB"), ("training.rl=1", "training.lr"), ("--devices=0", "1 or above")):
+    wrong_words = {"--device-memory=24": "24GiB", "training.rl=1": "training.lr", "--devices=0": "1 or above"}
+    refused_in_training = {"rollout.ahead=true": "inference.name='local'", "backend.name=torhc": "'torch'"}
+    for wrong, hint in (wrong_words | refused_in_training).items():
         assert main([*words, wrong]) == 2
         assert hint in capsys.readouterr().err
-    assert main([*words, "model.path=/nowhere/model"]) == 1
-    assert "/nowhere/model" in capsys.readouterr().err
+    for wrong, hint in (("model.path=/nowhere/model", "/nowhere/model"), ("inference.context_length=8", "holds 8")):
+        assert main([*words, wrong]) == 1
+        assert hint in capsys.readouterr().err

@@ -191,3 +191,12 @@ def test_it_needs_servers_of_their_own(trainer):
     for inference in ({"name": "local"}, {"name": "sglang", "cohost": True}):
         with pytest.raises(ConfigError, match=r"rollout\.ahead=true does not go with inference.*sglang or vllm"):
             trainer("run", inference=inference)
+
+
+def test_log_probs_that_are_computed_again_need_a_correction_for_older_weights(trainer, tmp_path):
+    recomputed = {"name": "grpo", "old_logprobs": "recomputed"}
+    with pytest.raises(ConfigError, match=r"rollout\.ahead=true .*old_logprobs=recomputed.* Set algorithm\.correction"):
+        trainer("run", algorithm=recomputed)
+    assert not (tmp_path / "run").exists()
+    trainer("ahead", algorithm={**recomputed, "correction": "tis"}).trainer.close()
+    trainer("by turns", algorithm=recomputed, **{"rollout.ahead": False}).trainer.close()
