@@ -23,6 +23,7 @@ from rl4llm.build import Given, build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import import_name
 from rl4llm.trl.script import Script
 
 
@@ -34,7 +35,8 @@ class PolicyTrainer:
         dataset: a path, a `datasets.Dataset` or a list of rows with `messages` and `ground_truth`.
         reward_functions: rewards, registered names, or plain callables ``f(completions, **columns) -> list[float]``.
         eval_dataset: held-out prompts; none are measured without it.
-        env: a subclass of `BaseMDPEnv`; by default a prompt is answered in one turn.
+        env: a subclass of `BaseMDPEnv`, a registered name, or that section of a configuration, ``{"name": "tool",
+            "tools": [search]}``; by default a prompt is answered in one turn.
         config: a YAML file to start from.
         overrides: configuration keys, ``max_steps=20``, ``training={"lr": 1e-5}`` or ``**{"training.lr": 1e-5}``; and the
             names of TRL, ``train_dataset``, ``reward_funcs``, ``num_generations``, which docs/migration.md lists.
@@ -51,7 +53,7 @@ class PolicyTrainer:
         tokenizer: Any = None,
         eval_dataset: Any = None,
         reward_transform_fn: RewardTransform | None = None,
-        env: type[BaseMDPEnv] | None = None,
+        env: type[BaseMDPEnv] | Mapping[str, Any] | str | None = None,
         config: str | Path | None = None,
         **overrides: Any,
     ):
@@ -63,9 +65,11 @@ class PolicyTrainer:
             eval_dataset=eval_dataset,
             reward_functions=reward_functions,
             reward_transform_fn=reward_transform_fn,
-            env_class=env,
+            env_class=_env_class(env),
         )
         keys = {"algorithm": {"name": self.algorithm}} | overrides
+        if isinstance(env, str | Mapping):
+            keys["env"] = {"name": env} if isinstance(env, str) else env
         if isinstance(keys["algorithm"], Mapping):
             keys["algorithm"] = {"name": self.algorithm, **keys["algorithm"]}
         keys |= script.keys(given.dataset, overrides)
@@ -78,7 +82,7 @@ class PolicyTrainer:
         if given.eval_dataset is None and config is None and not any(key.partition(".")[0] == "eval" for key in keys):
             keys["eval.every"] = 0
         self._trained = False
-        self.config = load_config(config, keys)
+        self.config = load_config(config, _named(keys))
         self.trainer = build_trainer(self.config, given)
 
     def train(self, resume_from_checkpoint: bool | None = None) -> Self:
@@ -108,6 +112,34 @@ class PolicyTrainer:
         """Write the policy and its tokenizer as a Hugging Face directory."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.trainer.export(Path(directory))
+
+
+def _env_class(env: Any) -> type[BaseMDPEnv] | None:
+    """The environment where it is a class; None where configuration keys say which it is."""
+    if env is None or isinstance(env, Mapping | str):
+        return None
+    if isinstance(env, type) and issubclass(env, BaseMDPEnv):
+        return env
+    raise ConfigError(
+        f"env={env!r} is not accepted: a subclass of BaseMDPEnv, not an instance of it, a registered name such as 'tool', "
+        "or {'name': 'tool', ...} with its options."
+    )
+
+
+def _named(value: Any, key: str = "") -> Any:
+    """A value of a configuration in which functions and classes stand by the names that they are imported by."""
+    if isinstance(value, Mapping):
+        return {name: _named(item, f"{key}.{name}".strip(".")) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(item, key) for item in value]
+    if not callable(value):
+        return value
+    if (name := import_name(value)) is None:
+        raise ConfigError(
+            f"{key}: {value!r} is not accepted: the configuration is stored with the run and read again, so a function or "
+            "class is known by its name at the top level of a module. Define it there."
+        )
+    return name
 
 
 class PPOTrainer(PolicyTrainer):

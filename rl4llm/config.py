@@ -304,8 +304,11 @@ def _is_file(text: str) -> bool:
 def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
     if isinstance(overrides, Mapping):
         layer = OmegaConf.create()
-        for key, value in overrides.items():
-            OmegaConf.update(layer, key, value, force_add=True)
+        try:
+            for key, value in overrides.items():
+                OmegaConf.update(layer, key, value, force_add=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}. Accepted: what YAML can say.") from None
         return layer
     wrong = [text for text in overrides if "=" not in text or text.startswith("=")]
     if wrong:

@@ -19,6 +19,7 @@ from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleS
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RewardError
 from rl4llm.core.types import WeightRef
+from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.evaluate import evaluate
 from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
 from rl4llm.sync.claim import ClaimingPublisher
@@ -137,6 +138,34 @@ def test_training_refuses_to_start_when_a_users_reward_does_not_hold_on_its_exam
         with pytest.raises(RewardError, match="'quiet' for ground truth '': expected 1, but reward 'shouts' gave 0"):
             GRPOTrainer(str(model_dir), ROWS, [reward], output={"dir": str(tmp_path / "run")})
     assert not (tmp_path / "run").exists()
+
+
+def shout(text: str) -> str:
+    """Says it louder.
+
+    Args:
+        text: What is said.
+    """
+    return text.upper()
+
+
+def test_an_environment_is_a_class_a_name_or_a_section_and_nothing_else(model_dir, tmp_path):
+    def environment(env, **keys):
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        run = GRPOTrainer(str(model_dir), ROWS, ["format"], env=env, output={"dir": str(directory)}, **keys)
+        run.trainer.close()
+        return type(run.trainer.rollout.env), run.config.env
+
+    assert environment("tool", **{"env.max_steps": 3}) == (ToolMDPEnv, {"name": "tool", "max_steps": 3})
+    assert environment({"name": "tool", "tools": [shout]}) == (ToolMDPEnv, {"name": "tool", "tools": [f"{__name__}:shout"]})
+    assert environment(ToolMDPEnv)[0] is ToolMDPEnv
+    for wrong in (object(), Vowels, 3, shout):
+        with pytest.raises(ConfigError, match=r"env=.* is not accepted: a subclass of BaseMDPEnv, not an instance"):
+            environment(wrong)
+    with pytest.raises(ConfigError, match=r"^env.tools: <function .* is not accepted: .* at the top level of a module"):
+        environment({"name": "tool", "tools": [lambda text: text]})
+    with pytest.raises(ConfigError, match=r"^env.tools\[0\]: Value 'object' is not a supported primitive type"):
+        environment({"name": "tool", "tools": [object()]})
 
 
 def test_the_weight_of_a_reward_of_turns_is_that_of_its_turns(model_dir, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, cast
 
@@ -66,3 +67,9 @@ class Registry(Generic[T]):
                 f"{self.where}={name!r} cannot be imported: {error}. "
                 f"Accepted: a registered name ({', '.join(self)}) or 'package.module:Class' on the Python path."
             ) from error
+
+
+def import_name(item: object) -> str | None:
+    """The ``package.module:name`` under which a registry imports this very item; None where there is none."""
+    module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", "")
+    return f"{module}:{name}" if name and getattr(sys.modules.get(module or ""), name, None) is item else None

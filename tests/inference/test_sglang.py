@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vowels import WHOLE, check_learned, learn_vowels
+from vowels import WHOLE, asks_twice, check_learned, learn_vowels
 
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
+from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.inference.adapters import adapter_name
 from rl4llm.inference.server import DamagedReplyError
@@ -99,9 +100,7 @@ def test_every_way_of_publishing_brings_the_trainers_weights_and_the_canary_prov
             assert await canary(client).verify(backend, client, weight_ref) < 1e-4
             completion = await client.generate(PROMPT, SamplingParams(max_tokens=32, ignore_eos=True))
             assert completion.version == version
-            assert completion.logprobs == pytest.approx(
-                logprobs(backend.model, PROMPT, completion.token_ids), abs=1e-5
-            )
+            assert completion.logprobs == pytest.approx(logprobs(backend.model, PROMPT, completion.token_ids), abs=1e-5)
 
     run(client, work)
 
@@ -235,9 +234,7 @@ def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend
         for version, task in tasks.items():
             completion = await task
             assert completion.version == version
-            assert completion.logprobs == pytest.approx(
-                logprobs(before[version], PROMPT, completion.token_ids), abs=1e-4
-            )
+            assert completion.logprobs == pytest.approx(logprobs(before[version], PROMPT, completion.token_ids), abs=1e-4)
         assert await client._listed() == {adapter_name("rl4llm", weight_ref)}
         assert await client.version() == 2
         await client.load(WeightRef(51, "full", str(tmp_path / "base" / "v000050")))
@@ -270,6 +267,16 @@ def test_two_ranks_publish_every_way_to_the_server(on_ranks, client, model, adap
 
 def trained(ranks, model_dir, directory, inference, options):
     learn_vowels(ranks, model_dir, directory, inference, **options)
+
+
+@pytest.mark.parametrize("env", [{"name": "debate", "max_steps": 2}, {"name": "agent", "agent": asks_twice}])
+def test_conversations_that_others_lead_train_on_the_tokens_of_the_server(sglang_url, model_dir, tmp_path, env):
+    """Those of several roles, and those behind an agent's own SDK, turn after turn."""
+    inference = {"name": "sglang", "url": sglang_url}
+    learn_vowels(Ranks(), model_dir, tmp_path / "run", inference, env=env, **{"training.lr": 1e-3, "max_steps": 2})
+    for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
+        assert row["mismatch/max"] < 1e-4
+        assert row["turns"] == 2
 
 
 def test_grpo_learns_an_adapter_through_the_server(client, model, learns, adaptable, tmp_path):
