@@ -28,7 +28,7 @@ from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, reduced
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.token_numbers import nothing_of
-from rl4llm.backends.zero_optimizer import ReplicatedOptimizer, ZeroOptimizer
+from rl4llm.backends.zero_optimizer import NoOptimizer, ReplicatedOptimizer, ZeroOptimizer
 from rl4llm.backends.zero_parts import put_together, whole_shape
 from rl4llm.core.base_backend import TokenLosses
 from rl4llm.core.errors import ConfigError
@@ -77,6 +77,8 @@ class DeepSpeedBackend(ModelBackend):
         device: torch.device | str | None = None,
         **optimizer: Any,
     ):
+        if not trains:
+            model.requires_grad_(False)
         options = OptimizerOptions(**({"lr": 0.0} | optimizer))
         zero = ZeroOptions(zero_stage, offload_optimizer, offload_param)
         demands = Demands(model.dtype == torch.bfloat16, options.max_grad_norm, _count_trained(model, value_head))
@@ -90,9 +92,7 @@ class DeepSpeedBackend(ModelBackend):
         self._module.always_runs = True
         if adapter is not None:
             self.adapter = GatheredAdapter(adapter, self._gathered, ranks)
-        self._optimizer = self._start(options) if trains else None
-        if not trains:
-            self._start_frozen()
+        self._optimizer = self._start(options) if trains else self._start_frozen()
 
     @classmethod
     def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
@@ -121,7 +121,7 @@ class DeepSpeedBackend(ModelBackend):
         return reduced(loss.detach(), metrics, batch)
 
     def optim_step(self) -> dict[str, float]:
-        return self._trained.step()
+        return self._optimizer.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         named = dict(self.model.named_parameters())
@@ -141,12 +141,12 @@ class DeepSpeedBackend(ModelBackend):
         return [self._spec(name, tensor) for name, tensor in (*named.items(), *self._buffers())]
 
     def save(self, directory: Path) -> dict[str, str]:
-        state = {"format": FORMAT, "step": self._trained.step_number, "parameter_steps": self._trained.steps()}
+        state = {"format": FORMAT, "step": self._optimizer.step_number, "parameter_steps": self._optimizer.steps()}
         if self.adapter is not None:
             state["base"] = self.adapter.base_digest()
         specs = [_master_spec(self._spec(name, tensor), tensor) for name, tensor in self._tensors().items()]
         hashes = self._write(directory / WEIGHTS, specs, self._masters())
-        hashes |= self._write(directory / MOMENTS, self._trained.moment_specs(), self._trained.moments())
+        hashes |= self._write(directory / MOMENTS, self._optimizer.moment_specs(), self._optimizer.moments())
         self._on_first(lambda: (directory / STATE).write_text(json.dumps(state, indent=1)))
         return hashes
 
@@ -155,7 +155,7 @@ class DeepSpeedBackend(ModelBackend):
         """Read back what `save` wrote. Where parameters have taken different numbers of steps, as only plain torch counts
         them, the largest counts for all."""
         weights, moments, state = self._agreed(lambda: self._checked(directory))
-        self._trained.restore(moments, state["parameter_steps"], state["step"])
+        self._optimizer.restore(moments, state["parameter_steps"], state["step"])
         for name, tensor in self._tensors().items():
             self._put(tensor, weights[name])
 
@@ -166,18 +166,12 @@ class DeepSpeedBackend(ModelBackend):
         return super().info() | ({"offloaded": ", ".join(away)} if away else {})
 
     def offload(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.offload()
-        elif self.stage < 3:  # what does not train and is sharded stays; offload_param keeps it off the device all the time
-            self._module.to("cpu")
+        self._optimizer.offload()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.onload()
-        elif self.stage < 3:
-            self._module.to(self.device)
+        self._optimizer.onload()
 
     def _start(self, options: OptimizerOptions) -> ReplicatedOptimizer | ZeroOptimizer:
         inner = Optimizer(self._named_parameters(), options)
@@ -186,9 +180,11 @@ class DeepSpeedBackend(ModelBackend):
             return ReplicatedOptimizer(self._engine, inner, self.device)
         return ZeroOptimizer(self._engine, inner, self._deepspeed, self._take_no_step)
 
-    def _start_frozen(self) -> None:
-        """Only stage 3 shards what does not train; below it, every rank keeps the model as it is."""
+    def _start_frozen(self) -> NoOptimizer:
+        """Only stage 3 shards what does not train, and that stays on the device, but for offload_param; below it, every
+        rank keeps the model as it is."""
         self._engine = self._initialize() if self.stage == 3 else self._module
+        return NoOptimizer(self._module if self.stage < 3 else None, self.device)
 
     def _initialize(self, **given: Any) -> Any:
         _join_alone()
@@ -211,12 +207,6 @@ class DeepSpeedBackend(ModelBackend):
         for buffer in self._module.buffers():
             buffer.data = buffer.data.to(self.device)
         self._deepspeed.zero.Init(module=self._module, config_dict_or_path=self._settings, dtype=self.model.dtype)
-
-    @property
-    def _trained(self) -> ReplicatedOptimizer | ZeroOptimizer:
-        if self._optimizer is None:
-            raise ConfigError("A model with trains=False has no state to save or load; it is the one in its directory.")
-        return self._optimizer
 
     def _take_no_step(self) -> None:
         """A whole step whose gradient is 0 everywhere."""
@@ -254,19 +244,19 @@ class DeepSpeedBackend(ModelBackend):
         """What a checkpoint holds, each tensor whole and in the precision that trains."""
         for name, tensor in self._tensors().items():
             if tensor.requires_grad:
-                yield name, self._trained.master(tensor)
+                yield name, self._optimizer.master(tensor)
             else:
                 yield from self._wholes({name: tensor})
 
     def _put(self, own: Tensor, tensor: Tensor) -> None:
         with self._gathered([own], modifier_rank=0):
             own.data.copy_(tensor)
-        if own.requires_grad and self._optimizer is not None:
+        if own.requires_grad:
             self._optimizer.put(own, tensor.to(self.device, torch.float32))
 
     def _checked(self, directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
         weights, moments, state = super()._checked(directory)
-        self._trained.check(moments, state["parameter_steps"])
+        self._optimizer.check(moments, state["parameter_steps"])
         return weights, moments, state
 
 

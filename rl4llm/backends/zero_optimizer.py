@@ -1,6 +1,6 @@
-"""The optimizer of a DeepSpeed engine: whole on every rank, or cut into parts.
+"""The optimizer of a DeepSpeed engine: whole on every rank, cut into parts, or none.
 
-Both kinds answer the same calls. `step` takes one and says how it went, `steps` counts those of each parameter; `moments`
+All kinds answer the same calls. `step` takes one and says how it went, `steps` counts those of each parameter; `moments`
 and `master` are what a checkpoint holds, whole on the first rank; `check`, `restore` and `put` take it back; `offload` and
 `onload` move everything off the device and onto it.
 """
@@ -12,14 +12,56 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
 from rl4llm.backends.optimizer import Optimizer
-from rl4llm.backends.zero_parts import place_of, sent_to_first, whole_shape
+from rl4llm.backends.zero_parts import has_equal_parts, own_part, place_of, sent_to_first, whole_shape
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.tensor_file import TensorFile
 from rl4llm.core.types import TensorSpec
+
+
+class NoOptimizer:
+    """Of a model that never trains; where all of it is on every rank, `module` can leave the device."""
+
+    step_number = 0
+
+    def __init__(self, module: nn.Module | None, device: torch.device):
+        self._module, self._device = module, device
+
+    def step(self) -> dict[str, float]:
+        raise ConfigError("A model with trains=False takes no steps.")
+
+    def steps(self) -> dict[str, int]:
+        return {}
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def moment_specs(self) -> list[TensorSpec]:
+        return []
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return parameter.detach()
+
+    def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
+        if steps:
+            raise CheckpointError(f"The optimizer state has parameters that are not trained here: {min(steps)}.")
+
+    def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
+        """There is nothing to take back."""
+
+    def put(self, parameter: Tensor, tensor: Tensor) -> None:
+        """The parameter is all that there is."""
+
+    def offload(self) -> None:
+        if self._module is not None:
+            self._module.to("cpu")
+
+    def onload(self) -> None:
+        if self._module is not None:
+            self._module.to(self._device)
 
 
 class ReplicatedOptimizer:
@@ -122,7 +164,7 @@ class ZeroOptimizer:
         for name, parameter in self._parameters.items():
             for moment in MOMENT_NAMES:
                 value = moments[f"{name}.{moment}"] if name in steps else torch.zeros(whole_shape(parameter))
-                self._access.safe_set_full_optimizer_state(parameter, value.to(parameter.device), moment)
+                self._give(parameter, value.to(parameter.device), moment)
         for state in self._adam.state.values():
             state["step"].fill_(max(steps.values(), default=0))
         self.step_number = step_number
@@ -131,7 +173,7 @@ class ZeroOptimizer:
         return self._on_first(parameter)
 
     def put(self, parameter: Tensor, tensor: Tensor) -> None:
-        self._access.safe_set_full_fp32_param(parameter, tensor)
+        self._give(parameter, tensor)
 
     def offload(self) -> None:
         if not hasattr(self._engine.optimizer, "offload_states"):
@@ -177,6 +219,16 @@ class ZeroOptimizer:
             names = {name: [places[name] for places in everyone] for name in own}
             self._places = {id(one): names[name] for name, one in self._parameters.items()}
         return sent_to_first(self._part(parameter, moment), self._places[id(parameter)], whole_shape(parameter))
+
+    def _give(self, parameter: Any, whole: Tensor, moment: str | None = None) -> None:
+        """Take over a whole fp32 weight or moment, of which this rank keeps its part."""
+        access, named = self._access, (moment,) if moment else ()
+        if has_equal_parts(parameter):
+            put = access.safe_set_full_optimizer_state if moment else access.safe_set_full_fp32_param
+            put(parameter, whole, *named)
+        else:  # where a part is padded, that way reads beyond the end of the whole
+            put = access.safe_set_local_optimizer_state if moment else access.safe_set_local_fp32_param
+            put(parameter, own_part(parameter, whole), *named)
 
     def _part(self, parameter: Any, moment: str | None) -> Tensor:
         """What this rank holds of it."""

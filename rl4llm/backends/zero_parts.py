@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,6 +38,17 @@ def place_of(parameter: Any) -> tuple[int, int]:
         return start, min(size, parameter.ds_numel - start)
     mapping = parameter._hp_mapping
     return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+
+def has_equal_parts(parameter: Any) -> bool:
+    """False where ZeRO-3 has padded the last parts, since the ranks cannot share the numbers evenly."""
+    return not hasattr(parameter, "ds_id") or parameter.ds_numel % dist.get_world_size(parameter.ds_process_group) == 0
+
+
+def own_part(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, padded as ZeRO-3 pads it."""
+    start, count = place_of(parameter)
+    return F.pad(whole.flatten()[start : start + count], (0, parameter.ds_tensor.ds_numel - count))
 
 
 def sent_to_first(part: Tensor, places: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Tensor:
