@@ -292,7 +292,8 @@ def three_models(ranks, model, stage, trajectories, directory):
     following = train(policy, batches, 1)
     reference.take_weights(policy.weights())
     reference.load(directory)
-    again += [(reference.forward(batch) - saved_BT).abs().max().item() for batch, saved_BT in zip(batches, saved, strict=True)]
+    back = [reference.forward(batch) for batch in batches]
+    again += [(one_BT - other_BT).abs().max().item() for one_BT, other_BT in zip(back, saved, strict=True)]
     return max(apart), max(moved), max(again), values, following, policy.info()
 
 
