@@ -17,7 +17,7 @@ from rl4llm.build.environments import make_env, make_prompts
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleState
 from rl4llm.core.base_publisher import BasePublisher
-from rl4llm.core.errors import ConfigError, EngineError, RewardError
+from rl4llm.core.errors import ConfigError, DataError, EngineError, RewardError
 from rl4llm.core.types import WeightRef
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.evaluate import evaluate
@@ -179,6 +179,26 @@ def test_the_weight_of_a_reward_of_turns_is_that_of_its_turns(model_dir, tmp_pat
     run.trainer.close()
 
 
+def test_a_function_of_the_configuration_makes_one_reward_of_several(model_dir, tmp_path):
+    keys = {"output.dir": str(tmp_path / "run"), "env.reward_transform_fn": "rl4llm.rewards:multiply"}
+    short = {"name": "length", "unit": "chars", "max_length": 9, "margin": 2}
+    run = GRPOTrainer(str(model_dir), ROWS, rewards=["math", short], **keys)
+    env = run.trainer.rollout.env
+    said = [ChatMessage("assistant", text) for text in ("\\boxed{4}", "\\boxed{5}", "\\boxed{4} ")]
+    samples = [SampleState("p", i, [ChatMessage("user", "?"), said[i]], "4", init_msg_size=1) for i in range(3)]
+    assert score(samples, env.reward_functions, env.reward_transform_fn).reward.tolist() == [1.0, 0.0, 0.5]
+    run.trainer.close()
+    for rewards, way, message in [
+        (["math", short | {"weight": 2}], "rl4llm.rewards:multiply", "'length' has a weight. Give one or the other"),
+        (["math", short], "multiply", "env.reward_transform_fn='multiply' cannot be imported: there is no ':' in it"),
+        (["math", short], "math:pi", "env.reward_transform_fn='math:pi' is not accepted: a function of the rewards"),
+    ]:
+        keys |= {"output.dir": str(tmp_path / "none"), "env.reward_transform_fn": way}
+        with pytest.raises(ConfigError, match=message):
+            GRPOTrainer(str(model_dir), ROWS, rewards=rewards, **keys)
+    assert not (tmp_path / "none").exists()
+
+
 class Behind(BaseMDPEnv):
     """An environment that needs its address both for its prompts and to be played."""
 
@@ -197,3 +217,12 @@ def test_options_reach_the_prompts_and_the_environment_that_have_them(tokenizer)
     fixed = {"tokenizer": tokenizer, "reward_functions": [as_reward_function("format")], "batch_size": 1, "group_size": 1}
     env = make_env(Behind, options, {}, dataset=[row], **fixed)
     assert (row["prompt_id"], env.url) == ("there/train/3", "there")
+
+
+@pytest.mark.parametrize("rows", [None, (row for row in ROWS)])
+def test_an_environment_that_brings_no_list_of_prompts_is_told_so(rows):
+    class Brings(BaseMDPEnv):
+        prompts = staticmethod(lambda split, limit: rows)
+
+    with pytest.raises(DataError, match=r"Brings\.prompts must return a list of rows, not (None|<generator)"):
+        make_prompts(Brings, {"name": "brings"}, "train", None)

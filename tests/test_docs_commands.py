@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forked_python import python
-from test_docs import ROOT, commands
+from test_docs import ROOT, blocks, commands
 
 SIZES = {
     "eval": {"limit": 2},
@@ -77,6 +77,9 @@ def small(name, config):
 
 @pytest.mark.parametrize("page", ["README", "docs/datasets", "docs/environments", "docs/programs", "docs/runs"])
 def test_the_commands_of_a_page_run(desk, page):
+    for block in blocks(ROOT / f"{page}.md", "python"):
+        if named := re.match(r"# (\w+\.py)\n", block):
+            (desk / named[1]).write_text(block)
     lines = [words for words in commands(ROOT / f"{page}.md") if words[:1] == ["rl4llm"] and words[1] in TRAINED]
     lines = [words for words in lines if not any(mark in " ".join(words) for mark in ELSEWHERE)]
     assert lines or not shutil.which("bwrap")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.build.options import accepted_options, with_options
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import add, as_reward_function, check_examples
 from rl4llm.sandbox import Sandbox
+
+NOT_OPTIONS = ("name", "remote", "reward_transform_fn")
+"""Keys of ``env`` that no environment takes as its own option: they say what and where it is, or are the trainer's."""
 
 
 def make_rewards(specs: Sequence[Any], sandbox: Sandbox) -> list[BaseRewardFunction]:
@@ -29,7 +32,7 @@ def make_env(env_class: Any, options: Mapping[str, Any], provided: Mapping[str, 
     Of what is `provided` to all, such as the sandbox, it gets what it has a parameter for.
     """
     of_prompts = accepted_options(env_class.prompts) - accepted_options(env_class) if env_class.prompts else ()
-    own = {name: value for name, value in options.items() if name not in ("name", "remote", *of_prompts)}
+    own = {name: value for name, value in options.items() if name not in (*NOT_OPTIONS, *of_prompts)}
     made = {name: item for name, item in provided.items() if name in accepted_options(env_class)}
     own = {name: value for name, value in own.items() if name not in made}
     return with_options("env", env_class, own, **fixed, **made)
@@ -39,7 +42,10 @@ def make_prompts(env_class: Any, options: Mapping[str, Any], split: str, limit: 
     """The prompts that an environment brings, by those of its options that are about them."""
     accepted = accepted_options(env_class.prompts)
     chosen = {name: value for name, value in options.items() if name in accepted}
-    return with_options("env", env_class.prompts, chosen, split, limit)
+    rows = with_options("env", env_class.prompts, chosen, split, limit)
+    if not isinstance(rows, Sized):
+        raise DataError(f"{env_class.__name__}.prompts must return a list of rows, not {rows!r:.100}.")
+    return cast(Sequence[Mapping[str, Any]], rows)
 
 
 class HostedEnvironment:
@@ -53,7 +59,7 @@ class HostedEnvironment:
         from rl4llm.envs.remote.hosts import Hosts  # noqa: PLC0415 - gRPC is an extra
         from rl4llm.envs.remote.token import read_token  # noqa: PLC0415 - gRPC is an extra
 
-        self.options = {name: value for name, value in options.items() if name not in ("name", "remote")}
+        self.options = {name: value for name, value in options.items() if name not in NOT_OPTIONS}
         self.__name__ = self.__qualname__ = self.name = options["name"]
         self.hosts = Hosts(_addresses(options["remote"]), read_token(os.environ))
         offer = self.hosts.offer(self.name)

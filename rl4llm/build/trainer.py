@@ -48,6 +48,7 @@ from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError, unknown
+from rl4llm.core.registry import imported
 from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import SamplingParams
 from rl4llm.data.answers import ANSWER_COLUMNS
@@ -439,8 +440,22 @@ def build_rewards(
     pairs = list(zip(made, factors, strict=True))
     functions = [Scale(function, weight) if function.per_turn else function for function, weight in pairs]
     weights = {function.name: weight for function, weight in pairs if not function.per_turn}
+    if config.env.get("reward_transform_fn") is not None:
+        return functions, _own_transform(config.env["reward_transform_fn"], weights)
     plain = list(weights.values()) == [1.0]
     return functions, None if plain or not weights else weighted_sum(weights)
+
+
+def _own_transform(name: Any, weights: Mapping[str, float]) -> Any:
+    """What combines the terminal rewards in the place of their weights; raises ConfigError where they have some too."""
+    where = f"env.reward_transform_fn={name!r}"
+    heavy = [reward for reward, weight in weights.items() if weight != 1.0]
+    if heavy:
+        raise ConfigError(f"{where} is given the rewards as they are, but {heavy[0]!r} has a weight. Give one or the other.")
+    transform = name if callable(name) else imported("env.reward_transform_fn", str(name))
+    if not callable(transform):
+        raise ConfigError(f"{where} is not accepted: a function of the rewards by name, tensors of shape (num_samples,).")
+    return transform
 
 
 def _weighed(item: Any) -> tuple[Any, float]:

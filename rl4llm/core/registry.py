@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from rl4llm.core.errors import ConfigError, unknown
 
@@ -22,11 +22,13 @@ class Registry(Generic[T]):
     >>> ALGORITHMS["grpo"] is GRPO
     True
 
-    A name of the form ``package.module:Class`` is imported, so users need not register anything.
+    A name of the form ``package.module:Class`` is imported, so users need not register anything; with a `base`, what is
+    imported must be a subclass of it.
     """
 
-    def __init__(self, where: str):
+    def __init__(self, where: str, base: type | None = None):
         self.where = where
+        self.base = base
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[Item], Item]:
@@ -45,7 +47,13 @@ class Registry(Generic[T]):
             return self._items[name]
         if ":" in name:
             return self._imported(name)
-        raise ConfigError(unknown(self.where, name, self._items))
+        raise ConfigError(f"{unknown(self.where, name, self._items)} One of your own is 'package.module:Name'.")
+
+    def _imported(self, name: str) -> T:
+        item = imported(self.where, name, f"a registered name ({', '.join(self)}) or 'package.module:Class'")
+        if self.base is not None and not (isinstance(item, type) and issubclass(item, self.base)):
+            raise ConfigError(f"{self.where}={name!r} is {item!r:.100}. Accepted: a subclass of {self.base.__name__}.")
+        return cast(T, item)
 
     def __contains__(self, name: str) -> bool:
         return name in self._items
@@ -58,15 +66,19 @@ class Registry(Generic[T]):
         names = (name for name, known in self._items.items() if known is item)
         return next(names, f"{getattr(item, '__module__', '')}:{getattr(item, '__qualname__', item)}")
 
-    def _imported(self, name: str) -> T:
-        module_name, _, attribute = name.partition(":")
-        try:
-            return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"{self.where}={name!r} cannot be imported: {error}. "
-                f"Accepted: a registered name ({', '.join(self)}) or 'package.module:Class' on the Python path."
-            ) from error
+
+def imported(where: str, name: str, accepted: str = "'package.module:function'") -> Any:
+    """What ``package.module:attribute`` names; raises ConfigError, which says what is `accepted`, where there is none."""
+    module_name, colon, attribute = name.partition(":")
+    try:
+        if not colon:
+            raise ImportError("there is no ':' in it")
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}={name!r} cannot be imported: {error}. Accepted: {accepted}, "
+            "found from the directory that the command is run in, or on PYTHONPATH."
+        ) from error
 
 
 def import_name(item: object) -> str | None:

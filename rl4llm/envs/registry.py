@@ -5,5 +5,5 @@ from __future__ import annotations
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.registry import Registry
 
-ENVIRONMENTS: Registry[type[BaseMDPEnv]] = Registry("env.name")
+ENVIRONMENTS: Registry[type[BaseMDPEnv]] = Registry("env.name", BaseMDPEnv)
 register_env = ENVIRONMENTS.register

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import os
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import imported
 from rl4llm.core.supervise import SUPERVISE
 from rl4llm.core.threads import in_own_thread
 
@@ -98,7 +98,7 @@ class FunctionAgent:
     """
 
     def __init__(self, function: str | Callable[..., Any]):
-        self.function = _imported(function) if isinstance(function, str) else function
+        self.function = imported("env.agent", function) if isinstance(function, str) else function
         if not callable(self.function):
             raise ConfigError(f"env.agent={function!r} is not accepted: a function (task, base_url, api_key).")
 
@@ -115,18 +115,6 @@ class FunctionAgent:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(*given)
         return await in_own_thread("rl4llm-agent", lambda: self.function(*given))
-
-
-def _imported(name: str) -> Any:
-    module, colon, attribute = name.partition(":")
-    try:
-        if not colon:
-            raise ImportError("there is no ':' in it")
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"env.agent={name!r} cannot be imported: {error}. Accepted: 'package.module:function' on the Python path."
-        ) from error
 
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
