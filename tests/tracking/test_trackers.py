@@ -11,6 +11,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,8 @@ class Wandb(TensorBoard):
 
     def open(self, resume_step):
         warned = []
+        while list((self.directory / "wandb").glob(f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-run1")):
+            time.sleep(0.1)  # W&B names a directory by the second
         tracker = WandbTracker(self.directory, "project", "run1", CONFIG, warned.append)
         assert not warned  # it was asked to be offline
         return tracker
