@@ -1,7 +1,8 @@
 """Nothing waits without a deadline and a name: a rank that is too long in one phase says where it is, and ends.
 
 When one rank hangs, the others wait for it in a collective. All of them get here at about the same time, so the output
-shows, for every rank, its phase and its stack: who waits, and who is waited for.
+shows, for every rank, its phase and its stack: who waits, and who is waited for. A run that was said to end goes no
+further, should it come back meanwhile: a rank that is done with training in that time would never be there for the others again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Watchdog:
         self._phases: list[str] = []
         self._since = time.monotonic()
         self._over = threading.Event()
+        self._ends = threading.Event()
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
@@ -43,6 +45,8 @@ class Watchdog:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:
+            self._go_on()
         self._over.set()
 
     @contextmanager
@@ -55,6 +59,7 @@ class Watchdog:
         finally:
             self._phases.pop()
             self._since = time.monotonic()
+        self._go_on()
 
     def around(self, clock: Callable[[str], AbstractContextManager[Any]]) -> Callable[[str], AbstractContextManager[Any]]:
         """A clock whose phases are watched too."""
@@ -66,9 +71,14 @@ class Watchdog:
 
         return watched
 
+    def _go_on(self) -> None:
+        if self._ends.is_set():
+            threading.Event().wait()  # for the end of the process
+
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self._deadline_s / 4)):
             if time.monotonic() - self._since > self._deadline_s:
+                self._ends.set()
                 self._report()
                 time.sleep(GRACE_S)
                 os._exit(FAILED)  # the main thread may never come back from where it hangs

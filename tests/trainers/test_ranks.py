@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fault_server import FaultServer, serving
+from forked_python import python
 
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model
@@ -303,6 +304,29 @@ def test_when_a_rank_hangs_every_rank_says_where_it_is_and_the_run_ends(tmp_path
     assert "Rank 1 of 2 is in phase prepare in step for more than 3 s" in done.stderr
     assert "hangs.py" in done.stderr  # the stacks
     assert "in wait" in done.stderr
+
+
+COMES_BACK = """
+import time
+from rl4llm.core.ranks import Ranks
+from rl4llm.core.watchdog import Watchdog
+
+others = Ranks()
+others.size = 2
+with Watchdog(others, deadline_s=0.2) as watchdog:
+    with watchdog.phase("rollout"):
+        time.sleep(1)
+        print("is back", flush=True)
+    print("goes on", flush=True)
+"""
+
+
+def test_a_run_that_was_said_to_end_does_not_go_on_when_what_hung_comes_back(tmp_path):
+    """Else one rank may get to the end of training before it ends, and the launcher of the others waits for it for ever."""
+    (tmp_path / "back.py").write_text(COMES_BACK)
+    done = python(tmp_path / "back.py")
+    assert (done.returncode, done.stdout) == (1, "is back\n")
+    assert "is in phase rollout for more than 0.2 s" in done.stderr
 
 
 def test_one_process_alone_is_not_watched(alone):
