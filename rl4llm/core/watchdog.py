@@ -2,7 +2,7 @@
 
 When one rank hangs, the others wait for it in a collective. All of them get here at about the same time, so the output
 shows, for every rank, its phase and its stack: who waits, and who is waited for. A run that was said to end goes no
-further, should it come back meanwhile: a rank that is done with training in that time would never be there for the others again.
+further, should it come back meanwhile: a rank that is done with training in that time would never be there again.
 """
 
 from __future__ import annotations
