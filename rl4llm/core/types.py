@@ -49,12 +49,16 @@ class ChatMessage:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> ChatMessage:
-        """Read a message from a dataset row; raises DataError when role or content is missing."""
-        missing = [key for key in ("role", "content") if row.get(key) is None]
+        """Read a message from a dataset row; raises DataError when role or content is missing.
+
+        One that only calls tools may have null as its content, as OpenAI writes it.
+        """
+        calls = row.get("tool_calls")
+        content: Any = "" if calls and row.get("content") is None else row.get("content")
+        missing = [key for key, value in (("role", row.get("role")), ("content", content)) if value is None]
         if missing:
             raise DataError(f"A message has no {' and no '.join(missing)}: {dict(row)!r}.")
-        calls = row.get("tool_calls")
-        return cls(row["role"], row["content"], tuple(calls) if calls else None, row.get("tool_call_id"))
+        return cls(row["role"], content, tuple(calls) if calls else None, row.get("tool_call_id"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def split_pair(where: str, row: Mapping[str, Any], prompt: Messages | None) -> t
 
     Raises DataError where a side is missing, both are the same, or they start from different prompts.
     """
-    chosen, rejected = (_answer(where, row, column) for column in ("chosen", "rejected"))
+    chosen, rejected = (answer_of(where, row, column) for column in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same, so nothing is preferred. Remove the row.")
     if chosen[0].role != "assistant":
@@ -41,7 +41,7 @@ def split_pair(where: str, row: Mapping[str, Any], prompt: Messages | None) -> t
 
 def split_label(where: str, row: Mapping[str, Any], prompt: Messages | None) -> tuple[Messages, dict[str, Any]]:
     """The prompt of a labelled answer, and its columns `completion` and `label`; raises DataError for what is missing."""
-    prompt, completion = _checked_prompt(where, row, prompt), _answer(where, row, "completion")
+    prompt, completion = _checked_prompt(where, row, prompt), answer_of(where, row, "completion")
     _check_follows(where, "completion", completion)
     label = row.get("label")
     if not isinstance(label, bool | int) or label not in (0, 1):
@@ -85,7 +85,7 @@ def _answered(
     return demonstration(renderer, prompt + answer, prompt_id, prompt_size=len(prompt), reward=reward, extras=extras)
 
 
-def _answer(where: str, row: Mapping[str, Any], column: str) -> Messages:
+def answer_of(where: str, row: Mapping[str, Any], column: str) -> Messages:
     """A text or messages, as messages."""
     value = row.get(column)
     if value is None:

@@ -36,11 +36,12 @@ def demonstration(
     try:
         spans = _spans(renderer, messages, prompt_size, whole=learned != "assistant")
     except (DataError, EnvError, TemplateError) as error:
-        raise DataError(f"Row {prompt_id!r} cannot be imitated. {error}") from error
+        raise DataError(f"{_row(prompt_id, messages)} cannot be imitated. {error}") from error
     if not spans:
-        raise DataError(f"Row {prompt_id!r} has no assistant message, so there is nothing to imitate.")
+        raise DataError(f"{_row(prompt_id, messages)} has no assistant message, so there is nothing to imitate.")
     if learned == "context" and len(spans) < 3:
-        raise DataError(f"Row {prompt_id!r} has no message behind the first answer, so there is no next state to predict.")
+        where = _row(prompt_id, messages)
+        raise DataError(f"{where} has no message behind the first answer, so there is no next state to predict.")
     written = spans[:1] + [_by_author(span, learned) for span in spans[1:]]
     return Trajectory(prompt_id, tuple(written), tuple(messages), {}, reward, "done", extras or {})
 
@@ -58,11 +59,23 @@ def check_rows(read: Read, rows: Sequence[Mapping[str, Any]], context_length: in
     for number, row in enumerate(rows):
         name = str(row.get("prompt_id", number))
         length = max(trajectory.num_tokens for trajectory in read(row, name).trajectories)
-        if length > context_length:
-            raise DataError(
-                f"Row {name!r} is a conversation of {length} tokens, more than the context of {context_length}. "
-                "Next step: shorten it or leave it out of the dataset, or take a model with a longer context."
-            )
+        check_length(name, row, length, context_length)
+
+
+def check_length(name: str, row: Mapping[str, Any], length: int, context_length: int) -> None:
+    """Raises DataError for a row of too many tokens."""
+    if length > context_length:
+        where = _row(name, [ChatMessage.from_dict(message) for message in row["messages"]])
+        raise DataError(
+            f"{where} is a conversation of {length} tokens, more than the context of {context_length}. "
+            "Next step: shorten it or leave it out of the dataset, or take a model with a longer context."
+        )
+
+
+def _row(name: str, messages: Sequence[ChatMessage]) -> str:
+    """The row by its name and how it begins, since its name may be one that no file has."""
+    begins = next((message.content for message in messages if message.role != "system"), "")
+    return f"Row {name!r} ({begins[:60]!r})"
 
 
 def _spans(renderer: Renderer, messages: Sequence[ChatMessage], prompt_size: int, *, whole: bool) -> list[TokenSpan]:

@@ -9,13 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.answers import SPLITS, Messages, conversation
+from rl4llm.data.answers import SPLITS, Messages, answer_of, conversation
 from rl4llm.data.read import read_rows
 
 Row = dict[str, Any]
@@ -66,12 +66,12 @@ def load_rows(
     get -2, -3 ... behind it.
 
     `learns_from` says what the rows are for. Only "episodes" need a ground truth. "demonstrations", "worlds" and
-    "conversations" hold the assistant's messages; "pairs" and "labels" hold answers beside the prompt, whose column is
-    `prompt_column`, "prompt" or "messages", see `rl4llm.data.answers`.
+    "conversations" hold the assistant's messages, or a prompt and the answer to it in `answer_column` or "completion";
+    "pairs" and "labels" hold answers beside the prompt. A prompt's column is `prompt_column`, "prompt" or "messages", see
+    `rl4llm.data.answers`.
     `limit` takes the first rows. Raises ConfigError for options that cannot work, DataError, with the row's file and line,
     for anything wrong with the data.
     """
-    answer_column = answer_column or "ground_truth"
     recipe = _Recipe(prompt_column, answer_column, answer_pattern, system_prompt, prompt_template, learns_from)
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit={limit} is not accepted: at least 1, or null for all rows.")
@@ -97,7 +97,7 @@ class _Recipe:
     """How a stored row becomes a prompt."""
 
     prompt_column: str | None
-    answer_column: str
+    answer_column: str | None
     answer_pattern: str | None
     system_prompt: str | None
     prompt_template: str | None
@@ -116,9 +116,12 @@ class _Recipe:
         if self.learns_from in SPLITS:
             messages, answers = SPLITS[self.learns_from](where, row, self._prompt_beside(where, row))
             stored: tuple[Any, ...] = [message.to_dict() for message in messages], answers
+        elif self.learns_from in CONVERSATIONS and (self.prompt_column or "messages" not in row):
+            messages, answers = self._told(where, row), {}
+            stored = ([message.to_dict() for message in messages],)
         else:
             messages, answers = self._stored_or_made(where, row), {}
-            stored = row[self.prompt_column or "messages"], row.get(self.answer_column)
+            stored = row[self.prompt_column or "messages"], row.get(self.answer_column or "ground_truth")
         messages = self._checked(where, messages)
         ground_truth = self._ground_truth(where, row)
         made = {"messages": [message.to_dict() for message in messages], "ground_truth": ground_truth, **answers}
@@ -129,6 +132,19 @@ class _Recipe:
 
     def _stored_or_made(self, where: str, row: Mapping[str, Any]) -> Messages:
         return self._stored(where, row) if self.prompt_column is None else [self._prompt(where, row, self.prompt_column)]
+
+    def _told(self, where: str, row: Mapping[str, Any]) -> Messages:
+        """A conversation of a prompt and the answer to it, each in a column of its own, as texts or messages."""
+        column = self.answer_column or "completion"
+        prompt = self._prompt_beside(where, row)
+        if prompt is None or column not in row:
+            raise DataError(
+                f"{where}: there is no conversation. Accepted: a column 'messages', or 'prompt' and 'completion' (others: "
+                f"data.prompt_column, data.answer_column). The row has: {', '.join(map(str, row))}."
+            )
+        if any(message.role == "assistant" for message in prompt):
+            raise DataError(f"{where}: the prompt has answers of the assistant, which would be learned too. Use messages.")
+        return [*prompt, *answer_of(where, row, column)]
 
     def _prompt_beside(self, where: str, row: Mapping[str, Any]) -> Messages | None:
         """The prompt of a row that holds answers too; None where it has no column of its own."""
@@ -141,6 +157,7 @@ class _Recipe:
         if self.learns_from in CONVERSATIONS:
             if not any(message.role == "assistant" for message in messages):
                 raise DataError(f"{where}: the conversation has no assistant message, so there is nothing to imitate.")
+            _check_turns(where, messages)
         elif not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
             raise DataError(f"{where}: the prompt is empty: it must end with a message that says something to answer.")
         if self.system_prompt:
@@ -169,16 +186,17 @@ class _Recipe:
 
     def _ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
         if self.learns_from != "episodes":
-            return row.get(self.answer_column)
-        answer = _column(where, row, "data.answer_column", self.answer_column)
+            return row.get(self.answer_column or "ground_truth")
+        column = self.answer_column or "ground_truth"
+        answer = _column(where, row, "data.answer_column", column)
         if answer is None:
-            raise DataError(f"{where}: column {self.answer_column!r} is empty.")
+            raise DataError(f"{where}: column {column!r} is empty.")
         if self.answer_pattern is None:
             return answer
         found = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
         if found is None or found[1] is None:
             raise DataError(
-                f"{where}: column {self.answer_column!r} does not match data.answer_pattern={self.answer_pattern!r}: "
+                f"{where}: column {column!r} does not match data.answer_pattern={self.answer_pattern!r}: "
                 f"{answer!r:.60}."
             )
         return found[1]
@@ -193,6 +211,16 @@ class _Recipe:
             ) from error
         if not shows:
             raise ConfigError(f"data.prompt_template={template!r} has no {{prompt}}, the place where the prompt goes.")
+
+
+def _check_turns(where: str, messages: Messages) -> None:
+    """Somebody else speaks between two answers."""
+    for number, (before, after) in enumerate(pairwise(messages), start=1):
+        if before.role == after.role == "assistant":
+            raise DataError(
+                f"{where}: messages {number} and {number + 1} are both the assistant's, and nobody spoke between them. "
+                "Next step: make one of them, or leave the row out."
+            )
 
 
 def _with_ids(drafts: Iterator[_Draft]) -> Iterator[Row]:

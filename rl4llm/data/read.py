@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rl4llm.core.hub import hub_answers
 Located = tuple[str, Any]
 """Where a row stands ("train.jsonl:17"), and the row."""
 
+_SHARD = re.compile(r"(?P<number>\d+)-of-(?P<of>\d+)(?P<suffix>\.[a-z.]+)$")
 _HUB_NAME = re.compile(r"(?P<name>[\w.\-]+/[\w.\-]+)(:(?P<config>[\w.\-]+))?")
 _ACCEPTED = "a .jsonl, .jsonl.gz, .json, .parquet or .csv file, a directory, or a hub name like openai/gsm8k:main"
 
@@ -76,13 +78,31 @@ def _directory(path: Path, split: str) -> Iterator[Located]:
     if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return _saved(path, split)
     found = [path / f"{split}{suffix}" for suffix in _READERS if (path / f"{split}{suffix}").is_file()]
+    shards = _shards(path, split)
+    if shards and not found:
+        return chain.from_iterable(_file(shard, split) for shard in shards)
+    found += shards[:1]
     if len(found) > 1:
         names = " and ".join(file.name for file in found)
         raise DataError(f"{path}: {names} both hold the split {split!r}. Next step: name the file itself.")
     if not found:
         there = ", ".join(sorted(file.name for file in path.iterdir())[:10]) or "nothing"
-        raise DataError(f"{path}: there is no {split}.jsonl (or {', '.join(_READERS)}); it holds {there}.")
+        accepted = f"{split}.jsonl (or {', '.join(_READERS)}), and no {split}-00000-of-00002.parquet and so on"
+        raise DataError(f"{path}: there is no {accepted}; it holds {there}.")
     return _file(found[0], split)
+
+
+def _shards(path: Path, split: str) -> list[Path]:
+    """Files that hold a split together, named as on the hub: train-00000-of-00002.parquet. All must be there."""
+    parts = [(file, _SHARD.match(file.name.removeprefix(f"{split}-"))) for file in path.glob(f"{split}-*")]
+    shards = {(int(part["number"]), int(part["of"]), part["suffix"]): file for file, part in parts if part}
+    if not shards:
+        return []
+    kinds = {(of, suffix) for _, of, suffix in shards}
+    if len(kinds) > 1 or len(shards) != max(kinds)[0]:
+        names = ", ".join(sorted(file.name for file in shards.values())[:10])
+        raise DataError(f"{path}: of the files of the split {split!r} some are missing, or belong to others: {names}.")
+    return [shards[key] for key in sorted(shards)]
 
 
 def _saved(path: Path, split: str) -> Iterator[Located]:

@@ -30,6 +30,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TrainBatch
 from rl4llm.data.answers import ANSWER_COLUMNS
+from rl4llm.data.demonstrations import check_length
 from rl4llm.data.pack import RolloutSize
 from rl4llm.data.render import Renderer
 
@@ -153,16 +154,16 @@ def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, contex
     read = row_reader(needs, Renderer(tokenizer, roles=roles_between(dataset, answers)))
     batching = batching_of(config, algorithm, tokenizer)
     longest = longest_rows(dataset, max(1, config.rollout.prompts // batching.updates_per_rollout), ("messages", *answers))
-    groups = [read(row, str(number)) for number, row in enumerate(longest)]
+    groups = [read(row, str(row.get("prompt_id", number))) for number, row in enumerate(longest)]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     batches = batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
     largest = max(batches, key=lambda batch: batch.token_ids_BT.numel())
     every = max(1, len(dataset) // LOOKED_AT)
-    some = [read(dataset[number], str(number)) for number in islice(range(0, len(dataset), every), LOOKED_AT)]
+    some = [read(row, str(row.get("prompt_id", ""))) for row in islice(dataset, 0, LOOKED_AT * every, every)]
     policy = max(trajectory.num_policy_tokens for trajectory in trajectories)
     length = max(trajectory.num_tokens for trajectory in trajectories)
-    if length > context_length:
-        raise ConfigError(f"A conversation of the data has {length} tokens, more than the context of {context_length}.")
+    for row, group in zip(longest, groups, strict=True):
+        check_length(group.prompt_id, row, max(item.num_tokens for item in group.trajectories), context_length)
     return Counts(
         rows=len(dataset),
         held_out=len(held_out),

@@ -51,31 +51,6 @@ def _prompt(number: int, row: Mapping[str, Any], plain: bool) -> dict[str, Any]:
     return {**others, "messages": messages, "ground_truth": "" if truth is None else truth}
 
 
-def demonstrations(rows: Any, plain: bool) -> Any:
-    """Rows with `messages` from TRL's prompts and completions; paths and conversations stay as they are.
-
-    Raises DataError for running text, and for prompts with answers of the assistant, which would be learned here.
-    """
-    if not _is_rows(rows) or "messages" in rows[0]:
-        return rows
-    return [_demonstration(number, row) for number, row in enumerate(rows)]
-
-
-def _demonstration(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    if "prompt" not in row or "completion" not in row:
-        raise DataError(
-            f"row {number}: it has {', '.join(map(str, row))}. Accepted: messages, or prompt and completion. Running text "
-            "has no answers to imitate."
-        )
-    prompt, completion = (
-        [{"role": role, "content": row[name]}] if isinstance(row[name], str) else list(row[name])
-        for role, name in (("user", "prompt"), ("assistant", "completion"))
-    )
-    if any(message.get("role") == "assistant" for message in prompt):
-        raise DataError(f"row {number}: the prompt has answers of the assistant, which would be learned too. Use messages.")
-    return {"messages": prompt + completion}
-
-
 def as_they_are(rows: Any, plain: bool) -> Any:
     """Pairs and labelled answers are read in TRL's forms anyway."""
     return rows
@@ -85,7 +60,7 @@ READERS: Mapping[str, Callable[[Any, bool], Any]] = {
     "grpo": prompts,
     "dapo": prompts,
     "ppo": prompts,
-    "sft": demonstrations,
+    "sft": as_they_are,
 }
 """By the trainer's algorithm: rows of TRL's, and whether their prompts are texts, as rows that are read here."""
 

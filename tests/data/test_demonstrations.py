@@ -83,7 +83,7 @@ def test_a_thought_before_a_tool_call_is_learned_behind_what_the_generation_prom
     ],
 )
 def test_tool_calls_that_cannot_be_written_safely_are_refused_with_their_row(template, content, call, reason, renderer):
-    with pytest.raises(DataError, match=rf"(?s)Row 'a7' cannot be imitated.*message 1: .*{reason}"):
+    with pytest.raises(DataError, match=rf"(?s)Row 'a7' \(.*\) cannot be imitated.*message 1: .*{reason}"):
         demonstration(renderer(template), conversation(ASKED, said(content, call)), "a7")
 
 
@@ -102,7 +102,7 @@ def test_a_thought_that_the_generation_prompt_opens_is_opened_once(renderer):
 
 @pytest.mark.parametrize("content", ["hello", "<think>ok</think>hello", ""])
 def test_an_answer_without_the_thought_that_the_generation_prompt_opens_is_refused(content, renderer):
-    with pytest.raises(DataError, match=r"Row 'a7' cannot be imitated.* opens '<think>\\n', but message 1"):
+    with pytest.raises(DataError, match=r"Row 'a7' \(.*\) cannot be imitated.* opens '<think>\\n', but message 1"):
         demonstration(renderer(OPENING_THOUGHTS), conversation(ASKED, said(content)), "a7")
 
 
@@ -115,9 +115,9 @@ def test_turns_that_depend_on_the_past_are_rendered_behind_it(renderer):
 
 
 def test_answers_in_a_row_are_refused_with_their_row(renderer):
-    with pytest.raises(DataError, match=r"Row 'a7' cannot be imitated.*must end with one to answer"):
+    with pytest.raises(DataError, match=r"Row 'a7' \(.*\) cannot be imitated.*must end with one to answer"):
         demonstration(renderer("chatml_tools"), conversation(ASKED, said("8"), said("5")), "a7")
-    with pytest.raises(DataError, match="Row 'a7' has no assistant message"):
+    with pytest.raises(DataError, match=r"Row 'a7' \(.*\) has no assistant message"):
         demonstration(renderer("chatml_tools"), conversation(ASKED), "a7")
 
 
@@ -126,5 +126,5 @@ def test_a_demonstration_longer_than_the_context_is_found_with_its_row_and_lengt
     rows = [{"prompt_id": name, "messages": [ASKED, said("85 " * n)]} for name, n in (("short", 1), ("long", 9))]
     lengths = [demonstration(chatml, conversation(*row["messages"]), "a").num_tokens for row in rows]
     check_rows(partial(demonstration_group, chatml), rows, lengths[1])
-    with pytest.raises(DataError, match=f"Row 'long' is a conversation of {lengths[1]} tokens, .* context of {lengths[0]}"):
+    with pytest.raises(DataError, match=rf"Row 'long' \('What.*'\) is .* {lengths[1]} tokens.* context of {lengths[0]}"):
         check_rows(partial(demonstration_group, chatml), rows, lengths[0])

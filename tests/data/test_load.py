@@ -156,6 +156,64 @@ def test_the_split_names_a_file_of_a_directory(tmp_path):
         load_rows(tmp_path, split="test", **COLUMNS)
 
 
+def test_a_split_may_be_stored_in_several_files_of_which_none_is_missing(tmp_path):
+    for number in (1, 0, 2):
+        jsonl(tmp_path / f"train-0000{number}-of-00003.jsonl", [{**READY, "id": f"{number}{row}"} for row in range(2)])
+    jsonl(tmp_path / "test-00000-of-00001.jsonl", [READY])
+    assert [row["prompt_id"] for row in load_rows(tmp_path)] == ["00", "01", "10", "11", "20", "21"]
+    assert len(load_rows(tmp_path, split="test")) == 1
+    (tmp_path / "train-00001-of-00003.jsonl").rename(tmp_path / "train-00001-of-00002.jsonl")
+    with pytest.raises(DataError, match=r"of the split 'train' some are missing, or belong to others: train-00000-of-00003"):
+        load_rows(tmp_path)
+    (tmp_path / "train-00001-of-00002.jsonl").unlink()
+    with pytest.raises(DataError, match=r"of the split 'train' some are missing"):
+        load_rows(tmp_path)
+    jsonl(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match="some are missing"):
+        load_rows(tmp_path)
+
+
+SAID = {"role": "assistant", "content": "4"}
+ASKED = {"role": "user", "content": "2+2?"}
+TOLD = {
+    "texts": ({"prompt": "2+2?", "completion": "4"}, {}),
+    "messages": ({"prompt": [ASKED], "completion": [SAID]}, {}),
+    "columns": ({"question": "2+2?", "output": "4"}, {"prompt_column": "question", "answer_column": "output"}),
+    "a template": ({"prompt": "2+2", "completion": "4"}, {"prompt_column": "prompt", "prompt_template": "{prompt}?"}),
+}
+
+
+@pytest.mark.parametrize("form", TOLD)
+def test_a_prompt_and_what_was_said_to_it_are_a_conversation(form):
+    row, columns = TOLD[form]
+    assert load_rows([row], learns_from="demonstrations", **columns)[0]["messages"] == [ASKED, SAID]
+
+
+NOT_TOLD = {
+    "no answer": ({"prompt": "2+2?"}, r"no conversation\. Accepted: .*'prompt' and 'completion'.*The row has: prompt\."),
+    "neither": ({"text": "2+2? 4"}, r"no conversation.*The row has: text"),
+    "nothing said": ({"prompt": "2+2?", "completion": " "}, "completion is empty"),
+    "answers in the prompt": ({"prompt": [ASKED, SAID, ASKED], "completion": "4"}, "would be learned too. Use messages"),
+    "two in a row": ({"messages": [ASKED, SAID, SAID]}, "messages 2 and 3 are both the assistant's"),
+}
+
+
+@pytest.mark.parametrize("fault", NOT_TOLD)
+def test_what_is_no_conversation_is_refused_with_its_row(fault):
+    row, message = NOT_TOLD[fault]
+    with pytest.raises(DataError, match=rf"dataset\[1\]: .*{message}"):
+        load_rows([{"messages": [ASKED, SAID]}, row], learns_from="demonstrations")
+
+
+def test_a_message_that_only_calls_a_tool_may_have_no_text():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    told = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}, SAID]
+    rows = load_rows([{"messages": told}], learns_from="demonstrations")
+    assert rows[0]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(DataError, match="A message has no content"):
+        load_rows([{"messages": [ASKED, {"role": "assistant", "content": None}]}], learns_from="demonstrations")
+
+
 def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
     path = write(tmp_path / "a.jsonl", json.dumps(QA[0]), "{broken")
     assert truths(load_rows(path, **COLUMNS, limit=1)) == ["so #### 2"]

@@ -219,8 +219,6 @@ def test_both_names_of_one_thing_are_refused(model_dir):
 def test_texts_and_messages_are_not_mixed():
     with pytest.raises(DataError, match="row 1: the prompt is"):
         rows.prompts([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}], True)
-    with pytest.raises(DataError, match="Running text"):
-        rows.demonstrations([{"text": "a"}], False)
 
 
 def test_the_page_has_the_tables_as_they_are():
