@@ -27,7 +27,7 @@ class GMPO(PolicyGradient):
     clip_high: float = 0.4
     aggregation: str = "sequence"
 
-    at_least_0: ClassVar[tuple[str, ...]] = (*PolicyGradient.at_least_0, "clip_low", "clip_high")
+    above_0: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
 
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         log_BT = logprobs_BT - batch.old_logprobs_BT

@@ -34,7 +34,7 @@ class GRPO(PolicyGradient):
     dual_clip: float | None = None
     aggregation: str = "sequence"
 
-    at_least_0: ClassVar[tuple[str, ...]] = (*PolicyGradient.at_least_0, "clip_low", "clip_high")
+    above_0: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
 
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         ratio_BT = (logprobs_BT - batch.old_logprobs_BT).exp()

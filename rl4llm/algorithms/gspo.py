@@ -30,7 +30,7 @@ class GSPO(PolicyGradient):
     clip_high: float = 4e-4
     aggregation: str = "sequence"
 
-    at_least_0: ClassVar[tuple[str, ...]] = (*PolicyGradient.at_least_0, "clip_low", "clip_high")
+    above_0: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
 
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         ratio_BT = self.ratio(batch, logprobs_BT)

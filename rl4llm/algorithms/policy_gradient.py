@@ -86,6 +86,7 @@ class PolicyGradient(BaseAlgorithm):
         "old_logprobs": ("sampled", "recomputed"),
     }
     at_least_0: ClassVar[tuple[str, ...]] = ("kl_coef", "reference_every", "correction_low")
+    above_0: ClassVar[tuple[str, ...]] = ()  # a clip of no width: what trains on the policy would be up to rounding
 
     def needs(self) -> Needs:
         kl_in_loss = self.kl_coef > 0 and self.kl_in == "loss"
@@ -190,9 +191,7 @@ class PolicyGradient(BaseAlgorithm):
         for key, accepted in self.choices.items():
             if getattr(self, key) not in accepted:
                 raise ConfigError(unknown(f"algorithm.{key}", str(getattr(self, key)), accepted))
-        for key in self.at_least_0:
-            if not 0 <= getattr(self, key) < math.inf:
-                raise ConfigError(f"algorithm.{key}={getattr(self, key)} is not accepted: 0 or above.")
+        self._check_ranges()
         if self.drop_equal_by is not None and not self.drop_equal:
             raise ConfigError("algorithm.drop_equal_by has no effect without algorithm.drop_equal=true.")
         self._check_kl()
@@ -200,6 +199,14 @@ class PolicyGradient(BaseAlgorithm):
         if self.turn_discount is not None and not (self.credits_turns and 0 <= self.turn_discount <= 1):
             why = "0 to 1, or null" if self.credits_turns else f"{name} has no use for it; leave it out"
             raise ConfigError(f"algorithm.turn_discount={self.turn_discount} is not accepted: {why}.")
+
+    def _check_ranges(self) -> None:
+        for key in self.at_least_0:
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ConfigError(f"algorithm.{key}={getattr(self, key)} is not accepted: 0 or above.")
+        for key in self.above_0:
+            if not 0 < getattr(self, key) < math.inf:
+                raise ConfigError(f"algorithm.{key}={getattr(self, key)} is not accepted: above 0.")
 
     def _check_kl(self) -> None:
         for key, given in (

@@ -12,6 +12,7 @@ from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewa
 from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.returns import discounted_returns, token_rewards, turn_rewards
 from rl4llm.core.base_algorithm import KLEstimator, Needs
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TrainBatch
 
 
@@ -38,6 +39,11 @@ class ReinforcePP(GRPO):
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), every_token=True, reward_kl=None)
+
+    def check(self, group_size: int) -> None:
+        GRPO.check(self, group_size)
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"algorithm.gamma={self.gamma} is not accepted: 0 to 1.")
 
     def credits(self, group: Group) -> Tensor:
         return turn_rewards(group)

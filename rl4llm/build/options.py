@@ -9,6 +9,7 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.option_types import check_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,12 @@ class Given:
 
 
 def with_options(where: str, make: Callable[..., Any], options: Mapping[str, Any], *args: Any, **fixed: Any) -> Any:
-    """Call `make` with a user's options, after checking that it takes them."""
+    """Call `make` with a user's options, after checking that it takes them; raises ConfigError."""
     accepted = accepted_options(make) - set(fixed)
     for name in options:
         if name not in accepted:
             raise ConfigError(unknown(f"{where} option", name, accepted))
+    check_types(where, make, options)
     try:
         return make(*args, **fixed, **options)
     except TypeError as error:

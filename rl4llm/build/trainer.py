@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -464,8 +465,8 @@ def _weighed(item: Any) -> tuple[Any, float]:
         raise ConfigError(f"rewards: {item!r} is not accepted: a name, or a mapping with name, weight and options.")
     options = {"name": item} if isinstance(item, str) else dict(item)
     weight = options.pop("weight", 1.0)
-    if not isinstance(weight, int | float):
-        raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a number.")
+    if not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted: a finite number.")
     return options, float(weight)
 
 

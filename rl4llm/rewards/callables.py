@@ -8,6 +8,7 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
 from rl4llm.core.errors import ConfigError, RewardError, unknown
+from rl4llm.core.option_types import check_types
 from rl4llm.core.threads import all_together
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.registry import REWARDS
@@ -157,6 +158,7 @@ def _build(
         named = options | ({"name": name} if name else {})
         parameters = inspect.signature(item).parameters
         _check_options(key, parameters, named)
+        check_types(f"rewards: {key}", item, named)
         inner = {option: named[option] for option in item.rewards_among_options if option in named}
         named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
         return item(**{key: thing for key, thing in (provided or {}).items() if key in parameters} | named)

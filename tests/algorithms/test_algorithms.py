@@ -6,6 +6,7 @@ import torch
 from rl4llm.algorithms import ALGORITHMS, DAPO, GRPO, register_algorithm
 from rl4llm.algorithms.entropy_cov import ClipCov
 from rl4llm.algorithms.functional import clipped_share
+from rl4llm.algorithms.reinforce_pp import ReinforcePP
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan, Trajectory
 
@@ -42,6 +43,8 @@ def test_only_the_options_in_use_are_needed():
         (GRPO(), 1, "rollout.group_size=1"),
         (ClipCov(), 1, "algorithm.name='clip_cov'"),
         (GRPO(clip_low=-0.1), 8, "algorithm.clip_low"),
+        (GRPO(clip_high=0), 8, "algorithm.clip_high=0 is not accepted: above 0"),
+        (ReinforcePP(gamma=1.5), 8, "algorithm.gamma"),
         (GRPO(kl_estimator="k4"), 8, "algorithm.kl_estimator"),
         (GRPO(scale_rewards="all"), 8, "algorithm.scale_rewards"),
     ],

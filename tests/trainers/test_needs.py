@@ -205,7 +205,7 @@ class Impossible:
         Impossible({"name": "explore_grpo", "temperatures": [0.0]}, "all above 0"),
         Impossible({"name": "distill"}, "teacher_path is not set"),
         Impossible({"name": "kl_cov", "kl_share": 0}, "above 0, at most 1"),
-        Impossible({"name": "gspo", "clip_low": -1}, "0 or above"),
+        Impossible({"name": "gspo", "clip_low": -1}, "clip_low=-1 is not accepted: above 0"),
     ],
     ids=lambda case: f"{case.algorithm['name']}-{'-'.join(list(case.algorithm)[1:])}",
 )

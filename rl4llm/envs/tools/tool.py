@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.option_types import check_types
 from rl4llm.core.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -157,6 +158,7 @@ def _made(made: type[ToolSet], options: Mapping[str, Any], provided: Mapping[str
     unknown_option = next((option for option in options if option not in accepted), None)
     if unknown_option is not None:
         raise ConfigError(unknown(f"env.tools: {made.__name__} option", unknown_option, accepted))
+    check_types(f"env.tools: {made.__name__}", made, options)
     given = {name: thing for name, thing in provided.items() if name in accepted and thing is not None}
     try:
         return made(**{**given, **options})
