@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -401,6 +402,7 @@ AT_LEAST = {
     "eval.limit": 1,
     "eval.temperature": 0,
     "training.weight_decay": 0,
+    "training.max_grad_norm": 0,
     "training.warmup_steps": 0,
     "tracking.episodes_every": 0,
     "tracking.episodes_per_step": 0,
@@ -449,6 +451,8 @@ def _check(config: Config) -> None:
 def _check_range(key: str, value: float | None) -> None:
     if value is None:
         return
+    if not math.isfinite(value):
+        raise ConfigError(f"{key}={value} is not accepted: a finite number.")
     if not value >= AT_LEAST.get(key, value):
         raise ConfigError(f"{key}={value} is not accepted: {AT_LEAST[key]} or above.")
     if not value <= AT_MOST.get(key, value):

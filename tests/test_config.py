@@ -25,6 +25,8 @@ def test_every_configuration_file_is_valid(path):
         ("training.lr=fast", "training.lr: Value 'fast'"),
         ("rollout.prompts=2.5", "rollout.prompts: Value '2.5'"),
         ("rollout.prompts=0", "rollout.prompts=0 is not accepted: 1 or above"),
+        ("training.lr=.inf", "training.lr=inf is not accepted: a finite number"),
+        ("training.max_grad_norm=.nan", "training.max_grad_norm=nan is not accepted: a finite number"),
         ("training.schedule=cosin", "training.schedule='cosin' is not accepted. Accepted: constant, linear, cosine"),
         ("training=5", "training=5 is not accepted: a mapping of keys"),
         ("env=tool", "env='tool' is not accepted: a mapping of keys"),
