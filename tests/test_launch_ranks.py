@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -81,6 +82,17 @@ def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_a_signal_between_two_attempts_starts_nothing(tmp_path):
+    count, looks = tmp_path / "count", iter([1, 2, 2])
+
+    def say(line):  # "starting it again", behind which the supervisor waits for a second
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    command = [sys.executable, "-c", COUNTS_AND_DIES, str(count), "2"]
+    assert Supervisor(command, lambda: next(looks), 9, say).run() == 75
+    assert count.read_text() == "1"
+
+
 def test_a_launcher_that_is_killed_leaves_no_processes_that_train(tmp_path):
     script = "import sys; from rl4llm.launch.ranks import Supervisor; Supervisor(sys.argv[1:], lambda: 2, 5, print).run()"
     with subprocess.Popen([sys.executable, "-c", script, "sleep", "300"]) as process:

@@ -3,9 +3,10 @@
     python supervise.py LAUNCHER_PID GRACE_S COMMAND ...
 
 It starts the command in a process group of its own and waits for the first of three: the command ends, the launcher asks
-it to stop (SIGTERM), the launcher is gone, killed with -9 perhaps. Then the command is asked to end, killed after
-GRACE_S, and so is everything that it started: on Linux, processes whose parent died become children of this one, so that
-none can hide. It ends with the command's exit code. Where it reads and writes is the launcher's choice.
+it to stop (SIGTERM), the launcher is gone, killed with -9 perhaps. Then the command is asked to end, killed after GRACE_S or
+when the launcher says so (SIGINT, after the first signal), and so is everything that it started: on Linux, processes whose
+parent died become children of this one, so that none can hide. It ends with the command's exit code. Where it reads and
+writes is the launcher's choice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Bell:
     """Ends a wait as soon as a signal comes, and remembers whether one asked to stop."""
 
     def __init__(self) -> None:
-        self.stop_asked = False
+        self.stop_asked = self.at_once = False
         self._read, write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(write, False)
@@ -47,7 +48,8 @@ class Bell:
         if select.select([self._read], [], [], seconds)[0]:
             os.read(self._read, 4096)
 
-    def _ask(self, *_: object) -> None:
+    def _ask(self, number: int, _: object) -> None:
+        self.at_once = self.at_once or (self.stop_asked and number == signal.SIGINT)
         self.stop_asked = True
 
 
@@ -101,7 +103,7 @@ def supervise(launcher_pid: int, grace_s: float, command: Sequence[str]) -> int:
     if family.exit_code is None:
         family.ask()
         deadline = time.monotonic() + grace_s
-        while family.runs() and time.monotonic() < deadline:
+        while family.runs() and not bell.at_once and time.monotonic() < deadline:
             bell.wait(LOOK_S)
     deadline = time.monotonic() + GIVE_UP_S
     while family.kill() and time.monotonic() < deadline:

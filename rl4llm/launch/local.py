@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -114,16 +114,24 @@ def _wait(
 ) -> int:
     """The trainer's exit code, or that of one of the others that ended, which stops the trainer.
 
-    Signals are for the trainer alone, until it has saved.
+    Signals are for the trainer alone, until it has saved; a second one ends it at once.
     """
-    stopped, died = threading.Event(), {}
-    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    died: dict[Place, int] = {}
+    asked = 0
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            trainer.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while trainer.poll() is None and not stopped.wait(LOOK_S):
+        while trainer.poll() is None and not asked and not died:
+            time.sleep(LOOK_S)
             for place, process in others.items():
                 if process.poll() is not None:
                     died[place] = process.returncode or 1
-                    stopped.set()
                     say(f"{_name(place)} ended with code {process.returncode}; the run is stopped.")
         trainer.terminate()
         code = trainer.wait()

@@ -97,13 +97,15 @@ def _check_roles(job: Job) -> None:
 
 def _check_files(config: dict[str, Any]) -> None:
     """What servers load, and what is to stay, must be on the volume."""
-    directory, way = PurePosixPath(config["output"]["dir"]), config["sync"]["name"]
-    elsewhere = directory.is_absolute() and not directory.is_relative_to(SHARED)
-    if elsewhere or ".." in directory.parts:
-        raise ConfigError(
-            f"output.dir={directory} is not accepted: it has to be on the volume, which is {SHARED}. Next: "
-            f"output.dir=runs/{directory.name}."
-        )
+    way = config["sync"]["name"]
+    for key, path in (("output.dir", config["output"]["dir"]), ("sync.dir", config["sync"]["dir"] or "")):
+        directory = PurePosixPath(path)
+        elsewhere = directory.is_absolute() and not directory.is_relative_to(SHARED)
+        if elsewhere or ".." in directory.parts:
+            raise ConfigError(
+                f"{key}={directory} is not accepted: it has to be on the volume, which is {SHARED}. Next: "
+                f"{key}=runs/{directory.name}."
+            )
     if way not in SYNC:
         raise ConfigError(
             f"sync.name={way!r} is not accepted with --on modal: a volume shows new files late, for which this way does not "

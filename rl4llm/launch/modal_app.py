@@ -186,8 +186,12 @@ class Programs:
         try:
             app = modal.App.lookup("rl4llm-programs", create_if_missing=True)
             self._sandbox = modal.Sandbox.create(app=app, image=image, **walls)
+        except modal.exception.Error as error:
+            raise OSError(f"Modal: {error}") from error
+        try:
             self._process = self._sandbox.exec("python", "-m", "rl4llm.sandbox.serve", workdir=SOURCES)
         except modal.exception.Error as error:
+            self.close()  # else it would be there, and paid for, for a day
             raise OSError(f"Modal: {error}") from error
         self.output = self._process.stdout
 
@@ -252,13 +256,14 @@ def _requirements(extras: Sequence[str]) -> list[str]:
 def _own_modules(config: Any) -> Iterator[str]:
     """Top-level modules of classes and functions that a configuration names as ``package.module:Name``."""
     if isinstance(config, Mapping):
-        for value in config.values():
+        for value in (value for key, value in config.items() if key != "model"):  # which may be such as llama3:latest
             yield from _own_modules(value)
     elif isinstance(config, list | tuple):
         for value in config:
             yield from _own_modules(value)
     elif isinstance(config, Config):
-        yield from _own_modules([config.env, config.rewards, config.parts, config.algorithm, config.inference])
+        named = [config.env, config.rewards, config.parts, config.algorithm, config.inference, config.backend]
+        yield from _own_modules([*named, config.sandbox.level])
     elif isinstance(config, str) and NAMED.fullmatch(config):
         module = re.split(r"[.:]", config)[0]
         if module != "rl4llm":

@@ -98,6 +98,8 @@ class Supervisor:
             self._process = subprocess.Popen(
                 self._command, start_new_session=True, env=self._environ, preexec_fn=_told_when_we_die
             )
+            if self._stopped:  # before there was a process to tell
+                self._process.send_signal(signal.SIGTERM)
             code = self._wait(self._process)
             if code == 0 or self._stopped:
                 return STOPPED if self._stopped else 0
@@ -107,7 +109,8 @@ class Supervisor:
                 self._say(f"The run ended with code {code} {_where(now)}. It is not started again.")
                 return code
             self._say(f"The run ended with code {code} {_where(now)}; starting it again ({in_vain} times in vain so far).")
-            time.sleep(min(2.0**in_vain, LONGEST_WAIT_S))
+            if self._stopped_within(min(2.0**in_vain, LONGEST_WAIT_S)):
+                return STOPPED
 
     def _wait(self, launched: subprocess.Popen[bytes]) -> int:
         """Its exit code. A launcher whose processes are all gone may still wait for a machine out of reach, and is ended."""
@@ -120,6 +123,13 @@ class Supervisor:
                     had_some, alone_since = True, time.monotonic()
                 elif had_some and time.monotonic() - alone_since > LINGERS_S:
                     launched.kill()
+
+    def _stopped_within(self, seconds: float) -> bool:
+        """Wait so long, or until a signal comes; whether one did."""
+        end = time.monotonic() + seconds
+        while not self._stopped and time.monotonic() < end:
+            time.sleep(0.1)
+        return self._stopped
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Pass the signal on; the ranks finish their step and save."""

@@ -91,7 +91,15 @@ def _done(step: Callable[[], None], say: Once) -> bool:
 
 
 def _stamps(named: Sequence[Path]) -> list[int | None]:
-    return [path.stat().st_mtime_ns if path.exists() else None for path in named]
+    return [_stamp(path) for path in named]
+
+
+def _stamp(path: Path) -> int | None:
+    """When it was made; None where it is not there, as in the moment in which a directory is replaced."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:

@@ -398,6 +398,20 @@ def test_a_run_on_this_machine_that_is_stopped_or_killed_leaves_nothing_running(
     assert (cluster.notes / "told").exists()  # the trainer, which saves
 
 
+def test_ctrl_c_again_ends_a_run_on_this_machine_at_once_whose_trainer_is_still_saving(written, cluster, tmp_path):
+    written("ssh")
+    cluster.add("rl4llm", WAITS.replace("; exit 75' TERM", "' TERM"))
+    with here(cluster, tmp_path) as process:
+        all_but(cluster, 7)
+        process.send_signal(signal.SIGINT)
+        while not (cluster.notes / "told").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 128 + signal.SIGKILL
+    assert not cluster.left()
+
+
 def test_a_process_that_ends_stops_the_run_here_and_its_last_lines_are_told(written, cluster, tmp_path):
     written("ssh")
     cluster.add("rl4llm", WAITS.replace("exec sleep 60", 'ends "$role-$RL4LLM_NUMBER"').replace("role=", FAILS + "role=", 1))

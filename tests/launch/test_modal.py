@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 from modal_containers import SGLANG, Containers, Copies
 from small_run import CONFIG
 
+from rl4llm.config import load_config
 from rl4llm.core.checkpoint import save_checkpoint
 from rl4llm.core.errors import ConfigError
 from rl4llm.launch import volume
@@ -177,6 +179,40 @@ def test_programs_of_the_policy_get_a_sandbox_without_network_secrets_or_volume(
         assert "/root/rl4llm/sandbox/serve.py" in files
 
 
+def test_a_sandbox_whose_process_does_not_start_is_thrown_away(monkeypatch):
+    """It would be there, and paid for, until its day is over."""
+    from rl4llm.launch import modal_app
+
+    class Sandbox:
+        thrown_away = False
+
+        def exec(self, *words, **options):
+            raise modal_app.modal.exception.ConnectionError("gone")
+
+        def terminate(self):
+            self.thrown_away = True
+
+    made = Sandbox()
+    monkeypatch.setattr(modal_app.modal.App, "lookup", lambda *name, **options: None)
+    monkeypatch.setattr(modal_app.modal.Sandbox, "create", lambda **options: made)
+    with pytest.raises(OSError, match="Modal: gone"):
+        modal_app.Programs()
+    assert made.thrown_away
+
+
+def test_modules_of_all_that_a_configuration_names_go_along_and_names_of_models_are_none():
+    from rl4llm.launch.modal_app import _own_modules
+
+    named = {
+        "env": {"name": "mine.envs:Env", "opponents": {"con": {"model": "llama3:latest"}}},
+        "rewards": ["short:reward", {"name": "llm_judge", "model": "qwen:latest"}],
+        "backend": {"name": "backends:Mine"},
+        "sandbox": {"level": "rooms:Room"},
+    }
+    config = load_config(overrides={"model.path": "m", **named})
+    assert sorted(_own_modules(config)) == ["backends", "mine", "rooms", "short"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
@@ -187,6 +223,7 @@ def test_programs_of_the_policy_get_a_sandbox_without_network_secrets_or_volume(
         (["launch.gpu=null"], [], "launch.gpu is to be set"),
         (["output.dir=/data/x"], [], "output.dir=/data/x is not accepted: it has to be on the volume"),
         (["output.dir=../x"], [], "output.dir=../x is not accepted"),
+        (["sync.dir=/weights"], [], "sync.dir=/weights is not accepted: it has to be on the volume"),
         (["sync.name=lora"], [], "sync.name='lora' is not accepted with --on modal"),
         (["inference.api_key=abc"], [], "inference.api_key holds a key"),
         ([], ["volum=x"], "Did you mean 'volume'"),
@@ -331,6 +368,25 @@ def test_a_trainer_whose_container_is_taken_away_saves_before_the_last_commit(tm
         signal.signal(signal.SIGALRM, before)
     assert commits[:2] == [False, False]  # a commit that failed is made again
     assert commits[-1]
+
+
+def test_a_directory_that_is_replaced_while_it_is_looked_at_is_no_reason_to_fail(tmp_path):
+    model, old, ended = tmp_path / "model", tmp_path / "old", threading.Event()
+    model.mkdir()
+
+    def replace():
+        while not ended.is_set():
+            model.rename(old)
+            old.rename(model)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        looks = [volume._stamps([model])[0] for _ in range(20_000)]
+    finally:
+        ended.set()
+        thread.join()
+    assert any(looks)
 
 
 def test_a_volume_that_modal_does_not_answer_for_is_asked_again():
