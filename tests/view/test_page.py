@@ -95,6 +95,14 @@ def test_episodes_are_sorted_filtered_and_searched(page):
     assert page.text("#count").startswith("0 of 76") and "No episode fits" in page.text("tbody")
 
 
+def test_a_search_that_is_given_up_is_no_longer_said_to_go_on(page):
+    list_episodes(page)
+    both = "for (const text of ['it is 43', '']) { field.value = text; field.dispatchEvent(new Event('search')); }"
+    page.value(f"(() => {{ const field = document.querySelector('[data-search]'); {both} }})()")
+    assert page.text("#status") == ""
+    assert page.text("#count").startswith("76 of 76")
+
+
 def test_an_episode_is_read_token_by_token_from_the_keyboard(page):
     list_episodes(page)
     page.press("j", "j", "Enter")

@@ -132,6 +132,7 @@ export function episodesView(app) {
     state.page = state.at = 0;
     if (!text) {
       state.found = null;
+      app.status("");
       return draw();
     }
     app.status(`Searching for “${text.slice(0, 40)}” …`);
@@ -144,7 +145,7 @@ export function episodesView(app) {
         complete = complete && answer.complete;
       }
     } catch (error) {
-      return app.status(`The search failed: ${error.message}`);
+      return text === state.text && app.status(`The search failed: ${error.message}`);
     }
     if (text !== state.text) return;
     state.found = found;
