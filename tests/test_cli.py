@@ -139,6 +139,12 @@ def test_eval_of_a_model_from_a_dataset_plays_prompts_that_have_a_ground_truth(m
     arguments = ["eval", str(ROOT / "configs/dpo.yaml"), *small, *columns]
     result = told(capsys, *arguments, f"eval.path={prompts}", "--json")
     assert result["scores"]["pass@1"]["problems"] == 3
+
+    (tmp_path / "others.json").write_text('{"per_problem": []}')
+    files = ["--compare", str(tmp_path / "others.json"), "--out", str(tmp_path / "kept.json")]
+    assert main([*arguments, f"eval.path={prompts}", *files]) == 1  # what took an hour to measure is not lost
+    assert "nothing to compare" in " ".join(capsys.readouterr().err.split())
+    assert json.loads((tmp_path / "kept.json").read_text())["scores"] == result["scores"]
     for more, said in (
         ([], "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH"),
         ([f"eval.path={prompts}", "data.answer_column=solution"], "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH"),

@@ -40,7 +40,7 @@ def add_config(command: argparse.ArgumentParser) -> None:
 
 def add_overrides(command: argparse.ArgumentParser, metavar: str, about: str) -> None:
     """The argument `overrides`, which may also stand behind options."""
-    _completed(command.add_argument("overrides", nargs="*", metavar=metavar, help=about), completers.overrides)
+    _completed(command.add_argument("overrides", nargs="*", default=[], metavar=metavar, help=about), completers.overrides)
 
 
 def _completed(argument: Any, completer: Callable[..., Iterable[str]]) -> None:

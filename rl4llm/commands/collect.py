@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.prompts < 1:
         raise ConfigError(f"--prompts {arguments.prompts} is not accepted: 1 or above.")
+    if not math.isfinite(arguments.filter_reward or 0.0):
+        raise ConfigError(f"--filter-reward {arguments.filter_reward} is not accepted: a finite number.")
     check_target(arguments.out)
     episodes = collect(load_config(arguments.config, arguments.overrides), arguments.prompts)
     with closing(episodes), meanwhile():

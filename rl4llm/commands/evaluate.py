@@ -56,10 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         measured = evaluate(config, samples)
     found = scores(measured.problems, ks)
     result = _result(measured, found)
-    if baseline is not None:
-        changed = differences(measured.problems, baseline, ks)
-        if not changed:
-            raise DataError(f"{arguments.compare} has none of these problems, so there is nothing to compare.")
+    changed = {} if baseline is None else differences(measured.problems, baseline, ks)
+    if changed:
         result["compared"] = {"with": str(arguments.compare), "differences": _plain(changed)}
     if arguments.out is not None:
         _write(arguments.out, result | {"per_problem": [asdict(problem) for problem in measured.problems]})
@@ -69,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         show(_scores_table(arguments.config, measured, found), _metrics_table(measured.metrics))
     if baseline is None:
         return 0
+    if not changed:  # what was measured is told all the same
+        raise DataError(f"{arguments.compare} has none of these problems, so there is nothing to compare.")
     if not arguments.json:
         show(_differences_table(arguments.compare, changed))
     worse = [name for name, item in changed.items() if name != "reward" and (item.gained.high or 0) < 0]
@@ -117,7 +117,8 @@ def _read(file: Path) -> list[Problem]:
     except OSError as error:
         raise DataError(f"--compare {file} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"--compare {file} is not what `rl4llm eval --out` writes: {error!r}.") from error
+        found = f"{type(error).__name__}: {error}"
+        raise DataError(f"--compare {file} is not what `rl4llm eval --out` writes: {found}.") from error
 
 
 def _result(measured: Evaluation, found: Mapping[str, Score]) -> dict[str, Any]:

@@ -177,9 +177,12 @@ class RunDir:
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Replace a file: readers see the old content or the new, also after a crash. Text is UTF-8.
 
-    Raises RunDirError when it cannot be written; the old file is then as it was.
+    Raises RunDirError when it cannot be written; the old file is then as it was. What is there and no file, such as
+    /dev/null, is left alone: the new file would take its place.
     """
     path, data = Path(path), data.encode() if isinstance(data, str) else data
+    if path.exists() and not path.is_file():
+        raise RunDirError(f"{path} cannot be written: it is there and no file. Next: give the name of a file.")
     beside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with open(beside, "xb") as file:

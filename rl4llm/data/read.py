@@ -59,7 +59,7 @@ def _named(source: str, split: str) -> Iterator[Located]:
         return _directory(path, split)
     hub = _HUB_NAME.fullmatch(source)
     if hub is None or _reader(path) is not None or source.startswith("."):
-        raise DataError(f"data.path={source!r} does not exist.{_close_name(path)} Accepted: {_ACCEPTED}.")
+        raise DataError(f"The dataset {source!r} does not exist.{_close_name(path)} Accepted: {_ACCEPTED}.")
     return _hub(hub["name"], hub["config"], split)
 
 
@@ -122,7 +122,7 @@ def _hub(name: str, config: str | None, split: str) -> Iterator[Located]:
         dataset = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"data.path={name!r} is no file or directory here, and loading it from the hub failed: {_first_line(error)}. "
+            f"The dataset {name!r} is no file or directory here, and loading it from the hub failed: {_first_line(error)}. "
             f"Next step: check the name, its config (given: {config!r}, as in {name}:main) and split (given: {split!r}), or "
             "download it elsewhere and give the path of its files."
         ) from error
