@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code
-    except (RL4LLMError, OSError) as error:
+    except (RL4LLMError, OSError, MemoryError) as error:
         if arguments.debug:
             raise
         return _complain(error, arguments.resumes)
@@ -93,15 +93,16 @@ def _by_ctrl_c(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _complain(error: RL4LLMError | OSError, resumes: bool) -> int:
+def _complain(error: RL4LLMError | OSError | MemoryError, resumes: bool) -> int:
     """Say what was wrong; returns the exit code."""
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return _unread()
     if resumes and isinstance(error, EnginesDownError | HostsDownError):
         say(f"{error}\n{GOES_ON}")
         return STOPPED
-    Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="")
-    say(str(error))
+    memory = isinstance(error, MemoryError)
+    Console(stderr=True).print(f"[bold red]{'MemoryError' if memory else type(error).__name__}[/]: ", end="")
+    say(f"{str(error) or 'none is left'}. Next: `rl4llm plan CONFIG` says what a step takes." if memory else str(error))
     return 2 if isinstance(error, ConfigError) else 1
 
 

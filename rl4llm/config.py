@@ -13,13 +13,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
 from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.option_types import in_words
 
 CONFIGS = Path(__file__).parent / "configs"
 """Those that rl4llm brings: in a checkout a link to its configs/, in a wheel a copy."""
@@ -292,7 +293,9 @@ def _found(path: Path) -> Path:
     for place in places:
         if place.is_file():
             return place
-    known = {item.name for place in places for item in place.parent.glob("*.yaml")}
+    if path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a directory, not a configuration file.")
+    known = {item.name for place in places for item in place.parent.glob("*.yaml") if item.is_file()}
     near = difflib.get_close_matches(path.name, sorted(known), n=1)
     hint = f" Did you mean {path.parent / near[0]}?" if near else ""
     raise ConfigError(f"There is no configuration file {path}.{hint}")
@@ -303,6 +306,15 @@ def _is_file(text: str) -> bool:
 
 
 def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
+    try:
+        return _layer(overrides)
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ConfigError(f"An override's value is not valid YAML: {' '.join(str(error).split())}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"An override's value cannot be read: {str(error).splitlines()[0]}.") from None
+
+
+def _layer(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
     if isinstance(overrides, Mapping):
         layer = OmegaConf.create()
         try:
@@ -314,10 +326,7 @@ def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
     wrong = [text for text in overrides if "=" not in text or text.startswith("=")]
     if wrong:
         raise ConfigError(f"{wrong[0]!r} is not an override. Accepted: key.sub=value, for example training.lr=1e-5.")
-    try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"An override's value is not valid YAML: {' '.join(str(error).split())}") from None
+    return OmegaConf.from_dotlist(list(overrides))
 
 
 def _checked(merged: DictConfig) -> Config:
@@ -335,21 +344,33 @@ def _checked(merged: DictConfig) -> Config:
 
 
 def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
-    for name, value in layer.items():
-        if name in config and OmegaConf.is_dict(config[name]) and not OmegaConf.is_dict(value):
+    given = OmegaConf.to_container(layer)
+    assert isinstance(given, dict)  # as the layer is
+    for name, value in given.items():
+        if name in config and OmegaConf.is_dict(config[name]) and not isinstance(value, Mapping):
             raise ConfigError(f"{name!s}={value!r} is not accepted: a mapping of keys")
-    _check_keys(flatten(OmegaConf.to_container(layer)), config)
+    _check_keys(flatten(given), config)
     try:
         merged = OmegaConf.merge(config, layer)
         assert isinstance(merged, DictConfig)
+    except ValidationError as error:
+        key = re.sub(r"\[\d+\]$", "", str(error.full_key))  # of a list, not of one of its items
+        raise ConfigError(f"{key}={flatten(given)[key]!r} is not accepted: {_wanted(key)}.") from None
     except OmegaConfBaseException as error:
-        wanted = getattr(error, "ref_type_str", None) or ""
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]} {wanted}".strip()) from None
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     for part in FREE:  # another name brings other options, so those from before do not stay
         named = layer[part].get("name") if part in layer and layer[part] is not None else None
         if named not in (None, config[part].get("name")):
             merged[part] = layer[part]
     return merged
+
+
+def _wanted(key: str) -> str:
+    """What values a key may have, in words."""
+    kind: Any = Config
+    for name in key.split("."):
+        kind = get_type_hints(kind)[name]
+    return in_words(kind)
 
 
 def _check_keys(given: Iterable[str], config: DictConfig) -> None:
@@ -427,8 +448,9 @@ AT_LEAST = {
     "launch.server_gpus": 0,
     "launch.env_hosts": 0,
     "max_steps": 0,
+    "seed": 0,
 }
-AT_MOST = {"rollout.top_p": 1, "rollout.max_failed_share": 1}
+AT_MOST = {"rollout.top_p": 1, "rollout.max_failed_share": 1, "seed": 2**63 - 1, "threads": 1024}
 
 
 def _check(config: Config) -> None:
@@ -436,8 +458,7 @@ def _check(config: Config) -> None:
     for key, accepted in CHOICES.items():
         if values[key] not in accepted:
             raise ConfigError(f"{key}={values[key]!r} is not accepted. Accepted: {', '.join(accepted)}.")
-    for key in AT_LEAST.keys() | AT_MOST.keys():
-        _check_range(key, values[key])
+    _check_numbers(values)
     if values["rollout.top_p"] == 0:
         raise ConfigError("rollout.top_p=0 is not accepted: above 0; 1 switches it off.")
     for part in FREE:
@@ -448,11 +469,19 @@ def _check(config: Config) -> None:
     by_part(config)
 
 
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        numbers = value if isinstance(value, list) else [value]
+        free = key.split(".")[0] in (*FREE, "rewards", "parts")  # where each class says what it takes
+        if not free and any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ConfigError(f"{key}={value} is not accepted: a finite number.")
+    for key in AT_LEAST.keys() | AT_MOST.keys():
+        _check_range(key, values[key])
+
+
 def _check_range(key: str, value: float | None) -> None:
     if value is None:
         return
-    if not math.isfinite(value):
-        raise ConfigError(f"{key}={value} is not accepted: a finite number.")
     if not value >= AT_LEAST.get(key, value):
         raise ConfigError(f"{key}={value} is not accepted: {AT_LEAST[key]} or above.")
     if not value <= AT_MOST.get(key, value):

@@ -37,7 +37,7 @@ wrong path      | check nowhere.yaml                               | There is no
 wrong path      | eval nowhere.yaml                                | There is no configuration file nowhere.yaml
 wrong path      | collect nowhere.yaml --out x.jsonl               | There is no configuration file nowhere.yaml
 wrong path      | train small.yaml model.path=./nowhere            | nowhere
-wrong path      | train .                                          | There is no configuration file .
+wrong path      | train .                                          | '.' is a directory
 wrong path      | eval small.yaml --out nowhere/x.json             | there is no directory nowhere
 wrong path      | eval small.yaml --compare nowhere.json           | --compare nowhere.json cannot be read
 wrong path      | export nowhere --out x                           | nowhere holds no run
@@ -79,6 +79,22 @@ read-only       | view broken --export {locked}/x.html             | {locked}/x.
 read-only       | quickstart --dir {locked}/quick                  | {locked}/quick
 not accepted    | train small.yaml data.answer_pattern="\\s"        | An override's value is not valid YAML
 not accepted    | view broken --port 99999                         | 0-65535. Next: another one
+no such device  | train small.yaml model.device=mps                | model.device='mps' is not accepted
+no number       | train small.yaml training.lr=inf                 | training.lr=inf is not accepted: a finite number
+no number       | train small.yaml training.lr=${{                 | An override's value cannot be read
+no number       | train small.yaml algorithm.clip_low=much         | algorithm.clip_low='much' is not accepted
+no number       | train small.yaml env.max_steps=true              | env.max_steps=True is not accepted: a whole number
+no number       | train small.yaml seed=99999999999999999999       | seed=99999999999999999999 is not accepted
+no number       | train small.yaml threads=100000                  | threads=100000 is not accepted: 1024 or below
+no number       | collect small.yaml --out x.jsonl --filter-reward nan | --filter-reward nan is not accepted
+no number       | quickstart --dir quick --seed -1                 | seed=-1 is not accepted
+too much        | train small.yaml rollout.prompts=1000000000000000 | MemoryError: Unable to allocate
+no class        | train small.yaml env.name=os:path                | Accepted: a subclass of BaseMDPEnv
+no class        | train small.yaml env.name=.os:path               | cannot be imported
+no address      | train small.yaml inference.name=sglang inference.url=http://127.0.0.1:99999 | http://HOST:PORT
+no address      | train small.yaml inference.name=sglang inference.url=3 | inference.url=3 is not accepted
+no address      | train small.yaml env.remote=3                    | env.remote=3 is not accepted
+no file         | view broken --export pipe                        | pipe cannot be written: it is there and no file
 not accepted    | info nothing                                     | invalid choice
 not accepted    | completion csh                                   | invalid choice
 not accepted    | collect small.yaml                               | required: --out
@@ -119,6 +135,7 @@ def place(model_dir, tmp_path_factory):
     (directory / "list.yaml").write_text("- small")
     (directory / "empty.yaml").write_text("")
     (directory / "refers.yaml").write_text("model: {path: '${nowhere}'}\n")
+    os.mkfifo(directory / "pipe")
     broken = directory / "broken"
     for part in ("checkpoints/step-000001", "failed/step-000001", "failed/step-000002", "episodes"):
         (broken / part).mkdir(parents=True)

@@ -153,7 +153,7 @@ def _cuts_otherwise(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool
     file = directory / "tokenizer.json"
     if not file.is_file() or not tokenizer.is_fast:
         return False
-    stored, loaded = (json.loads(text) for text in (file.read_text(), tokenizer.backend_tokenizer.to_str()))
+    stored, loaded = (json.loads(text) for text in (file.read_text(encoding="utf-8"), tokenizer.backend_tokenizer.to_str()))
     return any(stored.get(part) != loaded.get(part) for part in ("normalizer", "pre_tokenizer"))
 
 
@@ -274,7 +274,7 @@ def _check_model_files(directory: Path) -> None:
             "`save_pretrained` wrote."
         )
     try:
-        json.loads(config.read_text())
+        json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{config} is not valid JSON: {error}. Copy the directory again from its source.") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from rl4llm.sync.tensor import TensorPublisher
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
 
-ENGINES: Registry[type[BaseClient]] = Registry("inference.name")
+ENGINES: Registry[type[BaseClient]] = Registry("inference.name", BaseClient)
 ENGINES.register("local")(LocalClient)
 ENGINES.register("sglang")(SGLangClient)
 ENGINES.register("vllm")(VLLMClient)
@@ -93,7 +93,10 @@ def server_urls(config: Config) -> list[str]:
     if not issubclass(engine, ServerClient):
         return []
     urls = config.inference.get("url", engine.usual_url())
-    return [urls] if isinstance(urls, str) else list(urls)
+    urls = [urls] if isinstance(urls, str) else urls
+    if not isinstance(urls, Sequence) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"inference.url={urls!r} is not accepted: an address such as http://HOST:PORT, or a list of them.")
+    return list(urls)
 
 
 def build_publisher(config: Config, client: BaseClient, run: RunDir, tokenizer: Any, tracker: RunTracker) -> BasePublisher:

@@ -127,7 +127,7 @@ class Hosting:
 
 
 def _addresses(remote: Any) -> list[str]:
-    addresses = [remote] if isinstance(remote, str) else list(remote or ())
+    addresses = list(remote) if isinstance(remote, list | tuple) else [remote]
     for address in addresses:
         host, _, port = str(address).rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:

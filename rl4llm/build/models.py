@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.ranks import Ranks, join_ranks
 from rl4llm.core.registry import Registry
 
-BACKENDS: Registry[type[BaseBackend]] = Registry("backend.name")
+BACKENDS: Registry[type[BaseBackend]] = Registry("backend.name", BaseBackend)
 BACKENDS.register("torch")(TorchBackend)
 BACKENDS.register("deepspeed")(DeepSpeedBackend)
 
@@ -46,10 +47,8 @@ def set_up_torch(config: Config) -> None:
 def device_of(config: Config) -> str:
     """Where the models live; "auto" takes a GPU where there is one."""
     if config.model.device != "auto":
-        try:
-            torch.device(config.model.device)
-        except RuntimeError as error:
-            raise ConfigError(f"model.device={config.model.device!r} is not accepted: auto, cpu, cuda or cuda:1.") from error
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", config.model.device):
+            raise ConfigError(f"model.device={config.model.device!r} is not accepted: auto, cpu, cuda or cuda:1.")
         return config.model.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -36,7 +36,7 @@ def check_types(where: str, make: Callable[..., Any], options: Mapping[str, Any]
     hints = _hints(make)
     for name, value in options.items():
         if name in hints and not _fits(value, hints[name]):
-            raise ConfigError(f"{where}.{name}={value!r:.200} is not accepted: {_words(hints[name])}.")
+            raise ConfigError(f"{where}.{name}={value!r:.200} is not accepted: {in_words(hints[name])}.")
 
 
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
@@ -81,10 +81,11 @@ def _kind(hint: Any) -> Any:
     return dict if origin is Mapping else origin
 
 
-def _words(hint: Any) -> str:
+def in_words(hint: Any) -> str:
+    """What values an annotation stands for, such as "a whole number or null"."""
     if _kind(hint) is Union:
-        return " or ".join(dict.fromkeys(_words(one) for one in get_args(hint)))
+        return " or ".join(dict.fromkeys(in_words(one) for one in get_args(hint)))
     inner = get_args(hint)
     if _kind(hint) is list and inner and _kind(inner[0]) in WHAT:
-        return f"a list, each item of it {_words(inner[0])}"
+        return f"a list, each item of it {in_words(inner[0])}"
     return WHAT.get(_kind(hint), "an object")

@@ -74,7 +74,7 @@ def imported(where: str, name: str, accepted: str = "'package.module:function'")
         if not colon:
             raise ImportError("there is no ':' in it")
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{where}={name!r} cannot be imported: {error}. Accepted: {accepted}, "
             "found from the directory that the command is run in, or on PYTHONPATH."

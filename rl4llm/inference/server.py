@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from yarl import URL
+
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
@@ -102,7 +104,7 @@ class ServerClient(BaseClient):
         visible_within_s: float = 10.0,
         api_key: str | None = None,
     ):
-        if not base_url.startswith(("http://", "https://")):
+        if not _is_address(base_url):
             raise ConfigError(f"inference.url={base_url!r} is not accepted: http://HOST:PORT, as the server's log says it.")
         self.base_url = base_url.rstrip("/")
         self.vocab_size = vocab_size
@@ -259,6 +261,14 @@ def _cut(sampled: Sampled, stop_token_ids: Sequence[int]) -> Sampled:
         return sampled
     versions = tuple((start, version) for start, version in sampled.versions if start < end)
     return Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "stop", versions)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        found = URL(url)
+    except ValueError:  # such as a port that is none
+        return False
+    return found.scheme in ("http", "https") and bool(found.host)
 
 
 def _problem(sampled: Sampled, vocab_size: int) -> str | None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl4llm.build import build_trainer
-from rl4llm.config import load_config
+from rl4llm.config import Config, load_config
 from rl4llm.core.run_dir import write_atomically
 from rl4llm.quickstart.demonstrations import demonstrations
 from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
@@ -24,20 +25,17 @@ def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
     """Run or resume all of it in `directory`; returns whether it is finished, False when it was asked to stop."""
     console = Console()
     started = time.monotonic()
+    model, warm, data = directory / "model", directory / "warm", directory / "data" / "train.jsonl"
+    warm_up = _config(configs / "quickstart_warmup.yaml", seed, model, directory / "warmup", {"data.path": str(data)})
+    grpo = _config(configs / "quickstart.yaml", seed, warm, directory / "grpo")
     console.rule("1/3  a small model, from nothing")
-    data = _write_demonstrations(directory / "data", seed)
-    _write_model(directory / "model", data, seed)
+    _write_demonstrations(data, seed)
+    _write_model(model, data, seed)
     console.rule("2/3  warm-up: imitating demonstrations, most of them sloppy at the end")
-    shared = {"seed": seed}
-    warm_up = {"model.path": str(directory / "model"), "data.path": str(data), "output.dir": str(directory / "warmup")}
-    if not _warm_up(configs / "quickstart_warmup.yaml", shared | warm_up, directory / "warm"):
+    if not _warm_up(warm_up, warm):
         return False
     console.rule("3/3  GRPO: trying, being rewarded, getting better")
-    config = load_config(
-        configs / "quickstart.yaml",
-        shared | {"model.path": str(directory / "warm"), "output.dir": str(directory / "grpo")},
-    )
-    with build_trainer(config) as trainer:
+    with build_trainer(grpo) as trainer:
         trainer.train()
         finished = not trainer.stopped
     if finished:
@@ -45,12 +43,14 @@ def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
     return finished
 
 
-def _write_demonstrations(directory: Path, seed: int) -> Path:
-    path = directory / "train.jsonl"
+def _config(file: Path, seed: int, model: Path, output: Path, more: Mapping[str, str] | None = None) -> Config:
+    return load_config(file, {"seed": seed, "model.path": str(model), "output.dir": str(output), **(more or {})})
+
+
+def _write_demonstrations(path: Path, seed: int) -> None:
     if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in demonstrations(seed)))
-    return path
 
 
 def _write_model(directory: Path, data: Path, seed: int) -> None:
@@ -62,10 +62,10 @@ def _write_model(directory: Path, data: Path, seed: int) -> None:
     _finished(directory, lambda scratch: save_model(build_model(tokenizer, seed), tokenizer, scratch))
 
 
-def _warm_up(config_file: Path, overrides: dict[str, Any], result: Path) -> bool:
+def _warm_up(config: Config, result: Path) -> bool:
     if result.exists():
         return True
-    with build_trainer(load_config(config_file, overrides)) as trainer:
+    with build_trainer(config) as trainer:
         trainer.train()
         if trainer.stopped:
             return False
