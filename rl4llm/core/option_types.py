@@ -50,7 +50,7 @@ def _hints(make: Callable[..., Any]) -> dict[str, Any]:
 def _found(item: Any) -> dict[str, Any]:
     try:
         return get_type_hints(item)
-    except (NameError, TypeError, AttributeError):  # names that only a type checker imports; what is no function
+    except (NameError, TypeError, AttributeError, SyntaxError, ValueError):  # of names that only a type checker imports
         return {}
 
 
@@ -63,7 +63,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is int:
         return not isinstance(value, bool) and isinstance(value, Integral)
     if kind is list:
-        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value if inner)
+        alike = bool(inner) and set(inner) <= {inner[0], ...}
+        return isinstance(value, list | tuple) and (not alike or all(_fits(one, inner[0]) for one in value))
     if kind is dict:
         return isinstance(value, Mapping)
     return kind not in WHAT or isinstance(value, kind)
@@ -75,7 +76,8 @@ def _kind(hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         return Union
     if origin is Literal:  # which of them it may be, its class says with the closest one
-        return type(get_args(hint)[0])
+        kinds = {type(one) for one in get_args(hint)}
+        return kinds.pop() if len(kinds) == 1 else origin
     if origin in (tuple, Sequence):
         return list
     return dict if origin is Mapping else origin

@@ -32,6 +32,8 @@ class Made(Base):
         names: Sequence[str] | None = None,
         by_name: Mapping[str, Any] | None = None,
         mode: Literal["a", "b"] = "a",
+        size: Literal["auto", 0] = "auto",
+        pair: tuple[str, int] = ("a", 1),
         on: bool = False,
         judge: Base | None = None,
         plain=None,
@@ -49,9 +51,14 @@ def unseen(share: float, other: Unseen | None = None):
     """Its annotations cannot be read here."""
 
 
+def prose(share: "how much of it"):  # noqa: F722
+    """Its annotation is none."""
+
+
 GOOD = {
     "rank": [3, -1], "share": [0.5, 1, -2.0], "names": [None, [], ["a"], ("a", "b")], "by_name": [None, {}, {"a": 1}],
-    "mode": ["a", "c"], "on": [True], "judge": [None, Base(), "a name"], "plain": ["x", 1, []],
+    "mode": ["a", "c"], "size": ["auto", 0], "pair": [["b", 2]], "on": [True],
+    "judge": [None, Base(), "a name"], "plain": ["x", 1, []],
 }  # fmt: skip
 BAD = {
     "rank": ["3", 1.5, True, None], "share": ["0.5", True, None, [1.0], float("nan"), float("inf")],
@@ -76,7 +83,8 @@ def test_the_message_says_what_is_accepted():
 
 
 def test_annotations_that_cannot_be_read_judge_nothing():
-    check_types("env", unseen, {"share": "abc"})
+    for function in (unseen, prose):
+        check_types("env", function, {"share": "abc"})
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
