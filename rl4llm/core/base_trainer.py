@@ -40,6 +40,14 @@ class Schedule:
     max_skipped: int = 3
     timeout_s: float = 1800.0
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the held-out set is measured after so many finished steps."""
+        return self.evaluate_every > 0 and (step == self.max_steps or step % self.evaluate_every == 0)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after so many finished steps."""
+        return step == self.max_steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+
 
 class Clock(Protocol):
     """Times the phases of a step: ``with clock("rollout"): ...``."""
@@ -102,9 +110,9 @@ class BaseTrainer(ABC, Generic[Collected]):
     def _end_step(self) -> None:
         """Evaluate and save when due. A signal may reach one rank first, and stops all."""
         self._stopping = self.ranks.largest(self._stop_requested.is_set()) > 0
-        if self._due(self.schedule.evaluate_every):
+        if self.schedule.evaluates_after(self.step):
             self.evaluate()
-        if self._due(self.schedule.checkpoint_every) or self._is_last() or self._stopping:
+        if self.schedule.saves_after(self.step) or self._stopping:
             self.save()
 
     def __enter__(self) -> Self:
@@ -256,16 +264,6 @@ class BaseTrainer(ABC, Generic[Collected]):
             return
         for lost in restore_rng(states[self.ranks.rank]):
             self.warn(lost)
-
-    def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many finished steps."""
-        return self.schedule.checkpoint_every > 0 and step % self.schedule.checkpoint_every == 0
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and (self._is_last() or self.step % every == 0)
-
-    def _is_last(self) -> bool:
-        return self.step == self.schedule.max_steps
 
     @contextmanager
     def _stop_on_signals(self) -> Iterator[None]:

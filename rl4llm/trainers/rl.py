@@ -315,7 +315,7 @@ class RLTrainer(BaseTrainer[RolloutResult]):
         Not those behind a checkpoint: a run that goes on from it has no other weights than the newest.
         """
         following = self.step + 1
-        if following >= self.schedule.max_steps or self.saves_at(following):
+        if self.schedule.saves_after(following):
             return
         self._cursor = self.prompts.state()
         rows = self.prompts.next_batch()
