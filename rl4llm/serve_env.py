@@ -48,7 +48,9 @@ def _sandbox(overrides: Sequence[str]) -> Callable[[], Sandbox]:
     if wrong:
         raise ConfigError(f"{wrong[0]!r} is not accepted: a host takes keys of `sandbox` only, such as sandbox.slots=4.")
     chosen = load_config(overrides=["model.path=none", *overrides]).sandbox
-    return partial(Sandbox, chosen.level, allow_weak=chosen.allow_weak, slots=chosen.slots, packages=chosen.packages)
+    make = partial(Sandbox, chosen.level, allow_weak=chosen.allow_weak, slots=chosen.slots, packages=chosen.packages)
+    make().close()  # which starts nothing, but refuses what no trainer could use
+    return make
 
 
 async def _serve(env_host: EnvHost, host: str, port: int, token: str, say: Callable[[str], None]) -> None:

@@ -93,6 +93,8 @@ no class        | train small.yaml env.name=os:path                | Accepted: a
 no class        | train small.yaml env.name=.os:path               | cannot be imported
 no address      | train small.yaml inference.name=sglang inference.url=http://127.0.0.1:99999 | http://HOST:PORT
 no address      | train small.yaml inference.name=sglang inference.url=3 | inference.url=3 is not accepted
+no class        | serve-env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
+no text         | launch small.yaml --on ssh --option hosts=latin1 | latin1, line 1:
 no address      | train small.yaml env.remote=3                    | env.remote=3 is not accepted
 no file         | view broken --export pipe                        | pipe cannot be written: it is there and no file
 not accepted    | info nothing                                     | invalid choice
@@ -133,6 +135,7 @@ def place(model_dir, tmp_path_factory):
     (directory / "other.yaml").write_text(yaml.safe_dump({**small, "rollout": {"batch": 4}}))
     (directory / "damaged.yaml").write_bytes(b"\x00\x01: [")
     (directory / "list.yaml").write_text("- small")
+    (directory / "latin1").write_bytes("nöde\n".encode("latin-1"))
     (directory / "empty.yaml").write_text("")
     (directory / "refers.yaml").write_text("model: {path: '${nowhere}'}\n")
     os.mkfifo(directory / "pipe")

@@ -129,7 +129,7 @@ def test_several_machines_meet_at_the_first_one():
     assert Nodes(nproc=2).environ() == {}
 
 
-@pytest.mark.parametrize("rendezvous", ["no.such.host.invalid:29500", "127.0.0.1", "127.0.0.1:many"])
+@pytest.mark.parametrize("rendezvous", ["no.such.host.invalid:29500", "127.0.0.1", "127.0.0.1:many", "127.0.0.1:99999"])
 def test_a_machine_that_cannot_be_reached_is_refused_with_what_is_accepted(rendezvous):
     with pytest.raises(ConfigError, match=r"--rendezvous .* Accepted: HOST:PORT"):
         Nodes(nnodes=2, rendezvous=rendezvous).torchrun()

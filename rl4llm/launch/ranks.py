@@ -158,6 +158,8 @@ def _own_address(rendezvous: str) -> str:
     """This machine's address in the network through which it reaches HOST:PORT; raises ConfigError when there is none."""
     host, _, port = rendezvous.rpartition(":")
     try:
+        if not 0 < int(port) < 65536:
+            raise ValueError(f"{port} is no port")
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
         family, kind, _, _, there = found[0]
         with socket.socket(family, kind) as probe:

@@ -94,7 +94,7 @@ def read_hosts_file(path: Path) -> tuple[list[str], list[dict[str, int]]]:
             "what runs there: node3 server=4 env."
         )
     names, machines = [], []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         name, *given = line.partition("#")[0].split() or [""]
         counts = {role: count or "1" for role, _, count in (word.partition("=") for word in given)}
         if name and (name.startswith("-") or not counts or not all(count.isdecimal() for count in counts.values())):
