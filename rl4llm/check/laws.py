@@ -194,6 +194,8 @@ def loss(bench: Bench) -> str:
     """The gradient of an optimizer step does not depend on how it is cut into micro-batches."""
     trainer = _trainer(bench)
     groups = [_rewarded(group, number) for number, group in enumerate(_groups(bench))]
+    if isinstance(trainer, RLTrainer) and all(_alike(group) for group in groups):
+        raise NotNeeded("all attempts at each prompt are alike, so what they teach cancels out")
     lengths = [trajectory.num_tokens for group in groups for trajectory in group.trajectories]
     pieces = [sum(t.num_tokens for t in group.trajectories) for group in groups]
     smallest = max(pieces if trainer.algorithm.needs().whole_groups else lengths)
@@ -211,6 +213,11 @@ def loss(bench: Bench) -> str:
             "mean or sum over the batch."
         )
     return text
+
+
+def _alike(group: Group) -> bool:
+    """Whether every attempt says the same, so that of the gradient of a comparison only rounding is left."""
+    return len({tuple(span.token_ids for span in item.spans) for item in group.trajectories}) == 1
 
 
 def _rewarded(group: Group, number: int) -> Group:

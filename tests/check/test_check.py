@@ -186,6 +186,11 @@ def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small):
     assert results["log-probs"].status == "passed"
 
 
+def test_attempts_that_are_all_alike_say_nothing_of_the_loss(small):
+    result = on(small({"rollout.top_k": 1, "rollout.group_size": 4}), "data", "rewards", *NAMED)["loss"]
+    assert (result.status, "all attempts at each prompt are alike" in result.text) == ("skipped", True), result
+
+
 def test_a_mask_that_is_not_what_was_sampled_fails(bench):
     made, _ = bench
     trajectories = [trajectory for group in made.played.groups for trajectory in group.trajectories]
