@@ -16,6 +16,7 @@ from rl4llm.api import DAPOTrainer, GRPOTrainer
 from rl4llm.build import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
+from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import WeightRef
 from rl4llm.tracking.episodes import read_episodes
@@ -61,6 +62,14 @@ def assert_same_weights(left, right):
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+
+
+def test_the_held_out_set_and_checkpoints_are_due_every_so_often_and_at_the_end():
+    schedule, never = Schedule(max_steps=7, evaluate_every=2, checkpoint_every=3), Schedule(max_steps=7)
+    assert [step for step in range(1, 8) if schedule.evaluates_after(step)] == [2, 4, 6, 7]
+    assert [step for step in range(1, 8) if schedule.saves_after(step)] == [3, 6, 7]
+    assert not any(never.evaluates_after(step) for step in range(1, 8))
+    assert [step for step in range(1, 8) if never.saves_after(step)] == [7]
 
 
 def test_the_loop_learns(model_dir, tmp_path):
