@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+import numpy as np
 from transformers.utils import chat_template_utils
 
 from rl4llm.core.errors import ConfigError, EnvError, ModelError, TemplateError
@@ -29,10 +30,6 @@ _WAITING_END = "<|eom_id|>"
 _REPLY = "ProbeReplyOfThePolicy"
 _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
 _RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
-
-
-# Templates come from strangers: transformers shows them nothing but plain data. Its older versions show things as they are.
-_plain = getattr(chat_template_utils, "_plain_template_data", lambda value: value)
 
 
 class ChatTemplate:
@@ -346,3 +343,22 @@ def _pin_clock(source: str, day: datetime) -> str:
     """Shadow the template's clock by a macro that always tells the same time."""
     told = "".join(f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES)
     return f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n{source}"
+
+
+def _plain(value: Any) -> Any:
+    """What a template is shown: templates come from strangers, and objects have methods. A name stands for what is no data.
+
+    New versions of transformers show the same, and older ones things as they are.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(_plain(item) for item in value)
+    for kind, of in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):  # not what a subclass makes of it
+        if isinstance(value, kind):
+            return of(value)
+    return f"<{type(value).__name__}>"

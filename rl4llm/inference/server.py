@@ -143,7 +143,11 @@ class ServerClient(BaseClient):
             sampled = await self.sample(list(prompt_ids), params, request_id)
         except RefusedError as error:
             raise RefusedError(f"Request {request_id} was refused. {error}") from error
-        self._check_sampled(sampled, request_id)
+        try:
+            self._check_sampled(sampled, request_id)
+        except DoubleReplyError:
+            await self.http.renew()  # on the same connection the next answer would be this request's
+            raise
         sampled = _cut(sampled, params.stop_token_ids)
         token_ids = tuple(sampled.token_ids)
         return Completion(

@@ -84,6 +84,7 @@ class Transport:
             self._headers.setdefault("Authorization", aiohttp.BasicAuth(address.user, address.password or "").encode())
             self.base_url = str(address.with_user(None)).rstrip("/")
         self._session: aiohttp.ClientSession | None = None
+        self._before: aiohttp.ClientSession | None = None  # of connections that are not used again
         self._line = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -115,11 +116,21 @@ class Transport:
             raise NotConnectedError(f"A connection to {self.base_url} found nobody: {error}.") from error
         writer.close()
 
+    async def renew(self) -> None:
+        """Use new connections from now on: a kept one may hold an answer that is not the next request's.
+
+        What is under way on the others goes on, until the next call.
+        """
+        before, self._before, self._session = self._before, self._session, None
+        if before is not None:
+            await before.close()
+
     async def close(self) -> None:
         """Close all connections."""
-        session, self._session = self._session, None
-        if session is not None and self._loop is asyncio.get_running_loop():
-            await session.close()
+        sessions, self._session, self._before = (self._session, self._before), None, None
+        for session in sessions:
+            if session is not None and self._loop is asyncio.get_running_loop():
+                await session.close()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
         content = await self._fetch(method, path, body, deadline_s)
@@ -150,12 +161,13 @@ class Transport:
     async def _pool(self) -> aiohttp.ClientSession:
         """The connections of the running event loop; those of a loop that is gone are forgotten."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop and self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        if self._loop is not loop:
+            for session in filter(None, (self._session, self._before)):
+                await session.close()
+            self._session = self._before = None
+            self._line = asyncio.Semaphore(self._connections)
         if self._session is None:
             _allow_open_files()
-            self._line = asyncio.Semaphore(self._connections)
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None)  # deadlines are those of asyncio.timeout
             headers = {"Content-Type": "application/json", **self._headers}

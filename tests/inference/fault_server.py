@@ -124,6 +124,19 @@ def twice():
     return fault
 
 
+def shifted():
+    """Another request's answer, and a while later the right one, which the next request on this connection gets."""
+
+    async def fault(server, request, answer):
+        found = await answer()
+        body = json.dumps(found | {"meta_info": found["meta_info"] | {"id": "1/of/another"}}).encode()
+        request.transport.write(_head(len(body)) + body)
+        await asyncio.sleep(0.3)
+        return web.json_response(found)
+
+    return fault
+
+
 def kill(*, after=False):
     """The server dies like from a kill -9, before or after it did what was asked."""
 

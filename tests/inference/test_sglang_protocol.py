@@ -13,6 +13,8 @@ from fault_server import (
     hang,
     lie,
     reset,
+    shifted,
+    slow,
     small_model,
     status,
     text,
@@ -230,6 +232,19 @@ def test_a_second_delivery_of_a_reply_is_not_taken_for_the_next_one(play):
         server.next("/generate", *[_meta(id="1/of/another")] * 4)
         with pytest.raises(DoubleReplyError, match="answer to 1/of/another"):
             await client.generate(PROMPT, PARAMS)
+
+    play(scene)
+
+
+def test_a_connection_whose_answers_are_one_request_late_is_left(play):
+    async def scene(server, client):
+        right = await client.generate(PROMPT, PARAMS)
+        server.next("/generate", slow(0.5), shifted())
+        waits = asyncio.create_task(client.generate(PROMPT, PARAMS.replace(seed=4)))
+        await asyncio.sleep(0.1)
+        assert (await client.generate(PROMPT, PARAMS)).token_ids == right.token_ids
+        assert server.calls["/generate"] == 4
+        await waits  # what was under way on another one is not disturbed
 
     play(scene)
 
