@@ -51,7 +51,7 @@ setup(
     },
     install_requires=[
         "torch>=2.6,<3",
-        "transformers>=4.56,<6",
+        "transformers>=5.18,<6",  # older ones read and describe tool calls otherwise
         "safetensors>=0.5,<1",
         "datasets>=3,<6",
         "omegaconf>=2.4,<3",
