@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,7 @@ ANOTHER_DAY = datetime(2031, 10, 17, 19, 43, 58)
 _WAITING_END = "<|eom_id|>"
 _REPLY = "ProbeReplyOfThePolicy"
 _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
+_BARE: Mapping[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}  # of subclasses
 _RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
@@ -358,7 +359,5 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return (list if isinstance(value, list) else tuple)(_plain(item) for item in value)
-    for kind, of in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):  # not what a subclass makes of it
-        if isinstance(value, kind):
-            return of(value)
-    return f"<{type(value).__name__}>"
+    bare = next((bare for kind, bare in _BARE.items() if isinstance(value, kind)), None)
+    return bare(value) if bare else f"<{type(value).__name__}>"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +25,7 @@ from rl4llm.inference.server import Sampled, ServerClient, field
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 NEVER_LOADED = -1
 BUCKET_BYTES = 256 << 20
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 LEAVE_S = 5.0  # for a server to leave a process group that nobody needs any more
 
 
@@ -162,8 +165,26 @@ class SGLangClient(ServerClient):
         return answer, adapter
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
+        await self._check_model(weight_ref.path)
         body = {"model_path": weight_ref.path, "weight_version": str(weight_ref.version), "flush_cache": True}
         await self._admin("/update_weights_from_disk", body)
+
+    async def _check_model(self, path: str | None) -> None:
+        """Raise ConfigError for weights of another model than the server's, of which it would die.
+
+        Only where the server's files can be read here, as on one machine or a shared disk.
+        """
+        held: Any = None
+        with suppress(EngineError):
+            held = (await self._info()).get("model_path")
+        own, given = _described(held), _described(path)
+        both = [name for name in SHAPE if name in own and name in given]
+        differ = [f"{name}={own[name]}, not {given[name]}" for name in both if own[name] != given[name]]
+        if differ:
+            raise ConfigError(
+                f"{self.base_url} serves another model than the one that trains: {held} has {', '.join(differ)}. Start the "
+                "server with the model of model.path, or set inference.url to one that has it."
+            )
 
     async def _inline(self, weight_ref: WeightRef) -> None:
         """The tensors in requests, once for each of the server's tensor-parallel ranks."""
@@ -313,6 +334,17 @@ class SGLangClient(ServerClient):
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise RefusedError(f"POST {self.base_url}{path} failed: {answer.get('message', answer)}")
         return answer
+
+
+def _described(directory: str | None) -> Mapping[str, Any]:
+    """The config.json of a model; empty where it cannot be read."""
+    if not directory:
+        return {}
+    try:
+        found = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

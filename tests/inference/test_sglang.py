@@ -12,13 +12,14 @@ from vowels import WHOLE, asks_twice, check_learned, learn_vowels
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, StaleWeightsError
 from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.inference.adapters import adapter_name
 from rl4llm.inference.server import DamagedReplyError
 from rl4llm.inference.sglang import SGLangClient
 from rl4llm.inference.transport import Retry
+from rl4llm.quickstart.model import build_model
 from rl4llm.sync.fallback import FallbackPublisher
 from rl4llm.sync.filesystem import FilesystemPublisher
 from rl4llm.sync.lora import LoraPublisher
@@ -286,6 +287,18 @@ def test_grpo_learns_an_adapter_through_the_server(client, model, learns, adapta
     versions = sorted(path.name for path in (tmp_path / "run" / "weights").glob("v*"))
     assert versions == ["v000015", "v000016"]
     assert (tmp_path / "run" / "weights" / "v000016" / "adapter_model.safetensors").exists()
+
+
+def test_weights_of_another_model_are_not_given_to_a_server_which_would_die_of_them(client, tokenizer, tmp_path):
+    other = build_model(tokenizer, seed=0, hidden_size=32, num_layers=2)
+    weight_ref = FilesystemPublisher(client, WeightStore(tmp_path)).write(TorchBackend(load_model(other), lr=1e-3), 90)
+
+    async def work():
+        with pytest.raises(ConfigError, match=r"serves another model .* has hidden_size=64, not 32"):
+            await client.load(weight_ref)
+        await client.generate(PROMPT, SamplingParams(max_tokens=4))
+
+    run(client, work)
 
 
 def test_damaged_weights_that_the_server_takes_give_no_sample_and_the_canary_says_so(client, backend, tmp_path):
