@@ -76,6 +76,7 @@ def test_arguments_of_other_names_and_types_are_objected_to(arguments, said):
         ({"name": "workspace", "max_byte": 1}, "Did you mean 'max_bytes'"),
         ({"name": "search"}, "missing 1 required positional argument: 'corpus'"),
         ({"name": "calculator", "digits": 3}, "a function without options"),
+        ({"name": "workspace", "max_files": "many"}, "max_files='many' is not accepted: a whole number"),
         ({"name": "mcp"}, "a list, or a url"),
         (17, "17 is not accepted"),
     ],
