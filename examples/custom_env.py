@@ -1,4 +1,4 @@
-"""An environment of your own: `respond` returns its next messages after each turn; an empty list ends the episode.
+"""A custom environment: `respond` returns its next messages after each turn; an empty list ends the episode.
 
     python examples/custom_env.py [--model DIRECTORY] [--steps 30]
 
@@ -13,7 +13,7 @@ from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage, GRPOTrainer
 
 
 def guessed(message: ChatMessage) -> int | None:
-    """The last number in a message."""
+    """Return the last number in a message."""
     numbers = re.findall(r"\d+", message.content)
     return int(numbers[-1][:3]) if numbers else None
 

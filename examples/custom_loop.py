@@ -1,4 +1,4 @@
-"""Full control: a loop of your own over all episodes at once. Append messages; the tokens stay those that were sampled.
+"""Full control: a custom loop over all episodes at once. Append messages; the sampled tokens stay exact.
 
     python examples/custom_loop.py [--model DIRECTORY] [--steps 30]
 
@@ -12,7 +12,7 @@ from rl4llm import BaseMDPEnv, ChatMessage, EnvState, GRPOTrainer
 
 
 class SeesItsNeighbour(BaseMDPEnv):
-    """Two rounds; between them each sample is shown what the sample beside it said."""
+    """Plays two rounds; between them each sample sees the answer of its neighbour."""
 
     @torch.inference_mode()
     def _run_interaction_loop(self, env_state: EnvState, llm, sampling_params, **kwargs) -> EnvState:
@@ -27,7 +27,7 @@ class SeesItsNeighbour(BaseMDPEnv):
         return env_state
 
     def say(self, samples, llm, sampling_params) -> None:
-        """One turn of the policy for every sample, as one batch."""
+        """Sample one turn of the policy for every sample, as one batch."""
         outputs = llm.generate([sample.messages for sample in samples], sampling_params)
         for sample, output in zip(samples, outputs, strict=True):
             sample.messages.append(ChatMessage("assistant", output.text))
@@ -35,7 +35,7 @@ class SeesItsNeighbour(BaseMDPEnv):
 
 
 def brevity(completions: list[str], **columns) -> list[float]:
-    """A reward may also be a plain function over the batch: here, short last words are worth more."""
+    """Reward short final answers; a reward may also be a plain function over the batch."""
     return [1.0 / (1.0 + len(completion)) for completion in completions]
 
 

@@ -1,4 +1,4 @@
-"""A reward of your own: a class with a name and a score. Everything else stays as it is.
+"""A custom reward: a class with a name and a score. Everything else is unchanged.
 
     python examples/custom_reward.py [--model DIRECTORY] [--steps 30]
 

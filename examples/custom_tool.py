@@ -1,4 +1,4 @@
-"""A tool of your own: methods marked `@tool`, with an object for each episode, and a format of calls of your own.
+"""A custom tool: methods marked `@tool`, with an object for each episode, and a custom format of calls.
 
     python examples/custom_tool.py [--model DIRECTORY] [--steps 30]
 
@@ -34,7 +34,7 @@ class Guessing(ToolSet):
 
 
 def numbers(text: str) -> list[ToolCall]:
-    """The last number in a turn is a call."""
+    """Read the last number in a turn as a call."""
     return [ToolCall("guess", {"number": int(found[:3])}) for found in re.findall(r"\d+", text)[-1:]]
 
 
@@ -54,7 +54,9 @@ class Closeness(BaseRewardFunction):
         super().__init__(name)
 
     def __call__(self, messages, ground_truth, **kwargs) -> float:
-        guesses = [call for message in messages if message.role == "assistant" for call in numbers(message.content)]
+        guesses = [
+            call for message in messages if message.role == "assistant" for call in numbers(message.content)
+        ]
         return 1.0 / (1.0 + abs(guesses[-1].arguments["number"] - int(ground_truth)) / 3) if guesses else 0.0
 
 
@@ -69,7 +71,12 @@ if __name__ == "__main__":
         rollout={"prompts": 4, "group_size": 16, "max_tokens": 4},
         training={"lr": 3e-3},
         output={"dir": options.output},
-        **{"env.tools": ["guessing"], "env.format": "number", "env.max_steps": 3, "env.describe_tools": False},
+        **{
+            "env.tools": ["guessing"],
+            "env.format": "number",
+            "env.max_steps": 3,
+            "env.describe_tools": False,
+        },
     )
     trainer.train()
     print_progress(options.output)

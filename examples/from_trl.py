@@ -24,18 +24,22 @@ parser.add_argument("--output", default=tempfile.mkdtemp(prefix="from-trl-"))
 
 
 def rows(count: int, seed: int = 0) -> list[dict]:
-    """Prompts of three digits, and the largest of them."""
+    """Draw prompts of three digits; the answer is the largest of them."""
     draw = random.Random(seed)
     digits = [[str(draw.randrange(10)) for _ in range(3)] for _ in range(count)]
-    return [{"prompt": [{"role": "user", "content": " ".join(three)}], "largest": max(three)} for three in digits]
+    return [
+        {"prompt": [{"role": "user", "content": " ".join(three)}], "largest": max(three)} for three in digits
+    ]
 
 
 curve = []
 
 
 def is_largest(completions, largest, **columns):
-    """1 for the right digit, else 0."""
-    rewards = [float(said[0]["content"].strip() == right) for said, right in zip(completions, largest, strict=True)]
+    """Return 1 for the right digit, else 0."""
+    rewards = [
+        float(said[0]["content"].strip() == right) for said, right in zip(completions, largest, strict=True)
+    ]
     curve.append(sum(rewards) / len(rewards))
     return rewards
 

@@ -35,5 +35,7 @@ if __name__ == "__main__":
     options = arguments(__doc__)
     sizes = {"rollout": {"prompts": 4, "group_size": 16, "max_tokens": 8}, "training": {"lr": 3e-3}}
     kept = {"output": {"dir": options.output}, "max_steps": options.steps}
-    GRPOTrainer(options.model, prompts(), [Vowels()], algorithm={"name": "reinforce"}, **sizes, **kept).train()
+    GRPOTrainer(
+        options.model, prompts(), [Vowels()], algorithm={"name": "reinforce"}, **sizes, **kept
+    ).train()
     print_progress(options.output)

@@ -1,4 +1,4 @@
-"""A game that the policy plays against itself: say whose turn it is, and score both sides from what was said.
+"""A game that the policy plays against itself: the environment sets whose turn it is and scores both sides.
 
     python examples/self_play.py [--model DIRECTORY] [--steps 30]
 
@@ -28,8 +28,13 @@ class Vowels(BaseJudge):
         super().__init__(name)
 
     def judge(self, transcript, ground_truth, **columns):
-        said = {role: "".join(line.text.lower() for line in transcript if line.role == role) for role in WordDuel.roles}
-        share = {role: sum(letter in "aeiou" for letter in text) / max(len(text), 1) for role, text in said.items()}
+        said = {
+            role: "".join(line.text.lower() for line in transcript if line.role == role)
+            for role in WordDuel.roles
+        }
+        share = {
+            role: sum(letter in "aeiou" for letter in text) / max(len(text), 1) for role, text in said.items()
+        }
         return {role: share[role] / 2 + (share[role] >= max(share.values())) / 2 for role in said}
 
 

@@ -1,4 +1,4 @@
-"""The program ``rl4llm``, also ``python -m rl4llm``."""
+"""The program ``rl4llm``, which ``python -m rl4llm`` also starts."""
 
 import os
 import signal
@@ -7,17 +7,18 @@ from contextlib import suppress
 
 
 def program() -> None:
-    """Load the command line and run it; until it is there Ctrl-C ends the process, as it would any program's.
+    """Import the command line and run it. Until it is imported, Ctrl-C ends the process without a traceback.
 
-    What lies in the working directory can be imported, as with ``python -m``, but hides nothing that is installed.
+    Modules in the working directory can be imported, as with ``python -m``, but installed ones come first.
     """
-    with suppress(FileNotFoundError):  # it was deleted
+    with suppress(FileNotFoundError):  # the working directory was deleted
         if not sys.flags.safe_path and os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
-    python_takes_it = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else a shell said to ignore it
+    # Another handler means that a shell told the process to ignore it.
+    python_takes_it = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if python_takes_it:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from rl4llm.cli import console_script  # noqa: PLC0415 - it takes a moment, and there would be a traceback
+    from rl4llm.cli import console_script  # noqa: PLC0415 - a slow import, which Ctrl-C would end with a traceback
 
     if python_takes_it:
         signal.signal(signal.SIGINT, signal.default_int_handler)

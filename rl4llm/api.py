@@ -1,11 +1,11 @@
-"""The Python API: a trainer in one expression, with everything a configuration file can say.
+"""The Python API: one expression creates a trainer, and accepts everything that a configuration file can set.
 
     from rl4llm import GRPOTrainer
 
     trainer = GRPOTrainer(model="path/to/model", dataset=rows, reward_functions=[my_reward], training={"lr": 1e-5})
     trainer.train()
 
-The names of TRL are accepted too, see `rl4llm.trl`, so a script of TRL's moves over by its import:
+It also accepts the names of TRL, see `rl4llm.extensions.trl`. A TRL script needs only another import:
 
     from rl4llm import GRPOConfig, GRPOTrainer
 
@@ -15,26 +15,25 @@ The names of TRL are accepted too, see `rl4llm.trl`, so a script of TRL's moves 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from rl4llm.build import Given, build_trainer
-from rl4llm.config import load_config
+from rl4llm.compose import Given, build_trainer
+from rl4llm.config import Config, load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.registry import import_name
-from rl4llm.trl.script import Script
+from rl4llm.core.registry import import_name, load
 
 
 class PolicyTrainer:
-    """Builds a run from Python objects; subclasses name the algorithm.
+    """Build a run from Python objects; subclasses name the algorithm.
 
     Args:
         model: a Hugging Face directory, a hub name, or a loaded causal LM (then `tokenizer` too).
         dataset: a path, a `datasets.Dataset` or a list of rows with `messages` and `ground_truth`.
         reward_functions: rewards, registered names, or plain callables ``f(completions, **columns) -> list[float]``.
-        eval_dataset: held-out prompts; none are measured without it.
+        eval_dataset: held-out prompts; without it nothing is evaluated.
         env: a subclass of `BaseMDPEnv`, a registered name, or that section of a configuration, ``{"name": "tool",
             "tools": [search]}``; by default a prompt is answered in one turn.
         config: a YAML file to start from.
@@ -57,7 +56,7 @@ class PolicyTrainer:
         config: str | Path | None = None,
         **overrides: Any,
     ):
-        script = Script(self.algorithm, overrides)
+        script = _script(self.algorithm, overrides)
         given = Given(
             model=model,
             tokenizer=tokenizer,
@@ -72,28 +71,38 @@ class PolicyTrainer:
             keys["env"] = {"name": env} if isinstance(env, str) else env
         if isinstance(keys["algorithm"], Mapping):
             keys["algorithm"] = {"name": self.algorithm, **keys["algorithm"]}
-        keys |= script.keys(given.dataset, overrides)
-        given = script.objects(given)
-        for key, what, thing in (("model.path", "model", given.model), ("data.path", "dataset", given.dataset)):
+        if script is not None:
+            keys |= script.keys(given.dataset, overrides)
+            given = script.objects(given)
+        for key, what, thing in (
+            ("model.path", "model", given.model),
+            ("data.path", "dataset", given.dataset),
+        ):
             if thing is not None:
                 keys[key] = str(thing) if isinstance(thing, str | Path) else f"a {type(thing).__name__}"
             if isinstance(thing, str | Path):
                 given = replace(given, **{what: None})
-        if given.eval_dataset is None and config is None and not any(key.partition(".")[0] == "eval" for key in keys):
+        if (
+            given.eval_dataset is None
+            and config is None
+            and not any(key.partition(".")[0] == "eval" for key in keys)
+        ):
             keys["eval.every"] = 0
         self._trained = False
         self.config = load_config(config, _named(keys))
         self.trainer = build_trainer(self.config, given)
 
     def train(self, resume_from_checkpoint: bool | None = None) -> Self:
-        """Train, or go on with the run in `output.dir`, until `max_steps`; it goes on by itself, so True changes nothing."""
+        """Train until `max_steps`, or resume the run in `output.dir`. It always resumes, so True has no effect."""
         if resume_from_checkpoint not in (None, True):
             raise ConfigError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} is not accepted: a run goes on from its last "
-                "checkpoint. Choose another output.dir to begin anew."
+                f"resume_from_checkpoint={resume_from_checkpoint!r} is not accepted: a run always resumes from its last "
+                "checkpoint. Choose another output.dir to start a new run."
             )
         if self._trained:
-            raise ConfigError("This trainer is done and closed. Build another one; with the same output.dir it goes on.")
+            raise ConfigError(
+                "This trainer has already run. Create a new one; with the same output.dir it resumes."
+            )
         self._trained = True
         with self.trainer as trainer:
             trainer.train()
@@ -101,11 +110,11 @@ class PolicyTrainer:
 
     @property
     def model(self) -> Any:
-        """The policy as it stands."""
+        """Return the policy with its current weights."""
         return self.trainer.backend.model
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """As TRL's: like `save_pretrained`, into the run's directory where none is named."""
+        """Do the same as `save_pretrained`, by default into the run's directory; the name is TRL's."""
         self.save_pretrained(output_dir or self.config.output.dir)
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -114,20 +123,29 @@ class PolicyTrainer:
         self.trainer.export(Path(directory))
 
 
+def _script(algorithm: str, overrides: dict[str, Any]) -> Any:
+    """Return the script of arguments that have names of TRL, or None if all are configuration keys."""
+    ours = {item.name for item in fields(Config)}
+    foreign = next((name for name in overrides if name.partition(".")[0] not in ours), None)
+    if foreign is None:
+        return None
+    return load("rl4llm.extensions.trl.script:Script", f"{foreign!r}, a name of TRL's,")(algorithm, overrides)
+
+
 def _env_class(env: Any) -> type[BaseMDPEnv] | None:
-    """The environment where it is a class; None where configuration keys say which it is."""
+    """Return the environment if it is a class, and None if configuration keys name it."""
     if env is None or isinstance(env, Mapping | str):
         return None
     if isinstance(env, type) and issubclass(env, BaseMDPEnv):
         return env
     raise ConfigError(
-        f"env={env!r} is not accepted: a subclass of BaseMDPEnv, not an instance of it, a registered name such as 'tool', "
-        "or {'name': 'tool', ...} with its options."
+        f"env={env!r} is not accepted. Accepted: a subclass of BaseMDPEnv (not an instance), a registered name "
+        "such as 'tool', or {'name': 'tool', ...} with its options."
     )
 
 
 def _named(value: Any, key: str = "") -> Any:
-    """A value of a configuration in which functions and classes stand by the names that they are imported by."""
+    """Return a configuration value in which import names replace functions and classes."""
     if isinstance(value, Mapping):
         return {name: _named(item, f"{key}.{name}".strip(".")) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -136,8 +154,8 @@ def _named(value: Any, key: str = "") -> Any:
         return value
     if (name := import_name(value)) is None:
         raise ConfigError(
-            f"{key}: {value!r} is not accepted: the configuration is stored with the run and read again, so a function or "
-            "class is known by its name at the top level of a module. Define it there."
+            f"{key}: {value!r} is not accepted. The run stores its configuration, so a function or class must be importable "
+            "by name. Define it at the top level of a module."
         )
     return name
 

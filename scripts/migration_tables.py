@@ -1,11 +1,23 @@
-"""Prints the tables of docs/migration.md, which are those of rl4llm/trl/table.py; --write puts them into the page."""
+"""Prints the tables of docs/migration.md, which are those of rl4llm/extensions/trl/table.py; --write puts them into the
+page."""
 
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rl4llm.trl.alias import Alias
-from rl4llm.trl.table import ANSWERS, COMMON, CONSTRUCTOR, DPO, EPISODES, GRPO, KTO, PPO, REWARD, SFT
+from rl4llm.extensions.trl.alias import Alias
+from rl4llm.extensions.trl.table import (
+    ANSWERS,
+    COMMON,
+    CONSTRUCTOR,
+    DPO,
+    EPISODES,
+    GRPO,
+    KTO,
+    PPO,
+    REWARD,
+    SFT,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
@@ -36,9 +48,9 @@ def section(title: str, table: Mapping[str, Alias]) -> str:
     spoken = [(name, alias) for name, alias in table.items() if alias.kind in ("key", "joint")]
     refused = [(name, alias) for name, alias in table.items() if alias.kind == "refused"]
     parts = [
-        ("| TRL | its default | here |", [row(*item) for item in spoken]),
-        ("| refused, but for its default | its default | instead |", [row(*item) for item in refused]),
-        ("| without meaning here, of which a warning tells | | why |", list(silent(table))),
+        ("| TRL | its default | rl4llm |", [row(*item) for item in spoken]),
+        ("| refused, except its default | its default | instead |", [row(*item) for item in refused]),
+        ("| ignored, with a warning | | why |", list(silent(table))),
     ]
     shown = ["\n".join([head, "|---|---|---|", *rows]) for head, rows in parts if rows]
     return "\n\n".join([f"### {title}", *shown])

@@ -2,10 +2,11 @@
 
     python scripts/reward_suites.py [--humaneval HumanEval.jsonl.gz] [--math MATH_TRAIN.jsonl.gz]
 
-Programs that attack or cheat, each of which must be contained, graded as wrong, and gone without a trace; honest programs
-and their wrong twins, each of which must be graded as what it is; and, where its file is given, HumanEval's own solutions
+Programs that attack or cheat must be contained, graded as wrong, and leave nothing behind. Honest programs
+and their wrong twins must be graded correctly; and, where its file is given, HumanEval's own solutions
 and as many stubs. The first two run as this user and, where this is root, as an ordinary user too. Then mathematics, by
-scripts/bench/grading.py. Exits with 1 if one fails. The tests in tests/sandbox and tests/rewards run the same programs.
+scripts/bench/grading.py. Exits with 1 if one fails. The tests in tests/extensions/sandbox and tests/rewards run the same
+programs.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "sandbox")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "extensions" / "sandbox")]
 
 from abuse import ATTACKS  # noqa: E402
 from honest import HONEST  # noqa: E402
 from sandbox_user import as_nobody, attacks, honest  # noqa: E402
 
 from rl4llm.data.read import read_rows  # noqa: E402
-from rl4llm.rewards.code_tests import program_of, stored_tests  # noqa: E402
-from rl4llm.sandbox import Limits, Sandbox  # noqa: E402
+from rl4llm.extensions.sandbox import Limits, Sandbox  # noqa: E402
+from rl4llm.extensions.sandbox.code_tests import program_of, stored_tests  # noqa: E402
 
 Count = tuple[str, str, int, dict[str, str]]
 """Suite, user, number of programs, and what failed by name."""
@@ -41,7 +42,9 @@ Count = tuple[str, str, int, dict[str, str]]
 def main() -> int:
     """Run everything and print a table; 1 when anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--humaneval", default=os.environ.get("RL4LLM_HUMANEVAL"), help="file with HumanEval's problems")
+    parser.add_argument(
+        "--humaneval", default=os.environ.get("RL4LLM_HUMANEVAL"), help="file with HumanEval's problems"
+    )
     parser.add_argument("--math", help="file with MATH's training problems")
     arguments = parser.parse_args()
     console = Console(highlight=False, markup=False)
@@ -75,7 +78,12 @@ def _counts(sandbox: Sandbox, humaneval: str | None) -> Iterator[Count]:
         rows = [row for _, row in read_rows(humaneval, "test")]
         solutions = {row["task_id"]: row["canonical_solution"] for row in rows}
         yield "HumanEval, its own solutions", own, len(rows), _graded(sandbox, rows, solutions, "ok")
-        yield "HumanEval, stubs", own, len(rows), _graded(sandbox, rows, dict.fromkeys(solutions, "    pass\n"), "wrong")
+        yield (
+            "HumanEval, stubs",
+            own,
+            len(rows),
+            _graded(sandbox, rows, dict.fromkeys(solutions, "    pass\n"), "wrong"),
+        )
 
 
 def _uncontained(results: dict[str, list[str]]) -> dict[str, str]:
@@ -84,7 +92,11 @@ def _uncontained(results: dict[str, list[str]]) -> dict[str, str]:
 
 def _misjudged(statuses: dict[str, str]) -> dict[str, str]:
     expected = {item.name: item.status for item in HONEST}
-    return {name: f"{status}, not {expected[name]}" for name, status in statuses.items() if status != expected[name]}
+    return {
+        name: f"{status}, not {expected[name]}"
+        for name, status in statuses.items()
+        if status != expected[name]
+    }
 
 
 def _graded(sandbox: Sandbox, rows: list, solutions: dict[str, str], status: str) -> dict[str, str]:
@@ -92,7 +104,11 @@ def _graded(sandbox: Sandbox, rows: list, solutions: dict[str, str], status: str
     with ThreadPoolExecutor(sandbox.slots) as threads:
         outcomes = threads.map(sandbox.run, programs)
     graded = zip(rows, outcomes, strict=True)
-    return {row["task_id"]: f"{outcome.status}: {outcome.reason}" for row, outcome in graded if outcome.status != status}
+    return {
+        row["task_id"]: f"{outcome.status}: {outcome.reason}"
+        for row, outcome in graded
+        if outcome.status != status
+    }
 
 
 def _timed(counts: Iterator[Count]) -> Iterator[tuple[str, str, int, dict[str, str], float]]:

@@ -1,27 +1,32 @@
 #!/usr/bin/env bash
-# Installs rl4llm with what the tests need, checks the style, and runs the tests: scripts/test.sh [--fast] [pytest arguments]
+# Installs rl4llm with what the tests need, checks the style of code and prose, and runs the tests:
 #
-# Two processes share the files of tests; for more, or for one, say so: scripts/test.sh -n 8, scripts/test.sh -n 0.
+#   scripts/test.sh [--smoke | --fast] [pytest arguments]
 #
+# Two processes share the files of tests. `-n 8` starts more, `-n 0` starts none. `--sweep` runs all cases of a kind
+# instead of a sample of them. The slowest 25 tests are printed at the end.
+#
+#   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
 #   --fast           without the tests that need a real inference server or DeepSpeed
 #   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)
 #   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once
 set -euo pipefail
-fast="" extras="dev deepspeed"
-if [ "${1:-}" = --fast ]; then
-  fast=1 extras=dev
-  shift
-fi
+chosen="" extras="dev deepspeed"
+case "${1:-}" in --smoke | --fast) chosen="$1" extras=dev && shift ;; esac
 if command -v cc > /dev/null 2>&1; then extras="$extras reasoning"; fi  # one of its dependencies is compiled
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh" $extras
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # small tensors: more threads only wait for each other
+unset PYTHONDONTWRITEBYTECODE  # with it, each process of a test compiles the whole package again
 ruff check .
+ruff format --check --quiet .
+python scripts/prose.py
 scripts/install_sandbox.sh
 
-pytest=(python -m pytest -n 2 --dist loadfile --no-loadscope-reorder)
-if [ -n "$fast" ]; then
-  exec "${pytest[@]}" -m "not sglang and not vllm and not deepspeed" "$@"
-fi
+pytest=(python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25)
+case "$chosen" in
+  --smoke) exec "${pytest[@]}" @tests/smoke.txt "$@" ;;
+  --fast) exec "${pytest[@]}" -m "not sglang and not vllm and not deepspeed" "$@" ;;
+esac
 servers="${RL4LLM_SERVERS:-$HOME/.cache/rl4llm/servers}"
 mkdir -p "$servers"
 scripts/install_sglang_cpu.sh "$servers/sglang" & sglang=$!

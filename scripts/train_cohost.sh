@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Engine and trainer take turns on one GPU: while one works, the other has given its memory away.
+# Engine and trainer take turns on one GPU: while one works, the other has freed its memory.
 #
 #   scripts/train_cohost.sh [key.sub=value ...]        # keys of the configuration
 #

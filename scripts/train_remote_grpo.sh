@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with environments in a process of their own: first their host, then the trainer; the host is stopped at the end.
+# GRPO with environments in a separate process: starts the environment server, then the trainer; stops the server at the end.
 #
 #   scripts/train_remote_grpo.sh [key.sub=value ...]      # keys of the configuration
 #   MODEL=models/small scripts/train_remote_grpo.sh max_steps=3

@@ -20,12 +20,15 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from rl4llm.core.supervise import SUPERVISE
+from rl4llm.runtime.supervise import SUPERVISE
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"trainer": (0, 1), "server": (0, 1, 1), "router": (0,), "env": (1,)}  # on which machine each is
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
-SECOND = (1, 2)  # numbers of the servers on the second machine, of which one runs but while they change places
+SECOND = (
+    1,
+    2,
+)  # numbers of the servers on the second machine, of which one runs but while they change places
 CANARY = 4  # requests of the two trainers by which a server proves its weights, at each publish
 BOOT_S, STEP_S, CHANGE_S = 900.0, 900.0, 120.0
 GRACE_S = 120.0
@@ -41,11 +44,26 @@ class Machines:
         cables = [f"rm{os.getpid()}-{number}" for number in range(2)]
         for name in self.names:
             self._ip("netns", "add", name)
-            hosts = Path(f"/etc/netns/{name}/hosts")  # else each look for a name would wait for a server of names
+            hosts = Path(
+                f"/etc/netns/{name}/hosts"
+            )  # else each look for a name would wait for a server of names
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost {os.uname().nodename}\n")
         first, second = self.names
-        self._ip("link", "add", cables[0], "netns", first, "type", "veth", "peer", "name", cables[1], "netns", second)
+        self._ip(
+            "link",
+            "add",
+            cables[0],
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            cables[1],
+            "netns",
+            second,
+        )
         for name, cable, address in zip(self.names, cables, ADDRESSES, strict=True):
             self._ip("-n", name, "address", "add", f"{address}/24", "dev", cable)
             for link in ("lo", cable):
@@ -54,17 +72,29 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+            found = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            ).stdout
             for pid in map(int, found.split()):
                 os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 
-    def start(self, number: int, words: list[str], log: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    def start(
+        self, number: int, words: list[str], log: Path, environ: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
-            supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]  # for when this is killed
+            supervisor = [
+                sys.executable,
+                "-P",
+                str(SUPERVISE),
+                str(os.getpid()),
+                str(GRACE_S),
+            ]  # for when this is killed
             command = [*supervisor, "ip", "netns", "exec", self.names[number], *words]
-            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environ})
+            return subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environ}
+            )
 
     @staticmethod
     def _ip(*words: str) -> None:
@@ -77,14 +107,19 @@ class Run:
     def __init__(self, machines: Machines, directory: Path, config: list[str]):
         self.machines, self.directory, self.config = machines, directory, config
         self.processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
-        hosts = {f"RL4LLM_{role.upper()}_HOSTS": ",".join(ADDRESSES[at] for at in where) for role, where in PLACES.items()}
+        hosts = {
+            f"RL4LLM_{role.upper()}_HOSTS": ",".join(ADDRESSES[at] for at in where)
+            for role, where in PLACES.items()
+        }
         keys = {"RL4LLM_SERVER_KEY": secrets.token_hex(16), "RL4LLM_ENV_TOKEN": secrets.token_hex(16)}
         self.environ = {**hosts, **keys, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def start(self, role: str, number: int) -> None:
         words = [sys.executable, "-m", "rl4llm", "launch", *self.config, "--as", role]
         own = {**self.environ, "RL4LLM_NUMBER": str(number)}
-        self.processes[role, number] = self.machines.start(PLACES[role][number], words, self.log(role, number), own)
+        self.processes[role, number] = self.machines.start(
+            PLACES[role][number], words, self.log(role, number), own
+        )
 
     def stop(self, role: str, number: int) -> None:
         process = self.processes[role, number]
@@ -113,7 +148,9 @@ class Run:
         """Seconds until each is so."""
         begin, found = time.monotonic(), {}
         while True:
-            found |= {what: time.monotonic() - begin for what in reached if what not in found and reached[what]()}
+            found |= {
+                what: time.monotonic() - begin for what in reached if what not in found and reached[what]()
+            }
             if len(found) == len(reached):
                 return {what: found[what] for what in reached}
             codes = [self.processes[role].poll() for role in self.processes if role[0] == "trainer"]
@@ -128,15 +165,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--times", type=int, default=1, help="servers added, and as many removed (default: %(default)s)")
+    parser.add_argument(
+        "--times", type=int, default=1, help="servers added, and as many removed (default: %(default)s)"
+    )
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     _check(arguments)
     directory = arguments.dir.resolve()
     directory.mkdir(parents=True)
     config = [str(ROOT / "configs" / "quickstart.yaml"), f"model.path={arguments.model.resolve()}"]
-    config += [f"output.dir={directory / 'run'}", "inference.name=sglang", "rollout.prompts=8", "model.device=cpu"]
-    config += ["launch.nodes=2", "launch.servers=3", "launch.server_gpus=0", "launch.router=true", "launch.env_hosts=1"]
+    config += [
+        f"output.dir={directory / 'run'}",
+        "inference.name=sglang",
+        "rollout.prompts=8",
+        "model.device=cpu",
+    ]
+    config += [
+        "launch.nodes=2",
+        "launch.servers=3",
+        "launch.server_gpus=0",
+        "launch.router=true",
+        "launch.env_hosts=1",
+    ]
     config += ["max_steps=30", "checkpoint.every=10", *arguments.overrides]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -163,7 +213,10 @@ def _train(run: Run, times: int) -> None:
     trainers = [run.processes["trainer", number] for number in range(2)]
     run.wait("at the end", lambda: all(process.poll() == 0 for process in trainers), STEP_S * 100)
     for what, found in noticed.items():
-        print(f"{what}: median {statistics.median(found):.1f} s, longest {max(found):.1f} s, of {len(found)}", flush=True)
+        print(
+            f"{what}: median {statistics.median(found):.1f} s, longest {max(found):.1f} s, of {len(found)}",
+            flush=True,
+        )
     _rewards(run)
 
 
@@ -184,7 +237,7 @@ def _added(run: Run, number: int) -> dict[str, float]:
 
 
 def _removed(run: Run, number: int) -> dict[str, float]:
-    """How soon after a server was told to end it is out of each trainer's pool."""
+    """Measure how soon a server that is asked to end leaves each trainer's pool."""
     line = f"{_url(number)} leaves the pool"
     before = [run.says("trainer", rank).count(line) for rank in range(2)]
     run.processes["server", number].terminate()
@@ -222,7 +275,9 @@ def _rewards(run: Run) -> None:
     mean = [sum(part) / len(part) for part in (rewards[:5], rewards[-5:])]
     lost = sum(step["failures"] for step in steps)
     first, last = mean
-    print(f"{len(steps)} steps, {lost:g} episodes lost; reward {first:.2f} in the first five, {last:.2f} in the last five")
+    print(
+        f"{len(steps)} steps, {lost:g} episodes lost; reward {first:.2f} in the first five, {last:.2f} in the last five"
+    )
     for line in (run.directory / "run" / "eval.jsonl").read_text().splitlines():
         row = json.loads(line)
         print(f"step {row['step']}: held-out success {row['accuracy']:.3f}")
@@ -238,7 +293,9 @@ def _check(arguments: argparse.Namespace) -> None:
             "RL4LLM_SGLANG_PYTHON does not name the Python of SGLang's environment; scripts/install_sglang_cpu.sh makes one."
         )
     if not arguments.model.is_dir():
-        sys.exit(f"There is no model in {arguments.model}. scripts/quickstart.sh makes one, as runs/quickstart/warm.")
+        sys.exit(
+            f"{arguments.model} does not contain a model. scripts/quickstart.sh makes one, as runs/quickstart/warm."
+        )
     if arguments.dir.exists():
         sys.exit(f"{arguments.dir} exists. Remove it, or set DIR.")
 

@@ -8,7 +8,7 @@
 #   TIMES   how often a server is added and one removed (default: 1)
 #
 # A process trains on each machine; servers are on both, a router on the first, the host of environments on the second. In the
-# middle a server is added, and later one is removed. It prints how soon each was used or left, and the rewards.
+# middle a server is added, and later one is removed. It prints how soon each was used or removed, and the rewards.
 set -euo pipefail
 here="$PWD"
 keys=("$@")

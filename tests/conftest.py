@@ -1,4 +1,4 @@
-"""What tests share: a small model and tokenizer, built once, of which each test takes a copy; a full disk."""
+"""What tests share: a small model and tokenizer, built once and copied for each test; a full disk."""
 
 import copy
 import os
@@ -10,8 +10,7 @@ import pytest
 import torch
 from rank_processes import RankProcesses
 
-from rl4llm.inference.launch import launch
-from rl4llm.quickstart.model import build_model, build_tokenizer
+from rl4llm.backends.tiny import build_model, build_tokenizer
 
 TEXTS = [
     "system\nBe brief.\n",
@@ -21,26 +20,72 @@ TEXTS = [
 
 
 LONGEST = (
-    "test_rank_kills", "test_nodes", "test_sglang", "test_vllm", "test_cli", "test_router", "test_examples",
-    "test_launchers", "test_training", "test_launch_ranks", "test_quickstart", "test_ranks", "test_remote_training",
-    "test_abuse",
+    "test_sglang", "test_moe", "test_real_model", "test_rank_kills", "test_router", "test_vllm", "test_deepspeed",
+    "test_docs_commands", "test_cli", "test_extensions", "test_ranks", "test_quickstart", "test_launch_ranks",
+    "test_learning", "test_types", "test_modal", "test_launch_on", "test_plan", "test_launchers",
+    "test_remote_training", "test_examples", "test_nodes", "test_training", "test_abuse", "test_attacker",
+    "test_wheel", "test_example_package",
 )  # fmt: skip
 
 
+DEADLINE_S = 900  # for one test with its fixtures; the slowest takes 140 s
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--sweep", action="store_true", help="run all cases of a kind instead of a sample of them"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fail a test that hangs, in the line where it waits, so that the others run."""
+
+    def hangs(number, frame):
+        raise TimeoutError(f"{item.nodeid} has run for {DEADLINE_S} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(DEADLINE_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def pytest_configure():
-    """Ctrl-C is Ctrl-C also where a shell started the tests in the background, and has all that they start ignore it."""
+    """Restore Ctrl-C where a shell started the tests in the background, which has all that they start ignore it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items):
-    """The files that take longest begin, so that several processes, of which each runs whole files, end together."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out what a sweep adds, and begin with the files that take longest, so that all processes end together."""
+    if not config.getoption("sweep"):
+        left_out = [item for item in items if item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+@pytest.fixture(scope="session")
+def sweep(pytestconfig):
+    """Return whether to run all cases of a kind instead of a sample of them."""
+    return pytestconfig.getoption("sweep")
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     return build_tokenizer(TEXTS * 4, vocab_size=320)
+
+
+@pytest.fixture(autouse=True)
+def _tokenizer_unchanged(request):
+    """Fail the test that changes the tokenizer of all tests instead of a copy."""
+    shared = request.getfixturevalue("tokenizer") if "tokenizer" in request.fixturenames else None
+    before = shared and (shared.chat_template, len(shared))
+    yield
+    assert before == (shared and (shared.chat_template, len(shared))), "the shared tokenizer has changed"
 
 
 @pytest.fixture(scope="session")
@@ -65,22 +110,37 @@ def _python_of(engine):
     """The Python of a real server's environment; without one, the test is skipped with the reason."""
     variable = f"RL4LLM_{engine.upper()}_PYTHON"
     if not os.environ.get(variable):
-        pytest.skip(f"{variable} does not name the Python of an environment with {engine}; scripts/test.sh makes one")
+        pytest.skip(
+            f"{variable} does not name the Python of an environment with {engine}; scripts/test.sh makes one"
+        )
     return os.environ[variable]
 
 
+@pytest.fixture(scope="session")
+def sglang_python():
+    return _python_of("sglang")
+
+
 @pytest.fixture(scope="module")
-def sglang_url(model_dir):
-    """A real SGLang server with the small model, for the tests of one file: it keeps a core busy also when it idles."""
+def sglang_url(model_dir, sglang_python):
+    """Start a real SGLang server with the small model, for the tests of one file; it keeps a core busy even when idle."""
+    from rl4llm.extensions.servers.launch import launch
+
     adapters = ["--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", "all"]
     flags = ["--model-path", str(model_dir), "--port", "0", *adapters]
-    with launch("sglang", flags, python=_python_of("sglang"), cpu=True, ready_within_s=300) as server:
+    with launch("sglang", flags, python=sglang_python, cpu=True, ready_within_s=300) as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def python_of():
+    """Return python_of("vllm"): the Python of a real server's environment."""
+    return _python_of
 
 
 @pytest.fixture(scope="module")
 def on_ranks():
-    """on_ranks(function, *args): what `function(ranks, *args)` returns on each of two processes that train together."""
+    """Return on_ranks(function, *args): the results of `function(ranks, *args)` on two processes that train together."""
     with RankProcesses(size=2) as processes:
         yield processes
 
@@ -92,7 +152,7 @@ def _same_start():
 
 @pytest.fixture
 def files_of_at_most():
-    """A full disk: inside `with files_of_at_most(size)` the kernel refuses to let any file grow beyond `size` bytes."""
+    """Simulate a full disk: inside `with files_of_at_most(size)` no file can grow beyond `size` bytes."""
 
     @contextmanager
     def limited(size):

@@ -1,4 +1,4 @@
-"""Python programs, each in a process of its own that is forked where torch and transformers are already imported.
+"""Run Python programs in separate processes, forked where torch and transformers are already imported.
 
     done = python("-m", "rl4llm", "train", "config.yaml")        # or a script: python("examples/agent.py", "--steps", "20")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -10,25 +10,33 @@ imports, which take longer than most programs of a test, happen once for all of 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = [
-    "rl4llm.api", "rl4llm.build", "rl4llm.cli", "torch.distributed.fsdp", "torch.utils.tensorboard", "matplotlib.pyplot",
+    "rl4llm.api", "rl4llm.compose", "rl4llm.cli", "torch.distributed.fsdp", "torch.utils.tensorboard", "matplotlib.pyplot",
+    "peft", "rl4llm.backends.torch_backend", "rl4llm.algorithms.grpo",
     "torch._inductor.compile_fx",  # which DeepSpeed imports
+    "deepspeed",  # which transformers imports where it is installed, as soon as a model is saved
+    "tests.frozen_heap",  # the last one
 ]  # fmt: skip
 
 
 def forks():
-    """Where processes are forked from, which has imported what all of them need."""
+    """Return the context of processes, which are forked where what all of them need is already imported."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # which DeepSpeed reads when it is imported
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
+    with contextlib.chdir(ROOT):  # where it finds `tests`
+        forkserver.ensure_running()
     return context
 
 
@@ -37,7 +45,9 @@ def python(*words: object, cwd: Path = ROOT, timeout: float = 300) -> subprocess
     given = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory, "out"), Path(directory, "err")
-        process = forks().Process(target=_become, args=(given, str(cwd), dict(os.environ), str(out), str(err)))
+        process = forks().Process(
+            target=_become, args=(given, str(cwd), dict(os.environ), str(out), str(err))
+        )
         process.start()
         process.join(timeout)
         if process.is_alive():

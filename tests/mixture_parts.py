@@ -9,7 +9,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 
 
 class TwoTurns(BaseMDPEnv):
-    """Asks for more once."""
+    """Ask for more once."""
 
     continue_truncated = True
 
@@ -35,7 +35,7 @@ class Late(BaseRewardFunction):
 
 
 class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
+    """Return the share of vowels in the last message."""
 
     def __init__(self, name="vowels"):
         super().__init__(name)
@@ -46,7 +46,7 @@ class Vowels(BaseRewardFunction):
 
 
 def rows(directory, name, size):
-    """A file of prompts, and how to read it."""
+    """Write a file of prompts and return how to read it."""
     path = Path(directory) / f"{name}.jsonl"
     prompts = [{"id": str(i), "prompt": f"Say {name} {i}.", "ground_truth": str(i)} for i in range(size)]
     path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -54,9 +54,13 @@ def rows(directory, name, size):
 
 
 def parts(directory, killer=None):
-    """Two of three prompts are answered at once, the third is talked about."""
+    """Return two parts: of every three prompts two get one turn, in `words`, and one gets two, in `talk`."""
     return {
-        "words": {"weight": 2, "data": rows(directory, "words", 5), "rewards": [{"name": "mixture_parts:Vowels"}]},
+        "words": {
+            "weight": 2,
+            "data": rows(directory, "words", 5),
+            "rewards": [{"name": "mixture_parts:Vowels"}],
+        },
         "talk": {
             "data": rows(directory, "talk", 3),
             "env": {"name": "mixture_parts:TwoTurns", "max_steps": 2},

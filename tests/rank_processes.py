@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from forked_python import forks
 
-from rl4llm.core.ranks import join_ranks
+from rl4llm.runtime.ranks import join_ranks
 
 GRACE_S = 2.0  # for the others to fail by themselves, once one has
 
@@ -53,13 +53,15 @@ class RankProcesses:
         """Have all ranks call `function`; `end` waits for it."""
         if not self._processes:
             self._start()
-        task = pickle.dumps((inspect.getsourcefile(function), function.__module__, function.__qualname__, args))
+        task = pickle.dumps(
+            (inspect.getsourcefile(function), function.__module__, function.__qualname__, args)
+        )
         for connection in self._connections:
             connection.send_bytes(task)
         self._called = function.__qualname__
 
     def end(self, deadline_s: float | None = None):
-        """What the ranks returned; raises AssertionError when any failed, died or hangs, and leaves none of them."""
+        """Return what the ranks returned; raise AssertionError if any failed, died or hangs, and leave none of them."""
         answers = self._answers(time.monotonic() + (deadline_s or self.deadline_s))
         failures = {rank: value for rank, (failed, value) in answers.items() if failed}
         if len(answers) == self.size and not failures:
@@ -69,21 +71,23 @@ class RankProcesses:
             for rank in sorted(range(self.size), key=lambda rank: rank not in failures)
         ]
         self.close()
-        raise AssertionError(f"{self._called} failed on {len(failures)} of {self.size} ranks.\n" + "\n".join(told))
+        raise AssertionError(
+            f"{self._called} failed on {len(failures)} of {self.size} ranks.\n" + "\n".join(told)
+        )
 
     def kill(self, *victims: int) -> None:
-        """A `kill -9` of these ranks."""
+        """Kill these ranks with `kill -9`."""
         for rank in victims:
             self._processes[rank].kill()
 
     def dead(self, rank: int) -> bool:
-        """Whether a rank died before the deadline, other than by being done with its function."""
+        """Return whether a rank died before the deadline without finishing its function."""
         wait([self._processes[rank].sentinel, self._connections[rank]], timeout=self.deadline_s)
         self._processes[rank].join(1.0)
         return not self._processes[rank].is_alive()
 
     def over_within(self, seconds: float) -> bool:
-        """Whether a rank is done, with whatever result, before so much time is over."""
+        """Return whether a rank is done, with any result, within the given time."""
         return bool(wait(self._connections, timeout=seconds))
 
     def close(self) -> None:
@@ -110,7 +114,9 @@ class RankProcesses:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
                 **self.environ,
             }  # fmt: skip
-            process = fork.Process(target=_serve, args=(theirs, environ, self._stacks / str(rank)), daemon=True)
+            process = fork.Process(
+                target=_serve, args=(theirs, environ, self._stacks / str(rank)), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -1,8 +1,8 @@
 """The smallest run that trains: the same file for every launcher, and what came of it.
 
-    small = SmallRun.at(tmp_path, model_dir)
-    subprocess.run(["torchrun", "-m", "rl4llm", "train", *small.into("torchrun")])
-    small.weights("torchrun")
+small = SmallRun.at(tmp_path, model_dir)
+subprocess.run(["torchrun", "-m", "rl4llm", "train", *small.into("torchrun")])
+small.weights("torchrun")
 """
 
 import json
@@ -27,7 +27,7 @@ CONFIG = {
 
 @dataclass(frozen=True, slots=True)
 class SmallRun:
-    """Runs of one configuration, each in a directory of its own."""
+    """Train one configuration several times, each in a separate directory."""
 
     directory: Path
 
@@ -37,14 +37,18 @@ class SmallRun:
         return cls(directory)
 
     def into(self, name, *overrides):
-        """The words behind `rl4llm train`."""
+        """Return the arguments of `rl4llm train`."""
         return [str(self.directory / "small.yaml"), f"output.dir={self.directory / name}", *overrides]
 
     def steps(self, name):
-        """How many are done."""
+        """Return how many steps are done."""
         file = self.directory / name / "metrics.jsonl"
-        return max((json.loads(line)["step"] for line in file.read_text().splitlines()), default=0) if file.exists() else 0
+        return (
+            max((json.loads(line)["step"] for line in file.read_text().splitlines()), default=0)
+            if file.exists()
+            else 0
+        )
 
     def weights(self, name):
-        """The bytes of the model that a run wrote at its end."""
+        """Return the bytes of the model that a run wrote at its end."""
         return (self.directory / name / "model" / "model.safetensors").read_bytes()

@@ -1,5 +1,6 @@
 """What every command says to input that cannot be right: one clear line, no traceback, and an exit code that is not 0."""
 
+import logging
 import os
 import shutil
 import signal
@@ -38,9 +39,9 @@ wrong path      | eval nowhere.yaml                                | There is no
 wrong path      | collect nowhere.yaml --out x.jsonl               | There is no configuration file nowhere.yaml
 wrong path      | train small.yaml model.path=./nowhere            | nowhere
 wrong path      | train .                                          | '.' is a directory
-wrong path      | eval small.yaml --out nowhere/x.json             | there is no directory nowhere
+wrong path      | eval small.yaml --out nowhere/x.json             | the directory nowhere does not exist
 wrong path      | eval small.yaml --compare nowhere.json           | --compare nowhere.json cannot be read
-wrong path      | export nowhere --out x                           | nowhere holds no run
+wrong path      | export nowhere --out x                           | nowhere is not a run
 wrong path      | view nowhere                                     | 'nowhere' does not exist
 wrong path      | replay nowhere                                   | nowhere holds no optimizer step
 wrong path      | quickstart --dir small.yaml                      | small.yaml
@@ -52,7 +53,7 @@ broken run      | collect small.yaml --out x.jsonl output.dir=broken | No checkp
 broken run      | export broken --out x                            | No checkpoint in broken/checkpoints can be used
 broken run      | replay broken/failed/step-000001                 | holds no optimizer step
 broken run      | replay broken/failed/step-000002                 | holds no optimizer step
-broken run      | view small.yaml                                  | is no directory
+broken run      | view small.yaml                                  | is not a directory
 another version | train other.yaml                                 | other.yaml: Unknown configuration key 'rollout.batch'
 another version | plan other.yaml                                  | other.yaml: Unknown configuration key 'rollout.batch'
 another version | check other.yaml                                 | other.yaml: Unknown configuration key 'rollout.batch'
@@ -62,13 +63,13 @@ another version | launch other.yaml                                | other.yaml:
 another version | sft other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
 another version | dpo other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
 another version | train damaged.yaml                               | damaged.yaml is not valid YAML
-another version | train list.yaml                                  | list.yaml must hold a mapping of keys, not a list
+another version | train list.yaml                                  | list.yaml must be a mapping of keys, not a list
 another version | train empty.yaml                                 | model.path is not set
 another version | train refers.yaml                                | model.path: Interpolation key 'nowhere' not found
-no such device  | train small.yaml model.device=cuda:99            | model.device='cuda:99' is not here: torch
-no such device  | plan small.yaml model.device=cuda:99             | `rl4llm plan` for another machine has --device-memory
-another method  | sft small.yaml                                   | learns from episodes, and `rl4llm sft` is for
-another method  | dpo small.yaml algorithm.name=sft                | learns from demonstrations, and `rl4llm dpo` is for
+no such device  | train small.yaml model.device=cuda:99            | model.device='cuda:99' is not available: torch
+no such device  | plan small.yaml model.device=cuda:99             | `rl4llm plan --device-memory`
+another method  | sft small.yaml                                   | learns from episodes, but `rl4llm sft`
+another method  | dpo small.yaml algorithm.name=sft                | learns from demonstrations, but `rl4llm dpo`
 port in use     | view broken --port {port}                        | --port {port} cannot be used
 port in use     | serve-env --env chat --port {port}               | Port {port}
 port in use     | serve --model-path {model} --python {python} --port {port} | Port {port}
@@ -77,16 +78,18 @@ read-only       | eval small.yaml --out {locked}/x.json            | {locked}/x.
 read-only       | collect small.yaml --out {locked}/x.jsonl        | {locked}
 read-only       | view broken --export {locked}/x.html             | {locked}/x.html cannot be written
 read-only       | quickstart --dir {locked}/quick                  | {locked}/quick
-not accepted    | train small.yaml data.answer_pattern="\\s"        | An override's value is not valid YAML
-not accepted    | view broken --port 99999                         | 0-65535. Next: another one
+not accepted    | train small.yaml data.answer_pattern="\\s"        | The value of data.answer_pattern is not valid YAML
+not accepted    | view broken --port 99999                         | 0-65535. Next: use another port
 no such device  | train small.yaml model.device=mps                | model.device='mps' is not accepted
 no number       | train small.yaml training.lr=inf                 | training.lr=inf is not accepted: a finite number
 no number       | train small.yaml training.lr=${{                 | An override's value cannot be read
 no number       | train small.yaml algorithm.clip_low=much         | algorithm.clip_low='much' is not accepted
 no number       | train small.yaml env.max_steps=true              | env.max_steps=True is not accepted: a whole number
 no number       | train small.yaml seed=99999999999999999999       | seed=99999999999999999999 is not accepted
-no number       | train small.yaml threads=100000                  | threads=100000 is not accepted: 1024 or below
+no number       | train small.yaml threads=100000                  | threads=100000 is not accepted: a whole number, 0 to
 no number       | collect small.yaml --out x.jsonl --filter-reward nan | --filter-reward nan is not accepted
+no such recipe  | recipe run nowhere                               | recipe='nowhere' is unknown. Known:
+no number       | recipe run sums --seed -1                        | seed=-1 is not accepted
 no number       | quickstart --dir quick --seed -1                 | seed=-1 is not accepted
 too much        | train small.yaml rollout.prompts=1000000000000000 | MemoryError: Unable to allocate
 no class        | train small.yaml env.name=os:path                | Accepted: a subclass of BaseMDPEnv
@@ -94,9 +97,14 @@ no class        | train small.yaml env.name=.os:path               | cannot be i
 no address      | train small.yaml inference.name=sglang inference.url=http://127.0.0.1:99999 | http://HOST:PORT
 no address      | train small.yaml inference.name=sglang inference.url=3 | inference.url=3 is not accepted
 no class        | serve-env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
+wrong key       | launch small.yaml algorithm.clip_hi=1            | Did you mean 'clip_high'?
+wrong key       | launch small.yaml env.step=1 --on local          | env option='step' is unknown
+wrong key       | launch small.yaml backend.shards=ddp --on slurm  | Did you mean 'shard'?
+wrong path      | launch small.yaml model.path=./nowhere           | model.path='./nowhere' does not exist
+wrong path      | launch small.yaml data.path=smal.yaml            | The dataset 'smal.yaml' does not exist
 no text         | launch small.yaml --on ssh --option hosts=latin1 | latin1, line 1:
 no address      | train small.yaml env.remote=3                    | env.remote=3 is not accepted
-no file         | view broken --export pipe                        | pipe cannot be written: it is there and no file
+no file         | view broken --export pipe                        | pipe cannot be written: it exists but is not a regular
 not accepted    | info nothing                                     | invalid choice
 not accepted    | completion csh                                   | invalid choice
 not accepted    | collect small.yaml                               | required: --out
@@ -107,7 +115,7 @@ TABLE = [tuple(cell.strip() for cell in line.split("|")) for line in CASES.strip
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory):
-    """A directory in which nothing can be made, also by root."""
+    """Return a directory in which even root can create nothing."""
     directory = tmp_path_factory.mktemp("locked")
     if os.geteuid():
         directory.chmod(0o555)
@@ -128,7 +136,7 @@ def locked(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def place(model_dir, tmp_path_factory):
-    """A directory with a configuration, one of another version, and a run of which everything is damaged."""
+    """Return a directory with a configuration, one of another version, and a run in which everything is damaged."""
     directory = tmp_path_factory.mktemp("place")
     small = {**SMALL, "model": {"path": str(model_dir)}, "output": {"dir": "run"}}
     (directory / "small.yaml").write_text(yaml.safe_dump(small))
@@ -153,15 +161,19 @@ def place(model_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def taken():
-    """A port that somebody listens on."""
+    """Return a port that is in use."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize(("kind", "command", "said"), TABLE, ids=[f"{kind}: {command}" for kind, command, _ in TABLE])
-def test_bad_input_gets_one_clear_line(kind, command, said, place, taken, model_dir, request, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("kind", "command", "said"), TABLE, ids=[f"{kind}: {command}" for kind, command, _ in TABLE]
+)
+def test_bad_input_gets_one_clear_line(
+    kind, command, said, place, taken, model_dir, request, monkeypatch, capsys
+):
     monkeypatch.chdir(place)
     filled = {"port": taken, "model": model_dir, "python": sys.executable}
     if "{locked}" in command:
@@ -180,20 +192,26 @@ def test_bad_input_gets_one_clear_line(kind, command, said, place, taken, model_
 
 
 def _files(directory):
-    """All of them, but for the lock of a run that was tried."""
+    """All of them except the lock of a run that was tried."""
     return sorted(path for path in directory.rglob("*") if path.name != ".lock")
 
 
 def test_every_command_has_its_bad_input():
     (commands,) = (action.choices for action in build_parser()._actions if action.choices)
-    assert len(commands) == len(COMMANDS)
+    assert len(commands) == len(list(COMMANDS))
     assert {command.split()[0] for _, command, _ in TABLE} == set(commands)
 
 
-@pytest.mark.parametrize("words", [["--debug", "train", "nowhere.yaml"], ["train", "nowhere.yaml", "--debug"]])
-def test_with_debug_the_traceback_is_shown(words):
+@pytest.mark.parametrize(
+    "words", [["--debug", "train", "nowhere.yaml"], ["train", "nowhere.yaml", "--debug"]]
+)
+def test_with_debug_the_traceback_is_shown(words, caplog):
+    caplog.set_level(logging.WARNING, "rl4llm")  # put back afterwards
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         main(words)
+    assert logging.getLogger("rl4llm.raised").isEnabledFor(
+        logging.DEBUG
+    )  # also of errors that a run survives
 
 
 def test_ctrl_c_ends_a_command_with_one_line_and_130(place, monkeypatch, capsys):
@@ -226,8 +244,10 @@ program()
 """
 
 
-@pytest.mark.parametrize(("ignored", "code"), [(False, -signal.SIGINT), (True, 0)], ids=["alone", "in a shell's background"])
-def test_ctrl_c_before_the_command_line_is_loaded_ends_it_without_a_word_unless_it_is_ignored(ignored, code):
+@pytest.mark.parametrize(
+    ("ignored", "code"), [(False, -signal.SIGINT), (True, 0)], ids=["alone", "in a shell's background"]
+)
+def test_ctrl_c_during_the_imports_exits_silently_or_is_ignored(ignored, code):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
     try:
         words = [sys.executable, "-c", EARLY, "completion", "bash"]
@@ -238,14 +258,18 @@ def test_ctrl_c_before_the_command_line_is_loaded_ends_it_without_a_word_unless_
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_ctrl_c_of_which_a_library_made_an_import_error_is_ctrl_c_and_other_import_errors_are_not(monkeypatch, capsys):
+def test_ctrl_c_inside_an_import_counts_as_ctrl_c(monkeypatch, capsys):
     class Lazy(ModuleType):
         cause: BaseException
 
         def __getattr__(self, name):
             raise ModuleNotFoundError("Could not import module") from self.cause
 
-    monkeypatch.setitem(sys.modules, "rl4llm.info", Lazy("rl4llm.info"))
+    monkeypatch.setitem(
+        sys.modules,
+        "rl4llm.extensions.inspect.info.inventory",
+        Lazy("rl4llm.extensions.inspect.info.inventory"),
+    )
     Lazy.cause = KeyboardInterrupt()
     assert main(["info"]) == 130
     assert capsys.readouterr().err == "Stopped.\n"
@@ -255,10 +279,13 @@ def test_ctrl_c_of_which_a_library_made_an_import_error_is_ctrl_c_and_other_impo
 
 
 @pytest.mark.parametrize("words", [["completion", "bash"], ["train", "--help"]], ids=" ".join)
-def test_output_that_nobody_reads_ends_a_command_without_a_word(words):
+def test_a_closed_pipe_ends_a_command_silently(words):
     reader, writer = os.pipe()
     os.close(reader)
-    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # as it is by default; a help text is then written at the very end
+    buffered = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "",
+    }  # as it is by default; a help text is then written at the very end
     command = [sys.executable, "-m", "rl4llm", *words]
     done = subprocess.run(
         command, cwd=ROOT, env=buffered, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120

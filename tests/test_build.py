@@ -1,28 +1,43 @@
 """What a configuration is put together from, and which combinations are refused before anything is opened."""
 
 import asyncio
+import copy
 import json
+import re
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from conftest import TEXTS
 from vowels import Vowels
 
+from rl4llm.algorithms import ALGORITHMS
 from rl4llm.api import GRPOTrainer
 from rl4llm.backends.lora import FrozenModel
+from rl4llm.backends.models import check_tokenizer, load_tokenizer
+from rl4llm.backends.tiny import build_model, build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.build import build_trainer
-from rl4llm.build.environments import make_env, make_prompts
+from rl4llm.compose import Given, build_trainer
+from rl4llm.compose.choices import check_choices, check_config, warnings_of
+from rl4llm.compose.engines import build_client, check_engine, computed_in, server_urls
+from rl4llm.compose.environments import make_env, make_prompts
+from rl4llm.compose.models import autocast_of
+from rl4llm.compose.supervised import dataset_renderer
+from rl4llm.compose.tables import ENGINES
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleState
 from rl4llm.core.base_publisher import BasePublisher
-from rl4llm.core.errors import ConfigError, DataError, EngineError, RewardError
+from rl4llm.core.errors import ConfigError, DataError, EngineError, ModelError, RewardError, RunDirError
 from rl4llm.core.types import WeightRef
+from rl4llm.envs.chat import ChatEnv
+from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
-from rl4llm.evaluate import evaluate
+from rl4llm.extensions.evaluate.play import evaluate
+from rl4llm.extensions.servers.sync.wrappers import ClaimingPublisher
+from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
-from rl4llm.sync.claim import ClaimingPublisher
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
 WAYS = {
@@ -35,14 +50,14 @@ SMALL = {"prompts": 2, "group_size": 2, "max_tokens": 4}
 
 
 def trainer(model_dir, directory, **keys):
-    return GRPOTrainer(str(model_dir), ROWS, [Vowels()], output={"dir": str(directory)}, rollout=SMALL, **keys)
+    return GRPOTrainer(
+        str(model_dir), ROWS, [Vowels()], output={"dir": str(directory)}, rollout=SMALL, **keys
+    )
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("engine", WAYS)
-def test_an_engine_takes_weights_in_the_ways_that_are_tested_and_refuses_the_others_by_name(
-    model_dir, tmp_path, engine, way
-):
+def test_an_engine_accepts_only_its_own_publishers(model_dir, tmp_path, engine, way):
     keys = {"inference.name": engine, "sync.name": way, "model.lora.rank": 4}
     if way in WAYS[engine]:
         trainer(model_dir, tmp_path / "run", **keys).trainer.close()
@@ -53,21 +68,186 @@ def test_an_engine_takes_weights_in_the_ways_that_are_tested_and_refuses_the_oth
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_prompts_is_told_to_set_data_path(model_dir, tmp_path):
+def test_temperature_0_is_refused_where_answers_are_compared(model_dir, tmp_path, capsys):
+    refused = set()
+    for name in ALGORITHMS:
+        config = load_config(
+            overrides={"model.path": "m", "algorithm": {"name": name}, "rollout.temperature": 0}
+        )
+        needs = ALGORITHMS[name]().needs()
+        try:
+            check_choices(config, Given(), needs)
+        except ConfigError as error:
+            assert re.search(
+                r"rollout\.temperature=0 is not accepted .* At temperature 0 they are all the same",
+                str(error),
+            )
+            refused.add(name)
+        else:
+            assert bool(warnings_of(config, needs)) == (needs.learns_from == "episodes")
+    assert {"grpo", "dapo", "rloo", "remax", "online_dpo"} <= refused
+    assert not refused & {"ppo", "reinforce_pp", "explore_grpo", "sft", "dpo"}
+    greedy = {"algorithm": {"name": "reinforce_pp"}, "rollout": {**SMALL, "temperature": 0}}
+    GRPOTrainer(str(model_dir), ROWS, [Vowels()], output={"dir": str(tmp_path)}, **greedy).trainer.close()
+    assert "rollout.temperature=0: every episode is" in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, tmp_path):
+    large = build_tokenizer(
+        TEXTS * 4 + ["many other words of another language, zwei drei vier"] * 9, vocab_size=400
+    )
+    other = build_tokenizer(["some other words, so other tokens"] * 9, vocab_size=300)
+    for name, foreign in (("large", large), ("other", other)):
+        foreign.save_pretrained(tmp_path / name)
+    said = {
+        "large": "embeddings for 320 tokens",
+        "other": "of the model's 320 tokens have another id or are missing",
+    }
+    for name, reason in said.items():
+        foreign = load_tokenizer(tmp_path / name)
+        with pytest.raises(
+            ModelError, match=rf"tokenizer '.*{name}' does not match the model '{model_dir}': .*{reason}"
+        ):
+            trainer(model_dir, tmp_path / "run", tokenizer=foreign)
+    shutil.copytree(model_dir, tmp_path / "mixed")
+    large.save_pretrained(tmp_path / "mixed")
+    with pytest.raises(ModelError, match=r"mixed' does not match the model .*embeddings for 320 tokens"):
+        trainer(tmp_path / "mixed", tmp_path / "run")
+    padded = build_model(tokenizer, seed=0, hidden_size=16, num_layers=1)
+    padded.resize_token_embeddings(len(tokenizer) + 44)
+    check_tokenizer(tokenizer, padded, given=True)  # embeddings without a token are fine
+
+
+def test_a_module_of_another_machine_is_refused_only_here():
+    far = {"model.path": "m", "data.path": "arithmetic", "rewards": ["no_such_package.rewards:mine"]}
+    check_config(load_config(overrides=far), here=False)
+    with pytest.raises(ConfigError, match="No module named 'no_such_package'"):
+        check_config(load_config(overrides=far), here=True)
+    with pytest.raises(ConfigError, match="rewards"):
+        check_config(load_config(overrides=far | {"rewards": ["no_such_reward"]}), here=False)
+
+
+def test_a_special_token_that_no_text_uses_needs_no_embedding(model_dir):
+    extended = load_tokenizer(model_dir)
+    extended.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})  # as in Gemma 3 1B
+    check_tokenizer(extended, model_dir, given=True)
+    extended.add_tokens(["ordinary"])
+    with_pad = load_tokenizer(model_dir)
+    with_pad.add_special_tokens({"pad_token": "<my_pad>"})
+    for unlike in (extended, with_pad):
+        with pytest.raises(ModelError, match="embeddings for 320 tokens"):
+            check_tokenizer(unlike, model_dir, given=True)
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_long_rows_are_refused_or_dropped_and_a_run_keeps_to_it(model_dir, tmp_path, capsys, method):
+    texts = ["a", "b" * 3000, "c", "d" * 4000]
+    said = [{"role": "assistant", "content": "e"}] if method == "sft" else []
+    rows = [{"messages": [{"role": "user", "content": text}, *said], "ground_truth": ""} for text in texts]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    keys = {
+        "model.path": str(model_dir), "data.path": str(file), "output.dir": str(tmp_path / "run"), "eval.every": 0,
+        "algorithm": {"name": method}, "rollout": SMALL, "max_steps": 1, "rewards": None if said else ["format"],
+        "tracking.tensorboard": False,
+    }  # fmt: skip
+    with pytest.raises(
+        DataError, match=r"data: 2 of 4 rows are too long: .*rows\.jsonl:2 .* tokens; .*rows\.jsonl:4 "
+    ):
+        build_trainer(load_config(overrides=keys))
+    with build_trainer(load_config(overrides=keys | {"data.long_prompts": "drop"})) as loop:
+        loop.train()
+        assert loop.prompts.num_rows == 2 and sorted(loop.prompts.next_batch()) == [0, 1]
+    assert capsys.readouterr().out.count("2 of 4 rows are too long and were left out") == 1
+    with pytest.raises(RunDirError, match=r"data\.long_prompts: 'drop' -> 'refuse'"):
+        build_trainer(load_config(overrides=keys))
+
+
+def test_a_trainer_writes_nothing_before_it_trains(model_dir, tmp_path):
+    directory = tmp_path / "run"
+    first, second = (trainer(model_dir, directory, max_steps=1) for _ in range(2))
+    with pytest.raises(DataError, match="dataset is empty"):
+        GRPOTrainer(str(model_dir), [], [Vowels()], output={"dir": str(directory)})
+    assert list(tmp_path.iterdir()) == []
+    first.trainer.resume()  # the run is open now, and config.yaml says which one it is
+    assert load_config(directory / "config.yaml") == first.config
+    with pytest.raises(RunDirError, match="in use by this process itself"):
+        second.train()
+    first.train()
+    with pytest.raises(RunDirError, match=r"training\.lr: 1e-06 -> 0\.1"):
+        trainer(model_dir, directory, training={"lr": 0.1})
+    third = trainer(model_dir, directory, max_steps=2)
+    assert "max_steps: 1" in (directory / "config.yaml").read_text()
+    assert third.train().trainer.step == 2
+    assert "max_steps: 2" in (directory / "config.yaml").read_text()
+
+
+def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, capsys, monkeypatch):
+    def run(autocast, **keys):
+        return trainer(
+            model_dir, tmp_path / "run", **{"model.autocast": autocast, "model.device": "cpu"}, **keys
+        )
+
+    monkeypatch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: True)
+    first = run("auto", max_steps=1)
+    assert autocast_of(first.config) == computed_in(first.config) == "bfloat16"
+    assert first.trainer.backend._autocast == "bfloat16"
+    first.train()
+    assert "computes in bfloat16 with float32 weights" in capsys.readouterr().out
+    monkeypatch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: False)
+    with pytest.raises(RunDirError, match=r"model\.autocast: 'bfloat16' -> 'none'"):
+        run("auto")
+    assert run("bfloat16", max_steps=2).train().trainer.step == 2
+    assert autocast_of(load_config(overrides={"model.path": "M", "model.autocast": "auto"})) == "none"
+
+
+def test_a_run_without_prompts_must_set_data_path(model_dir, tmp_path):
     keys = {"model.path": str(model_dir), "output.dir": str(tmp_path / "run"), "rewards": ["math"]}
     with pytest.raises(ConfigError, match=r"data.path is not set.*data.path=\.\.\."):
         build_trainer(load_config(overrides=keys))
 
 
+def test_template_args_reach_every_rendering(model_dir, tmp_path, tokenizer):
+    silent = copy.deepcopy(tokenizer)
+    silent.chat_template += "{% if add_generation_prompt and enable_thinking is false %}none{% endif %}"
+    args = {"enable_thinking": False}
+    made = trainer(model_dir, tmp_path / "run", tokenizer=silent, **{"env.template_args": args}).trainer
+    row = ROWS[0]["messages"]
+    question = [ChatMessage.from_dict(message) for message in row]
+    answered = {"messages": [*row, {"role": "assistant", "content": "3"}, *row]}
+    config = load_config(
+        overrides={"model.path": "m", "data.path": "d", "env.template_args.enable_thinking": False}
+    )
+    env = ChatEnv(ROWS, silent, [Vowels()], max_steps=2)
+    env.template_args = args
+    renderers = [
+        made.rollout._renderer,
+        dataset_renderer(config, silent, [answered], ()),
+        Rollout(env, None)._renderer,
+    ]
+    for renderer in renderers:
+        after = renderer.following(question, ended=True)
+        assert all(
+            silent.decode(ids).endswith("assistant\nnone") for ids in (renderer.first(question), after)
+        )
+    made.close()
+
+
+@pytest.mark.parametrize("value", ["enable_thinking", 3, ["a"]])
+def test_template_args_must_be_a_mapping(model_dir, tmp_path, value):
+    with pytest.raises(ConfigError, match=r"env\.template_args=.* is not accepted"):
+        trainer(model_dir, tmp_path / "run", **{"env.template_args": value})
+
+
 @pytest.mark.parametrize("written", ["{run}", "{run}/", "{run}/weights/.."])
 def test_the_directory_of_the_run_is_no_weight_store(model_dir, tmp_path, written):
     run = tmp_path / "run"
-    with pytest.raises(ConfigError, match=r"sync\.dir=.* is output\.dir"):
+    with pytest.raises(ConfigError, match=r"sync\.dir=.* is the same directory as output\.dir"):
         trainer(model_dir, run, **{"inference.name": "sglang", "sync.dir": written.format(run=run)})
     assert not run.exists()
 
 
-def test_the_reference_of_an_adapter_is_the_model_under_it_and_no_second_one(model_dir, tmp_path):
+def test_the_reference_of_an_adapter_is_the_model_under_it(model_dir, tmp_path):
     keys = {"algorithm": {"kl_coef": 0.1}, "max_steps": 1}
     with trainer(model_dir, tmp_path / "adapter", **keys, **{"model.lora.rank": 4}).trainer as adapted:
         assert isinstance(adapted.preparation.reference, FrozenModel)
@@ -77,7 +257,7 @@ def test_the_reference_of_an_adapter_is_the_model_under_it_and_no_second_one(mod
         assert whole.preparation.reference.model is not whole.backend.model
 
 
-def test_a_server_that_a_run_trains_through_is_not_given_a_checkpoint_to_measure(model_dir, tmp_path):
+def test_an_evaluation_does_not_use_the_server_of_a_run(model_dir, tmp_path):
     url = "http://127.0.0.1:9"  # nobody is there, and nobody is asked
     keys = {
         "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
@@ -86,7 +266,9 @@ def test_a_server_that_a_run_trains_through_is_not_given_a_checkpoint_to_measure
     running = ClaimingPublisher(_Nothing(), [url])
     asyncio.run(running.publish(None, 0))
     try:
-        with pytest.raises(EngineError, match=r"Another run gives .*inference\.url.*inference\.name=local"):
+        with pytest.raises(
+            EngineError, match=r"Another run publishes .*inference\.url.*inference\.name=local"
+        ):
             evaluate(load_config(overrides=keys))
     finally:
         asyncio.run(running.close())
@@ -99,7 +281,7 @@ class _Nothing(BasePublisher):
 
 
 class _Stubborn(BaseHTTPRequestHandler):
-    """A server that says yes to everything, and goes on with the weights it has."""
+    """A server that answers every request with success, and keeps the weights it has."""
 
     def do_POST(self):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -115,27 +297,31 @@ class _Stubborn(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_reads_what_is_measured_beside_the_run_where_it_can_see_it(model_dir, tmp_path):
+def test_a_server_reads_evaluated_weights_beside_the_run(model_dir, tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), _Stubborn) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         keys = {
             "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
             "inference": {"name": "sglang", "url": f"http://127.0.0.1:{server.server_port}"},
         }  # fmt: skip
-        with pytest.raises(EngineError, match=rf"told to load version 0 from {tmp_path}/\.scratch-.*/v000000"):
+        with pytest.raises(
+            EngineError, match=rf"asked to load version 0 from {tmp_path}/\.scratch-.*/v000000"
+        ):
             evaluate(load_config(overrides=keys))
         server.shutdown()
     assert list(Path(tmp_path).iterdir()) == []
 
 
-def test_training_refuses_to_start_when_a_users_reward_does_not_hold_on_its_examples(model_dir, tmp_path):
+def test_a_reward_that_fails_its_examples_stops_the_start(model_dir, tmp_path):
     def shouts(completions):
         return [float(text.isupper()) for text in completions]
 
     said = [ChatMessage("user", "?"), ChatMessage("assistant", "quiet")]
     blind = BatchCallable(shouts, "shouts", examples=[RewardExample(said, "", 1.0)])
     for reward in (blind, Clip(blind, 0, 1), Gate("format", blind)):
-        with pytest.raises(RewardError, match="'quiet' for ground truth '': expected 1, but reward 'shouts' gave 0"):
+        with pytest.raises(
+            RewardError, match="'quiet' for ground truth '': expected 1, but reward 'shouts' gave 0"
+        ):
             GRPOTrainer(str(model_dir), ROWS, [reward], output={"dir": str(tmp_path / "run")})
     assert not (tmp_path / "run").exists()
 
@@ -144,12 +330,12 @@ def shout(text: str) -> str:
     """Says it louder.
 
     Args:
-        text: What is said.
+        text: The text.
     """
     return text.upper()
 
 
-def test_an_environment_is_a_class_a_name_or_a_section_and_nothing_else(model_dir, tmp_path):
+def test_an_environment_is_a_class_a_name_or_a_section(model_dir, tmp_path):
     def environment(env, **keys):
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         run = GRPOTrainer(str(model_dir), ROWS, ["format"], env=env, output={"dir": str(directory)}, **keys)
@@ -157,14 +343,25 @@ def test_an_environment_is_a_class_a_name_or_a_section_and_nothing_else(model_di
         return type(run.trainer.rollout.env), run.config.env
 
     assert environment("tool", **{"env.max_steps": 3}) == (ToolMDPEnv, {"name": "tool", "max_steps": 3})
-    assert environment({"name": "tool", "tools": [shout]}) == (ToolMDPEnv, {"name": "tool", "tools": [f"{__name__}:shout"]})
+    assert environment({"name": "tool", "tools": [shout]}) == (
+        ToolMDPEnv,
+        {"name": "tool", "tools": [f"{__name__}:shout"]},
+    )
     assert environment(ToolMDPEnv)[0] is ToolMDPEnv
     for wrong in (object(), Vowels, 3, shout):
-        with pytest.raises(ConfigError, match=r"env=.* is not accepted: a subclass of BaseMDPEnv, not an instance"):
+        with pytest.raises(
+            ConfigError,
+            match=r"env=.* is not accepted\. Accepted: a subclass of BaseMDPEnv \(not an instance\)",
+        ):
             environment(wrong)
-    with pytest.raises(ConfigError, match=r"^env.tools: <function .* is not accepted: .* at the top level of a module"):
+    with pytest.raises(
+        ConfigError, match=r"^env.tools: <function .* is not accepted\. .* at the top level of a module"
+    ):
         environment({"name": "tool", "tools": [lambda text: text]})
-    with pytest.raises(ConfigError, match=r"^env.tools\[0\]: Value 'object' is not a supported primitive type"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^An override's value cannot be read: env.tools\[0\]: Value 'object' is not a supported",
+    ):
         environment({"name": "tool", "tools": [object()]})
 
 
@@ -179,19 +376,33 @@ def test_the_weight_of_a_reward_of_turns_is_that_of_its_turns(model_dir, tmp_pat
     run.trainer.close()
 
 
-def test_a_function_of_the_configuration_makes_one_reward_of_several(model_dir, tmp_path):
+def test_a_configured_function_combines_several_rewards(model_dir, tmp_path):
     keys = {"output.dir": str(tmp_path / "run"), "env.reward_transform_fn": "rl4llm.rewards:multiply"}
     short = {"name": "length", "unit": "chars", "max_length": 9, "margin": 2}
     run = GRPOTrainer(str(model_dir), ROWS, rewards=["math", short], **keys)
     env = run.trainer.rollout.env
     said = [ChatMessage("assistant", text) for text in ("\\boxed{4}", "\\boxed{5}", "\\boxed{4} ")]
-    samples = [SampleState("p", i, [ChatMessage("user", "?"), said[i]], "4", init_msg_size=1) for i in range(3)]
+    samples = [
+        SampleState("p", i, [ChatMessage("user", "?"), said[i]], "4", init_msg_size=1) for i in range(3)
+    ]
     assert score(samples, env.reward_functions, env.reward_transform_fn).reward.tolist() == [1.0, 0.0, 0.5]
     run.trainer.close()
     for rewards, way, message in [
-        (["math", short | {"weight": 2}], "rl4llm.rewards:multiply", "'length' has a weight. Give one or the other"),
-        (["math", short], "multiply", "env.reward_transform_fn='multiply' cannot be imported: there is no ':' in it"),
-        (["math", short], "math:pi", "env.reward_transform_fn='math:pi' is not accepted: a function of the rewards"),
+        (
+            ["math", short | {"weight": 2}],
+            "rl4llm.rewards:multiply",
+            "'length' has one. Remove the weight or the function",
+        ),
+        (
+            ["math", short],
+            "multiply",
+            "env.reward_transform_fn='multiply' cannot be imported: there is no ':' in it",
+        ),
+        (
+            ["math", short],
+            "math:pi",
+            "env.reward_transform_fn='math:pi' is not accepted. Accepted: a function",
+        ),
     ]:
         keys |= {"output.dir": str(tmp_path / "none"), "env.reward_transform_fn": way}
         with pytest.raises(ConfigError, match=message):
@@ -211,18 +422,48 @@ class Behind(BaseMDPEnv):
         self.url = url
 
 
-def test_options_reach_the_prompts_and_the_environment_that_have_them(tokenizer):
+def test_options_reach_the_prompts_or_the_environment(tokenizer):
     options = {"name": "behind", "url": "there", "seeds": 3}
     (row,) = make_prompts(Behind, options, "train", None)
-    fixed = {"tokenizer": tokenizer, "reward_functions": [as_reward_function("format")], "batch_size": 1, "group_size": 1}
+    fixed = {
+        "tokenizer": tokenizer,
+        "reward_functions": [as_reward_function("format")],
+        "batch_size": 1,
+        "group_size": 1,
+    }
     env = make_env(Behind, options, {}, dataset=[row], **fixed)
     assert (row["prompt_id"], env.url) == ("there/train/3", "there")
 
 
+def test_tools_get_what_is_shared_but_no_opponents(tokenizer):
+    class Seen(ChatEnv):
+        def __init__(self, *args, provided, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.provided = provided
+
+    fixed = {"reward_functions": [as_reward_function("format")], "batch_size": 1, "group_size": 1}
+    offered = {"sandbox": "the sandbox", "opponents": {}}
+    env = make_env(Seen, {"name": "seen"}, offered, dataset=ROWS, tokenizer=tokenizer, **fixed)
+    assert dict(env.provided) == {"sandbox": "the sandbox"}
+
+
 @pytest.mark.parametrize("rows", [None, (row for row in ROWS)])
-def test_an_environment_that_brings_no_list_of_prompts_is_told_so(rows):
+def test_an_environment_must_return_a_list_of_prompts(rows):
     class Brings(BaseMDPEnv):
         prompts = staticmethod(lambda split, limit: rows)
 
     with pytest.raises(DataError, match=r"Brings\.prompts must return a list of rows, not (None|<generator)"):
         make_prompts(Brings, {"name": "brings"}, "train", None)
+
+
+def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, model_dir, monkeypatch):
+    class Elsewhere(LocalClient):
+        """Plays somewhere else, without an address."""
+
+        in_process = False
+
+    monkeypatch.setattr(ENGINES, "_items", {**ENGINES._items, "elsewhere": Elsewhere})
+    config = load_config(overrides=[f"model.path={model_dir}", "inference.name=elsewhere"])
+    check_engine(config)
+    assert server_urls(config) == []
+    assert isinstance(build_client(config, model, tokenizer), Elsewhere)

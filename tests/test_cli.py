@@ -9,14 +9,14 @@ from forked_python import python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl4llm.cli import COMMANDS, build_parser, main
+from rl4llm.cli import COMMANDS, _parsed, build_parser, main
 from rl4llm.config import load_config
 from rl4llm.data.read import read_rows
-from rl4llm.evaluate import collect
-from rl4llm.export import model_card
-from rl4llm.inference.member import Patience
-from rl4llm.inference.ports import free_port
-from rl4llm.tracking.export import as_row
+from rl4llm.extensions.evaluate.episodes import as_row
+from rl4llm.extensions.evaluate.play import collect
+from rl4llm.extensions.export.export import model_card
+from rl4llm.extensions.servers.fleet.member import FleetLimits
+from rl4llm.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ def rl4llm(*arguments, code=0):
 
 @pytest.fixture(scope="module")
 def run(model_dir, tmp_path_factory):
-    """A finished run of the quickstart's configuration, made small."""
+    """Return a finished run of the quickstart's configuration, made small."""
     directory = tmp_path_factory.mktemp("run")
     small = [
         f"model.path={model_dir}",
@@ -52,7 +52,14 @@ def test_a_run_leaves_its_logs_its_picture_and_its_episodes(run):
     assert f"The model is in {directory / 'model'}" in output
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     names = set().union(*steps)
-    assert {"reward/mean", "reward/math", "accuracy", "completion_length/p90", "turns", "time/rollout"} <= names
+    assert {
+        "reward/mean",
+        "reward/math",
+        "accuracy",
+        "completion_length/p90",
+        "turns",
+        "time/rollout",
+    } <= names
     assert {"config.yaml", "learning_curve.png", "episodes", "tensorboard", "checkpoints"} <= {
         path.name for path in directory.iterdir()
     }
@@ -60,7 +67,7 @@ def test_a_run_leaves_its_logs_its_picture_and_its_episodes(run):
     assert {"messages", "spans", "rewards", "reward", "stop_reason"} <= episode.keys()
 
 
-def test_the_same_command_goes_on_where_it_stopped(run):
+def test_the_same_command_resumes_where_it_stopped(run):
     directory, small, _ = run
     output = rl4llm("train", "configs/quickstart.yaml", *small, "max_steps=3")
     assert "after step 2" in output
@@ -69,39 +76,51 @@ def test_the_same_command_goes_on_where_it_stopped(run):
     assert sorted(set(steps)) == [0, 1, 2, 3]
 
 
-def test_a_changed_key_is_told_where_it_is_safe_and_refused_without_force_where_it_is_not(run):
+def test_an_unsafe_change_of_a_key_needs_force(run):
     _, small, _ = run
     command = ["train", "configs/quickstart.yaml", *small, "max_steps=3"]
     refused = " ".join(rl4llm(*command, "training.lr=0.5", code=1).split())
-    assert "training.lr: 0.0001 -> 0.5" in refused
+    assert "training.lr: 2.5e-06 -> 0.5" in refused
     assert "--force" in refused
     assert "eval.limit: 4 -> 2" in " ".join(rl4llm(*command, "eval.limit=2").split())
-    assert "training.lr: 0.0001 -> 0.5" in " ".join(rl4llm("train", "--force", *command[1:], "training.lr=0.5").split())
+    assert "training.lr: 2.5e-06 -> 0.5" in " ".join(
+        rl4llm("train", "--force", *command[1:], "training.lr=0.5").split()
+    )
 
 
-def test_a_run_whose_servers_are_all_down_stops_with_75_and_the_same_command_goes_on(
-    model_dir, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("rl4llm.inference.fleet.Patience", lambda: Patience(all_down_limit_s=0.2))
-    small = [f"model.path={model_dir}", f"output.dir={tmp_path}", "rollout.prompts=2", "data.limit=8", "eval.every=0"]
-    arguments = ["train", str(ROOT / "configs" / "quickstart.yaml"), *small, "max_steps=1", "rollout.max_tokens=4"]
+def test_a_run_without_servers_stops_with_75_and_resumes(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "rl4llm.extensions.servers.fleet.fleet.FleetLimits", lambda: FleetLimits(all_down_limit_s=0.2)
+    )
+    small = [
+        f"model.path={model_dir}",
+        f"output.dir={tmp_path}",
+        "rollout.prompts=2",
+        "data.limit=8",
+        "eval.every=0",
+    ]
+    arguments = [
+        "train",
+        str(ROOT / "configs" / "quickstart.yaml"),
+        *small,
+        "max_steps=1",
+        "rollout.max_tokens=4",
+    ]
     nobody = ["inference.name=sglang", f"inference.url=http://127.0.0.1:{free_port('127.0.0.1')}"]
     assert main([*arguments, *nobody]) == 75
     said = " ".join(capsys.readouterr().err.split())
     assert "No server could serve" in said
-    assert "The same command goes on from the last checkpoint." in said
+    assert "The same command resumes from the last checkpoint." in said
     assert main(arguments) == 0  # where servers are does not make it another run
 
 
 def told(capsys, *arguments, code=0):
-    """The JSON that a command prints, run in this process."""
+    """Return the JSON that a command prints, run in this process."""
     assert main(list(map(str, arguments))) == code
     return json.loads(capsys.readouterr().out)
 
 
-def test_eval_measures_the_last_checkpoint_of_a_run_again_and_again_and_leaves_the_run_as_it_is(
-    run, tmp_path, capsys, monkeypatch
-):
+def test_eval_repeats_its_result_and_does_not_change_the_run(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     directory, small, _ = run
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
@@ -126,15 +145,25 @@ def test_eval_measures_the_last_checkpoint_of_a_run_again_and_again_and_leaves_t
     better = [row | {"successes": 4, "rewards": [1.0] * 4} for row in rows]
     (tmp_path / "better.json").write_text(json.dumps({"per_problem": better}))
     worse = [*sampled, "--compare", tmp_path / "better.json"]
-    assert told(capsys, "eval", "configs/quickstart.yaml", *worse)["compared"]["differences"]["pass@3"]["gained"]["high"] < 0
+    assert (
+        told(capsys, "eval", "configs/quickstart.yaml", *worse)["compared"]["differences"]["pass@3"][
+            "gained"
+        ]["high"]
+        < 0
+    )
     told(capsys, "eval", "configs/quickstart.yaml", *worse, "--fail-if-worse", code=3)
 
 
-def test_eval_of_a_model_from_a_dataset_plays_prompts_that_have_a_ground_truth(model_dir, tmp_path, capsys):
+def test_eval_with_a_dataset_configuration_samples_prompts(model_dir, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"problem": f"How many coins are {n} and 1?", "answer": str(n + 1)} for n in range(3)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = [f"model.path={model_dir}", "model.autocast=none", f"output.dir={tmp_path}", "rollout.max_tokens=4"]
+    small = [
+        f"model.path={model_dir}",
+        "model.autocast=none",
+        f"output.dir={tmp_path}",
+        "rollout.max_tokens=4",
+    ]
     columns = ["data.prompt_column=problem", "data.answer_column=answer", "rewards=[math]"]
     arguments = ["eval", str(ROOT / "configs/dpo.yaml"), *small, *columns]
     result = told(capsys, *arguments, f"eval.path={prompts}", "--json")
@@ -143,16 +172,19 @@ def test_eval_of_a_model_from_a_dataset_plays_prompts_that_have_a_ground_truth(m
     (tmp_path / "others.json").write_text('{"per_problem": []}')
     files = ["--compare", str(tmp_path / "others.json"), "--out", str(tmp_path / "kept.json")]
     assert main([*arguments, f"eval.path={prompts}", *files]) == 1  # what took an hour to measure is not lost
-    assert "nothing to compare" in " ".join(capsys.readouterr().err.split())
+    assert "Compare results on the same held-out set" in " ".join(capsys.readouterr().err.split())
     assert json.loads((tmp_path / "kept.json").read_text())["scores"] == result["scores"]
     for more, said in (
         ([], "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH"),
-        ([f"eval.path={prompts}", "data.answer_column=solution"], "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH"),
-        (["algorithm.name=reward_model"], "gives values instead of answers"),
+        (
+            [f"eval.path={prompts}", "data.answer_column=solution"],
+            "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH",
+        ),
+        (["algorithm.name=reward_model"], "cannot generate completions"),
         ([f"eval.path={prompts}", "--samples", "2"], "eval.temperature=0.8"),
         ([f"eval.path={prompts}", "--k", "2"], "--k 2 is not accepted with --samples 1"),
-        ([f"eval.path={prompts}", "--fail-if-worse"], "needs --compare"),
-        ([f"eval.path={prompts}", "--compare", str(prompts)], "is not what `rl4llm eval --out` writes"),
+        ([f"eval.path={prompts}", "--fail-if-worse"], "requires --compare"),
+        ([f"eval.path={prompts}", "--compare", str(prompts)], "was not written by `rl4llm eval --out`"),
         ([f"eval.path={prompts}", "--out", str(prompts)], "exists"),
     ):
         assert main([*arguments, *more]) in (1, 2)
@@ -165,15 +197,24 @@ def test_info_lists_versions_algorithms_environments_and_rewards(capsys):
     for name in ("torch", "grpo", "dapo", "tool", "math"):
         assert name in output
     found = told(capsys, "info", "--json")
-    assert list(found) == ["versions", "devices", "algorithms", "options", "environments", "rewards"]
-    (ppo,) = (row for row in found["algorithms"] if row["name"] == "ppo")
-    assert "critic" in ppo["needs"]
+    tables = ["versions", "devices", "algorithms", "environments", "rewards", "engines", "backends"]
+    assert list(found) == tables
+    assert all(row["what"] for name in tables[1:] for row in found[name])
+    detailed = told(capsys, "info", "algorithms", "--json")
+    assert list(detailed) == ["algorithms", "options"]
+    (ppo,) = (row for row in detailed["algorithms"] if row["name"] == "ppo")
+    assert "critic" in ppo["needs"] and "whiten" in ppo["special options and defaults"]
+    assert found["algorithms"] == [
+        {key: row[key] for key in ("name", "what")} for row in detailed["algorithms"]
+    ]
     assert list(told(capsys, "info", "rewards", "--json")) == ["rewards"]
+    (cpu,) = (row for row in told(capsys, "info", "devices", "--json")["devices"] if row["device"] == "cpu")
+    assert "threads" in cpu["what"]
 
 
-def test_the_help_of_every_command_has_examples_that_its_own_parser_takes():
+def test_the_examples_in_every_help_text_can_be_parsed():
     (commands,) = (action.choices for action in build_parser()._actions if action.choices)
-    assert len(commands) == len(COMMANDS)
+    assert len(commands) == len(list(COMMANDS))
     for name, command in commands.items():
         if name == "serve":  # the launcher's own help
             continue
@@ -182,7 +223,7 @@ def test_the_help_of_every_command_has_examples_that_its_own_parser_takes():
         for example in examples.strip().splitlines():
             words = shlex.split(example)
             assert words[0] == "rl4llm"
-            build_parser().parse_args(words[1:])
+            _parsed(words[1:])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +235,11 @@ def test_the_help_of_every_command_has_examples_that_its_own_parser_takes():
         (["train", "configs/quickstart.yaml", "env.name=tol"], 2, "Did you mean 'tool'"),
         (["train", "configs/quickstart.yaml", "model.path=/nowhere"], 1, "/nowhere"),
         (["train", "configs/gsm8k_grpo.yaml", "model.path={model}", "data.path=/nowhere"], 1, "/nowhere"),
-        (["train", "configs/quickstart.yaml", "model.path={model}", "rewards=[mth]"], 2, "Did you mean 'math'"),
+        (
+            ["train", "configs/quickstart.yaml", "model.path={model}", "rewards=[mth]"],
+            2,
+            "Did you mean 'math'",
+        ),
         (["explode"], 2, "invalid choice"),
     ],
 )
@@ -224,41 +269,60 @@ def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path, ca
     assert all(other == first for other in others)  # the same seed plays the same episodes
     assert {"system", "user", "assistant"} <= {message["role"] for row in first for message in row[2]}
     assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == before
-    learned = [f"data.path={files[0]}", f"output.dir={tmp_path / 'sft'}", "max_steps=1", "rollout.prompts=2", "eval.every=0"]
+    learned = [
+        f"data.path={files[0]}",
+        f"output.dir={tmp_path / 'sft'}",
+        "max_steps=1",
+        "rollout.prompts=2",
+        "eval.every=0",
+    ]
     assert main(["sft", str(ROOT / "configs/sft.yaml"), small[0], *learned, "model.autocast=none"]) == 0
     assert (tmp_path / "sft" / "model").is_dir()
 
 
 def test_a_prompt_that_is_collected_again_gets_other_attempts(model_dir, tmp_path):
-    small = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}", "rollout.prompts=1", "rollout.group_size=2"]
+    small = [
+        f"model.path={model_dir}",
+        f"output.dir={tmp_path / 'run'}",
+        "rollout.prompts=1",
+        "rollout.group_size=2",
+    ]
     config = load_config(ROOT / "configs/quickstart.yaml", [*small, "rollout.max_tokens=8", "data.limit=1"])
     episodes = list(collect(config, 3))
     assert [as_row(episode)["prompt_id"].rpartition("/")[2] for episode in episodes] == list("012345")
     assert len({episode.spans[1].token_ids for episode in episodes}) == 6
 
 
-def test_collect_refuses_before_it_samples_what_it_cannot_write_to(run, tmp_path):
+def test_collect_refuses_an_unwritable_file_before_it_samples(run, tmp_path):
     _, small, _ = run
     command = ["collect", "configs/quickstart.yaml", *small]
     (tmp_path / "there.jsonl").write_text("")
     (tmp_path / "file").write_text("")
-    for out, said in (("there.jsonl", "exists"), ("x.csv", ".jsonl or .parquet"), ("file/x.jsonl", "cannot be written")):
+    for out, said in (
+        ("there.jsonl", "exists"),
+        ("x.csv", ".jsonl or .parquet"),
+        ("file/x.jsonl", "cannot be written"),
+    ):
         code = 1 if out.startswith("file/") else 2
         assert said in " ".join(rl4llm(*command, "--out", tmp_path / out, code=code).split())
     assert "1 or above" in rl4llm(*command, "--out", tmp_path / "x.jsonl", "--prompts", "0", code=2)
-    nothing = rl4llm(*command, "--out", tmp_path / "x.jsonl", "--prompts", "1", "--filter-reward", "7", code=2)
+    nothing = rl4llm(
+        *command, "--out", tmp_path / "x.jsonl", "--prompts", "1", "--filter-reward", "7", code=2
+    )
     assert "None of 2 episodes" in nothing
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there.jsonl"]
 
 
-def test_an_exported_run_is_a_model_with_a_card_that_says_what_it_reached(run, tmp_path, capsys):
+def test_an_exported_run_is_a_model_with_a_card_of_its_results(run, tmp_path, capsys):
     directory, _, _ = run
     last = max(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
     out = tmp_path / "exported"
     (listed,) = told(capsys, "view", directory, "--json")
     assert (listed["name"], listed["running"]) == (directory.name, False)
     assert told(capsys, "export", directory, "--out", out, "--json") == {"out": str(out), "step": last}
-    assert (out / "model.safetensors").read_bytes() == (directory / "model" / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == (
+        directory / "model" / "model.safetensors"
+    ).read_bytes()
     AutoModelForCausalLM.from_pretrained(out)
     assert AutoTokenizer.from_pretrained(out).chat_template
     card = (out / "README.md").read_text()
@@ -267,23 +331,41 @@ def test_an_exported_run_is_a_model_with_a_card_that_says_what_it_reached(run, t
     assert "name: grpo" in card
     assert str(directory) not in card
     assert "exists" in rl4llm("export", directory, "--out", out, code=2)
-    for arguments, said in (((directory, "--step", "99"), "no checkpoint of step 99"), ((tmp_path,), "holds no run")):
+    for arguments, said in (
+        ((directory, "--step", "99"), "no checkpoint of step 99"),
+        ((tmp_path,), "is not a run"),
+    ):
         assert said in " ".join(rl4llm("export", *arguments, "--out", tmp_path / "x", code=1).split())
     assert not (tmp_path / "x").exists()
 
 
-def test_a_model_card_tells_neither_secrets_nor_where_things_lie_here(tmp_path):
+def test_a_model_card_has_neither_secrets_nor_local_paths(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    tools = [{"name": "mcp", "command": ["python", str(tmp_path / "server.py")], "env": {"SEARCH_TOKEN": "sesame"}}]
+    tools = [
+        {"name": "mcp", "command": ["python", str(tmp_path / "server.py")], "env": {"SEARCH_TOKEN": "sesame"}}
+    ]
     judge = {"name": "llm_judge", "url": "http://me:sesame@10.1.2.3:9/v1"}
     parts = {
-        "far": {"data": {"path": str(prompts)}, "env": {"name": "tool", "remote": "10.1.2.3:50051", "tools": tools}},
-        "agents": {"env": {"name": "agent", "command": f"python {tmp_path}/agent.py --fast"}, "rewards": [judge]},
+        "far": {
+            "data": {"path": str(prompts)},
+            "env": {"name": "tool", "remote": "10.1.2.3:50051", "tools": tools},
+        },
+        "agents": {
+            "env": {"name": "agent", "command": f"python {tmp_path}/agent.py --fast"},
+            "rewards": [judge],
+        },
     }
-    card = model_card(load_config(overrides={"model.path": "m", "data.path": "arithmetic", "parts": parts}), 3, [])
+    card = model_card(
+        load_config(overrides={"model.path": "m", "data.path": "arithmetic", "parts": parts}), 3, []
+    )
     for hidden in ("sesame", "10.1.2.3", str(tmp_path)):
         assert hidden not in card
-    for told in ("on prompts.jsonl, arithmetic, by", "path: prompts.jsonl", "server.py", "python agent.py --fast"):
+    for told in (
+        "on prompts.jsonl, arithmetic, by",
+        "path: prompts.jsonl",
+        "server.py",
+        "python agent.py --fast",
+    ):
         assert told in card
 
 
@@ -291,10 +373,27 @@ def test_an_exported_adapter_is_merged(model_dir, tmp_path):
     run, data = tmp_path / "run", tmp_path / "data.jsonl"
     said = [{"role": "user", "content": "Say four."}, {"role": "assistant", "content": "four"}]
     data.write_text("".join(json.dumps({"prompt_id": str(row), "messages": said}) + "\n" for row in range(4)))
-    small = [f"model.path={model_dir}", f"data.path={data}", "eval.every=0", "rollout.prompts=2", "model.autocast=none"]
-    rl4llm("train", "configs/sft.yaml", *small, "model.lora.rank=2", "training.lr=0.1", "max_steps=2", f"output.dir={run}")
+    small = [
+        f"model.path={model_dir}",
+        f"data.path={data}",
+        "eval.every=0",
+        "rollout.prompts=2",
+        "model.autocast=none",
+    ]
+    rl4llm(
+        "train",
+        "configs/sft.yaml",
+        *small,
+        "model.lora.rank=2",
+        "training.lr=0.1",
+        "max_steps=2",
+        f"output.dir={run}",
+    )
     rl4llm("export", run, "--out", tmp_path / "out")
     exported = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert exported == (run / "model" / "model.safetensors").read_bytes()
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(model_dir / "model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+        == load_file(model_dir / "model.safetensors").keys()
+    )
     assert exported != (model_dir / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""A shell completes what it is told by `rl4llm completion`; tried by pressing the key in bash."""
+"""A shell completes with the script of `rl4llm completion`; the tests press Tab in bash."""
 
 import os
 import pty
@@ -33,7 +33,14 @@ class Bash:
     def __init__(self, programs):
         self._terminal, inner = pty.openpty()
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
-        environ = {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "$ ", "PYTHONPATH": str(ROOT), "COLUMNS": "400"}
+        environ = {
+            **os.environ,
+            "PATH": path,
+            "TERM": "dumb",
+            "PS1": "$ ",
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "400",
+        }
         self._process = subprocess.Popen(
             ["bash", "--norc", "--noprofile", "-i"],
             stdin=inner, stdout=inner, stderr=inner, cwd=ROOT, env=environ, start_new_session=True,
@@ -41,7 +48,7 @@ class Bash:
         os.close(inner)
 
     def send(self, keys, until):
-        """Press keys; what is shown up to and with `until`."""
+        """Press keys and return what is shown, up to and including `until`."""
         os.write(self._terminal, keys.encode())
         shown, deadline = "", time.monotonic() + 120
         while until not in shown:
@@ -62,7 +69,9 @@ def bash(tmp_path_factory):
     (programs / "rl4llm").write_text(f'#!/bin/sh\nexec {sys.executable} -m rl4llm "$@"\n')
     (programs / "rl4llm").chmod(0o755)
     shell = Bash(programs)
-    shell.send('bind "set enable-bracketed-paste off"; eval "$(rl4llm completion bash)"; echo rea""dy\n', "ready")
+    shell.send(
+        'bind "set enable-bracketed-paste off"; eval "$(rl4llm completion bash)"; echo rea""dy\n', "ready"
+    )
     yield shell
     shell.close()
 
@@ -81,8 +90,10 @@ def test_the_code_of_every_shell_is_printed(shell, capsys):
     assert "_ARGCOMPLETE" in capsys.readouterr().out
 
 
-def test_the_names_that_are_offered_are_those_that_are_registered():
+def test_completion_offers_the_registered_names():
     assert set(names("algorithm.name")) == set(ALGORITHMS)
-    assert set(names("env.name")) == {name for name in ENVIRONMENTS if ENVIRONMENTS[name].__module__.startswith("rl4llm.")}
+    assert set(names("env.name")) == {
+        name for name in ENVIRONMENTS if ENVIRONMENTS[name].__module__.startswith("rl4llm.")
+    }
     assert "algorithm.name=grpo" in overrides("algorithm.name=g")
     assert "rollout.group_size=" in overrides("rollout.")

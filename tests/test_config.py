@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
-from rl4llm.build import build_algorithm
+from rl4llm import config
+from rl4llm.compose import build_algorithm
 from rl4llm.config import flatten, load_config, to_yaml
+from rl4llm.config.keys import RENAMED
 from rl4llm.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -22,18 +25,27 @@ def test_every_configuration_file_is_valid(path):
     [
         ("trainng.lr=1", "Unknown configuration key 'trainng.lr'. Did you mean 'training.lr'?"),
         ("training.lrr=1", "Did you mean 'training.lr'?"),
-        ("training.lr=fast", "training.lr='fast' is not accepted: a finite number."),
-        ("rollout.prompts=2.5", "rollout.prompts=2.5 is not accepted: a whole number."),
-        ("rollout.prompts=0", "rollout.prompts=0 is not accepted: 1 or above"),
+        ("training.lr=fast", "training.lr='fast' is not accepted: a finite number, 0 or above."),
+        ("rollout.prompts=2.5", "rollout.prompts=2.5 is not accepted: a whole number, 1 or above."),
+        ("rollout.prompts=0", "rollout.prompts=0 is not accepted: a whole number, 1 or above."),
         ("training.lr=.inf", "training.lr=inf is not accepted: a finite number"),
         ("training.max_grad_norm=.nan", "training.max_grad_norm=nan is not accepted: a finite number"),
-        ("training.schedule=cosin", "training.schedule='cosin' is not accepted. Accepted: constant, linear, cosine"),
-        ("training.betas=[a,b]", "training.betas=['a', 'b'] is not accepted: a list, each item of it a finite number."),
-        ("training.betas=[0.9,.nan]", "training.betas=[0.9, nan] is not accepted: a finite number."),
-        ("data.limit=few", "data.limit='few' is not accepted: a whole number or null."),
-        ("model=${data}", "model='${data}' is not accepted: a mapping of keys"),
-        ("training=5", "training=5 is not accepted: a mapping of keys"),
-        ("env=tool", "env='tool' is not accepted: a mapping of keys"),
+        (
+            "training.schedule=cosin",
+            "training.schedule='cosin' is not accepted: constant, linear or cosine. Did you mean 'cosine'?",
+        ),
+        (
+            "training.betas=[a,b]",
+            "training.betas=['a', 'b'] is not accepted: a list, each item a finite number, at least 0, below 1.",
+        ),
+        (
+            "training.betas=[0.9,.nan]",
+            "training.betas=[0.9, nan] is not accepted: a list, each item a finite number, at least 0, below 1.",
+        ),
+        ("data.limit=few", "data.limit='few' is not accepted: a whole number, 1 or above, or null."),
+        ("model=${data}", "model='${data}' is not accepted. Accepted: a mapping of keys"),
+        ("training=5", "training=5 is not accepted. Accepted: a mapping of keys"),
+        ("env=tool", "env='tool' is not accepted. Accepted: a mapping of keys"),
         ("max_steps", "'max_steps' is not an override"),
     ],
 )
@@ -63,7 +75,7 @@ def test_a_missing_file_is_answered_with_the_closest_one():
         load_config(CONFIGS / "gsm8k_gpro.yaml")
 
 
-def test_a_configuration_that_rl4llm_brings_is_found_from_everywhere_unless_there_is_one_here(tmp_path, monkeypatch):
+def test_a_bundled_configuration_is_found_unless_a_local_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config("configs/quickstart.yaml") == load_config(CONFIGS / "quickstart.yaml")
     assert load_config("configs/quickstart.yaml", ["configs/presets/dapo.yaml"]).algorithm["name"] == "dapo"
@@ -79,7 +91,7 @@ def test_a_configuration_that_rl4llm_brings_is_found_from_everywhere_unless_ther
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")
-    with pytest.raises(ConfigError, match="must hold a mapping"):
+    with pytest.raises(ConfigError, match="must be a mapping"):
         load_config(tmp_path / "list.yaml")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(tmp_path / "broken.yaml")
@@ -95,7 +107,54 @@ def test_another_name_does_not_inherit_the_options_of_the_first(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("env: {name: tool, tools: [calculator]}\n")
     assert load_config(path, [*NEEDED, "env.name=chat"]).env == {"name": "chat"}
-    assert load_config(path, [*NEEDED, "env.max_steps=2"]).env == {"name": "tool", "tools": ["calculator"], "max_steps": 2}
+    assert load_config(path, [*NEEDED, "env.max_steps=2"]).env == {
+        "name": "tool",
+        "tools": ["calculator"],
+        "max_steps": 2,
+    }
+
+
+EARLIER = {
+    "algorithm.drop_equal": True,
+    "algorithm.drop_equal_by": "math",
+    "algorithm.refills": 3,
+    "rollout.ahead": True,
+}
+
+
+def test_every_earlier_key_has_a_value_here():
+    assert EARLIER.keys() == RENAMED.keys()
+
+
+@pytest.mark.parametrize("key", RENAMED)
+@pytest.mark.parametrize("form", ["file", "words", "mapping"])
+def test_an_earlier_key_sets_its_new_one_with_a_notice(key, form, tmp_path, caplog):
+    config._notice.cache_clear()
+    value, given = (
+        EARLIER[key],
+        {"model.path": "m", "data.path": "d", "algorithm.name": "dapo", key: EARLIER[key]},
+    )
+    if form == "mapping":
+        loaded = load_config(overrides=given)
+    elif form == "words":
+        loaded = load_config(overrides=[f"{name}={item}" for name, item in given.items()])
+    else:
+        nested = {name.split(".")[0]: {} for name in given}
+        for name, item in given.items():
+            nested[name.split(".")[0]][name.split(".")[1]] = item
+        (tmp_path / "own.yaml").write_text(yaml.safe_dump(nested))
+        loaded = load_config(tmp_path / "own.yaml")
+    assert flatten(loaded)[RENAMED[key]] == value and key not in flatten(loaded)
+    assert caplog.messages == [f"{key} is now called {RENAMED[key]}. The earlier name is still accepted."]
+    build_algorithm(loaded)
+
+
+def test_both_names_of_a_key_are_refused_together():
+    both = ["model.path=m", "data.path=d", "rollout.ahead=true", "rollout.one_step_off_policy=false"]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.ahead is the earlier name of rollout\.one_step_off_policy"
+    ):
+        load_config(overrides=both)
 
 
 def test_what_is_written_beside_a_run_reads_back_the_same(tmp_path):
@@ -108,7 +167,7 @@ def test_a_user_sees_well_under_a_hundred_keys():
     assert len(flatten(load_config(overrides=NEEDED))) < 90
 
 
-def test_options_stay_when_a_name_is_said_again_and_go_when_it_is_another(tmp_path):
+def test_options_stay_until_another_name_is_given(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("model: {path: m}\ndata: {path: d}\nalgorithm: {name: grpo, kl_coef: 0.1}\n")
     assert load_config(path, ["algorithm.name=grpo", "algorithm.clip_high=0.3"]).algorithm == {

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 from rl4llm.algorithms import ALGORITHMS
-from rl4llm.build.engines import ENGINES
-from rl4llm.build.options import accepted_options
 from rl4llm.cli import _parsed
+from rl4llm.compose.tables import ENGINES
 from rl4llm.config import load_config
+from rl4llm.core.schema import accepted_options
 from rl4llm.envs import ENVIRONMENTS
-from rl4llm.envs.tools.tool import TOOLS
+from rl4llm.envs.tools.registry import TOOLS
 from rl4llm.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *(ROOT / f"{name}.md" for name in ("AGENTS", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY"))]
+PAGES += [ROOT / "configs" / "README.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "scripts").rglob("README.md"))
 CONFIGURED = ("train", "launch", "eval", "collect")
 
@@ -29,7 +31,7 @@ def blocks(page, language):
 
 
 def commands(page):
-    """Its commands as lists of words, without comments; lines that end in a backslash go on."""
+    """Return its commands as lists of words, without comments; lines that end in a backslash are joined."""
     for block in blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
             yield [word for word in shlex.split(line, comments=True) if word not in ("&", "&&")]
@@ -42,7 +44,7 @@ def anchors(page):
 
 @pytest.fixture(scope="module")
 def sentences():
-    """Every text of the source but docstrings, with … where a value stands."""
+    """Return every string of the source except docstrings, with … in place of values."""
     trees = [ast.parse(file.read_text()) for file in (ROOT / "rl4llm").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
@@ -96,7 +98,9 @@ def _accepted(words):
 
 
 def _options_known(script, words):
-    source = (ROOT / script).read_text() + "".join(file.read_text() for file in (ROOT / script).parent.glob("*.py"))
+    source = (ROOT / script).read_text() + "".join(
+        file.read_text() for file in (ROOT / script).parent.glob("*.py")
+    )
     for word in words:
         if word.strip("[").startswith("--"):
             assert f'"{word.strip("[]").partition("=")[0]}"' in source, (script, word)
@@ -125,27 +129,41 @@ def test_the_python_code_of_a_page_runs(page, model_dir, tmp_path, monkeypatch):
         assert (tmp_path / "runs" / "rl4llm" / "metrics.jsonl").exists()
 
 
-def test_every_block_of_code_is_of_a_language_that_is_run():
+def test_every_code_block_has_a_language_that_is_run():
     for page in PAGES:
-        assert not {*re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)} - {"bash", "python", "yaml"}, page
+        assert not {*re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)} - {"bash", "python", "yaml"}, (
+            page
+        )
 
 
-def test_the_loop_in_the_readme_is_the_loop_of_the_code():
-    source = (ROOT / "rl4llm" / "core" / "base_trainer.py").read_text()
-    loop = next(block for block in blocks(README, "python") if "collect()" in block)
-    lines = [line.split("#")[0].strip() for line in loop.splitlines()]
-    code = {line.split("#")[0].strip() for line in source.splitlines()}
-    for line in lines[3:]:  # the `while` also asks whether a signal came
-        assert line in code, line
+def test_the_loop_in_the_readme_is_that_of_the_example():
+    source = (ROOT / "examples" / "loop.py").read_text()
+    loop = next(block for block in blocks(README, "python") if "def loop(" in block)
+    assert loop[loop.index("def loop(") :].strip() in source
 
 
-def test_the_messages_of_the_page_about_troubles_are_those_of_the_code(sentences):
+def test_messages_in_the_troubleshooting_page_are_in_the_code(sentences):
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| `([^`]*[a-z]{3} [^`]*)` \|", page, re.MULTILINE)
     assert len(messages) > 30
-    for message in messages:
-        pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
-        assert any(pattern.search(sentence) for sentence in sentences), message
+    assert [message for message in messages if not _said(message, sentences)] == []
+
+
+def test_failures_in_the_readme_have_messages_and_proofs(sentences):
+    section = re.search("^## Ways in which .*?(?=^## )", README.read_text(), re.DOTALL | re.MULTILINE)[0]
+    rows = re.findall(r"^\| (?!-|what goes wrong)(.+) \| (.+) \| (.+) \|$", section, re.MULTILINE)
+    messages = [message for _, promise, _ in rows for message in re.findall(r"`([^`]+)`", promise)]
+    assert len(rows) == 12 and len(messages) >= 9
+    assert [message for message in messages if not _said(message, sentences)] == []
+    for failure, _, proofs in rows:
+        files = re.findall(r"\]\((tests/[^)]+)\)", proofs)
+        assert files and all("def test_" in (ROOT / file).read_text() for file in files), failure
+
+
+def _said(message, sentences):
+    """Return whether the source has a string with the parts of a message that are not …."""
+    pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
+    return any(pattern.search(sentence) for sentence in sentences)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +171,41 @@ def test_the_messages_of_the_page_about_troubles_are_those_of_the_code(sentences
 )
 def test_the_tables_name_all_that_there_is(page, names):
     text = (ROOT / "docs" / f"{page}.md").read_text() + README.read_text()
-    listed = {name for row in re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    listed = {
+        name
+        for row in re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
     ours = {name for name in names if names[name].__module__.startswith("rl4llm.")}
     assert ours <= listed
 
 
-def test_the_tests_of_the_continuous_integration_are_the_readmes_command():
+def test_badges_name_the_workflows_the_license_and_versions():
+    badges = re.findall(r"\[!\[([^\]]+)\]\(([^)]+)\)\]\(([^)]+)\)", README.read_text())
+    shown = {
+        label.partition(":")[0].partition(" ")[0]: (label, image, target) for label, image, target in badges
+    }
+    assert shown.keys() == {"tests", "docs", "license", "Python"} and len(badges) == 4
+    setup = (ROOT / "setup.py").read_text()
+    repository = re.search('^REPOSITORY = "(.+)"', setup, re.MULTILINE)[1]
+    for name in ("tests", "docs"):
+        workflow = ROOT / ".github" / "workflows" / f"{name}.yml"
+        assert workflow.read_text().startswith(f"name: {name}\n")
+        address = f"{repository}/actions/workflows/{workflow.name}"
+        assert shown[name][1:] == (f"{address}/badge.svg", address)
+    assert (ROOT / "LICENSE").read_text().startswith("MIT") and "license-MIT-" in shown["license"][1]
+    versions = re.findall(r"Python :: (3\.\d+)", setup)
+    assert shown["Python"][0] == "Python " + ", ".join(versions)
+    assert f"/Python-{'%20%7C%20'.join(versions)}-" in shown["Python"][1]
+
+
+def test_ci_runs_the_test_command_of_the_readme():
     assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
     assert "scripts/test.sh" in README.read_text()
+
+
+def test_every_smoke_test_exists():
+    for line in (ROOT / "tests" / "smoke.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        assert (ROOT / file).exists(), line
+        assert not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), line

@@ -1,4 +1,4 @@
-"""The commands of the pages run as they stand there, from one directory, in the order of the page.
+"""The commands of the pages run as shown, from one directory, in the order of the page.
 
 Their configurations are those of `configs/` with a small model, few rows of a dataset, and one step of short samples.
 """
@@ -33,14 +33,20 @@ ROWS = {
         "entry_point": "twice",
     },
 }
-DATA = {"sft": "chats", "dpo": "pairs", "reward_model": "pairs", "gsm8k_grpo": "gsm8k", "humaneval_grpo": "HumanEval.jsonl"}
+DATA = {
+    "sft": "chats",
+    "dpo": "pairs",
+    "reward_model": "pairs",
+    "gsm8k_grpo": "gsm8k",
+    "humaneval_grpo": "HumanEval.jsonl",
+}
 STAND_INS = {"MODEL": "model", "CHATS": "chats", "PAIRS": "pairs", "HumanEval.jsonl.gz": "HumanEval.jsonl"}
 TRAINED = ("train", "eval", "plan", "check")
 ELSEWHERE = {  # what a line says that needs more than is here, and where such lines run
-    "http://": "tests/inference/test_sglang.py, tests/envs/test_debate.py",
-    "inference.name=": "tests/inference/test_sglang.py, tests/inference/test_vllm.py",
-    "env.remote=": "tests/envs/test_remote.py",
-    "configs/quickstart.yaml": "tests/test_quickstart.py",
+    "http://": "tests/extensions/servers/test_sglang.py, tests/envs/test_debate.py",
+    "inference.name=": "tests/extensions/servers/test_sglang.py, tests/extensions/servers/test_vllm.py",
+    "env.remote=": "tests/extensions/remote/test_remote.py",
+    "configs/quickstart.yaml": "tests/extensions/quickstart/test_quickstart.py",
     "tracking.": "tests/tracking",
     "DIRECTORY_WITH": "a description of the directory, which is gsm8k here",
 }
@@ -50,17 +56,21 @@ if shutil.which("bwrap") is None:
 
 @pytest.fixture
 def desk(tmp_path, model_dir, monkeypatch):
-    """The directory that the commands are run in, with all that they name."""
+    """Return the directory that the commands are run in, with all that they name."""
     shutil.copytree(model_dir, tmp_path / "model")
-    described = json.loads((tmp_path / "model" / "config.json").read_text())  # tools take a thousand of the small tokens
+    described = json.loads(
+        (tmp_path / "model" / "config.json").read_text()
+    )  # tools take a thousand of the small tokens
     (tmp_path / "model" / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 4096}))
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    shutil.copy(ROOT / "tests" / "envs" / "tools" / "things_server.py", tmp_path / "server.py")
+    shutil.copy(ROOT / "tests" / "extensions" / "toolbox" / "things_server.py", tmp_path / "server.py")
     for name, row in ROWS.items():
         for file in {name, name.replace("train.", "test.")}:
-            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text("".join(json.dumps(row | {"id": i}) + "\n" for i in range(4)))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # as where a .venv is active
+    monkeypatch.setenv(
+        "PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )  # as where a .venv is active
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for path in (tmp_path / "configs").glob("*.yaml"):
         path.write_text(yaml.safe_dump(small(path.stem, yaml.safe_load(path.read_text()))))
@@ -75,12 +85,17 @@ def small(name, config):
     return config
 
 
-@pytest.mark.parametrize("page", ["README", "docs/datasets", "docs/environments", "docs/programs", "docs/runs"])
+@pytest.mark.parametrize(
+    "page",
+    ["docs/datasets", "docs/environments", "docs/programs", "docs/runs", "docs/tools", "docs/view"],
+)
 def test_the_commands_of_a_page_run(desk, page):
     for block in blocks(ROOT / f"{page}.md", "python"):
         if named := re.match(r"# (\w+\.py)\n", block):
             (desk / named[1]).write_text(block)
-    lines = [words for words in commands(ROOT / f"{page}.md") if words[:1] == ["rl4llm"] and words[1] in TRAINED]
+    lines = [
+        words for words in commands(ROOT / f"{page}.md") if words[:1] == ["rl4llm"] and words[1] in TRAINED
+    ]
     lines = [words for words in lines if not any(mark in " ".join(words) for mark in ELSEWHERE)]
     assert lines or not shutil.which("bwrap")
     for words in lines:

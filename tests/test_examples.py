@@ -1,4 +1,4 @@
-"""Every example runs, and learns what it says."""
+"""Every example runs, and learns what it says; those that take long only in a sweep, as tests/trainers learns them too."""
 
 import json
 import shutil
@@ -8,21 +8,36 @@ import pytest
 from forked_python import python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-RUNNABLE = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "shared.py")
+LOOPS = (
+    "loop.py",
+    "loop_sglang.py",
+)  # no runs with logs; tests/trainers/test_loop.py and test_sglang.py have them
+PARTS = ("shared.py", "sums.py")  # not programs that train
+RUNNABLE = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in (*PARTS, *LOOPS))
+
+
+LEARNS_SOON = ("custom_reward.py", "new_algorithm.py")
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_the_example_runs_and_its_reward_rises(name, tmp_path):
+def test_the_example_runs_and_its_reward_rises(name, tmp_path, sweep):
+    steps = 20 if sweep or name in LEARNS_SOON else 2
     if name == "code_repair.py" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
     output = tmp_path / "run"
-    done = python(EXAMPLES / name, "--steps", "20", "--output", output)
+    done = python(EXAMPLES / name, "--steps", str(steps), "--output", output)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reward" in done.stdout.splitlines()[-1]
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    assert len(rewards) == 20
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4
+    assert len(rewards) == steps
+    assert steps == 2 or sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4
+
+
+def test_the_loop_runs_as_a_program():
+    done = python(EXAMPLES / "loop.py", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[-2:]] == ["step 1", "step 2"]
 
 
 def test_there_is_an_example_for_each_thing_that_users_write():
@@ -37,3 +52,27 @@ def test_there_is_an_example_for_each_thing_that_users_write():
         "new_algorithm.py",
         "self_play.py",
     ]
+
+
+def test_sums_are_right_and_held_out_ones_are_never_trained_on(tmp_path):
+    assert python(EXAMPLES / "sums.py", tmp_path).returncode == 0
+    train, held_out = (
+        [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    )
+    assert (len(train), len(held_out)) == (482, 128)
+    assert len({row["question"] for row in train + held_out}) == 610
+    for row in train + held_out:
+        assert str(eval(row["question"].removesuffix(" = ?"))) == row["answer"]
+
+
+def test_the_curves_of_several_runs_become_one_picture(tmp_path):
+    for seed, last in (("0", 0.5), ("1", 0.75)):
+        (tmp_path / seed).mkdir()
+        rows = [{"step": 0, "accuracy": 0.25}, {"step": 5, "accuracy": last}]
+        (tmp_path / seed / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = EXAMPLES.parent / "scripts" / "curves.py"
+    done = python(script, tmp_path / "picture.png", tmp_path / "0", tmp_path / "1")
+    assert done.returncode == 0, done.stderr
+    assert "1: step 0: 25.0 %, step 5: 75.0 %" in done.stdout
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from small_run import SmallRun
 
 from rl4llm.cli import main
+from rl4llm.compose import build_trainer
+from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.ranks import join_ranks
-from rl4llm.inference.ports import free_port
+from rl4llm.runtime.ports import free_port
+from rl4llm.runtime.ranks import join_ranks
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -23,10 +25,15 @@ def small(model_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(small):
-    """The weights of two processes that `rl4llm launch` started."""
-    started(sys.executable, "-m", "rl4llm", "launch", *small.into("launch"), "--nproc", "2")
-    return small.weights("launch")
+def expected(small, on_ranks):
+    """Return the weights of two processes that no launcher started; `rl4llm launch` gives the same (test_launch_ranks)."""
+    on_ranks(trained, *small.into("forked"))
+    return small.weights("forked")
+
+
+def trained(ranks, config, *overrides):
+    with build_trainer(load_config(config, overrides)) as trainer:
+        trainer.train()
 
 
 def started(*words):
@@ -39,8 +46,18 @@ def launcher(name):
     return found or pytest.skip(f"there is no {name} here")
 
 
+@pytest.mark.sweep  # `rl4llm launch` does it the same way: tests/extensions/launch/test_launch_ranks.py
 def test_torchrun_starts_the_same_run(small, expected):
-    started(launcher("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "rl4llm", "train", *small.into("torchrun"))
+    started(
+        launcher("torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "rl4llm",
+        "train",
+        *small.into("torchrun"),
+    )
     assert small.weights("torchrun") == expected
 
 
@@ -57,8 +74,9 @@ def test_deepspeed_starts_the_same_run(small, expected):
     assert small.weights("deepspeed") == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.deepspeed
-def test_deepspeed_on_two_machines_of_a_hostfile_starts_the_same_run(small, expected):
+def test_deepspeed_starts_the_same_run_on_two_machines(small, expected):
     hosts = small.directory / "hosts"
     hosts.write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
     first = ["--master_addr", "127.0.0.1", "--master_port", str(free_port("127.0.0.1"))]
@@ -76,7 +94,7 @@ def test_a_local_rank_that_a_launcher_puts_first_is_taken(capsys):
         assert "There is no configuration file" in capsys.readouterr().err
 
 
-def test_several_processes_that_were_asked_for_and_did_not_start_are_missed():
+def test_an_incomplete_launch_of_several_processes_is_refused():
     prepared = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigError, match="--cpu` starts one process"):
         join_ranks(1, prepared)
@@ -86,7 +104,7 @@ def test_several_processes_that_were_asked_for_and_did_not_start_are_missed():
 JOINS = """
 import sys
 from rl4llm.core.errors import RanksError
-from rl4llm.core.ranks import join_ranks
+from rl4llm.runtime.ranks import join_ranks
 try:
     join_ranks(1)
 except RanksError as error:
@@ -99,6 +117,8 @@ def test_a_rank_that_finds_no_network_says_what_to_set():
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "nonesuch"}
     environ = {**ENVIRON, **torchrun, **place}
-    done = subprocess.run([sys.executable, "-c", JOINS], env=environ, capture_output=True, text=True, timeout=120)
-    assert "Rank 0 of 2 did not find the others" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert "Rank 0 of 2 could not connect to" in done.stderr
     assert "set GLOO_SOCKET_IFNAME" in done.stderr

@@ -1,14 +1,27 @@
 """The shape of the package: what imports what, and what an import costs."""
 
 import ast
+import importlib
+import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "rl4llm"
-LAYERS = {  # a file may import from its own layer's folder and from lower layers; equal numbers never import each other
-    "core": 0,
-    "sandbox": 0.5,  # rewards, environments and graders all run programs in it
+import architecture
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from small_run import SmallRun
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rl4llm"
+LAYERS = {  # a file may import from lower layers; above 0, folders of the same layer never import each other
+    "core": 0,  # with runs and runtime, on which its trainer and its contracts stand
+    "runs": 0,
+    "runtime": 0,
     "algorithms": 1,
     "data": 1,
     "rewards": 1,
@@ -26,7 +39,7 @@ HEAVY = {
 
 
 def imports(path):
-    """Names of modules that a file imports, wherever in the file."""
+    """Return the names of modules that a file imports, anywhere in the file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,9 +57,20 @@ def test_imports_point_down():
             parts = name.split(".")
             if parts[0] != "rl4llm" or len(parts) < 2 or parts[1] == room:
                 continue
-            if LAYERS.get(parts[1], 9) >= LAYERS[room]:
+            if LAYERS.get(parts[1], 9) >= (LAYERS[room] or 1):
                 upward.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not upward
+
+
+def test_extensions_do_not_import_each_other():
+    across = []
+    for path in (PACKAGE / "extensions").rglob("*.py"):
+        own = path.relative_to(PACKAGE / "extensions").parts[0]
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[:2] == ["rl4llm", "extensions"] and len(parts) > 2 and parts[2] != own:
+                across.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not across
 
 
 def test_a_heavy_package_is_imported_in_one_file():
@@ -57,7 +81,7 @@ def test_a_heavy_package_is_imported_in_one_file():
     assert all(len(files) == 1 for files in places.values()), places
 
 
-def test_importing_rl4llm_is_fast_and_loads_neither_torch_nor_an_engine():
+def test_importing_rl4llm_is_fast_and_loads_no_torch_or_engine():
     heavy = HEAVY | {"torch", "transformers", "datasets", "matplotlib", "sympy"}
     code = f"""
 import sys, time
@@ -69,6 +93,83 @@ sys.exit(', '.join(sorted({heavy!r} & set(sys.modules))) or (seconds >= 1.5 and 
     assert done.returncode == 0, done.stderr
 
 
+UNUSED = [  # what the plain run has no use for, by the beginning of the module's name
+    "rl4llm.extensions.", "rl4llm.testing", "rl4llm.algorithms.correction", "rl4llm.backends.lora",
+    "rl4llm.backends.sharding", "rl4llm.runs.failed_update", "rl4llm.trainers.ahead", "rl4llm.trainers.mismatched",
+    "rl4llm.compose.supervised", "rl4llm.data.answers", "rl4llm.data.demonstrations",
+    "rl4llm.data.mixture", "rl4llm.envs.debate", "rl4llm.envs.mixture", "rl4llm.envs.roles", "rl4llm.envs.tool",
+    "rl4llm.rewards.wrappers", "rl4llm.rewards.format", "rl4llm.rewards.length", "rl4llm.trainers.dataset",
+]  # fmt: skip
+PLAIN = """
+data: {path: %s}
+model: {path: %s}
+eval: {every: 0}
+rollout: {prompts: 2, group_size: 2, max_tokens: 4}
+output: {dir: %s}
+max_steps: 1
+"""
+
+
+def test_a_plain_run_imports_nothing_that_it_does_not_use(model_dir, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"Say {n}."}], "ground_truth": str(n)} for n in "12"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "plain.yaml").write_text(PLAIN % (tmp_path / "rows.jsonl", model_dir, tmp_path / "run"))
+    code = f"""
+import sys
+from rl4llm.cli import main
+code = main(['train', {str(tmp_path / "plain.yaml")!r}])
+print(*(name for name in sys.modules if name.startswith('rl4llm')), file=sys.stderr)
+sys.exit(code)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = done.stderr.splitlines()[-1].split()  # the parser of the command line loads all commands
+    commands = [name for name in listed if "commands" in name or name.endswith("command")]
+    names = [name for name in listed if not any(f"{one}.".startswith(f"{name}.") for one in commands)]
+    assert "rl4llm.trainers.rl" in names and "rl4llm.rewards.math" in names
+    assert [name for name in names if name.startswith(tuple(UNUSED))] == []
+    assert len(names) <= 130
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "main(['info'])",
+        "main(['info', 'rewards', '--json'])",
+        "names('algorithm.name') and names('inference.name') and overrides('env.name=t')",
+        "meant()",
+    ],
+)
+def test_names_are_listed_quickly_without_torch(command):
+    code = f"""
+import sys, time
+from rl4llm.algorithms import ALGORITHMS
+from rl4llm.cli import main
+from rl4llm.commands.completers import names, overrides
+from rl4llm.core.errors import ConfigError
+def meant():
+    try:
+        ALGORITHMS['gpro']
+    except ConfigError as error:
+        assert "Did you mean 'grpo'?" in str(error)
+{command}
+seconds = time.process_time()
+heavy = set(sys.modules) & {HEAVY | {"torch", "transformers", "numpy"}!r}
+sys.exit(', '.join(sorted(heavy)) or (seconds >= 1.5 and f'{{seconds}} s') or 0)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_embedded_engine_trains_without_the_server_side(tmp_path, model_dir):
+    code = f"""
+import sys
+from rl4llm.cli import main
+assert main({["train", *SmallRun.at(tmp_path, model_dir).into("plain", "max_steps=1")]!r}) == 0
+own = sorted(name for name in sys.modules if name.startswith("rl4llm.extensions.servers."))
+sys.exit(', '.join(name for name in own if not name.endswith(".command")) or 0)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_can_be_imported():
     import rl4llm
 
@@ -76,10 +177,96 @@ def test_every_public_name_can_be_imported():
         assert getattr(rl4llm, name)
 
 
+@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
+def test_stubs_name_the_modules_of_lazy_names(stub):
+    tree = ast.parse(stub.read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    stubbed = {alias.name: node.module for node in imports for alias in node.names}
+    package = importlib.import_module(".".join(stub.parent.relative_to(ROOT).parts))
+    assert package._HOMES and package._HOMES.items() <= stubbed.items()
+    assert all(hasattr(importlib.import_module(module), name) for name, module in stubbed.items())
+
+
 def test_help_waits_for_nothing_heavy():
     heavy = HEAVY | {"torch", "transformers", "numpy", "omegaconf", "aiohttp"}
-    code = (
-        f"import sys, rl4llm.cli\nrl4llm.cli.build_parser()\nsys.exit(', '.join(sorted({heavy!r} & set(sys.modules))) or 0)"
-    )
+    build = "import sys, rl4llm.cli\nrl4llm.cli.build_parser()"
+    code = f"{build}\nsys.exit(', '.join(sorted({heavy!r} & set(sys.modules))) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_lock_has_exactly_the_requirements_with_hashes():
+    """What to do when this fails: scripts/lock.sh writes the lock again."""
+    setup = (ROOT / "setup.py").read_text()
+    extras = ast.literal_eval(re.search(r"^EXTRAS = (\{.*?^\})", setup, re.MULTILINE | re.DOTALL)[1])
+    asked = {"core": ast.literal_eval(re.search(r"install_requires=(\[.*?\n    \])", setup, re.DOTALL)[1])}
+    asked |= {name: extras[name] for name in ("dev", "deepspeed", "reasoning", "docs", "real")}
+    locked = {name: lines(ROOT / "scripts" / "lock" / f"{name}.txt") for name in asked}
+    for name, wanted in asked.items():
+        versions = {}
+        for pin, *hashes in (*locked["core"], *locked[name]):
+            requirement = Requirement(pin)
+            versions.setdefault(requirement.name, []).append(str(requirement.specifier).removeprefix("=="))
+            assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)) and not requirement.url
+            assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", item) for item in hashes)
+        assert not {
+            item for item in versions if re.match("(torch|triton|cuda|nvidia)(-|$)", item)
+        }  # of the machine
+        for requirement in map(Requirement, wanted):
+            if requirement.name != "torch":
+                found = versions[canonicalize_name(requirement.name)]
+                assert all(version in requirement.specifier for version in found), requirement
+
+
+def lines(lock):
+    """Return a pin and its hashes for each package."""
+    return [re.split(r"\s+(?=--hash)", line) for line in lock.read_text().replace("\\\n", " ").splitlines()]
+
+
+def test_every_range_in_setup_is_bounded_from_above():
+    setup = (ROOT / "setup.py").read_text() + (ROOT / "pyproject.toml").read_text()
+    ranges = re.findall(r'"([A-Za-z][\w.\-]*(?:\[\w+\])?(?:==|>=)[^"]*)"', setup)
+    assert len(ranges) > 40
+    assert [item for item in ranges if "<" not in item and "==" not in item and "python" not in item] == []
+
+
+def test_an_installation_that_fails_is_begun_again(tmp_path):
+    """It has changed the packages of the older one, so it removes that one's stamp."""
+    shutil.copytree(ROOT / "scripts" / "lock", tmp_path / "scripts" / "lock")
+    for name in ("scripts/environment.sh", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python, pip, stamp = (tmp_path / ".venv" / name for name in ("bin/python", "bin/pip", "rl4llm-installed"))
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *" -e "*) exit 7;; esac\n')
+    python.chmod(0o755)
+    pip.symlink_to(python)
+    stamp.write_text("of an older lock\n")
+    command = ["bash", "-c", ". scripts/environment.sh"]
+    environment = {**os.environ, "RL4LLM_PYTHON": sys.executable, "RL4LLM_VENV": str(tmp_path / ".venv")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 7 and not stamp.exists()
+
+
+def test_calls_for_other_extras_install_each_extra_once(tmp_path):
+    shutil.copytree(ROOT / "scripts" / "lock", tmp_path / "scripts" / "lock")
+    for name in ("scripts/environment.sh", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python, pip, log = (tmp_path / ".venv" / name for name in ("bin/python", "bin/pip", "log"))
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
+    python.chmod(0o755)
+    pip.symlink_to(python)
+    environment = {**os.environ, "RL4LLM_PYTHON": sys.executable, "RL4LLM_VENV": str(tmp_path / ".venv")}
+    calls = []
+    for extras in ("dev", "deepspeed", "dev", "deepspeed dev", ""):
+        log.write_text("")
+        command = ["bash", "-c", f". scripts/environment.sh {extras}"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+        calls.append(bool(log.read_text()))
+    assert calls == [True, True, False, False, False]
+
+
+def test_the_picture_of_the_house_is_drawn_from_todays_imports():
+    """What to do when this fails: python scripts/architecture.py --write."""
+    picture = architecture.draw(architecture.imports())
+    assert (ROOT / "docs" / "architecture.svg").read_text() == picture

@@ -1,16 +1,20 @@
 import asyncio
 import copy
+import inspect
 import itertools
 import json
 import random
 import shutil
+from typing import Literal
 
 import pytest
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import EngineError, EnvError
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, WeightRef
-from rl4llm.envs import ENVIRONMENTS
+from rl4llm.envs import ENVIRONMENTS, ToolMDPEnv
+from rl4llm.envs.tools import ToolError, ToolSet, tool
+from rl4llm.envs.tools.trial import example
 from rl4llm.inference.local import LocalClient
 from rl4llm.testing import ScriptedClient, check_client, check_env
 
@@ -79,22 +83,26 @@ def say(client, session="", **params):
     return asyncio.run(client.generate(PROMPTS[0], SamplingParams(**params), session=session))
 
 
-def test_a_scripted_client_says_each_sessions_replies_in_order_and_repeats_the_last(tokenizer):
+def test_a_scripted_client_replies_in_order_and_repeats_the_last(tokenizer):
     client = ScriptedClient(tokenizer, {"": ["Answer: 4"], "a": ["one", "two"]})
     assert [say(client, "a").text for _ in range(3)] == ["one", "two", "two"]
     assert say(client, "b").text == "Answer: 4"
     assert [call.session for call in client.calls] == ["a", "a", "a", "b"]
 
 
-def test_a_scripted_reply_ends_with_the_end_token_unless_it_is_cut(tokenizer):
+def test_a_scripted_reply_has_an_end_token_unless_truncated(tokenizer):
     client = ScriptedClient(tokenizer, lambda session, prompt_ids: f"{len(prompt_ids)} tokens")
     whole = say(client)
-    assert (whole.text, whole.token_ids[-1], whole.finish_reason) == ("5 tokens", tokenizer.eos_token_id, "stop")
+    assert (whole.text, whole.token_ids[-1], whole.finish_reason) == (
+        "5 tokens",
+        tokenizer.eos_token_id,
+        "stop",
+    )
     cut = say(client, max_tokens=2)
     assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:2], "length")
 
 
-def test_a_scripted_client_without_a_reply_says_which_sessions_it_knows(tokenizer):
+def test_a_scripted_client_without_a_reply_names_its_sessions(tokenizer):
     with pytest.raises(EngineError, match=r"no reply for session 'b'; it knows \['a'\]"):
         say(ScriptedClient(tokenizer, {"a": ["one"]}), "b")
 
@@ -121,11 +129,16 @@ def environment(env_class, tokenizer, **options):
     return env_class(ROWS, tokenizer, [Always("always")], batch_size=1, group_size=1, **options)
 
 
-NEED_MORE = {"agent", "gymnasium", "openenv", "verifiers"}  # than rows: a program, a task; they have tests of their own
+NEED_MORE = {
+    "agent",
+    "gymnasium",
+    "openenv",
+    "verifiers",
+}  # than rows: a program, a task; they have tests of their own
 
 
 @pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - NEED_MORE))
-def test_every_environment_that_comes_with_the_package_keeps_the_contract(tokenizer, name):
+def test_every_bundled_environment_keeps_the_contract(tokenizer, name):
     if name == "code" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
@@ -148,7 +161,7 @@ class HintsAsync(Hints):
 
 
 class OwnLoop(Hints):
-    """A loop of its own over all samples that does what an author should."""
+    """A custom loop over all samples that does what an author should."""
 
     def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
         for turn in range(self.max_steps):
@@ -239,7 +252,10 @@ class CountsOnText(OwnLoop):
         samples = [sample for sample in env_state.sample_states if not sample.done]
         outputs = llm.generate(samples, sampling_params)
         assert all(output.token_ids for output in outputs)
-        return [(sample, ChatMessage("assistant", output.text)) for sample, output in zip(samples, outputs, strict=True)]
+        return [
+            (sample, ChatMessage("assistant", output.text))
+            for sample, output in zip(samples, outputs, strict=True)
+        ]
 
 
 class ClaimsItsOwnWords(Hints):
@@ -293,10 +309,85 @@ class StopsWhenOneIsMissing(OwnLoop):
         return pairs
 
 
+class Counted(ToolSet):
+    """Counts the calls that its episodes make."""
+
+    def __init__(self, book=None):
+        super().__init__()
+        self.book = [] if book is None else book
+
+    def open(self, sample):
+        return Counted(self.book)
+
+    def close(self):
+        self.book.append("close")
+
+    @tool
+    def count(self, by: int, kind: Literal["up", "down"], words: list[str], nothing: str = "") -> str:
+        """Count.
+
+        Args:
+            by: How far.
+            kind: Where to.
+            words: What to say.
+            nothing: Left out.
+        """
+        self.book.append((by, kind, words, nothing))
+        if len(self.book) % 2:
+            raise ToolError("no")
+        return "one"
+
+
+def test_check_env_calls_each_tool_once_in_a_separate_episode(tokenizer):
+    counted = Counted()
+    check_env(environment(ToolMDPEnv, tokenizer, tools=[counted]), rows=[0])
+    assert counted.book == [(1, "up", ["example"], ""), "close"]
+
+
+def test_check_env_says_which_tools_raise_and_on_which_line(tokenizer):
+    @tool
+    def misspelled(text: str) -> str:
+        """Give it back.
+
+        Args:
+            text: Anything.
+        """
+        return txet  # noqa: F821
+
+    line = inspect.getsourcelines(misspelled)[1] + 7
+    said = f"arguments made from its schema.*with {{'text': 'example'}}: the tool misspelled raised NameError.*:{line}"
+    with pytest.raises(EnvError, match=said):
+        check_env(environment(ToolMDPEnv, tokenizer, tools=["calculator", misspelled]), rows=[0])
+    check_env(environment(ToolMDPEnv, tokenizer, tools=[misspelled], on_error="answer"), rows=[0])
+
+
+def test_an_example_fits_its_schema():
+    definitions = {
+        "$defs": {"Point": {"type": "object", "required": ["x"], "properties": {"x": {"type": "number"}}}}
+    }
+    cases = {
+        "example": {"type": "string"},
+        3: {"type": "integer", "minimum": 3},
+        "b": {"enum": ["b", "c"]},
+        "later": {"type": "string", "default": "later"},
+        1: {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    }
+    for value, schema in cases.items():
+        assert example(schema) == value
+    points = {"type": "array", "items": {"$ref": "#/$defs/Point"}, "minItems": 2}
+    assert example(points, definitions) == [{"x": 1.0}, {"x": 1.0}]
+    assert example(
+        {"type": "array", "prefixItems": [{"type": ["integer", "string"]}, {"type": "boolean"}]}
+    ) == [1, True]
+
+
 @pytest.mark.parametrize(
     ("wrong", "law"),
     [
-        (ReadsJson, r"whatever the policy says, no episode raises or fails. Seen: prompt 'p0', sample 0, .*JSONDecodeError"),
+        (
+            ReadsJson,
+            r"whatever the policy says, no episode raises or fails. Seen: prompt 'p0', sample 0, .*JSONDecodeError",
+        ),
         (ReturnsNothing, "no episode raises or fails.*must return a list of ChatMessage"),
         (BeginsOtherwise, r"a group shares its prompt.*prompts \['p0', 'p1'\] had several beginnings"),
         (RewritesItsPrompt, "leaves the messages of its prompt as they are. Seen: 'p0', sample 0"),
@@ -305,7 +396,10 @@ class StopsWhenOneIsMissing(OwnLoop):
         (AsksOnceMore, "at most max_steps turns.*asks for turn 4, and max_steps is 3"),
         (AsksUntilItIsRight, "at most max_steps turns"),
         (CountsOnText, "an episode that fills the context ends there and counts.*AssertionError"),
-        (ClaimsItsOwnWords, "only what the policy said at that very point is marked as its own.*Seen:.*Well done"),
+        (
+            ClaimsItsOwnWords,
+            "only what the policy said at that very point is marked as its own.*Seen:.*Well done",
+        ),
         (SharesItsChance, "the same seed gives the same episode.*No, try"),
         (CountsEpisodes, "the same seed gives the same episode"),
         (LetsOneStopAll, "a step that raises fails its own episode.*check_env makes this step raise"),

@@ -47,6 +47,7 @@ class Awaited(BaseRewardFunction):
         return float(len(messages))
 
 
+@register_reward
 class PerTurn(BaseRewardFunction):
     per_turn = True
 
@@ -80,7 +81,9 @@ class Loop(BaseMDPEnv):
     def _run_interaction_loop(
         self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams, **kwargs: Any
     ) -> EnvState:
-        replies = llm.generate(env_state.sample_states, sampling_params.replace(max_tokens=llm.context_length // 2))
+        replies = llm.generate(
+            env_state.sample_states, sampling_params.replace(max_tokens=llm.context_length // 2)
+        )
         assert_type(replies, list[Completion])
         for sample, reply in zip(env_state.sample_states, replies, strict=True):
             sample.finish("done" if reply.finish_reason == "stop" else "length")
@@ -134,7 +137,9 @@ def brief(completions: list[str], **columns: Any) -> list[float]:
 
 def train() -> None:
     rows = [{"messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}]
-    trainer = GRPOTrainer("a/model", rows, [Exact(), brief], reward_transform_fn=combined, env=Guess, max_steps=3)
+    trainer = GRPOTrainer(
+        "a/model", rows, [Exact(), brief], reward_transform_fn=combined, env=Guess, max_steps=3
+    )
     assert_type(trainer.train(), GRPOTrainer)
     assert_type(trainer.config, Config)
     assert_type(trainer.trainer.step, int)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from rl4llm.algorithms.policy_gradient import PolicyGradient
-from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.core.base_backend import TokenMetrics
+from rl4llm.core.schema import NonNegative
 from rl4llm.core.types import TrainBatch
 
 
-@register_algorithm("cispo")
 @dataclass(slots=True)
 class CISPO(PolicyGradient):
-    """REINFORCE weighted by the clipped ratio: a clip bounds a token's weight, but never silences it.
+    """Weight REINFORCE by the clipped ratio: the clip bounds a token's weight, but never zeroes its gradient.
 
     The paper has no lower bound (`clip_low` 1). verl, slime and SkyRL clip on both sides; TRL's cap is absolute, so its
     `epsilon_high=5` is `clip_high=4` here.
@@ -25,12 +23,12 @@ class CISPO(PolicyGradient):
         clip_low, clip_high: bounds of the ratio, 1 - clip_low to 1 + clip_high.
     """
 
-    clip_low: float = 1.0
-    clip_high: float = 0.28
-
-    at_least_0: ClassVar[tuple[str, ...]] = (*PolicyGradient.at_least_0, "clip_low", "clip_high")
+    clip_low: NonNegative = 1.0
+    clip_high: NonNegative = 0.28
 
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         ratio_BT = (logprobs_BT - batch.old_logprobs_BT).exp().detach()
         weight_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
-        return -weight_BT * batch.advantages_BT * logprobs_BT, {"clip_fraction": (weight_BT != ratio_BT).to(ratio_BT.dtype)}
+        return -weight_BT * batch.advantages_BT * logprobs_BT, {
+            "clip_fraction": (weight_BT != ratio_BT).to(ratio_BT.dtype)
+        }

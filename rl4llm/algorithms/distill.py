@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, a teacher says of each token how likely it was (Agarwal et al. 2024, GKD)."""
+"""On-policy distillation: the student samples, and a teacher scores each token (Agarwal et al. 2024, GKD)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from typing import ClassVar
 from torch import Tensor
 
 from rl4llm.algorithms.grpo import GRPO
-from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import NonNegative
 from rl4llm.core.types import Group, TrainBatch
 
 
-@register_algorithm("distill")
 @dataclass(slots=True)
 class Distill(GRPO):
     """A token's advantage is log(teacher / student): the policy gradient of the reverse KL, one number per token.
 
-    The rewards of the environment are measured, and with `reward_coef` they count too.
+    The environment's rewards are logged; with `reward_coef` above 0 they also train.
 
     Options:
-        teacher_path: the teacher, with the same tokenizer.
-        reward_coef: weight of GRPO's credit beside the teacher.
+        teacher_path: directory or hub name of the teacher, which must have the same tokenizer.
+        reward_coef: weight of GRPO's credit, added to the teacher's advantage.
     """
 
     teacher_path: str | None = None
-    reward_coef: float = 0.0
+    reward_coef: NonNegative = 0.0
     aggregation: str = "token"
     compares: ClassVar[bool] = False
-    at_least_0: ClassVar[tuple[str, ...]] = (*GRPO.at_least_0, "reward_coef")
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), every_token=True, reference=True, reference_path=self.teacher_path)
@@ -50,10 +48,18 @@ class Distill(GRPO):
     def check(self, group_size: int) -> None:
         GRPO.check(self, group_size)
         if self.teacher_path is None:
-            raise ConfigError("algorithm.teacher_path is not set: the directory or hub name of the teacher.")
+            raise ConfigError(
+                "algorithm.teacher_path is not set. Set it to the directory or hub name of the teacher."
+            )
         if self.reward_coef > 0 and group_size < 2:
-            raise ConfigError(f"rollout.group_size={group_size} is not accepted with algorithm.reward_coef: 2 or more.")
+            raise ConfigError(
+                f"rollout.group_size={group_size} is not accepted with algorithm.reward_coef. Use 2 or more."
+            )
         if self.kl_coef > 0:
-            raise ConfigError("algorithm.kl_coef is not accepted with 'distill': the teacher is the only reference.")
+            raise ConfigError(
+                "algorithm.kl_coef is not accepted with 'distill': the teacher is the only reference. Set it to 0."
+            )
         if self.reference_every > 0:
-            raise ConfigError("algorithm.reference_every is not accepted with 'distill': the teacher stays.")
+            raise ConfigError(
+                "algorithm.reference_every is not accepted with 'distill': the teacher is fixed. Set it to 0."
+            )

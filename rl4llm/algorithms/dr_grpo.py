@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.policy_gradient import ScaleRewards
-from rl4llm.algorithms.registry import register_algorithm
 
 
-@register_algorithm("dr_grpo")
 @dataclass(slots=True)
 class DrGRPO(GRPO):
-    """GRPO without its two biases: no division by the group's deviation, and a constant instead of each answer's length.
+    """Remove two biases of GRPO: do not divide by the group's deviation, and divide by a constant, not by answer length.
 
     The constant is `training.constant_length`, the same in every step, as in TRL and SkyRL; verl's default divides by the
     width of the padded batch, which changes with the longest answer.

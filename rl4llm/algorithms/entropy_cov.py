@@ -1,7 +1,7 @@
-"""Clip-Cov and KL-Cov: the few tokens that make entropy collapse are held back (Cui et al. 2025, sections 4.2 and 4.3).
+"""Clip-Cov and KL-Cov restrain the few tokens that make entropy collapse (Cui et al. 2025, sections 4.2 and 4.3).
 
 A token's covariance is (log-prob - mean) (advantage - mean) over the tokens of the step. The papers' code takes it from
-each micro-batch as it comes; here it is taken once per rollout over the whole step, so it depends on no batch size.
+each micro-batch. Here it is computed once per rollout over the whole step, so it does not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from torch import Tensor
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.policy_gradient import PolicyGradient
-from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.sequences import policy_tokens
 from rl4llm.core.base_algorithm import Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import Share
 from rl4llm.core.types import TrainBatch
 
 ROUNDS = 60  # of bisection; each halves the interval that holds the threshold
 
 
-@register_algorithm("clip_cov")
 @dataclass(slots=True)
 class ClipCov(GRPO):
-    """A small random share of the tokens with a high covariance gets no gradient.
+    """Cut the gradient of a small random share of the tokens with a high covariance.
 
     Options:
-        clip_share: of all tokens of a step.
+        clip_share: the share of all tokens of a step.
         cov_low, cov_high: only tokens with a covariance between them are chosen.
     """
 
-    clip_share: float = 2e-4
+    clip_share: Share = 2e-4
     cov_low: float = 1.0
     cov_high: float = 5.0
     aggregation: str = "token"
@@ -54,26 +53,28 @@ class ClipCov(GRPO):
 
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         loss_BT, metrics = GRPO.surrogate(self, batch, logprobs_BT)
-        return loss_BT.masked_fill(batch.marked_BT, 0.0), metrics | {"held_back": batch.marked_BT.to(loss_BT.dtype)}
+        return loss_BT.masked_fill(batch.marked_BT, 0.0), metrics | {
+            "held_back": batch.marked_BT.to(loss_BT.dtype)
+        }
 
     def check(self, group_size: int) -> None:
         GRPO.check(self, group_size)
-        _check_share("clip_share", self.clip_share)
         if not self.cov_low < self.cov_high:
-            raise ConfigError(f"algorithm.cov_low={self.cov_low} must be below algorithm.cov_high={self.cov_high}.")
+            raise ConfigError(
+                f"algorithm.cov_low={self.cov_low} must be below algorithm.cov_high={self.cov_high}."
+            )
 
 
-@register_algorithm("kl_cov")
 @dataclass(slots=True)
 class KLCov(PolicyGradient):
-    """The tokens with the highest covariance pay for every move away from the policy that sampled; nothing is clipped.
+    """Penalize the tokens with the highest covariance for each move away from the sampling policy; nothing is clipped.
 
     Options:
-        kl_share: of all tokens of a step.
-        cov_coef: what such a token pays, times |log ratio|.
+        kl_share: the share of all tokens of a step.
+        cov_coef: coefficient of the penalty |log ratio| of such a token.
     """
 
-    kl_share: float = 2e-4
+    kl_share: Share = 2e-4
     cov_coef: float = 1.0
     aggregation: str = "token"
 
@@ -89,35 +90,37 @@ class KLCov(PolicyGradient):
         loss_BT = -batch.advantages_BT * log_BT.exp() + self.cov_coef * log_BT.abs() * batch.marked_BT
         return loss_BT, {"held_back": batch.marked_BT.to(loss_BT.dtype)}
 
-    def check(self, group_size: int) -> None:
-        PolicyGradient.check(self, group_size)
-        _check_share("kl_share", self.kl_share)
-
 
 def token_covariances(batches: Sequence[TrainBatch], total: Total) -> list[Tensor]:
-    """(log-prob - mean) (advantage - mean) of each token (B, T), float64, the means over the whole step."""
+    """Return (log-prob - mean) (advantage - mean) of each token (B, T), float64, with means over the whole step."""
     logprobs_N = policy_tokens(batches, [batch.old_logprobs_BT for batch in batches])
     advantages_N = policy_tokens(batches, [batch.advantages_BT for batch in batches])
     count = logprobs_N.new_tensor(len(logprobs_N))
     count, *sums = total(torch.stack([count, logprobs_N.sum(), advantages_N.sum()]))
     logprob, advantage = (summed / count.clamp(min=1) for summed in sums)
     return [
-        (batch.old_logprobs_BT.double() - logprob) * (batch.advantages_BT.double() - advantage) for batch in batches
+        (batch.old_logprobs_BT.double() - logprob) * (batch.advantages_BT.double() - advantage)
+        for batch in batches
     ]
 
 
 def mark_highest(
-    batches: Sequence[TrainBatch], scores: Sequence[Tensor], share: float, total: Total, above: float = -math.inf
+    batches: Sequence[TrainBatch],
+    scores: Sequence[Tensor],
+    share: float,
+    total: Total,
+    above: float = -math.inf,
 ) -> None:
-    """Set `marked_BT` at a `share` of the step's tokens, or else at one: those with the highest scores that exceed a bound.
+    """Set `marked_BT` at a `share` of the step's tokens, at least one: those with the highest scores above a bound.
 
-    The threshold is found by counting, so ranks only exchange numbers. Of equal scores that would be too many, none is
-    marked.
+    The threshold is found by counting, so ranks exchange only numbers. If equal scores would exceed the share, none of
+    them is marked.
     """
     flat_N = policy_tokens(batches, scores)
     wanted = (total(flat_N.new_tensor(len(flat_N))) * share).floor().clamp(min=1)
-    largest, smallest = _over_ranks(flat_N, total)
-    low, high = smallest - 1, largest
+    # No score exceeds the sum of all ranks' largest magnitudes.
+    high = total(flat_N.abs().max() if len(flat_N) else flat_N.new_zeros(()))
+    low = -high - 1
     for _ in range(ROUNDS):  # more than `wanted` scores lie above `low`, at most `wanted` above `high`
         middle = (low + high) / 2
         enough = total((flat_N > middle).sum()) <= wanted
@@ -126,22 +129,15 @@ def mark_highest(
         batch.marked_BT = batch.mask_BT & (score_BT > high) & (score_BT > above)
 
 
-def _over_ranks(flat_N: Tensor, total: Total) -> tuple[Tensor, Tensor]:
-    """Bounds that hold on every rank: no score is larger than the sum of all ranks' largest magnitudes."""
-    bound = total(flat_N.abs().max()) if len(flat_N) else total(flat_N.new_zeros(()))
-    return bound, -bound
-
-
 def _lots(batch: TrainBatch) -> Tensor:
-    """A number from 0 to 1 for each token that looks random but depends on nothing but the token itself.
+    """Return a number from 0 to 1 for each token (B, T) that looks random but depends on the token alone.
 
-    Drawing lots from a generator would depend on the order of the tokens, and so on packing; so would log-probs that were
-    computed again, in their last digit.
+    A generator's draws would depend on the order of the tokens, and so on packing. So would the last digit of recomputed
+    log-probs.
     """
-    own_BT = batch.token_ids_BT * 12.9898 + batch.position_ids_BT * 78.233 + batch.sampled_logprobs_BT.double() * 1e4
+    own_BT = (
+        batch.token_ids_BT * 12.9898
+        + batch.position_ids_BT * 78.233
+        + batch.sampled_logprobs_BT.double() * 1e4
+    )
     return (torch.sin(own_BT) * 43758.5453).frac().abs()
-
-
-def _check_share(key: str, share: float) -> None:
-    if not 0 < share <= 1:
-        raise ConfigError(f"algorithm.{key}={share} is not accepted: above 0, at most 1.")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from rl4llm.core.base_algorithm import KLEstimator
 
-KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Return whether rewards differ by more than float32 rounding; 0.1 + 0.2 and 0.3 do not."""
+    return len(rewards) > 0 and not math.isclose(min(rewards), max(rewards), rel_tol=1e-6, abs_tol=1e-9)
 
 
 def group_advantages(rewards_G: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """Rewards minus their mean, over their sample standard deviation (ddof 1) plus eps; a group of one gets 0.
+    """Return (reward - mean) / (sample standard deviation (ddof 1) + eps) (G,); a group of one gets 0.
 
     Shao et al. 2024 (DeepSeekMath), section 4.1.2. The paper leaves ddof open; 1 is what verl, TRL and OpenRLHF use.
     """
@@ -23,32 +27,36 @@ def group_advantages(rewards_G: Tensor, *, scale: bool = True, eps: float = 1e-6
 
 
 def leave_one_out(rewards_G: Tensor) -> Tensor:
-    """Each reward minus the mean of the others; a group of one gets 0. Kool et al. 2019, equation 9."""
+    """Return each reward minus the mean of the others (G,); a group of one gets 0. Kool et al. 2019, equation 9."""
     size = len(rewards_G)
     return (rewards_G - rewards_G.mean()) * (size / max(size - 1, 1))
 
 
 def clipped_surrogate(ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float) -> Tensor:
-    """PPO's pessimistic loss: -min(r A, clip(r, 1 - low, 1 + high) A). Schulman et al. 2017, equation 7."""
+    """Return PPO's pessimistic loss (B, T): -min(r A, clip(r, 1 - low, 1 + high) A). Schulman et al. 2017, equation 7."""
     unclipped_BT = ratio_BT * advantages_BT
     clipped_BT = ratio_BT.clamp(1 - low, 1 + high) * advantages_BT
     return -unclipped_BT.minimum(clipped_BT)
 
 
 def clipped_share(ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float) -> Tensor:
-    """1 where the clip cuts the gradient: the ratio is beyond the bound on the side the advantage pushes to."""
-    return ((ratio_BT > 1 + high) & (advantages_BT > 0) | (ratio_BT < 1 - low) & (advantages_BT < 0)).to(ratio_BT.dtype)
+    """Return 1 where the clip cuts the gradient: the ratio is beyond the bound on the side the advantage pushes to."""
+    return ((ratio_BT > 1 + high) & (advantages_BT > 0) | (ratio_BT < 1 - low) & (advantages_BT < 0)).to(
+        ratio_BT.dtype
+    )
 
 
 def dual_clip(loss_BT: Tensor, advantages_BT: Tensor, bound: float) -> Tensor:
-    """Where the advantage is negative, the loss is at most -bound A, however large the ratio. Ye et al. 2020, equation 3."""
+    """Limit the loss of negative advantages to -bound A, however large the ratio. Ye et al. 2020, equation 3."""
     return loss_BT.minimum(-bound * advantages_BT).where(advantages_BT < 0, loss_BT)
 
 
-def clipped_value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None) -> Tensor:
-    """Half the squared error, and not less than that of the value held within `clip` of the old one.
+def clipped_value_loss(
+    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, clip: float | None
+) -> Tensor:
+    """Return half the squared error (B, T), at least that of the value clipped to within `clip` of the old one.
 
-    As in Schulman's PPO code; SkyRL averages it per sequence, others per token.
+    This is the loss of Schulman's PPO code; SkyRL averages it per sequence, others per token.
     """
     error_BT = (values_BT - returns_BT).square()
     if clip is not None:
@@ -58,7 +66,7 @@ def clipped_value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Ten
 
 
 def kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimates of KL(policy || reference) at each sampled token (Schulman 2020, "Approximating KL divergence").
+    """Estimate KL(policy || reference) at each sampled token (B, T) (Schulman 2020, "Approximating KL divergence").
 
     With d = log(policy / reference): k1 = d is unbiased but noisy and may be negative; k2 = d^2 / 2 is biased with little
     noise; k3 = exp(-d) - 1 + d is unbiased and never negative. As values, k3+ is k3.
@@ -72,7 +80,7 @@ def kl(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> 
 
 
 def kl_loss(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> Tensor:
-    """The estimate as a loss on tokens that the policy sampled, with a gradient that lowers the divergence.
+    """Return the estimate as a loss on sampled tokens (B, T) whose gradient lowers the divergence.
 
     The gradient of k2 is in expectation that of KL(policy || reference). That of k1 is zero in expectation, so as a loss it
     keeps its value and takes k2's gradient; so does k3+. k3's own gradient is that of KL(reference || policy), which has the

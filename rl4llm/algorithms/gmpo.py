@@ -1,33 +1,29 @@
-"""GMPO: Geometric-Mean Policy Optimization (Zhao et al. 2025, equation 4)."""
+"""GMPO: Geometric-Mean Policy Optimization, which averages the ratios of tokens (Zhao et al. 2025, equation 4)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from rl4llm.algorithms.policy_gradient import PolicyGradient
-from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.sequences import sequence_mean
 from rl4llm.core.base_backend import TokenMetrics
+from rl4llm.core.schema import Positive
 from rl4llm.core.types import TrainBatch
 
 
-@register_algorithm("gmpo")
 @dataclass(slots=True)
 class GMPO(PolicyGradient):
-    """Token ratios are clipped one by one, then multiplied: a single extreme ratio moves a geometric mean little.
+    """Clip token ratios one by one and take their geometric mean, which a single extreme ratio moves little.
 
     Options:
         clip_low, clip_high: bounds of the logarithm of a token's ratio, -clip_low to clip_high.
     """
 
-    clip_low: float = 0.4
-    clip_high: float = 0.4
+    clip_low: Positive = 0.4
+    clip_high: Positive = 0.4
     aggregation: str = "sequence"
-
-    above_0: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
 
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         log_BT = logprobs_BT - batch.old_logprobs_BT

@@ -1,8 +1,7 @@
-"""What all policy-gradient methods share: how rewards become credits, and what stands beside the surrogate loss."""
+"""The base of all policy-gradient methods: rewards become credits, and penalties are added to the surrogate loss."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,82 +10,76 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rl4llm.algorithms.correction import CORRECTIONS, correction_weights
-from rl4llm.algorithms.functional import KL_ESTIMATORS, group_advantages, kl_loss
-from rl4llm.algorithms.registry import ALGORITHMS
+from rl4llm.algorithms.functional import differ, group_advantages, kl_loss
+from rl4llm.algorithms.registry import ALGORITHMS, CORRECTIONS
 from rl4llm.algorithms.returns import turn_returns, whiten
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import load
+from rl4llm.core.schema import Count, Fraction, Natural, NonNegative, Positive
 from rl4llm.core.types import Group, TrainBatch, Trajectory
 
 ScaleRewards = Literal["group", "batch", "none"]
-Choices = Mapping[str, tuple[str, ...]]
-"""Option -> what it may be."""
+ScaleBatch = Literal["none", "batch"]
+"""Choices for methods that do not divide by a group's deviation."""
 
 TRUNCATED = ("length", "context")
-WITHOUT_GROUPS: Choices = {"scale_rewards": ("none", "batch")}
-"""Choices of methods that do not divide by a group's deviation."""
 
 
 @dataclass(slots=True)
 class PolicyGradient(BaseAlgorithm):
-    """Subclasses give the `surrogate`, the loss whose gradient is the policy gradient, and may compare rewards otherwise.
+    """Subclasses define the `surrogate`, the loss whose gradient is the policy gradient, and may override `compare`.
 
     Options of every method:
         scale_rewards: centred rewards are divided by the standard deviation of their "group", of the "batch", or "none".
-        turn_discount: each turn is credited with what was still to be earned, discounted by this per turn, and compared with
-            the same turn of the other trajectories; null credits the whole trajectory with its reward.
-        whiten: advantages of all tokens of a step get mean 0 and standard deviation 1.
-        drop_equal: groups whose rewards are all equal do not train, nor count in any mean.
-        drop_equal_by: name of the reward that has to differ; null is the combined one.
-        mask_truncated: trajectories that ran into a token limit do not train, but are compared with.
+        turn_discount: credit each turn with its reward to go, discounted by this per turn, and compare it with the same
+            turn of the other trajectories; null credits the whole trajectory with its reward.
+        whiten: give the advantages of all tokens of a step mean 0 and standard deviation 1.
+        filter_groups: filter zero-variance groups: groups whose rewards are all equal, up to rounding, neither train nor
+            count in any mean. If turns are credited, the reward to go at each turn must be equal too.
+        filter_groups_by: name of the reward that must differ; null is the combined reward.
+        mask_truncated: trajectories that reached a token limit do not train. The others of their group are still compared
+            with them; `whiten` and a critic leave them out.
         kl_coef: strength of the KL penalty to the reference; 0 needs no reference model.
         kl_estimator: "k1", "k2", "k3" or "k3+", see `rl4llm.algorithms.functional.kl_loss`.
-        kl_in: "loss" adds the penalty to each token's loss, "reward" takes it off the reward.
-        kl_weighted: a penalty in the loss is multiplied by the ratio to the policy that sampled, which makes it and its
-            gradient unbiased off the policy (DeepSeek-V3.2).
+        kl_in: "loss" adds the penalty to each token's loss, "reward" subtracts it from the reward.
+        kl_weighted: multiply a penalty in the loss by the ratio to the sampling policy, which makes it and its gradient
+            unbiased off-policy (DeepSeek-V3.2).
         kl_target, kl_horizon: with a target the coefficient follows the measured KL: each optimizer step multiplies it by
-            1 + error / horizon, the relative error held within 0.2 (Ziegler et al. 2019, section 2.2).
-        reference_every: steps after which the policy becomes the reference; 0 is never.
-        entropy_coef: bonus for the entropy of the next-token distribution; computed only when it is not 0.
-        old_logprobs: of the ratio: "sampled" by the engine, or "recomputed" by the trainer before the first update.
+            1 + error / horizon, with the relative error clipped to 0.2 (Ziegler et al. 2019, section 2.2).
+        reference_every: every this many steps the policy becomes the reference; 0 disables it.
+        entropy_coef: coefficient of the bonus for the entropy of the next-token distribution; 0 does not compute it.
+        old_logprobs: log-probs of the ratio's denominator: "sampled" by the engine, or "recomputed" by the trainer before
+            the first update.
         correction, correction_low, correction_high: weights for engines that disagree with the trainer, see
-            `rl4llm.algorithms.correction`; they need recomputed old log-probs (this is decoupled PPO, Hilton et al. 2022).
-        aggregation: "token", "sequence", "prompt" or "constant", see `rl4llm.data.pack`.
+            `rl4llm.algorithms.correction`; they need recomputed old log-probs (decoupled PPO, Hilton et al. 2022).
+        aggregation: "token", "sequence", "prompt" or "constant", see `rl4llm.data.aggregation`.
     """
 
     scale_rewards: ScaleRewards = "group"
-    turn_discount: float | None = None
+    turn_discount: Fraction | None = None
     whiten: bool = False
-    drop_equal: bool = False
-    drop_equal_by: str | None = None
+    filter_groups: bool = False
+    filter_groups_by: str | None = None
     mask_truncated: bool = False
-    kl_coef: float = 0.0
+    kl_coef: NonNegative = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     kl_weighted: bool = False
-    kl_target: float | None = None
-    kl_horizon: int = 100
-    reference_every: int = 0
+    kl_target: Positive | None = None
+    kl_horizon: Count = 100
+    reference_every: Natural = 0
     entropy_coef: float = 0.0
     old_logprobs: Literal["sampled", "recomputed"] = "sampled"
     correction: str | None = None
-    correction_low: float = 0.5
+    correction_low: NonNegative = 0.5
     correction_high: float = 2.0
     aggregation: str = "token"
     _kl_factor: float = field(default=1.0, init=False, repr=False)
 
     compares: ClassVar[bool] = True  # the trajectories of a group with one another
     credits_turns: ClassVar[bool] = True  # when `turn_discount` asks for it
-    choices: ClassVar[Choices] = {
-        "scale_rewards": ("group", "batch", "none"),
-        "kl_estimator": KL_ESTIMATORS,
-        "kl_in": ("loss", "reward"),
-        "old_logprobs": ("sampled", "recomputed"),
-    }
-    at_least_0: ClassVar[tuple[str, ...]] = ("kl_coef", "reference_every", "correction_low")
-    above_0: ClassVar[tuple[str, ...]] = ()  # a clip of no width: what trains on the policy would be up to rounding
 
     def needs(self) -> Needs:
         kl_in_loss = self.kl_coef > 0 and self.kl_in == "loss"
@@ -96,18 +89,25 @@ class PolicyGradient(BaseAlgorithm):
             entropy=self.entropy_coef != 0,
             reference=self.kl_coef > 0,
             reference_every=self.reference_every,
-            reward_kl=(self.kl_coef * self._kl_factor, self.kl_estimator) if self.kl_coef > 0 and not kl_in_loss else None,
+            reward_kl=(self.kl_coef * self._kl_factor, self.kl_estimator)
+            if self.kl_coef > 0 and not kl_in_loss
+            else None,
             old_logprobs=self.old_logprobs == "recomputed",
             newest=self.old_logprobs == "recomputed" and self.correction is None,
-            rewards=(self.drop_equal_by,) if self.drop_equal_by is not None else (),
+            rewards=(self.filter_groups_by,) if self.filter_groups_by is not None else (),
         )
 
     def keep(self, group: Group) -> bool:
-        if not self.drop_equal:
+        if not self.filter_groups:
             return True
-        by = self.drop_equal_by
-        rewards = {one.reward if by is None else one.rewards[by] for one in group.trajectories}
-        return len(rewards) > 1
+        if self.filter_groups_by is not None:
+            return differ([one.rewards[self.filter_groups_by] for one in group.trajectories])
+        if differ(group.rewards_G.tolist()):
+            return True
+        if self.credits(group).dim() == 1:
+            return False
+        returns_GK = turn_returns(group, 1.0 if self.turn_discount is None else self.turn_discount)
+        return any(differ(returns_G[~returns_G.isnan()].tolist()) for returns_G in returns_GK.T)
 
     def learns_from(self, trajectory: Trajectory) -> bool:
         return not (self.mask_truncated and trajectory.stop_reason in TRUNCATED)
@@ -123,7 +123,7 @@ class PolicyGradient(BaseAlgorithm):
         return credits_GK
 
     def compare(self, rewards_G: Tensor) -> Tensor:
-        """How much better each of the rewards of a prompt is than the others."""
+        """Return how much better each reward of a prompt is than the others (G,)."""
         return group_advantages(rewards_G, scale=self.scale_rewards == "group")
 
     def batch_credits(self, groups: Sequence[Group], total: Total) -> list[Tensor]:
@@ -131,7 +131,9 @@ class PolicyGradient(BaseAlgorithm):
         if self.scale_rewards != "batch":
             return credits
         rewards_N = torch.cat([torch.zeros(0, dtype=torch.float64), *(group.rewards_G for group in groups)])
-        count, summed = total(torch.stack([torch.tensor(float(len(rewards_N)), dtype=torch.float64), rewards_N.sum()]))
+        count, summed = total(
+            torch.stack([torch.tensor(float(len(rewards_N)), dtype=torch.float64), rewards_N.sum()])
+        )
         variance = total((rewards_N - summed / count.clamp(min=1)).square().sum()) / (count - 1).clamp(min=1)
         return [credit / (variance.sqrt() + 1e-6) for credit in credits]
 
@@ -140,13 +142,16 @@ class PolicyGradient(BaseAlgorithm):
             batch.advantages_BT = self.advantages(batch)
         if self.whiten:
             whiten(batches, total)
-        if self.correction is not None:  # every surrogate is proportional to a positive factor of the advantage
+        if (
+            self.correction is not None
+        ):  # every surrogate is proportional to a positive factor of the advantage
+            weights_of = load("rl4llm.algorithms.correction:correction_weights", "algorithm.correction")
+            bounds = self.correction, self.correction_low, self.correction_high
             for batch in batches:
-                weights_BT = correction_weights(batch, self.correction, self.correction_low, self.correction_high)
-                batch.advantages_BT = batch.advantages_BT * weights_BT
+                batch.advantages_BT = batch.advantages_BT * weights_of(batch, *bounds)
 
     def advantages(self, batch: TrainBatch) -> Tensor:
-        """The advantage of each token (B, T)."""
+        """Return the advantage of each token (B, T)."""
         return batch.credits_BT
 
     def token_losses(
@@ -167,7 +172,7 @@ class PolicyGradient(BaseAlgorithm):
 
     @abstractmethod
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
-        """The loss of each token (B, T) without penalties and bonuses, and metrics of the method."""
+        """Return the loss of each token (B, T) without penalties and bonuses, and the method's metrics."""
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         if self.kl_target is None or "kl" not in metrics:
@@ -182,31 +187,23 @@ class PolicyGradient(BaseAlgorithm):
         self._kl_factor = float(state.get("kl_factor", 1.0))
 
     def check(self, group_size: int) -> None:
+        BaseAlgorithm.check(self, group_size)
         name = ALGORITHMS.name_of(type(self))
         if self.compares and group_size < 2:
             raise ConfigError(
-                f"rollout.group_size={group_size} is not accepted with algorithm.name={name!r}: a group is compared "
-                "with itself, so a group of one never learns. Use 2 or more."
+                f"rollout.group_size={group_size} is not accepted with algorithm.name={name!r}: rewards are compared "
+                "within a group, so a group of one has zero advantage. Use 2 or more."
             )
-        for key, accepted in self.choices.items():
-            if getattr(self, key) not in accepted:
-                raise ConfigError(unknown(f"algorithm.{key}", str(getattr(self, key)), accepted))
-        self._check_ranges()
-        if self.drop_equal_by is not None and not self.drop_equal:
-            raise ConfigError("algorithm.drop_equal_by has no effect without algorithm.drop_equal=true.")
+        if self.filter_groups_by is not None and not self.filter_groups:
+            raise ConfigError(
+                "algorithm.filter_groups_by has no effect without algorithm.filter_groups=true."
+            )
         self._check_kl()
         self._check_correction()
-        if self.turn_discount is not None and not (self.credits_turns and 0 <= self.turn_discount <= 1):
-            why = "0 to 1, or null" if self.credits_turns else f"{name} has no use for it; leave it out"
-            raise ConfigError(f"algorithm.turn_discount={self.turn_discount} is not accepted: {why}.")
-
-    def _check_ranges(self) -> None:
-        for key in self.at_least_0:
-            if not 0 <= getattr(self, key) < math.inf:
-                raise ConfigError(f"algorithm.{key}={getattr(self, key)} is not accepted: 0 or above.")
-        for key in self.above_0:
-            if not 0 < getattr(self, key) < math.inf:
-                raise ConfigError(f"algorithm.{key}={getattr(self, key)} is not accepted: above 0.")
+        if self.turn_discount is not None and not self.credits_turns:
+            raise ConfigError(
+                f"algorithm.turn_discount={self.turn_discount} has no effect with algorithm.name={name!r}. Leave it out."
+            )
 
     def _check_kl(self) -> None:
         for key, given in (
@@ -215,11 +212,13 @@ class PolicyGradient(BaseAlgorithm):
             ("reference_every", self.reference_every > 0),
         ):
             if given and not self.needs().reference:
-                raise ConfigError(f"algorithm.{key} has no effect without a reference. Set algorithm.kl_coef above 0.")
-        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_horizon > 0):
-            raise ConfigError("algorithm.kl_target and algorithm.kl_horizon must be above 0.")
+                raise ConfigError(
+                    f"algorithm.{key} has no effect without a reference. Set algorithm.kl_coef above 0."
+                )
         if self.kl_weighted and self.kl_in == "reward":
-            raise ConfigError("algorithm.kl_weighted is for a penalty in the loss: leave it out, or set kl_in=loss.")
+            raise ConfigError(
+                "algorithm.kl_weighted requires a penalty in the loss. Leave it out, or set algorithm.kl_in=loss."
+            )
 
     def _check_correction(self) -> None:
         if self.correction is None:
@@ -232,5 +231,6 @@ class PolicyGradient(BaseAlgorithm):
             )
         if not self.correction_low < self.correction_high:
             raise ConfigError(
-                f"algorithm.correction_low={self.correction_low} must be below correction_high={self.correction_high}."
+                f"algorithm.correction_low={self.correction_low} must be below "
+                f"algorithm.correction_high={self.correction_high}."
             )

@@ -1,4 +1,4 @@
-"""REINFORCE++ (Hu 2025): no critic, no group; advantages are normalized over the whole batch."""
+"""REINFORCE++ (Hu 2025) needs no critic and no group; it normalizes advantages over the whole batch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from rl4llm.algorithms.grpo import GRPO
-from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
-from rl4llm.algorithms.registry import register_algorithm
+from rl4llm.algorithms.policy_gradient import ScaleBatch, ScaleRewards
 from rl4llm.algorithms.returns import discounted_returns, token_rewards, turn_rewards
 from rl4llm.core.base_algorithm import KLEstimator, Needs
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import Fraction
 from rl4llm.core.types import Group, TrainBatch
 
 
-@register_algorithm("reinforce_pp")
 @dataclass(slots=True)
 class ReinforcePP(GRPO):
-    """Returns over the policy's own tokens, with the KL penalty in each token's reward, whitened over the batch.
+    """Compute returns over the policy's tokens, with the KL penalty in each token's reward, whitened over the batch.
 
     Tokens of the environment neither discount nor reset the return, as in verl; slime and OpenRLHF discount through them.
 
@@ -27,23 +25,17 @@ class ReinforcePP(GRPO):
         gamma: discount per token of the policy.
     """
 
-    gamma: float = 1.0
-    scale_rewards: ScaleRewards = "none"
+    gamma: Fraction = 1.0
+    scale_rewards: ScaleBatch = "none"
     whiten: bool = True
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: KLEstimator = "k1"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
     credits_turns: ClassVar[bool] = False
-    choices: ClassVar[Choices] = {**GRPO.choices, **WITHOUT_GROUPS}
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), every_token=True, reward_kl=None)
-
-    def check(self, group_size: int) -> None:
-        GRPO.check(self, group_size)
-        if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"algorithm.gamma={self.gamma} is not accepted: 0 to 1.")
 
     def credits(self, group: Group) -> Tensor:
         return turn_rewards(group)
@@ -53,10 +45,9 @@ class ReinforcePP(GRPO):
         return discounted_returns(token_rewards(batch, kl_coef, self.kl_estimator), batch, self.gamma)
 
 
-@register_algorithm("reinforce_pp_baseline")
 @dataclass(slots=True)
 class ReinforcePPBaseline(GRPO):
-    """The same with the mean of the prompt's other answers taken off first; the penalty is k2 in the loss (section 3.3)."""
+    """Subtract the mean reward of the prompt first; the penalty is k2 in the loss (section 3.3)."""
 
     scale_rewards: ScaleRewards = "none"
     whiten: bool = True

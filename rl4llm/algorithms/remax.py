@@ -1,4 +1,4 @@
-"""ReMax: REINFORCE with the reward of the greedy answer as its baseline (Li et al. 2023, equation 5)."""
+"""ReMax: REINFORCE that takes the greedy answer's reward as its baseline (Li et al. 2023, equation 5)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from typing import ClassVar
 from torch import Tensor
 
 from rl4llm.algorithms.grpo import GRPO
-from rl4llm.algorithms.policy_gradient import WITHOUT_GROUPS, Choices, ScaleRewards
-from rl4llm.algorithms.registry import register_algorithm
+from rl4llm.algorithms.policy_gradient import ScaleBatch
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.types import Group
 
 
-@register_algorithm("remax")
 @dataclass(slots=True)
 class ReMax(GRPO):
-    """The policy's most probable answer is the one to beat: one more episode per prompt, at temperature 0, never trained on.
+    """Compare answers with the greedy one: one more episode per prompt, at temperature 0, which is never trained on.
 
-    A prompt whose greedy episode failed has no baseline and teaches nothing.
+    A prompt whose greedy episode failed has no baseline and does not train.
     """
 
-    scale_rewards: ScaleRewards = "none"
+    scale_rewards: ScaleBatch = "none"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
     credits_turns: ClassVar[bool] = False
-    choices: ClassVar[Choices] = {**GRPO.choices, **WITHOUT_GROUPS}
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), greedy_baseline=True)

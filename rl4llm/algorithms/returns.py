@@ -1,7 +1,7 @@
 """From the rewards of turns to returns and advantages of tokens.
 
-Only the policy's own tokens are steps of the decision process. Estimators that walk over the environment's tokens as if
-they were states, or cut the credit at them, are wrong in multi-turn episodes.
+Only the policy's tokens are steps of the decision process. Estimators that treat the environment's tokens as states, or
+cut the credit at them, are wrong in multi-turn episodes.
 """
 
 from __future__ import annotations
@@ -19,41 +19,47 @@ from rl4llm.core.types import Group, TrainBatch, Trajectory, count_turns
 
 
 def turn_rewards(group: Group) -> Tensor:
-    """What each turn earned (G, K), NaN where there was none.
+    """Return what each turn earned (G, K), float64, NaN after the last turn.
 
-    What the episode earned as a whole stands at its last turn, and at that of every fork of its history.
+    The reward of the whole episode is added at its last turn, and at the last turn of every fork of its history.
     """
     turns = [trajectory.num_turns for trajectory in group.trajectories]
     rewards_GK = torch.full((len(turns), max(1, *turns)), torch.nan, dtype=torch.float64)
     for row_K, trajectory, count in zip(rewards_GK, group.trajectories, turns, strict=True):
         row_K[:count] = rewards_GK.new_tensor(trajectory.turn_rewards) if trajectory.turn_rewards else 0.0
-        row_K[[max(end, 1) - 1 for _, end in _record_bounds(trajectory)]] += trajectory.reward - sum(trajectory.turn_rewards)
+        row_K[[max(end, 1) - 1 for _, end in _record_bounds(trajectory)]] += trajectory.reward - sum(
+            trajectory.turn_rewards
+        )
     return rewards_GK
 
 
 def turn_returns(group: Group, discount: float) -> Tensor:
-    """What was still to be earned at each turn (G, K), discounted per turn; NaN where there was no such turn.
+    """Return the reward to go at each turn (G, K), discounted per turn; NaN after the last turn.
 
-    In a history that was rewritten, what is to be earned is that of the fork alone.
+    In a rewritten history the reward to go counts the turns of the fork alone.
     """
     rewards_GK = turn_rewards(group)
-    returns_GK = discounted_sums(rewards_GK.nan_to_num(0.0), discount).masked_fill(rewards_GK.isnan(), torch.nan)
+    returns_GK = discounted_sums(rewards_GK.nan_to_num(0.0), discount).masked_fill(
+        rewards_GK.isnan(), torch.nan
+    )
     for number, trajectory in enumerate(group.trajectories):
         for start, end in _record_bounds(trajectory) if trajectory.forks else ():
-            returns_GK[number, start:end] = discounted_sums(rewards_GK[number : number + 1, start:end], discount)[0]
+            returns_GK[number, start:end] = discounted_sums(
+                rewards_GK[number : number + 1, start:end], discount
+            )[0]
     return returns_GK
 
 
 def _record_bounds(trajectory: Trajectory) -> list[tuple[int, int]]:
-    """The first turn of each token record, and the one after its last."""
+    """Return the first turn of each token record, and the one after its last."""
     ends = list(itertools.accumulate(map(count_turns, trajectory.records)))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def token_rewards(batch: TrainBatch, kl_coef: float = 0.0, estimator: KLEstimator = "k1") -> Tensor:
-    """The reward of each token (B, T): a turn's, which `credits_BT` holds, at its last token, less a KL penalty at each.
+    """Return the reward of each token (B, T): a turn's credit at its last token, minus a KL penalty at each token.
 
-    Ouyang et al. 2022 (InstructGPT), equation 2; the penalty is that of the policy that sampled.
+    Ouyang et al. 2022 (InstructGPT), equation 2; the penalty is that of the sampling policy.
     """
     rewards_BT = batch.credits_BT * turn_ends(batch)
     if kl_coef == 0.0:
@@ -62,16 +68,18 @@ def token_rewards(batch: TrainBatch, kl_coef: float = 0.0, estimator: KLEstimato
 
 
 def discounted_returns(rewards_BT: Tensor, batch: TrainBatch, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} (B, T) over the policy's tokens."""
+    """Return G_t = r_t + gamma G_{t+1} (B, T) over the policy's tokens."""
     sequences = Sequences.of(batch)
     return sequences.scatter(discounted_sums(sequences.gather(rewards_BT), gamma), rewards_BT)
 
 
-def gae(rewards_BT: Tensor, values_BT: Tensor, batch: TrainBatch, gamma: float, lam: float | Tensor) -> Tensor:
-    """Generalized advantage estimates (B, T) over the policy's tokens. Schulman et al. 2016, equation 16.
+def gae(
+    rewards_BT: Tensor, values_BT: Tensor, batch: TrainBatch, gamma: float, lam: float | Tensor
+) -> Tensor:
+    """Return generalized advantage estimates (B, T) over the policy's tokens. Schulman et al. 2016, equation 16.
 
-    `lam` is a number, or one for each trajectory in the order of `Sequences.of(batch)`, (S, 1). Episodes end at their last
-    token, so nothing is bootstrapped there.
+    `lam` is a number, or one per trajectory in the order of `Sequences.of(batch)`, (S, 1). Episodes end at their last
+    token, so there is no bootstrapping.
     """
     sequences = Sequences.of(batch)
     values_SL = sequences.gather(values_BT)

@@ -1,4 +1,4 @@
-"""Reward models: a number for each conversation, learned from pairs (Bradley and Terry 1952; Ouyang et al. 2022)."""
+"""Reward models give each conversation a number and learn it from pairs (Bradley and Terry 1952; Ouyang et al. 2022)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl4llm.algorithms.pairs import pair_difference
-from rl4llm.algorithms.registry import register_algorithm
+from rl4llm.algorithms.sequences import pair_difference
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.types import Group, TrainBatch
 
 
-@register_algorithm("reward_model")
 @dataclass(slots=True)
 class RewardModel(BaseAlgorithm):
-    """-log sigmoid(reward of the chosen answer - reward of the rejected one - margin), the mean over pairs.
+    """Minimize -log sigmoid(reward of the chosen answer - reward of the rejected one - margin), the mean over pairs.
 
-    Ouyang et al. 2022, equation 1; the margin is the pair's column "margin", 0 without one (Touvron et al. 2023, Llama 2,
-    equation 2). The reward is the value of the state behind the last answer's end-of-turn token. What training exports is a
+    Ouyang et al. 2022, equation 1; the margin is the pair's column "margin", by default 0 (Touvron et al. 2023, Llama 2,
+    equation 2). The reward is the value of the state after the last answer's end-of-turn token. The exported model is a
     reward for later runs: ``rewards: [{name: reward_model, path: DIRECTORY}]``. Only differences between rewards are
-    learned, so their zero is arbitrary; group-relative methods do not mind.
+    learned, so their zero is arbitrary, which does not affect group-relative methods.
     """
 
     aggregation: ClassVar[str] = "sequence"
@@ -33,8 +31,10 @@ class RewardModel(BaseAlgorithm):
         return Needs(learns_from="pairs", whole_groups=True, value_head=True)
 
     def credits(self, group: Group) -> Tensor:
-        """1 + margin for the chosen answer, -1 for the rejected one."""
-        margins_G = torch.tensor([t.extras.get("margin", 0.0) for t in group.trajectories], dtype=torch.float64)
+        """Return 1 + margin for the chosen answer and -1 for the rejected one (G,)."""
+        margins_G = torch.tensor(
+            [t.extras.get("margin", 0.0) for t in group.trajectories], dtype=torch.float64
+        )
         return group.rewards_G + margins_G * (group.rewards_G > 0)
 
     def token_losses(

@@ -1,7 +1,7 @@
-"""Sums and scans over the policy's tokens of each trajectory, wherever packing has put them.
+"""Sums and scans over the policy's tokens of each trajectory, wherever packing has placed them.
 
-A trajectory's own tokens stand in one segment of one row (see `TrainBatch`), in order. Tokens of the environment between
-them are no part of any sum: they neither count nor discount, as if the policy had spoken in one go.
+The tokens of a trajectory are in one segment of one row (see `TrainBatch`), in order. The environment's tokens between
+them are skipped: they neither count nor discount.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl4llm.core.types import TrainBatch
 
 
 def sequence_sum(x_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """At each of the policy's tokens the sum of `x_BT` over its trajectory's; 0 elsewhere. Differentiable."""
+    """Return the sum of `x_BT` over a trajectory at each of its policy tokens (B, T), 0 elsewhere; differentiable."""
     ids_BT, count = _sequence_ids(batch)
     ids_N = ids_BT[batch.mask_BT]
     sums_S = x_BT.new_zeros(count).index_add(0, ids_N, x_BT[batch.mask_BT])
@@ -25,18 +25,40 @@ def sequence_sum(x_BT: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def sequence_mean(x_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """At each of the policy's tokens the mean of `x_BT` over its trajectory's; 0 elsewhere. Differentiable."""
+    """Return the mean of `x_BT` over a trajectory at each of its policy tokens (B, T), 0 elsewhere; differentiable."""
     return sequence_sum(x_BT, batch) / sequence_sum(torch.ones_like(x_BT), batch).clamp(min=1)
 
 
+def pair_difference(x_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """Return chosen minus rejected `x_BT` of its group at each of the policy's tokens (B, T), 0 elsewhere; differentiable.
+
+    `x_BT` is equal at all tokens of a trajectory, as from `sequence_sum`. The sign of the credit tells the side of a
+    trajectory. Both sides must be in the same batch (`Needs.whole_groups`). If a side has several token records, as after
+    a rewritten history, their mean counts.
+    """
+    mask_BT = batch.mask_BT
+    assert batch.group_ids_BT is not None  # `pack` numbers them
+    _, pair_N = batch.group_ids_BT[mask_BT].unique(return_inverse=True)
+    signs_N, x_N = batch.credits_BT[mask_BT].sign(), x_BT[mask_BT]
+    share_N = 1 / sequence_sum(torch.ones_like(x_BT), batch)[mask_BT]  # adds up to 1 over each trajectory
+    zeros_P = x_BT.new_zeros(int(pair_N.max()) + 1 if len(pair_N) else 0)
+
+    def side(sign: int) -> Tensor:
+        counted_N = share_N * (signs_N == sign)
+        return zeros_P.index_add(0, pair_N, counted_N * x_N) / zeros_P.index_add(0, pair_N, counted_N)
+
+    difference_P = side(1) - side(-1)
+    return torch.zeros_like(x_BT).masked_scatter(mask_BT, difference_P[pair_N])
+
+
 def policy_tokens(batches: Sequence[TrainBatch], values: Sequence[Tensor]) -> Tensor:
-    """What stands on all of the policy's tokens of all batches (N,), float64; none where a rank has no batches."""
+    """Return the values at the policy's tokens of all batches (N,), float64; empty on a rank without batches."""
     found = [values_BT[batch.mask_BT].double() for batch, values_BT in zip(batches, values, strict=True)]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def turn_ends(batch: TrainBatch) -> Tensor:
-    """True (B, T) at the last token of each turn of the policy."""
+    """Return True at the last token of each turn of the policy (B, T)."""
     segments_BT = batch.segment_ids_BT
     goes_on_BT = F.pad(batch.mask_BT[:, 1:] & (segments_BT[:, 1:] == segments_BT[:, :-1]), (0, 1))
     return batch.mask_BT & ~goes_on_BT
@@ -44,7 +66,7 @@ def turn_ends(batch: TrainBatch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The policy's tokens of S trajectories side by side, (S, L): each in order, padded behind."""
+    """The policy's tokens of S trajectories as rows (S, L), each in order and padded on the right."""
 
     source_SL: Tensor  # place in the flattened batch
     mask_SL: Tensor
@@ -52,7 +74,7 @@ class Sequences:
 
     @classmethod
     def of(cls, batch: TrainBatch) -> Sequences:
-        """Those of a batch."""
+        """Return the sequences of a batch."""
         ids_BT, _ = _sequence_ids(batch)
         place_N = batch.mask_BT.flatten().nonzero().squeeze(1)
         _, owner_N, lengths_S = ids_BT.flatten()[place_N].unique(return_inverse=True, return_counts=True)
@@ -71,20 +93,20 @@ class Sequences:
         return self.mask_SL.sum(1)
 
     def gather(self, x_BT: Tensor) -> Tensor:
-        """(S, L) from (B, T), in float64, 0 behind each end."""
+        """Return (S, L) from (B, T), float64, 0 in the padding."""
         return x_BT.flatten()[self.source_SL].double().masked_fill(~self.mask_SL, 0.0)
 
     def scatter(self, x_SL: Tensor, like_BT: Tensor) -> Tensor:
-        """(B, T) from (S, L), of the dtype of `like_BT`, 0 at all other tokens."""
+        """Return (B, T) from (S, L), in the dtype of `like_BT`, 0 at all other tokens."""
         out = torch.zeros_like(like_BT).flatten()
         out[self.source_SL[self.mask_SL]] = x_SL[self.mask_SL].to(out.dtype)
         return out.view(self.shape)
 
 
 def discounted_sums(x_SL: Tensor, decay_S1: Tensor | float) -> Tensor:
-    """y_t = x_t + decay y_{t+1} along each row.
+    """Return y_t = x_t + decay y_{t+1} along each row (S, L).
 
-    By doubling: after n rounds y_t sums 2^n terms, so 16,000 tokens take 14 rounds instead of a loop over tokens.
+    It doubles the reach: after n rounds y_t sums 2^n terms, so 16,000 tokens take 14 rounds instead of a loop.
     """
     reach, sums_SL = 1, x_SL
     while reach < x_SL.shape[1]:
@@ -95,7 +117,7 @@ def discounted_sums(x_SL: Tensor, decay_S1: Tensor | float) -> Tensor:
 
 
 def _sequence_ids(batch: TrainBatch) -> tuple[Tensor, int]:
-    """A number for each segment of each row, and how many numbers there are."""
+    """Return a number for each segment of each row (B, T), and the count of possible numbers."""
     rows, width = batch.segment_ids_BT.shape[0], int(batch.segment_ids_BT.max()) + 1
     rows_B1 = torch.arange(rows, device=batch.segment_ids_BT.device)[:, None]
     return rows_B1 * width + batch.segment_ids_BT, rows * width

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from rl4llm.algorithms.ppo import PPO
-from rl4llm.algorithms.registry import register_algorithm
 from rl4llm.algorithms.sequences import Sequences, sequence_sum, turn_ends
 from rl4llm.core.base_backend import TokenMetrics
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import Natural, NonNegative, Positive
 from rl4llm.core.types import TrainBatch
 
 
-@register_algorithm("vapo")
 @dataclass(slots=True)
 class VAPO(PPO):
     """PPO whose critic learns from whole returns, whose lambda grows with the answer, and which imitates its successes.
@@ -23,19 +20,18 @@ class VAPO(PPO):
     - Decoupled estimates (section 4.1): lambda is 1 for the critic's targets.
     - Length-adaptive lambda (section 4.2, equation 5): 1 - 1 / (alpha l) for an answer of l tokens.
     - Positive-example loss (section 4.3, equation 7): the negative log-likelihood of tokens of rewarded trajectories, here
-      with the weights of the batch instead of a mean of its own, so that it does not depend on how many succeeded.
+      with the weights of the batch instead of a separate mean, so that it does not depend on the number of successes.
     - Clip-higher, the mean over all tokens and value pretraining (`critic_warmup_steps`) as in DAPO and VC-PPO.
 
     Options:
-        alpha: of the length-adaptive lambda; null uses `lam` for the policy.
+        alpha: coefficient of the length-adaptive lambda; null uses `lam` for the policy.
         nll_coef: weight of the positive-example loss.
     """
 
-    alpha: float | None = 0.05
-    nll_coef: float = 0.1
-    clip_high: float = 0.28
-    critic_warmup_steps: int = 50
-    at_least_0: ClassVar[tuple[str, ...]] = (*PPO.at_least_0, "nll_coef")
+    alpha: Positive | None = 0.05
+    nll_coef: NonNegative = 0.1
+    clip_high: Positive = 0.28
+    critic_warmup_steps: Natural = 50
 
     def critic_lambda(self, batch: TrainBatch) -> float | Tensor:
         return 1.0
@@ -51,8 +47,3 @@ class VAPO(PPO):
         positive_BT = sequence_sum(batch.credits_BT * turn_ends(batch), batch) > 0
         nll_BT = -logprobs_BT * positive_BT
         return loss_BT + self.nll_coef * nll_BT, metrics | {"positive_nll": nll_BT}
-
-    def check(self, group_size: int) -> None:
-        PPO.check(self, group_size)
-        if self.alpha is not None and not self.alpha > 0:
-            raise ConfigError(f"algorithm.alpha={self.alpha} is not accepted: above 0, or null.")

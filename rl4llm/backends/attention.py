@@ -1,15 +1,16 @@
-"""Which tokens of a batch a model computes, in which order, and how they attend to each other.
+"""The order in which a model computes the tokens of a batch, and how they attend to each other.
 
 A `Stream` is one row of all the tokens that matter: no padding, a shared prompt once, nothing after the last token of the
-policy. Linear layers and norms see one long row; only attention needs to know where trajectories begin, and it is given
-the stream through transformers' attention interface. `Rows` is the form that every architecture understands: one
+policy. Linear layers and norms see one long row; only attention needs to know where trajectories begin, and it receives
+the stream through transformers' attention interface. `PlainRows` is the form that every architecture understands: one
 trajectory per row, padded on the right, prompts repeated.
 
-Both tell where the hidden state of each token of the batch is to be found, so the same batch gives the same numbers.
+Both map each token of the batch to its hidden state, so the same batch gives the same numbers.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TrainBatch
 
 STREAM_ATTENTION = "rl4llm_stream"
 """Name of the attention in transformers' registry; without a stream it is transformers' own SDPA."""
+
+STREAM_EAGER = "rl4llm_stream_eager"
+"""The same for architectures that SDPA cannot compute; without a stream it is the model's own function."""
 
 SIMILAR = 0.75
 """Segments at least this share of the longest of their block are padded to it, for attention only."""
@@ -42,7 +46,7 @@ Ints = NDArray[np.int64]
 class Block:
     """`count` segments of up to `length` tokens that attend to themselves, causally, and to the same shared prompt.
 
-    `prompt` is the place of that prompt among the stream's roots, `prompt_length` its length, 0 where there is none.
+    `prompt` is the index of that prompt among the stream's roots; `prompt_length` is its length, 0 without a prompt.
     """
 
     count: int
@@ -68,7 +72,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PlainRows:
     """Trajectories as rows; `place_BT` is the index of each token of the batch in the flattened rows."""
 
     token_ids_RT: Tensor
@@ -96,7 +100,7 @@ class _Segments:
 
 
 def stream_of(batch: TrainBatch) -> Stream:
-    """The stream of a batch that has at least one token of the policy."""
+    """Return the stream of a batch that has at least one policy token."""
     segments = _segments(batch)
     order, blocks = _blocks(segments)
     flat = segments.flat(order)
@@ -115,8 +119,8 @@ def stream_of(batch: TrainBatch) -> Stream:
     )
 
 
-def rows_of(batch: TrainBatch, pad_token_id: int = 0) -> Rows:
-    """The rows of a batch that has at least one token of the policy."""
+def rows_of(batch: TrainBatch, pad_token_id: int = 0) -> PlainRows:
+    """Return the rows of a batch that has at least one policy token."""
     segments = _segments(batch)
     leaves = np.setdiff1d(np.arange(len(segments.starts)), segments.parents)
     chains = [np.array([p, leaf] if (p := segments.parents[leaf]) >= 0 else [leaf]) for leaf in leaves]
@@ -129,7 +133,7 @@ def rows_of(batch: TrainBatch, pad_token_id: int = 0) -> Rows:
     place[source[source >= 0]] = np.flatnonzero(source >= 0)  # of a repeated prompt, any copy will do
     source_RT = torch.from_numpy(source).to(device)
     real_RT = source_RT >= 0
-    return Rows(
+    return PlainRows(
         torch.where(real_RT, segments.token_ids[source_RT], pad_token_id),
         torch.where(real_RT, segments.position_ids[source_RT], 0),
         real_RT.long(),
@@ -148,31 +152,59 @@ def stream_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     stream: Stream | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention (1, N, H, D) of a stream's queries (1, H, N, D); keys and values may have fewer heads.
+    """Return the attention output (1, N, H, D) of a stream's queries (1, H, N, D); keys and values may have fewer heads.
 
-    Raises ModelError for variants it does not compute: dropout, capped scores, attention sinks, position biases.
+    `s_aux` are attention sinks (H,). Raise ModelError for variants that it does not compute: dropout, capped scores,
+    position biases.
     """
     if stream is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window,
             **options,
         )  # fmt: skip
-    _check_variant(module, dropout, options)
-    dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
+    unknown = [name for name in ("softcap", "position_bias") if options.get(name) is not None]
+    if dropout or unknown:
+        what = ", ".join(unknown) or f"dropout {dropout}"
+        raise ModelError(f"{type(module).__name__} uses {what}, which stream attention does not support.")
+    dtype = (
+        torch.get_autocast_dtype(query.device.type)
+        if torch.is_autocast_enabled(query.device.type)
+        else value.dtype
+    )
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     if stream.pad_M is not None:
         q, k, v = (_Pad.apply(x, stream.pad_M, stream.unpad_N) for x in (q, k, v))
     with torch.autocast(query.device.type, enabled=False):
-        out = _attend_blocks(q, k, v, stream.blocks, scaling or q.shape[-1] ** -0.5, sliding_window)
+        out = _attend_blocks(q, k, v, stream.blocks, scaling or q.shape[-1] ** -0.5, sliding_window, s_aux)
     return (out if stream.unpad_N is None else out.index_select(0, stream.unpad_N))[None], None
 
 
+def stream_or_eager_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    stream: Stream | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `stream_attention` returns; without a stream, what the model's own module computes."""
+    if stream is not None:
+        return stream_attention(module, query, key, value, attention_mask, stream=stream, **options)
+    plain: Any = sys.modules[type(module).__module__]
+    return plain.eager_attention_forward(module, query, key, value, attention_mask, **options)
+
+
 def register() -> None:
-    """Make the attention known to transformers; may be called again."""
+    """Register the attention with transformers; a second call has no effect."""
     AttentionInterface.register(STREAM_ATTENTION, stream_attention)
     AttentionMaskInterface.register(STREAM_ATTENTION, sdpa_mask)
+    AttentionInterface.register(STREAM_EAGER, stream_or_eager_attention)
+    AttentionMaskInterface.register(STREAM_EAGER, eager_mask)
 
 
 class _Pad(torch.autograd.Function):
@@ -190,7 +222,13 @@ class _Pad(torch.autograd.Function):
 
 
 def _attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], scaling: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: tuple[Block, ...],
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     sizes = [block.count * block.length for block in blocks]
     outs: list[Tensor] = []
@@ -204,7 +242,7 @@ def _attend_blocks(
         else:
             root_keys.extend(k_b.unbind(0))
             root_values.extend(v_b.unbind(0))
-        out = _attend(q_b.transpose(1, 2), k_b.transpose(1, 2), v_b.transpose(1, 2), scaling, window)
+        out = _attend(q_b.transpose(1, 2), k_b.transpose(1, 2), v_b.transpose(1, 2), scaling, window, sinks)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
@@ -213,45 +251,31 @@ def _with_prompt(prompt: Tensor, own: Tensor) -> Tensor:
     return torch.cat([prompt[None].expand(len(own), *prompt.shape), own], dim=1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """Queries (n, H, L, W) are the last L of the keys' (n, K, P + L, W) positions."""
-    length, total = q.shape[2], k.shape[2]
-    if length == total and (window is None or total <= window) and not _prefers_eager(q, total):
+    (count, heads, length, width), total = q.shape, k.shape[2]
+    few = count * heads * length * total <= EAGER_SCORES
+    eager = sinks is not None or (few and q.dtype == torch.bfloat16 and q.device.type == "cpu")
+    if length == total and (window is None or total <= window) and not eager:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-    mask = _visible(length, total, window, q)
-    if _prefers_eager(q, total):
-        return _eager(q, k, v, scaling, mask)
+    seen = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
+    if window is not None:
+        seen = seen.triu(total - length - window + 1)
+    mask = torch.zeros(length, total, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
+    if eager:
+        groups = heads // k.shape[1]
+        folded = (q * scaling).reshape(count, k.shape[1], groups * length, width)
+        scores = folded @ k.transpose(2, 3) + mask.repeat(groups, 1)
+        if sinks is not None:  # one more key for each head, without a value
+            sink = sinks.to(q.dtype).repeat_interleave(length).view(k.shape[1], groups * length, 1)
+            scores = torch.cat([scores, sink.expand(count, *sink.shape)], dim=-1)
+        probs = torch.softmax(scores, dim=-1)[..., :total]
+        return (probs @ v).reshape(count, heads, length, width)
     if q.device.type != "cpu":  # kernels for masks want as many heads on both sides
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
-
-
-def _prefers_eager(q: Tensor, total: int) -> bool:
-    scores = q.shape[0] * q.shape[1] * q.shape[2] * total
-    return q.dtype == torch.bfloat16 and q.device.type == "cpu" and scores <= EAGER_SCORES
-
-
-def _eager(q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor) -> Tensor:
-    count, heads, length, width = q.shape
-    groups = heads // k.shape[1]
-    folded = (q * scaling).reshape(count, k.shape[1], groups * length, width)
-    probs = torch.softmax(folded @ k.transpose(2, 3) + mask.repeat(groups, 1), dim=-1)
-    return (probs @ v).reshape(count, heads, length, width)
-
-
-def _visible(length: int, total: int, window: int | None, like: Tensor) -> Tensor:
-    """0 where a query may look, -inf elsewhere, (length, total)."""
-    seen = torch.ones(length, total, dtype=torch.bool, device=like.device).tril(total - length)
-    if window is not None:
-        seen = seen.triu(total - length - window + 1)
-    return torch.zeros(length, total, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
-
-
-def _check_variant(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> None:
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if dropout or unknown:
-        what = ", ".join(unknown) or f"dropout {dropout}"
-        raise ModelError(f"{type(module).__name__} asks for {what}, which attention over a stream does not compute.")
 
 
 def _segments(batch: TrainBatch) -> _Segments:
@@ -279,7 +303,12 @@ def _segments(batch: TrainBatch) -> _Segments:
     renumbered[needed] = np.arange(len(needed))
     tokens, positions = batch.token_ids_BT.flatten(), batch.position_ids_BT.flatten()
     return _Segments(
-        starts[needed], lengths[needed], renumbered[parents[needed]], tokens, positions, batch.token_ids_BT.shape
+        starts[needed],
+        lengths[needed],
+        renumbered[parents[needed]],
+        tokens,
+        positions,
+        batch.token_ids_BT.shape,
     )
 
 

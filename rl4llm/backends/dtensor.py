@@ -1,4 +1,4 @@
-"""Tensors of which each rank may hold a part."""
+"""Tensors that may be sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; where it is sharded, every rank has to ask for it.
+    """Return the whole tensor; if it is sharded, every rank must call this.
 
-    Takes no more memory than the result: each rank's rows go to their place in it, while `full_tensor` collects them in
+    This needs no more memory than the result: each rank's rows go to their place in it, while `full_tensor` collects them in
     other buffers first and needs two to three times as much.
     """
     tensor = tensor.detach()
@@ -29,12 +29,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
+    """Return the part of a tensor that this rank holds, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor what this rank would hold if it were sharded like `like`, in memory of its own; no rank waits."""
+    """Return a copy of the part of a whole tensor that this rank holds of `like`; no rank waits."""
     if not isinstance(like, DTensor):
         return tensor.to(like.device, copy=True)
     placed = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

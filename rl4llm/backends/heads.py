@@ -1,7 +1,7 @@
 """From hidden states to one number per token: its log-prob, or the value of the state before it.
 
-This is the only place that shifts: what is said of token t comes from the hidden state of the token before it. Only
-tokens of the policy are asked about, so the logits of prompts are never computed.
+This is the only place that shifts: the number of token t comes from the hidden state of the token before it. Only policy
+tokens get a number, so the logits of prompts are never computed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl4llm.core.kernels import linear, weight_gradient
+from rl4llm.core.model_memory import FP32, ModelShape, Precision
 from rl4llm.core.types import TrainBatch
+from rl4llm.runtime.cpu import linear, weight_gradient
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -49,11 +50,12 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        return self.linear(hidden_ND.to(self.linear.weight.dtype)).sum(-1).float()  # over one; FSDP2 wants no view
+        # A sum over one number, since FSDP2 accepts no view.
+        return self.linear(hidden_ND.to(self.linear.weight.dtype)).sum(-1).float()
 
 
 def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Flat positions (N,), b * T + t, of the policy's tokens that have a token before them, and of those before them."""
+    """Return the flat positions (N,), b * T + t, of policy tokens with a predecessor, and those of the predecessors."""
     columns = batch.token_ids_BT.shape[1]
     before_BT = _previous(batch)
     asked_N = (batch.mask_BT & (before_BT >= 0)).flatten().nonzero().squeeze(1)
@@ -71,7 +73,7 @@ def token_logprobs(
     entropy: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (B, T), fp32, of the policy's tokens under the softmax at `temperature`; 0 for all others.
+    """Return log-probs (B, T), fp32, of the policy's tokens under the softmax at `temperature`; 0 for all others.
 
     `hidden_SD` holds the S hidden states that were computed, `place_BT` says which of them is each token's; without an
     `output` layer they are logits already. `dtype` is that of the matrix products. With `entropy`, also the entropy
@@ -81,7 +83,9 @@ def token_logprobs(
     hidden_ND = hidden_SD.index_select(0, place_BT.flatten()[before_N])
     targets_N = batch.token_ids_BT.flatten()[asked_N]
     if output is None:
-        logprobs_N, entropy_N = logprobs_of_logits(hidden_ND, targets_N, temperature=temperature, entropy=entropy)
+        logprobs_N, entropy_N = logprobs_of_logits(
+            hidden_ND, targets_N, temperature=temperature, entropy=entropy
+        )
     else:
         logprobs_N, entropy_N = selected_logprobs(
             hidden_ND, output, targets_N, temperature=temperature, entropy=entropy, dtype=dtype
@@ -90,9 +94,28 @@ def token_logprobs(
 
 
 def token_values(hidden_SD: Tensor, place_BT: Tensor, batch: TrainBatch, value_head: ValueHead) -> Tensor:
-    """Values (B, T), fp32, of the state before each of the policy's tokens; 0 for all others."""
+    """Return values (B, T), fp32, of the state before each of the policy's tokens; 0 for all others."""
     asked_N, before_N = asked_tokens(batch)
     return _spread(value_head(hidden_SD.index_select(0, place_BT.flatten()[before_N])), asked_N, batch)
+
+
+def head_memory(
+    shape: ModelShape, precision: Precision, asked: int, *, backward: bool, values: bool = False
+) -> int:
+    """Return the bytes for the log-probs of `asked` tokens: some tiles of fp32 logits, and those kept for a backward pass.
+
+    In the backward pass also the fp32 gradients of the hidden states and, where the output layer trains, of its weight,
+    which are added to the model's own at its end. A value head has one number per token.
+    """
+    hidden = asked * shape.hidden
+    if values:
+        return hidden * (precision.weights + FP32)
+    logits = asked * shape.vocabulary * FP32
+    tiles = 3 * min(TILE_BYTES, logits)
+    if not backward:
+        return hidden * precision.weights + tiles
+    weight = 0 if shape.adapter else shape.vocabulary * shape.hidden * FP32
+    return hidden * (2 * precision.weights + FP32) + tiles + min(KEEP_BYTES, logits) + weight
 
 
 def selected_logprobs(
@@ -106,26 +129,26 @@ def selected_logprobs(
     keep_bytes: int = KEEP_BYTES,
     tile_bytes: int = TILE_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else meaningless); both fp32.
+    """Return the log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else meaningless); both fp32.
 
     Logits are computed a tile of rows and vocabulary at a time, in products of `dtype` (default: that of the hidden
     states), and again in the backward pass where they were not kept. The softmax is always computed in fp32.
     """
-    plan = _Plan(temperature, output.softcap, entropy, dtype or hidden_ND.dtype, keep_bytes, tile_bytes)
+    plan = _Cuts(temperature, output.softcap, entropy, dtype or hidden_ND.dtype, keep_bytes, tile_bytes)
     return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan)
 
 
 def logprobs_of_logits(
     logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same two from logits, for models that do more between hidden states and logits than one layer."""
+    """Return the same two from logits, for models with more than one layer between hidden states and logits."""
     logp_NV = (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(1)
     logprobs_N = logp_NV.gather(1, targets_N[:, None]).squeeze(1)
     return logprobs_N, -(logp_NV.exp() * logp_NV).sum(1) if entropy else torch.zeros_like(logprobs_N)
 
 
 def _previous(batch: TrainBatch) -> Tensor:
-    """The column of the token before each token, -1 where there is none."""
+    """Return the column of the token before each token, -1 without one."""
     if batch.previous_BT is not None:
         return batch.previous_BT
     segments_BT = batch.segment_ids_BT
@@ -137,7 +160,9 @@ def _previous(batch: TrainBatch) -> Tensor:
 def _spread(values_N: Tensor, positions_N: Tensor, batch: TrainBatch) -> Tensor:
     columns = batch.token_ids_BT.shape[1]
     rows_N = positions_N.div(columns, rounding_mode="floor")
-    return values_N.new_zeros(batch.token_ids_BT.shape).index_put((rows_N, positions_N - rows_N * columns), values_N)
+    return values_N.new_zeros(batch.token_ids_BT.shape).index_put(
+        (rows_N, positions_N - rows_N * columns), values_N
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +175,7 @@ class _Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Cuts:
     temperature: float
     softcap: float
     entropy: bool
@@ -163,7 +188,9 @@ class _Plan:
         height = min(max(rows, 1), TILE_ROWS)
         width = max(1, self.tile_bytes // (4 * height))
         return [
-            _Tile(slice(top, min(top + height, rows)), slice(left, min(left + width, vocabulary)), left // width)
+            _Tile(
+                slice(top, min(top + height, rows)), slice(left, min(left + width, vocabulary)), left // width
+            )
             for left in range(0, vocabulary, width)
             for top in range(0, rows, height)
         ]
@@ -175,7 +202,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, plan: _Plan
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, plan: _Cuts
     ) -> tuple[Tensor, Tensor]:
         tiles = plan.tiles(len(hidden_ND), len(weight_VD))
         num_kept = plan.keep_bytes // plan.tile_bytes if any(ctx.needs_input_grad) else 0
@@ -187,7 +214,12 @@ class _SelectedLogprobs(torch.autograd.Function):
             logits = _logits(hidden_ND, weight_VD, bias_V, tile, plan)
             if len(kept) < num_kept:
                 kept.append(logits)
-            _summarise(_scores(logits, plan), _columns(targets_N, tile), plan, summaries[:, tile.number, tile.rows])
+            _summarise(
+                _scores(logits, plan),
+                targets_N[tile.rows] - tile.columns.start,
+                plan,
+                summaries[:, tile.number, tile.rows],
+            )
             del logits
         normalisers_N, scores_N, entropy_N = _combined(summaries)
         ctx.plan = plan
@@ -205,25 +237,30 @@ class _SelectedLogprobs(torch.autograd.Function):
         for number, tile in enumerate(plan.tiles(len(hidden_ND), len(weight_VD))):
             rows = tile.rows
             logits = kept[number] if number < len(kept) else _logits(*inputs, tile, plan)
+            columns_N = targets_N[rows] - tile.columns.start
             grad = _grad_scores(
-                _scores(logits, plan), normalisers_N[rows], entropy_N[rows], _columns(targets_N, tile),
+                _scores(logits, plan), normalisers_N[rows], entropy_N[rows], columns_N,
                 (grad_logprobs_N[rows], grad_entropy_N[rows] if plan.entropy else None),
             )  # fmt: skip
-            _add_products(grads, _grad_logits(grad, logits, plan), hidden_ND, weight_VD, tile, plan)
-        return *(None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)), None, None
+            if plan.temperature != 1.0:
+                grad.div_(plan.temperature)
+            if plan.softcap:
+                grad.mul_(1 - (logits / plan.softcap).tanh_().square_())
+            _add_products(grads, grad, hidden_ND, weight_VD, tile, plan)
+        return (
+            *(None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)),
+            None,
+            None,
+        )
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tile: _Tile, plan: _Plan) -> Tensor:
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tile: _Tile, plan: _Cuts) -> Tensor:
     bias = None if bias_V is None else bias_V[tile.columns].to(plan.dtype)
     return linear(hidden_ND[tile.rows].to(plan.dtype), weight_VD[tile.columns].to(plan.dtype), bias).float()
 
 
-def _columns(targets_N: Tensor, tile: _Tile) -> Tensor:
-    return targets_N[tile.rows] - tile.columns.start
-
-
 def _add_products(
-    grads: list[Tensor | None], grad: Tensor, hidden_ND: Tensor, weight_VD: Tensor, tile: _Tile, plan: _Plan
+    grads: list[Tensor | None], grad: Tensor, hidden_ND: Tensor, weight_VD: Tensor, tile: _Tile, plan: _Cuts
 ) -> None:
     """Add what one tile's gradient of the logits gives to those of the hidden states, the weight and the bias."""
     grad = grad.to(plan.dtype)
@@ -236,14 +273,14 @@ def _add_products(
         grad_bias_V[tile.columns] += grad.sum(0)
 
 
-def _scores(logits: Tensor, plan: _Plan) -> Tensor:
+def _scores(logits: Tensor, plan: _Cuts) -> Tensor:
     """What the softmax is taken of. May be `logits` itself."""
     if plan.softcap:
         logits = (logits / plan.softcap).tanh_().mul_(plan.softcap)
     return logits if plan.temperature == 1.0 else logits / plan.temperature
 
 
-def _summarise(scores: Tensor, columns_N: Tensor, plan: _Plan, out_3N: Tensor) -> None:
+def _summarise(scores: Tensor, columns_N: Tensor, plan: _Cuts, out_3N: Tensor) -> None:
     """Of one tile: log-sum-exp, the target's score (0 where it lies elsewhere) and the entropy of its softmax."""
     largest_N = scores.amax(1)
     below = scores - largest_N[:, None]
@@ -261,11 +298,19 @@ def _combined(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same three of the whole vocabulary, from those of its P slices (3, P, N)."""
     normalisers_PN, scores_PN, entropies_PN = summaries
     shares_PN = normalisers_PN.log_softmax(0)
-    return normalisers_PN.logsumexp(0), scores_PN.sum(0), (shares_PN.exp() * (entropies_PN - shares_PN)).sum(0)
+    return (
+        normalisers_PN.logsumexp(0),
+        scores_PN.sum(0),
+        (shares_PN.exp() * (entropies_PN - shares_PN)).sum(0),
+    )
 
 
 def _grad_scores(
-    scores: Tensor, normalisers_N: Tensor, entropy_N: Tensor, columns_N: Tensor, grads: tuple[Tensor, Tensor | None]
+    scores: Tensor,
+    normalisers_N: Tensor,
+    entropy_N: Tensor,
+    columns_N: Tensor,
+    grads: tuple[Tensor, Tensor | None],
 ) -> Tensor:
     """The gradient of one tile of the scores."""
     grad_logprobs_N, grad_entropy_N = grads
@@ -273,16 +318,12 @@ def _grad_scores(
     if grad_entropy_N is None:
         grad.mul_(-grad_logprobs_N[:, None])
     else:
-        pull = (scores - (normalisers_N - entropy_N)[:, None]).mul_(grad_entropy_N[:, None]).add_(grad_logprobs_N[:, None])
+        pull = (
+            (scores - (normalisers_N - entropy_N)[:, None])
+            .mul_(grad_entropy_N[:, None])
+            .add_(grad_logprobs_N[:, None])
+        )
         grad.mul_(pull).neg_()
     inside_N = (columns_N >= 0) & (columns_N < scores.shape[1])
     columns_N = columns_N.clamp(0, scores.shape[1] - 1)
     return grad.scatter_add_(1, columns_N[:, None], torch.where(inside_N, grad_logprobs_N, 0.0)[:, None])
-
-
-def _grad_logits(grad: Tensor, logits: Tensor, plan: _Plan) -> Tensor:
-    if plan.temperature != 1.0:
-        grad.div_(plan.temperature)
-    if plan.softcap:
-        grad.mul_(1 - (logits / plan.softcap).tanh_().square_())
-    return grad

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl4llm.backends.dtensor import whole
+from rl4llm.backends.vision_language import whole_checkpoint
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.seeds import derive_seed
-from rl4llm.core.tensor_file import tensor_bytes
 from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.runs.tensor_file import tensor_bytes
+from rl4llm.runtime.seeds import derive_seed
 
 NAME = "default"  # PEFT's for the only adapter of a model
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CONFIG = "adapter_config.json"
 
 
 class LoraAdapter(BaseAdapter):
@@ -36,7 +37,9 @@ class LoraAdapter(BaseAdapter):
         self.model = model
         self._options = options
         layer_type = _import_peft().tuners.lora.LoraLayer
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, layer_type)}
+        self._layers = {
+            name: module for name, module in model.named_modules() if isinstance(module, layer_type)
+        }
         self._digest: str | None = None
 
     @property
@@ -44,10 +47,13 @@ class LoraAdapter(BaseAdapter):
         return self._options.r
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """A and B of each layer under the names of a PEFT file, as they are here, perhaps sharded."""
+        """Yield A and B of each layer under the names of a PEFT file, perhaps sharded."""
+        # In a vision-language model, which a server runs, the text model's layers have this place.
+        inner = "model." if whole_checkpoint(self.model) is None else "model.language_model."
         for name, parameter in self.model.named_parameters():
             if self._is_own(name):
-                yield f"base_model.model.{name.replace(f'.{NAME}.', '.')}", parameter.detach()
+                placed = name.replace("model.", inner, 1).replace(f".{NAME}.", ".")
+                yield f"base_model.model.{placed}", parameter.detach()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(parameter)) for name, parameter in self.parameters())
@@ -56,24 +62,34 @@ class LoraAdapter(BaseAdapter):
         return [TensorSpec.of(name, tensor) for name, tensor in self.parameters()]
 
     def write_config(self, directory: Path) -> None:
-        options = {key: _jsonable(value) for key, value in self._options.to_dict().items()} | {"inference_mode": True}
+        options = self._options.to_dict() | {"inference_mode": True}
+        if whole_checkpoint(self.model) is not None:
+            targets = {name.rpartition(".")[2] for name in options["target_modules"]}
+            options |= {"target_modules": targets, "exclude_modules": r"(?!.*\blanguage_model\.).*"}
+        # Sets have another order in every process.
+        options = {key: sorted(value) if isinstance(value, set) else value for key, value in options.items()}
         (directory / CONFIG).write_text(json.dumps(options, indent=1, sort_keys=True))
 
     def base_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The frozen model's parameters under their Hugging Face names."""
+        """Yield the frozen model's parameters under their Hugging Face names."""
         for name, parameter in self.model.named_parameters():
             if not self._is_own(name):
-                yield _plain(name), parameter.detach()
+                yield name.replace(".base_layer", ""), parameter.detach()  # as before PEFT wrapped its layer
 
     @torch.no_grad()
     def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of the plain model that computes the same, one at a time; sharded where the model is."""
+        """Yield the parameters of the equivalent plain model, one at a time; they are sharded if the model is."""
         for name, parameter in self.base_parameters():
             layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-            yield name, parameter if layer is None else (parameter + layer.get_delta_weight(NAME)).to(parameter.dtype)
+            yield (
+                name,
+                parameter
+                if layer is None
+                else (parameter + layer.get_delta_weight(NAME)).to(parameter.dtype),
+            )
 
     def base_digest(self) -> str:
-        """xxh3 of the frozen parameters; an adapter means nothing beside others."""
+        """Return the xxh3 of the frozen parameters; an adapter belongs to exactly these."""
         if self._digest is None:
             digest = xxhash.xxh3_64()
             for name, tensor in self.base_parameters():
@@ -99,14 +115,14 @@ class LoraAdapter(BaseAdapter):
 
 
 class FrozenModel:
-    """The model under a backend's adapter, which is what the policy began as: its reference, without a second model."""
+    """The model under a backend's adapter. It is what the policy began as, so it serves as the reference without a copy."""
 
     def __init__(self, backend: BaseBackend, adapter: BaseAdapter):
         self._backend = backend
         self._adapter = adapter
 
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        """What `BaseBackend.forward` gives without the adapter."""
+        """Return what `BaseBackend.forward` returns without the adapter."""
         with self._adapter.off():
             return self._backend.forward(batch, temperature=temperature)
 
@@ -116,12 +132,13 @@ def add_adapter(
 ) -> LoraAdapter:
     """Put an adapter into a model, which keeps its class; of all its parameters only the adapter's need gradients then.
 
-    `targets` are names of linear layers, all but the output layer where there are none; `alpha` is twice the rank where it
-    is None. The same seed gives the same adapter. A is random and B zero, so the model computes what it did before.
+    `targets` are names of linear layers; without any, all except the output layer. `alpha` is twice the rank by
+    default. The same seed gives the same adapter. A is random and B zero, so the model computes what it did before.
     """
     peft = _import_peft()
     _check(model, rank)
-    accepted = _accepted(model)
+    names = sorted({name.rpartition(".")[2] for name in _inner_layers(model)})
+    accepted = f"Accepted: {', '.join(names)}; an empty list stands for all of them."
     options = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
@@ -131,7 +148,8 @@ def add_adapter(
     )
     generators = torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else [])
     with generators, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PEFT's settings for other architectures than it expected, which it corrects
+        # PEFT warns of settings for other architectures than it expected, and corrects them.
+        warnings.simplefilter("ignore")
         torch.manual_seed(derive_seed(seed, "lora"))
         try:
             peft.inject_adapter_in_model(options, model, adapter_name=NAME)
@@ -146,11 +164,27 @@ def add_adapter(
     return adapter
 
 
+def adapter_size(model: PreTrainedModel, rank: int, targets: Sequence[str] = ()) -> int:
+    """Return how many numbers `add_adapter` would add: A (rank, in) and B (out, rank) beside each chosen layer.
+
+    Hu et al. 2021, section 4.1.
+    """
+    return sum(
+        rank * (layer.in_features + layer.out_features)
+        for name, layer in _inner_layers(model).items()
+        if not targets or name.rpartition(".")[2] in targets
+    )
+
+
 def _check(model: PreTrainedModel, rank: int) -> None:
     if rank < 1:
-        raise ConfigError(f"model.lora.rank={rank} is not accepted for an adapter: 1 or above, usually 8 to 64.")
+        raise ConfigError(
+            f"model.lora.rank={rank} is not accepted for an adapter. Accepted: 1 or above, usually 8 to 64."
+        )
     if getattr(model, "peft_config", None):
-        raise ConfigError("The model has an adapter already. Give one without; a run adds its own.")
+        raise ConfigError(
+            "The model already has an adapter. Pass a model without one; the run adds an adapter."
+        )
 
 
 def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) -> None:
@@ -162,26 +196,21 @@ def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) 
             )
 
 
-def _accepted(model: PreTrainedModel) -> str:
+def _inner_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers that may have an adapter: all but the output layer."""
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in outer]
-    names = sorted({name.rpartition(".")[2] for name in linear})
-    return f"Accepted: {', '.join(names)}; an empty list stands for all of them."
-
-
-def _plain(name: str) -> str:
-    """A frozen parameter's name before PEFT wrapped its layer."""
-    return name.replace(".base_layer", "")
-
-
-def _jsonable(value: Any) -> Any:
-    """Sets have another order in every process."""
-    return sorted(value) if isinstance(value, set) else value
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in outer
+    }
 
 
 def _import_peft() -> Any:
     try:
         import peft  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ConfigError("model.lora.rank above 0 needs PEFT. Next: pip install 'rl4llm[lora]'.") from error
+        raise ConfigError(
+            "model.lora.rank above 0 requires PEFT. Next: pip install 'rl4llm[lora]'."
+        ) from error
     return peft

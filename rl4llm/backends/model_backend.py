@@ -1,4 +1,4 @@
-"""What every backend shares that holds a Hugging Face model: names, files, and ranks that agree on both."""
+"""What all backends with a Hugging Face model share: names, files, and ranks that agree on both."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,27 +17,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
-from rl4llm.backends.lora import WEIGHTS as ADAPTER
 from rl4llm.backends.models import without_progress_bars
-from rl4llm.backends.token_numbers import TokenNumbers
-from rl4llm.core.base_backend import BaseBackend, TokenMetrics
+from rl4llm.backends.runner import TokenNumbers
+from rl4llm.backends.vision_language import WEIGHTS as MODEL
+from rl4llm.backends.vision_language import whole_checkpoint
+from rl4llm.core.base_backend import ADAPTER_WEIGHTS, AUTOCAST, BaseBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, WeightsError, unknown
-from rl4llm.core.ranks import Ranks
-from rl4llm.core.tensor_file import TensorFile, write_tensors
-from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.core.model_memory import FP32, ModelShape, Precision
+from rl4llm.core.types import TensorSpec
+from rl4llm.runs.tensor_file import TensorFile, write_tensors
+from rl4llm.runtime.ranks import Ranks
 
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "backend.json"
 FORMAT = 1
 VALUE_HEAD = "value_head."
-AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
 T = TypeVar("T")
 
 
 class ModelBackend(BaseBackend):
-    """A backend of one model; subclasses say how a tensor is made whole of which ranks hold parts.
+    """A backend of one model; subclasses implement how a sharded tensor becomes whole.
 
-    What `save` writes is the same for any number of ranks, however they share the model: `weights.safetensors`,
+    `save` writes the same files for any number of ranks and any sharding: `weights.safetensors`,
     `optimizer.safetensors` with the moments, and `backend.json`. All ranks call the methods that read or write, together;
     the first one writes.
     """
@@ -54,16 +57,33 @@ class ModelBackend(BaseBackend):
             raise ConfigError(unknown("model.autocast", autocast, AUTOCAST))
         self.model = model
         place = next(model.parameters()).device if device is None else device
-        self.device = torch.empty(0, device=place).device  # with its number
+        self.device = torch.empty(0, device=place).device  # with its index
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._ranks = ranks
         self._autocast = autocast
         self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast], ranks)
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._names.converted(self.own_weights())
+
+    def weight_specs(self) -> list[TensorSpec]:
+        return list(self._names.specs)
+
+    @abstractmethod
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
     def write_config(self, directory: Path) -> None:
         if not self._ranks.is_first:
             return
-        self.model.config.save_pretrained(directory)
+        whole = whole_checkpoint(self.model)
+        if whole is None:
+            config = self.model.config
+            config.architectures = config.architectures or [
+                type(self.model).__name__
+            ]  # which servers start by
+            config.save_pretrained(directory)
+        else:
+            whole.write_config(directory, self.model)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(directory)
 
@@ -71,19 +91,32 @@ class ModelBackend(BaseBackend):
         """Write the adapter alone as an ordinary PEFT directory; raises ConfigError where the whole model trains."""
         adapter = self.adapter
         if adapter is None:
-            raise ConfigError("There is no adapter to write, since the whole model trains. Set model.lora.rank, e.g. to 16.")
-        self._write(directory / ADAPTER, adapter.specs(), adapter.weights())
+            raise ConfigError(
+                "The run trains the whole model and not an adapter. Set model.lora.rank, for example to 16."
+            )
+        self._write(directory / ADAPTER_WEIGHTS, adapter.specs(), adapter.weights())
         self._on_first(lambda: adapter.write_config(directory))
 
     def export(self, directory: Path) -> None:
-        tensors = {}  # transformers wants all at once, in the memory of the CPU; other ranks keep none
-        for name, tensor in self.weights():
-            if self._ranks.is_first:
-                tensors[name] = _packed(tensor)
-        with without_progress_bars():
-            self._on_first(lambda: self.model.save_pretrained(directory, state_dict=tensors))
+        if whole_checkpoint(self.model) is None:
+            self._save_pretrained(directory)
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            first = self._ranks.is_first  # the others have no names of files, and help to make tensors whole
+            specs = self.weight_specs() if first else []
+            self._write(directory / MODEL, specs, self.weights() if first else self.own_weights())
+            self._on_first(lambda: self.write_config(directory))
         if self.value_head is not None:
             self._write_own(directory / VALUE_HEAD_FILE, dict(self.value_head.named_parameters()))
+
+    def _save_pretrained(self, directory: Path) -> None:
+        tensors = {}  # transformers wants all at once, in the memory of the CPU; other ranks keep none
+        for name, tensor in self.own_weights():
+            if self._ranks.is_first:
+                # A copy, since safetensors refuses tensors that share storage, and engines fuse weights in place.
+                tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        with without_progress_bars():
+            self._on_first(lambda: self.model.save_pretrained(directory, state_dict=tensors))
 
     def info(self) -> dict[str, Any]:
         parameters = list(self._named_parameters().values())
@@ -103,16 +136,33 @@ class ModelBackend(BaseBackend):
             ),
         }
 
+    def warnings(self) -> list[str]:
+        reason = self._module.runner.padded_since
+        if not reason:
+            return []
+        return [
+            f"{type(self.model).__name__} trains on padded rows, since {reason}. A prompt that several samples share is "
+            "computed for each of them, and so is padding."
+        ]
+
+    @cached_property
+    def _names(self) -> CheckpointNames:
+        return CheckpointNames(self.model, self._own_specs())
+
+    @abstractmethod
+    def _own_specs(self) -> list[TensorSpec]:
+        """Return names, shapes and dtypes of `own_weights`, without gathering any."""
+
     @abstractmethod
     def _sharing(self) -> str:
-        """How many ranks there are, and how they share the model."""
+        """Return how many ranks there are, and how they share the model."""
 
     @abstractmethod
     def _wholes(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, each made whole when it is asked for."""
+        """Yield the same tensors, each whole."""
 
     def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
-        """Of the whole tensor."""
+        """Return name, shape and dtype of the whole tensor."""
         return TensorSpec.of(name, tensor)
 
     def _size(self, tensor: Tensor) -> int:
@@ -122,50 +172,47 @@ class ModelBackend(BaseBackend):
         specs = [self._spec(name, tensor) for name, tensor in named.items()]
         return self._write(path, specs, self._wholes(named))
 
-    def _write(self, path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    def _write(
+        self, path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+    ) -> dict[str, str]:
         """The first rank writes the tensors, one at a time, and returns the file's hash; the others help to make them
         whole."""
-        written = self._on_first(lambda: write_tensors(path, specs, tensors), finish=lambda: deque(tensors, maxlen=0))
+        written = self._on_first(
+            lambda: write_tensors(path, specs, tensors), finish=lambda: deque(tensors, maxlen=0)
+        )
         return {} if written is None else {path.name: written}
 
     def _on_first(self, write: Callable[[], T], finish: Callable[[], Any] = lambda: None) -> T | None:
         """What `write` returns, on the first rank, then `finish` on all; what fails there fails on all."""
-        found = problem = None
-        try:
-            if self._ranks.is_first:
-                found = write()
-        except (OSError, SafetensorError, WeightsError) as error:
-            problem = error
-        finish()  # ranks that wait for each other are not left waiting
-        told: str | None = self._ranks.share(None if problem is None else str(problem))
-        if problem is not None:
-            raise problem
-        if told is not None:
-            raise CheckpointError(f"The first rank could not write: {told}")
-        return found
+        failures = OSError, SafetensorError, WeightsError
+
+        def work() -> T | None:
+            try:
+                written = write() if self._ranks.is_first else None
+            except failures:
+                finish()  # ranks that wait for each other are not left waiting
+                raise
+            finish()
+            return written
+
+        otherwise = CheckpointError("Rank 0 could not write the files; its own message says why.")
+        return self._ranks.agree(work, failures, otherwise)
 
     def _agreed(self, read: Callable[[], T]) -> T:
         """What `read` returns, or CheckpointError on every rank when it raises that on any."""
-        problem: CheckpointError | None = None
-        try:
-            found = read()
-        except CheckpointError as error:
-            problem = error
-        failed = self._ranks.largest(int(problem is not None))
-        if problem is not None:
-            raise problem
-        if failed:
-            raise CheckpointError("Another rank could not read the checkpoint; its own message says why.")
-        return found
+        otherwise = CheckpointError("Another rank could not read the checkpoint; its own message says why.")
+        return self._ranks.agree(read, (CheckpointError,), otherwise)
 
     def _checked(self, directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
-        """The files of a checkpoint of this model, of which no tensor is read yet."""
+        """Open the files of a checkpoint of this model; no tensor is read yet."""
         weights, moments, state = _opened(directory)
-        _check_names(directory, [self._spec(name, tensor) for name, tensor in self._tensors().items()], weights)
+        _check_names(
+            directory, [self._spec(name, tensor) for name, tensor in self._tensors().items()], weights
+        )
         if self.adapter is not None and state.get("base") != self.adapter.base_digest():
             raise CheckpointError(
-                f"{directory} holds an adapter that was trained beside another base model than the one in model.path. "
-                "Resume with that model, unchanged."
+                f"{directory} holds an adapter that was trained on another base model than the one in model.path. "
+                "Set model.path to that base model, unchanged."
             )
         return weights, moments, state
 
@@ -190,26 +237,17 @@ class ModelBackend(BaseBackend):
         return named | dict(self._buffers())
 
 
-def reduced(loss: Tensor, metrics: TokenMetrics, batch: TrainBatch) -> dict[str, float]:
-    """The loss, the number of the policy's tokens, and of each metric the mean over them, or what its name asks for."""
-    mask_BT = batch.mask_BT
-    tokens = mask_BT.sum()
-    values = [loss, tokens]
-    for name, metric_BT in metrics.items():
-        metric_BT = metric_BT.detach()
-        if name.endswith("/max"):
-            values.append(metric_BT.masked_fill(~mask_BT, float("-inf")).max())
-        elif name.endswith("/weighted"):
-            values.append((metric_BT * batch.weights_BT).sum())
-        else:
-            values.append(metric_BT.masked_fill(~mask_BT, 0.0).sum() / tokens.clamp(min=1))
-    names = ["loss", "tokens", *metrics]
-    return dict(zip(names, torch.stack([value.double() for value in values]).tolist(), strict=True))
+def gathered(shape: ModelShape, precision: Precision, *, trains: bool) -> int:
+    """Return the bytes that a sharded model gathers while it runs: the root from forward to backward, two layers at a time
+    and, where the whole model trains, their gradients."""
+    root = shape.root * precision.weights
+    gradients = root + shape.layer * FP32 if trains and not shape.adapter else 0
+    return root + 2 * shape.layer * precision.computed + gradients
 
 
-def _packed(tensor: Tensor) -> Tensor:
-    """A copy of its own, since safetensors refuses tensors that share storage, and engines fuse weights in place."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+def part_of(size: int, ranks: int) -> int:
+    """Return the bytes of the largest part when `ranks` share `size` bytes."""
+    return -(-size // ranks)
 
 
 def _opened(directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
@@ -217,9 +255,13 @@ def _opened(directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
         state = json.loads((directory / STATE).read_text())
         weights, moments = TensorFile(directory / WEIGHTS), TensorFile(directory / MOMENTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"The model state in {directory} cannot be read: {error}. Use an older one.") from error
+        raise CheckpointError(
+            f"The model state in {directory} cannot be read: {error}. Use an older checkpoint."
+        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{directory / STATE} is not of format {FORMAT}. Resume with the version that wrote it.")
+        raise CheckpointError(
+            f"{directory / STATE} does not have format {FORMAT}. Resume with the version of rl4llm that wrote it."
+        )
     return weights, moments, state
 
 
@@ -233,6 +275,6 @@ def _check_names(directory: Path, specs: Sequence[TensorSpec], weights: TensorFi
         shape = tuple(weights.shape(spec.name))
         if shape != spec.shape:
             raise CheckpointError(
-                f"{directory / WEIGHTS}: {spec.name} has shape {shape}, the model's has {spec.shape}. It belongs to another "
-                "model."
+                f"{directory / WEIGHTS}: {spec.name} has shape {shape}, but the model's is {spec.shape}. "
+                "It belongs to another model."
             )

@@ -1,11 +1,12 @@
-"""Models and tokenizers from disk or the hub, ready to train: errors that say what to do, no dropout, fast kernels."""
+"""Load models and tokenizers from disk or the hub, ready to train: no dropout, fast kernels, errors with a next step."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,27 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
+from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
+from rl4llm.backends.vision_language import ATTRIBUTE, WholeCheckpoint, is_around_text, without_reports
 from rl4llm.core.errors import ModelError, unknown
-from rl4llm.core.hub import hub_answers
-from rl4llm.core.kernels import use_fast_linear, use_fast_norms
-from rl4llm.core.ranks import Ranks
+from rl4llm.core.types import TensorSpec
+from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
+from rl4llm.runtime.hub import hub_answers
+from rl4llm.runtime.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+MOVED_TOKENS = 0.01  # of a model's tokens, which a tokenizer that was made for it may have renamed
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, HFValidationError)
-"""What transformers raises for files that are missing, damaged or do not belong together."""
+"""What transformers raises for files that are missing, damaged or inconsistent."""
 
 
 def load_model(
@@ -43,19 +50,19 @@ def load_model(
     attn_implementation: str | None = None,
     shared_by: Ranks | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, every dropout off; raises ModelError when there is none to be had.
+    """Return a causal language model in evaluation mode without dropout; raise ModelError when it cannot be loaded.
 
     Log-probs must equal those of the engine that sampled, so dropout never runs, whatever the model's config says. A
-    model that is given as an object is used as it is, moved and converted in place.
+    model object is used directly, moved and converted in place.
 
-    Of ranks that will share its weights out, `shared_by`, only the first one reads them: on all of them the model stays
-    in the memory of the CPU, and on the others nothing was written yet to that of its matrices, which so takes no room.
+    When the ranks `shared_by` will shard the weights, only the first rank reads them. On all ranks the model stays in CPU
+    memory; on the others the memory of its matrices is untouched, so it takes no space.
     """
     dtype = _dtype(dtype)
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
     elif shared_by is None:
-        model = _from_files(str(model_directory(path_or_model)), dtype, attn_implementation)
+        model = _from_files(path_or_model, dtype, attn_implementation)
     else:
         model = _from_first(str(model_directory(path_or_model)), dtype, attn_implementation, shared_by)
     without_dropout(model)
@@ -67,7 +74,7 @@ def load_model(
         if not model.supports_gradient_checkpointing:
             raise ModelError(
                 f"model.gradient_checkpointing=true is not accepted: {type(model).__name__} does not support it. "
-                "Leave it out, or lower training.max_tokens_per_batch to save memory."
+                "Remove it, or lower training.max_tokens_per_batch to save memory."
             )
         with warnings.catch_warnings():  # its new name does not exist in every version that is supported
             warnings.simplefilter("ignore", FutureWarning)
@@ -79,18 +86,16 @@ def load_model(
 def empty_model(
     path: str | Path, dtype: str | torch.dtype = "float32", attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A model's architecture on the meta device, from its config alone: names, shapes and dtypes, but no numbers.
+    """Return a model's architecture on the meta device from its config alone: names, shapes and dtypes, but no numbers.
 
-    Raises ModelError when there is no model to be had.
+    Raise ModelError when the config cannot be read.
     """
-    path = str(model_directory(path))
-    _check_directory(path)
-    if Path(path).is_dir():
-        _check_model_files(Path(path))
+    path = check_model_path(path)
     try:
+        config, whole = _configs(path)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(path, **_from(path)),
+                whole.text_config if whole else config,
                 dtype=_dtype(dtype),
                 attn_implementation=attn_implementation,
             )
@@ -99,16 +104,40 @@ def empty_model(
 
 
 def model_directory(path: str | Path) -> str | Path:
-    """Where a model lies: for the directory of a finished run its `model/`, for anything else the path itself."""
+    """Return where the model is: `model/` for the directory of a finished run, otherwise the path itself."""
     if not (Path(path) / "run.json").is_file():
         return path
     if not (Path(path) / "model").is_dir():
-        raise ModelError(f"model.path={str(path)!r} is a run that is not done: it has no model/ yet. Let it finish first.")
+        raise ModelError(
+            f"model.path={str(path)!r} is a run that has not finished: it has no model/ yet. Finish the run first."
+        )
     return Path(path) / "model"
 
 
+def check_model_path(path: str | Path) -> str:
+    """Return where the model is; raise ModelError for a path without one. This does not contact the hub."""
+    path = str(model_directory(path))
+    _check_directory(path)
+    directory = Path(path)
+    config = directory / "config.json"
+    if not directory.is_dir():
+        return path
+    if not config.is_file():
+        raise ModelError(
+            f"model.path={str(directory)!r} has no config.json, so it is no Hugging Face model directory. Accepted: what "
+            "`save_pretrained` wrote."
+        )
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(
+            f"{config} is not valid JSON: {error}. Copy the directory again from its source."
+        ) from error
+    return path
+
+
 def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHead:
-    """The value head that was exported beside a model, or a new one; raises ModelError when it is another model's."""
+    """Return the value head that was exported with a model, or a new one; raise ModelError when it does not fit."""
     head = ValueHead(model.config.get_text_config().hidden_size)
     file = Path(model_directory(path or "")) / VALUE_HEAD_FILE
     if file.is_file():
@@ -120,28 +149,101 @@ def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHea
 
 
 def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name; `pad_token` names one of its tokens where it has none of its own.
+    """Return the tokenizer of a model directory or hub name; `pad_token` names one of its tokens as the pad token.
 
-    Raises ModelError when there is no tokenizer, or none with a pad token.
+    Raise ModelError when there is no tokenizer, or it has no pad token.
     """
     path = str(model_directory(path))
-    _check_directory(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **_from(path))
-        if _cuts_otherwise(tokenizer, Path(path)):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    except UNREADABLE as error:
-        raise ModelError(_unreadable("tokenizer", path, error)) from error
+    tokenizer = _stored_tokenizer(path)
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
-            raise ModelError(f"model.pad_token={pad_token!r} is no token of {path!r}. {_candidates(tokenizer)}")
+            raise ModelError(
+                f"model.pad_token={pad_token!r} is not a token of {path!r}. {_candidates(tokenizer)}"
+            )
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
         raise ModelError(
             f"The tokenizer in {path!r} has no pad token, which rows of unequal length need. Set model.pad_token to one of "
-            f"its tokens that no text contains. {_candidates(tokenizer)}"
+            f"its tokens that never occurs in text. {_candidates(tokenizer)}"
         )
     return tokenizer
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, model: str | Path | PreTrainedModel, *, given: bool
+) -> None:
+    """Raise ModelError for a tokenizer whose vocabulary is not the model's.
+
+    The model may have embeddings for more tokens than the tokenizer has. A tokenizer that was `given` as an object is
+    compared with the one in the model's directory too; most of their tokens must have the same number.
+    """
+    name, size = _vocabulary_of(model)
+    own = tokenizer.name_or_path or "given"
+    vocabulary = tokenizer.get_vocab()
+    step = "Use the tokenizer that was saved with the model, or resize the model's embeddings."
+    highest = max((vocabulary[token] for token in _of_text(tokenizer, vocabulary)), default=-1)
+    if size is not None and highest >= size:
+        raise ModelError(
+            f"The tokenizer {own!r} does not match the model {name!r}: its token ids go up to {highest:,}, but the "
+            f"model has embeddings for {size:,} tokens. {step}"
+        )
+    if not given or name == tokenizer.name_or_path:
+        return
+    stored = _stored_vocabulary(name)
+    moved = [token for token, number in stored.items() if vocabulary.get(token) != number]
+    if len(moved) > MOVED_TOKENS * len(stored):
+        raise ModelError(
+            f"The tokenizer {own!r} does not match the model {name!r}: {len(moved):,} of the model's {len(stored):,} tokens "
+            f"have another id or are missing, such as {moved[0]!r} ({stored[moved[0]]} there, "
+            f"{vocabulary.get(moved[0], 'none')} here). {step}"
+        )
+
+
+def _of_text(tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int]) -> list[str]:
+    """The tokens that a text may become: all but special ones that nothing uses.
+
+    Text models keep the tokens for images of their family, such as Gemma 3 1B, without an embedding for them.
+    """
+    used = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token} {tokenizer.pad_token}"
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return [token for token in vocabulary if token not in special or token in used]
+
+
+def _stored_vocabulary(name: str) -> dict[str, int]:
+    """The tokens of the tokenizer in a model's directory, or on the hub; empty where none can be had."""
+    here = Path(name)
+    if not any((here / file).is_file() for file in TOKENIZER_FILES) and (here.is_dir() or "/" not in name):
+        return {}
+    try:
+        return dict(_stored_tokenizer(name).get_vocab())
+    except ModelError:
+        return {}
+
+
+def _vocabulary_of(model: str | Path | PreTrainedModel) -> tuple[str, int | None]:
+    """The name of a model, and the number of tokens that it has embeddings for; None where its config states none."""
+    if isinstance(model, PreTrainedModel):
+        return model.name_or_path or type(model).__name__, model.get_input_embeddings().num_embeddings
+    path = check_model_path(model)
+    try:
+        config = AutoConfig.from_pretrained(path, **_from(path))
+    except UNREADABLE as error:
+        raise ModelError(_unreadable("config of the model", path, error)) from error
+    return path, getattr(config.get_text_config(), "vocab_size", None)
+
+
+def _stored_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer as it was saved, with a pad token or without."""
+    _check_directory(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **_from(path))
+        return (
+            PreTrainedTokenizerFast.from_pretrained(path)
+            if _cuts_otherwise(tokenizer, Path(path))
+            else tokenizer
+        )
+    except UNREADABLE as error:
+        raise ModelError(_unreadable("tokenizer", path, error)) from error
 
 
 def _cuts_otherwise(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:
@@ -153,13 +255,15 @@ def _cuts_otherwise(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool
     file = directory / "tokenizer.json"
     if not file.is_file() or not tokenizer.is_fast:
         return False
-    stored, loaded = (json.loads(text) for text in (file.read_text(encoding="utf-8"), tokenizer.backend_tokenizer.to_str()))
+    stored, loaded = (
+        json.loads(text) for text in (file.read_text(encoding="utf-8"), tokenizer.backend_tokenizer.to_str())
+    )
     return any(stored.get(part) != loaded.get(part) for part in ("normalizer", "pre_tokenizer"))
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers draws none while it reads or writes."""
+    """Switch off the progress bars of transformers."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -170,7 +274,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def without_dropout(model: nn.Module) -> list[str]:
-    """Switch every dropout of a model off, in its modules and its config; returns what was on."""
+    """Switch off every dropout of a model, in its modules and its config; return the names of those that were on."""
     silenced = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -191,40 +295,51 @@ def _is_dropout(attribute: str, value: Any) -> bool:
     return isinstance(value, float) and value > 0 and attribute.endswith(("dropout", "pdrop"))
 
 
-def _from_files(path: str, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
-    _check_directory(path)
-    if Path(path).is_dir():
-        _check_model_files(Path(path))
+def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+    path = check_model_path(path)
     try:
-        with without_progress_bars():
-            config = AutoConfig.from_pretrained(path, **_from(path))
+        config, whole = _configs(path)
+        with without_progress_bars(), without_reports() if whole else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
-                config=config,
+                config=whole.text_config if whole else config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
                 output_loading_info=True,
+                key_mapping=whole.key_mapping() if whole else None,
                 **_from(path),
             )
     except UNREADABLE as error:
         raise ModelError(_unreadable("model", path, error)) from error
-    _check_complete(path, report)
+    # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
+    report["unexpected_keys"] = whole.of_text(report["unexpected_keys"]) if whole else ()
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(str(name) for name in report.get(kind) or ())
+        if names:
+            raise ModelError(
+                f"The weights in {path!r} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:3])}"
+                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Copy the directory again from its source."
+            )
+    setattr(model, ATTRIBUTE, whole)
+    if whole:
+        own = [TensorSpec.of(*named) for named in model.named_parameters()]
+        CheckpointNames(model, own)  # raises ModelError where the whole cannot be published
     return model
 
 
-def _from_first(path: str, dtype: torch.dtype, attn_implementation: str | None, ranks: Ranks) -> PreTrainedModel:
+def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
+    """The config of a model and, where a text model is only a part of it, its whole checkpoint."""
+    config = AutoConfig.from_pretrained(path, **_from(path))
+    return config, WholeCheckpoint(path, config, **_from(path)) if is_around_text(config) else None
+
+
+def _from_first(
+    path: str, dtype: torch.dtype, attn_implementation: str | None, ranks: Ranks
+) -> PreTrainedModel:
     """The model on the first rank; on the others the same with its norms, biases and buffers, but not its matrices."""
-    model = problem = None
-    try:
-        read = _from_files if ranks.is_first else _hollow
-        model = read(path, dtype, attn_implementation)
-    except ModelError as error:
-        problem = error
-    failed = ranks.largest(int(problem is not None))
-    if problem is not None:
-        raise problem
-    if model is None or failed:
-        raise ModelError(f"Another rank could not load model.path={path!r}; its own message says why.")
+    read = partial(_from_files if ranks.is_first else _hollow, path, dtype, attn_implementation)
+    otherwise = ModelError(f"Another rank could not load model.path={path!r}; its own message says why.")
+    model = ranks.agree(read, (ModelError,), otherwise)
     small = (parameter for parameter in model.parameters() if parameter.dim() < 2)
     for tensor in (*model.buffers(), *small):
         ranks.spread(tensor)
@@ -235,18 +350,8 @@ def _hollow(path: str, dtype: torch.dtype, attn_implementation: str | None) -> P
     """A model whose memory nothing was written to."""
     model = empty_model(path, dtype, attn_implementation).to_empty(device="cpu")
     model.tie_weights()
+    setattr(model, ATTRIBUTE, _configs(path)[1])  # the first rank writes what this one helps to make whole
     return model
-
-
-def _check_complete(path: str, report: dict[str, Any]) -> None:
-    """transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in report.get(kind) or ())
-        if names:
-            raise ModelError(
-                f"The weights in {path!r} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:3])}"
-                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Copy the directory again from its source."
-            )
 
 
 def _from(path: str) -> dict[str, bool]:
@@ -266,19 +371,6 @@ def _check_directory(path: str) -> None:
     )
 
 
-def _check_model_files(directory: Path) -> None:
-    config = directory / "config.json"
-    if not config.is_file():
-        raise ModelError(
-            f"model.path={str(directory)!r} has no config.json, so it is no Hugging Face model directory. Accepted: what "
-            "`save_pretrained` wrote."
-        )
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{config} is not valid JSON: {error}. Copy the directory again from its source.") from error
-
-
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -290,9 +382,9 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _unreadable(what: str, path: str, error: BaseException) -> str:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     if Path(path).is_dir():
-        step = "Check that all files are there and whole; copying the directory again from its source helps most often."
+        step = "Check that all files are present and complete, or copy the directory again from its source."
     else:
-        step = "It is no directory here, and the hub did not give it. Check the name and the network, or use a local copy."
+        step = "The directory does not exist, nor does the hub have it. Check the name and the network, or use a local copy."
     return f"The {what} model.path={path!r} cannot be loaded: {reason[0][:300]} {step}"
 
 

@@ -1,4 +1,4 @@
-"""AdamW with clipping and a schedule, whose whole state can be written down and read back bit for bit."""
+"""AdamW with clipping and a schedule; its whole state can be saved and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from rl4llm.backends.dtensor import part, part_like
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.registry import Registry
+from rl4llm.core.schema import Beta, Natural, NonNegative, check_fields
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -28,27 +29,27 @@ SCHEDULES.register("cosine")(lambda share: (1 + math.cos(math.pi * share)) / 2)
 class OptimizerOptions:
     """`weight_decay` applies to matrices only. `max_grad_norm` 0 never clips. Steps are optimizer steps."""
 
-    lr: float
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: NonNegative
+    weight_decay: NonNegative = 0.0
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = 1e-8
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     schedule: str = "constant"
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
         SCHEDULES[self.schedule]
-        for name in ("lr", "weight_decay", "max_grad_norm", "warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"training.{name}={getattr(self, name)} is not accepted: 0 or above.")
-        if not all(0 <= beta < 1 for beta in self.betas) or len(self.betas) != 2:
-            raise ConfigError(f"training.betas={list(self.betas)} is not accepted: two numbers from 0 to below 1.")
+        check_fields(self, "training")
+        if len(self.betas) != 2:
+            raise ConfigError(f"training.betas={list(self.betas)} is not accepted. Accepted: two numbers.")
         if self.schedule != "constant" and not self.total_steps:
-            raise ConfigError(f"training.schedule={self.schedule!r} needs total_steps, the step at which it reaches 0.")
+            raise ConfigError(
+                f"training.schedule={self.schedule!r} requires total_steps, the step at which it reaches 0."
+            )
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 0. The warm-up rises from lr / warmup_steps to lr."""
+        """Return the learning rate of optimizer step `step`, from 0. The warm-up rises from lr / warmup_steps to lr."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         left = max(1, (self.total_steps or 0) - self.warmup_steps)
@@ -58,15 +59,29 @@ class OptimizerOptions:
 class Optimizer:
     """Steps the parameters that need gradients; `parameters` is by name.
 
-    Where they are sharded, so are gradients and moments, and every method but `to` needs every rank.
+    A parameter of 16 bits has a float32 copy in `masters`, which takes the steps, so that no small one is rounded away
+    (Micikevicius et al. 2018, section 3.1). After each step the parameter is the rounded master. Whoever writes into such a
+    parameter writes into its master too. Without `masters` whoever takes the steps must keep them, as DeepSpeed does.
+
+    Where parameters are sharded, so are gradients, masters and moments, and every method but `to` needs every rank.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], options: OptimizerOptions):
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], options: OptimizerOptions, *, masters: bool = True
+    ):
         self.options = options
-        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.parameters = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+        }
+        self.masters = {
+            name: nn.Parameter(parameter.detach().float())
+            for name, parameter in self.parameters.items()
+            if masters and parameter.dtype.itemsize < 4
+        }
+        self._stepped = self.parameters | self.masters
         self.step_number = 0  # of optimizer steps taken
-        decayed = [parameter for parameter in self.parameters.values() if parameter.ndim > 1]
-        others = [parameter for parameter in self.parameters.values() if parameter.ndim <= 1]
+        decayed = [parameter for parameter in self._stepped.values() if parameter.ndim > 1]
+        others = [parameter for parameter in self._stepped.values() if parameter.ndim <= 1]
         groups = [
             {"params": params, "weight_decay": decay}
             for params, decay in ((decayed, options.weight_decay), (others, 0.0))
@@ -76,9 +91,12 @@ class Optimizer:
         self.adam = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
 
     def step(self) -> dict[str, float]:
-        """Clip, step, zero the gradients; gradients that are not finite are thrown away and counted as "skipped"."""
+        """Clip, step, zero the gradients; non-finite gradients are discarded and counted as "skipped"."""
         lr = self.options.lr_at(self.step_number)
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        for name, master in self.masters.items():
+            gradient, self.parameters[name].grad = self.parameters[name].grad, None
+            master.grad = None if gradient is None else gradient.float()
+        gradients = [parameter.grad for parameter in self._stepped.values() if parameter.grad is not None]
         norm = _norm(gradients)
         metrics = {"grad_norm": norm.item(), "lr": lr}
         if math.isfinite(metrics["grad_norm"]):
@@ -88,6 +106,7 @@ class Optimizer:
             for group in self.adam.param_groups:
                 group["lr"] = lr
             self.adam.step()
+            self._round()
             self.step_number += 1
         else:
             metrics["skipped"] = 1.0
@@ -95,43 +114,56 @@ class Optimizer:
         return metrics
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Moments by name, and how many steps each parameter has taken."""
-        states = {name: self.adam.state[p] for name, p in self.parameters.items() if self.adam.state.get(p)}
+        """Return the moments by name, and how many steps each parameter has taken."""
+        states = {name: self.adam.state[p] for name, p in self._stepped.items() if self.adam.state.get(p)}
         moments = {f"{name}.{moment}": state[moment] for name, state in states.items() for moment in MOMENTS}
         return moments, {name: int(state["step"].item()) for name, state in states.items()}
 
     def check(self, moments: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:
-        """Raise CheckpointError when they are not the whole moments, by name, and the steps of these parameters."""
+        """Raise CheckpointError unless these are the moments and steps of these parameters."""
         unknown = sorted(steps.keys() - self.parameters.keys())
         if unknown:
-            raise CheckpointError(f"The optimizer state has parameters that are not trained here: {', '.join(unknown[:3])}.")
+            raise CheckpointError(
+                f"The optimizer state has parameters that this run does not train: {', '.join(unknown[:3])}."
+            )
         for name in steps:
             shape = self.parameters[name].shape
             for moment in MOMENTS:
                 saved = moments.get(f"{name}.{moment}")
                 if saved is None or saved.shape != shape:
-                    raise CheckpointError(f"The optimizer state has no {moment} of {tuple(shape)} for {name}.")
+                    raise CheckpointError(
+                        f"The optimizer state has no {moment} of {tuple(shape)} for {name}."
+                    )
 
     def restore(self, moments: Mapping[str, Tensor], steps: Mapping[str, int], step_number: int) -> None:
-        """Take over what `state` returned, made whole; of each moment this rank keeps its part.
+        """Restore what `state` returned, as whole tensors; this rank keeps its part of each moment.
 
-        Raises CheckpointError when it is not of these parameters.
+        Raise CheckpointError when it belongs to other parameters.
         """
         self.check(moments, steps)
         self.adam.state.clear()
         for name, step in steps.items():
-            parameter = self.parameters[name]
+            parameter = self._stepped[name]
             self.adam.state[parameter] = {
                 "step": torch.tensor(float(step), device=parameter.device),
-                **{moment: part_like(moments[f"{name}.{moment}"], parameter) for moment in MOMENTS},
+                **{
+                    moment: part_like(moments[f"{name}.{moment}"].to(parameter.dtype), parameter)
+                    for moment in MOMENTS
+                },
             }
         self.step_number = step_number
 
     def to(self, device: torch.device | str) -> None:
-        """Move the moments."""
+        """Move masters and moments."""
+        nn.ParameterList(self.masters.values()).to(device)
         for state in self.adam.state.values():
             for name, value in state.items():
                 state[name] = value.to(device)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, master in self.masters.items():
+            part(self.parameters[name]).copy_(part(master))
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -1,112 +1,182 @@
-"""Runs a causal language model over a batch, in the cheapest form that gives the model's own numbers.
+"""Run a causal language model and its head over a batch, in the cheapest form that gives the model's own numbers.
 
-Which form that is, is not looked up by the model's name: a few tokens are computed both ways, and a form that disagrees
-is not used.
+The model's name does not decide the form. The runner computes a few tokens both ways and drops a form that disagrees.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl4llm.backends.attention import STREAM_ATTENTION, register, rows_of, stream_of
-from rl4llm.backends.heads import OutputLayer
+from rl4llm.backends.attention import STREAM_ATTENTION, STREAM_EAGER, register, rows_of, stream_of
+from rl4llm.backends.heads import OutputLayer, ValueHead, asked_tokens, token_logprobs, token_values
+from rl4llm.backends.recurrent import stream_recurrent, unstream_recurrent
 from rl4llm.core.errors import ModelError
-from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TrainBatch
+from rl4llm.runtime.ranks import Ranks
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Accepted difference of two forms, relative to the largest number compared."""
 
 
-class Runner:
+class ModelRunner:
     """`streams`: batches run as one row without padding (else one padded row per trajectory).
 
     `splits`: the output layer can be applied to chosen hidden states (else the model computes all logits itself).
+    `padded_since`: why batches do not run as one row, "" if they do.
     `probe`: the few tokens that were tried, on the first of the ranks that share the model, where all of it is.
     """
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks):
         self.model = model
         self.probe = _probe_batch(model)
-        self.splits, self.streams = ranks.share(self._tried() if ranks.is_first else (False, False))
+        # Whether the output layer splits off, and whether batches can be streams.
+        self.padded_since = "the model computes its logits itself"
+        splits = ranks.is_first and self._output_layer_is_all()
+        streamed = splits and self._can_stream()
+        self.splits, self.streams, self.padded_since = ranks.share((splits, streamed, self.padded_since))
         if self.streams:
             register()
-            self.model.set_attn_implementation(STREAM_ATTENTION)
+            stream_recurrent(self.model)
+            self.model.set_attn_implementation(self._stream_attention)
 
     def hidden(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states (S, D) after the last norm, and `place_BT`, which of them is each token's."""
+        """Return hidden states (S, D) after the last norm, and `place_BT`, the index of each token's state."""
         return self._stream(batch) if self.streams else self._rows(batch)
 
     def logits(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Logits (S, V) as the model itself computes them, and `place_BT`."""
-        rows = rows_of(batch)
-        output = self.model(
-            input_ids=rows.token_ids_RT,
-            attention_mask=rows.attention_mask_RT,
-            position_ids=rows.position_ids_RT,
-            use_cache=False,
-        )
-        return output.logits.flatten(0, 1), rows.place_BT
+        """Return logits (S, V) as the model itself computes them, and `place_BT`."""
+        output, place_BT = _run_rows(self.model, batch)
+        return output.logits.flatten(0, 1), place_BT
 
     def output_layer(self) -> OutputLayer:
-        """The weights between hidden states and logits, as they are now."""
+        """Return the layer between hidden states and logits with its current weights."""
         layer = self.model.get_output_embeddings()
-        return OutputLayer(layer.weight, layer.bias, _softcap(self.model))
+        softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        return OutputLayer(layer.weight, layer.bias, float(softcap or 0.0))
 
     def _stream(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         stream = stream_of(batch)
         output = self.model.base_model(
             input_ids=stream.token_ids_1N,
             position_ids=stream.position_ids_1N,
-            attention_mask=stream.token_ids_1N.new_empty(1, 1, 0, 0),  # four dimensions: transformers makes no mask
+            # four dimensions: transformers makes no mask
+            attention_mask=stream.token_ids_1N.new_empty(1, 1, 0, 0),
             use_cache=False,
             stream=stream,
         )
         return output.last_hidden_state[0], stream.place_BT
 
     def _rows(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        rows = rows_of(batch)
-        output = self.model.base_model(
-            input_ids=rows.token_ids_RT,
-            attention_mask=rows.attention_mask_RT,
-            position_ids=rows.position_ids_RT,
-            use_cache=False,
-        )
-        return output.last_hidden_state.flatten(0, 1), rows.place_BT
-
-    def _tried(self) -> tuple[bool, bool]:
-        """Whether the output layer splits off, and whether batches can be streams."""
-        splits = self._output_layer_is_all(self.probe)
-        return splits, splits and self._can_stream(self.probe)
+        output, place_BT = _run_rows(self.model.base_model, batch)
+        return output.last_hidden_state.flatten(0, 1), place_BT
 
     @torch.no_grad()
-    def _output_layer_is_all(self, batch: TrainBatch) -> bool:
+    def _output_layer_is_all(self) -> bool:
         layer = self.model.get_output_embeddings()
         if self.model.base_model is self.model or not isinstance(layer, torch.nn.Linear):
             return False
-        hidden, _ = self._rows(batch)
-        return _agree(self.output_layer()(hidden), self.logits(batch)[0])
+        hidden_SD, _ = self._rows(self.probe)
+        return _agree(self.output_layer()(hidden_SD), self.logits(self.probe)[0])
+
+    @property
+    def _stream_attention(self) -> str:
+        """Return the attention for streams that stands in for the model's own, "" if there is none."""
+        own = self.model.config._attn_implementation
+        eager = {} if self.model._supports_sdpa else {"eager": STREAM_EAGER}  # else the user chose it
+        return {"sdpa": STREAM_ATTENTION, **eager}.get(
+            own, own if own in (STREAM_ATTENTION, STREAM_EAGER) else ""
+        )
 
     @torch.no_grad()
-    def _can_stream(self, batch: TrainBatch) -> bool:
-        if self.model.config._attn_implementation not in ("sdpa", STREAM_ATTENTION):
+    def _can_stream(self) -> bool:
+        own, other = self.model.config._attn_implementation, self._stream_attention
+        self.padded_since = f"its attention is {own!r}, not 'sdpa'"
+        if not other:
             return False
-        expected = _computed(*self._rows(batch))
+        expected = _computed(*self._rows(self.probe))
         register()
-        self.model.set_attn_implementation(STREAM_ATTENTION)
+        self.model.set_attn_implementation(other)
         try:
-            taken = self.model.config._attn_implementation == STREAM_ATTENTION
-            return taken and _agree(_computed(*self._stream(batch)), expected)
-        except (ModelError, TypeError, ValueError, IndexError, RuntimeError):
-            return False  # the architecture wants masks or arguments of its own
+            stream_recurrent(self.model)
+            self.padded_since = "its layers mix the tokens of a row in a way that is not known here"
+            if self.model.config._attn_implementation == other and _agree(
+                _computed(*self._stream(self.probe)), expected
+            ):
+                self.padded_since = ""
+        except (ModelError, AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
+            self.padded_since = str(error)  # the architecture needs masks or other arguments
         finally:
-            self.model.set_attn_implementation("sdpa")
+            unstream_recurrent(self.model)
+            self.model.set_attn_implementation(own)
+        return not self.padded_since
 
 
-def _softcap(model: PreTrainedModel) -> float:
-    return float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
+class TokenNumbers(nn.Module):
+    """Log-probs of a model, or values where it has a value head.
+
+    The runner calls the parts of a model, not the model. DDP and FSDP2 act when the module that they were given is called,
+    so they are given this one. `autocast` is the dtype of the matrix products, None for that of the weights.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, value_head: ValueHead | None, autocast: torch.dtype | None, ranks: Ranks
+    ):
+        super().__init__()
+        self.model = model
+        self.value_head = value_head
+        self.autocast = autocast
+        self.runner = ModelRunner(model, ranks)
+        if value_head is not None:
+            # What takes no part in a critic's pass would never get the gradient that other ranks wait for.
+            inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+            used = [] if inner is None else [id(parameter) for parameter in inner.parameters()]
+            for parameter in [] if outer is None else outer.parameters():
+                parameter.requires_grad_(parameter.requires_grad and id(parameter) in used)
+        self.always_runs = False  # set where other ranks wait for what this one computes
+
+    def forward(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Return numbers and entropies (B, T); the entropies are None for a critic and unless requested."""
+        if len(asked_tokens(batch)[0]):
+            return self._numbers(batch, temperature, entropy)
+        zeros_BT = torch.zeros(batch.mask_BT.shape, device=batch.mask_BT.device)
+        if self.always_runs:
+            numbers_BT, _ = self._numbers(self.runner.probe.to(zeros_BT.device), 1.0, False)
+            zeros_BT = zeros_BT + nothing_of(numbers_BT)  # stops even gradients that are not finite
+        return zeros_BT, zeros_BT if entropy else None
+
+    def _numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        runner, head = self.runner, self.value_head
+        enabled, dtype = self.autocast is not None, self.autocast or torch.bfloat16
+        with torch.autocast(batch.mask_BT.device.type, dtype=dtype, enabled=enabled):
+            run = runner.hidden if runner.splits or head is not None else runner.logits
+            states_SD, place_BT = run(batch)
+        if head is not None:
+            return token_values(states_SD, place_BT, batch, head), None
+        output = runner.output_layer() if runner.splits else None
+        return token_logprobs(
+            states_SD, place_BT, batch, output, temperature=temperature, entropy=entropy, dtype=self.autocast
+        )
+
+
+def nothing_of(numbers: Tensor) -> Tensor:
+    """Return 0 with a gradient of 0 for everything that the numbers depend on, even if they are not finite."""
+    return numbers.masked_fill(torch.ones_like(numbers, dtype=torch.bool), 0.0).sum()
+
+
+def _run_rows(model: torch.nn.Module, batch: TrainBatch) -> tuple[Any, Tensor]:
+    """The output of a model on padded rows, and `place_BT`."""
+    rows = rows_of(batch)
+    output = model(
+        input_ids=rows.token_ids_RT,
+        attention_mask=rows.attention_mask_RT,
+        position_ids=rows.position_ids_RT,
+        use_cache=False,
+    )
+    return output, rows.place_BT
 
 
 def _computed(states_SD: Tensor, place_BT: Tensor) -> Tensor:
@@ -120,7 +190,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 
 def _probe_batch(model: PreTrainedModel) -> TrainBatch:
-    """A shared prompt with two continuations, and a trajectory of its own; their lengths differ."""
+    """Return a batch of a shared prompt with two continuations and a separate trajectory; their lengths differ."""
     lengths, T = (3, 2, 5, 4), 14
     segments = torch.tensor([[segment for segment, length in enumerate(lengths, 1) for _ in range(length)]])
     positions = [*range(3), *range(3, 5), *range(3, 8), *range(4)]

@@ -1,4 +1,4 @@
-"""How ranks share the training of one model: torch's DistributedDataParallel and FSDP2 (`fully_shard`).
+"""How ranks train one model together: torch's DistributedDataParallel and FSDP2 (`fully_shard`).
 
 Either averages gradients over the ranks, while a step's loss is the sum over them; `gradient_scale` makes up for that.
 """
@@ -17,29 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl4llm.backends.token_numbers import TokenNumbers
-from rl4llm.core.errors import ConfigError
-from rl4llm.core.ranks import Ranks
-from rl4llm.core.registry import Registry
+from rl4llm.backends.runner import TokenNumbers
+from rl4llm.backends.torch_backend import Alone
 from rl4llm.core.types import TrainBatch
-
-
-class Alone:
-    """One rank has all of the model and trains it, or does not train it at all."""
-
-    gradient_scale = 1.0
-    waits = False  # whether a gradient pass needs every rank
-
-    def __init__(self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False):
-        self.module = module
-
-    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """One pass of the module, with a gradient where torch's is enabled."""
-        return self.module(batch, temperature, entropy)
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around a forward and its backward pass, of which the `last` one of an optimizer step is told so."""
-        return nullcontext()
+from rl4llm.runtime.ranks import Ranks
 
 
 class Replicated(Alone):
@@ -49,15 +30,20 @@ class Replicated(Alone):
     """
 
     waits = True
+    shares_frozen = False
 
-    def __init__(self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False):
+    def __init__(
+        self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False
+    ):
         super().__init__(module, ranks, device)
         self.gradient_scale = float(ranks.size)
         module.always_runs = True
         with warnings.catch_warnings():  # the new name of the first option does not exist in every version
             warnings.simplefilter("ignore", FutureWarning)
             # Buffers are constants here. Gradients that are views of what is sent need no memory of their own.
-            self._trained = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self._trained = DistributedDataParallel(
+                module, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
 
     def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         return (self._trained if torch.is_grad_enabled() else self.module)(batch, temperature, entropy)
@@ -77,20 +63,27 @@ class Sharded(Alone):
     """
 
     waits = True
+    offloads = True
 
-    def __init__(self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False):
+    def __init__(
+        self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False
+    ):
         super().__init__(module, ranks, device)
         self.gradient_scale = float(ranks.size)
         module.always_runs = True
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-        options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (ranks.size,)), "offload_policy": offload}
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(device.type, (ranks.size,)),
+            "offload_policy": offload,
+        }
         # Hidden states between layers keep their dtype, as they do under autocast.
         precision = MixedPrecisionPolicy(module.autocast, torch.float32, cast_forward_inputs=False)
         of_layers = options | ({"mp_policy": precision} if module.autocast else {})
         for layer in _layers(module):
             _bring(layer, ranks, device)
             fully_shard(layer, **of_layers)
-        if module.value_head is not None:  # its dtype may be another than the model's, which one group cannot have
+        # The value head may have another dtype than the model, which one group cannot have.
+        if module.value_head is not None:
             _bring(module.value_head, ranks, device)
             fully_shard(module.value_head, **options)
         _bring(module, ranks, device)
@@ -101,31 +94,6 @@ class Sharded(Alone):
         if not torch.is_grad_enabled():
             self._sharded.reshard()  # FSDP2 keeps what is outside the layers for a backward pass, which does not come
         return found
-
-
-SHARDS: Registry[type[Alone]] = Registry("backend.shard")
-SHARDS.register("none")(Alone)
-SHARDS.register("ddp")(Replicated)
-SHARDS.register("fsdp2")(Sharded)
-
-
-def shared_by(module: TokenNumbers, ranks: Ranks, device: torch.device, shard: str, cpu_offload: bool) -> Alone:
-    """The module, ready to be trained by these ranks together; one rank alone needs no sharding, whatever it is called."""
-    kind = SHARDS[shard]
-    if ranks.size > 1 and kind is Alone:
-        raise ConfigError(
-            f"backend.shard='none' is not accepted for {ranks.size} ranks that train one model: each would go its own way. "
-            "Accepted: ddp, or fsdp2 for a model that is too large for one device."
-        )
-    if cpu_offload and (kind is not Sharded or ranks.size == 1):
-        raise ConfigError(
-            f"backend.cpu_offload=true is not accepted with backend.shard={shard!r} and {ranks.size} "
-            f"{'rank' if ranks.size == 1 else 'ranks'}. Accepted: shard=fsdp2 with 2 ranks or more."
-        )
-    trains = any(parameter.requires_grad for parameter in module.parameters())
-    if ranks.size == 1 or (kind is Replicated and not trains):
-        kind = Alone
-    return kind(module, ranks, device, cpu_offload=cpu_offload)
 
 
 def _bring(module: torch.nn.Module, ranks: Ranks, device: torch.device) -> None:

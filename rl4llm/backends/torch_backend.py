@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,15 +15,52 @@ from transformers import PreTrainedModel
 
 from rl4llm.backends.dtensor import put, whole
 from rl4llm.backends.heads import ValueHead
-from rl4llm.backends.lora import LoraAdapter
-from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, reduced
+from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, gathered, part_of
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
-from rl4llm.backends.sharding import shared_by
-from rl4llm.backends.token_numbers import nothing_of
-from rl4llm.core.base_backend import TokenLosses
-from rl4llm.core.ranks import Ranks
-from rl4llm.core.tensor_file import TensorFile
+from rl4llm.backends.runner import TokenNumbers, nothing_of
+from rl4llm.core.base_backend import BaseAdapter, TokenLosses, TokenMeasures
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.model_memory import ModelMemory, ModelShape, Precision
+from rl4llm.core.registry import Registry
+from rl4llm.core.token_metrics import of_batch
 from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.runs.tensor_file import TensorFile
+from rl4llm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from rl4llm.backends.lora import LoraAdapter
+
+
+class Alone:
+    """One rank has all of the model and trains it, or does not train it at all."""
+
+    gradient_scale = 1.0
+    waits = False  # whether a gradient pass needs every rank
+    shares_frozen = True  # whether it also shares a model that does not train
+    offloads = False  # whether it can keep the model in the memory of the CPU
+
+    def __init__(
+        self, module: TokenNumbers, ranks: Ranks, device: torch.device, *, cpu_offload: bool = False
+    ):
+        self.module = module
+
+    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Run one pass of the module, with a gradient where torch's is enabled."""
+        return self.module(batch, temperature, entropy)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose a forward and its backward pass; `last` is whether it is the last one of an optimizer step."""
+        return nullcontext()
+
+
+SHARDS: Registry[type[Alone]] = Registry(
+    "backend.shard",
+    table={
+        "none": "rl4llm.backends.torch_backend:Alone",
+        "ddp": "rl4llm.backends.sharding:Replicated",
+        "fsdp2": "rl4llm.backends.sharding:Sharded",
+    },
+)
 
 
 class TorchBackend(ModelBackend):
@@ -32,15 +71,18 @@ class TorchBackend(ModelBackend):
     ...     backend.forward_backward(batch, algorithm.token_losses)
     >>> backend.optim_step()["grad_norm"]
 
-    `autocast` "bfloat16" runs matrix products in bf16 while weights, gradients and moments keep their own dtype. With a
-    `value_head` it is a critic, and what `forward` and the losses see are values instead of log-probs. With an `adapter`
-    only that trains and is saved; `weights` and `export` give the merged model. Further options are those of
+    `autocast` "bfloat16" runs matrix products in bf16 while weights, gradients and moments keep their own dtype. A model in
+    bfloat16 trains through float32 masters of its weights, which a checkpoint holds.
+
+    With a `value_head` it is a critic, and what `forward` and the losses see are values instead of log-probs. With an
+    `adapter` only that trains and is saved; `weights` and `export` give the merged model. Further options are those of
     `OptimizerOptions`.
 
     `ranks` train the model together, each on its own batches, as many as the others: with `shard` "ddp" (the default) each
-    has all of the model, with "fsdp2" a part of every tensor. Then all methods but `info`, `weight_specs`, `write_config`
-    and, but for "fsdp2", `forward` need every rank, and only the first one writes files, which are the same for any number
-    of ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in the memory of the CPU and steps them there.
+    has all of the model, with "fsdp2" a part of every tensor. Then every rank must call all methods except `info`,
+    `weight_specs`, `write_config` and, unless "fsdp2" is used, `forward`. Only the first one writes files, which
+    do not depend on the number of ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in
+    CPU memory and steps them there.
 
     `device` is where the model trains, by default where it is; under "fsdp2" its parts come there from wherever it is.
     """
@@ -53,7 +95,7 @@ class TorchBackend(ModelBackend):
         *,
         autocast: str = "none",
         value_head: ValueHead | None = None,
-        adapter: LoraAdapter | None = None,
+        adapter: BaseAdapter | None = None,
         ranks: Ranks | None = None,
         shard: str | None = None,
         cpu_offload: bool = False,
@@ -63,8 +105,10 @@ class TorchBackend(ModelBackend):
     ):
         if not trains:
             model.requires_grad_(False)
-        super().__init__(model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head, device=device)
-        self.adapter = adapter
+        super().__init__(
+            model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head, device=device
+        )
+        self.adapter = cast("LoraAdapter | None", adapter)
         shard = shard or ("none" if self._ranks.size == 1 else "ddp")
         self._shard, self._cpu_offload = shard, cpu_offload
         self.whole = self._ranks.size == 1 or shard != "fsdp2"
@@ -74,6 +118,26 @@ class TorchBackend(ModelBackend):
     @classmethod
     def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
         return ranks.size > 1 and options.get("shard") == "fsdp2"
+
+    @classmethod
+    def memory(
+        cls,
+        shape: ModelShape,
+        precision: Precision,
+        options: Mapping[str, Any],
+        ranks: int = 1,
+        *,
+        trains: bool = True,
+    ) -> ModelMemory:
+        whole = super().memory(shape, precision, options, ranks, trains=trains)
+        if ranks == 1 or options.get("shard") != "fsdp2":
+            return whole
+        sizes = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
+        kept = {
+            name: 0 if options.get("cpu_offload") else part_of(size, ranks) for name, size in sizes.items()
+        }
+        together = gathered(shape, precision, trains=trains)
+        return replace(whole, **kept, casts=0, gathered=together)  # FSDP2 casts what it puts together
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
@@ -86,22 +150,31 @@ class TorchBackend(ModelBackend):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        measures: TokenMeasures | None = None,
         last: bool = True,
     ) -> dict[str, float]:
         batch = batch.to(self.device)
         with self._shared.accumulating(last):
             numbers_BT, entropy_BT = self._shared.numbers(batch, temperature, entropy)
             losses_BT, metrics = token_losses(batch, numbers_BT, entropy_BT)
+            if measures is not None:
+                metrics = metrics | measures(batch, numbers_BT, metrics)
             loss = (losses_BT * batch.weights_BT).sum()
             if torch.is_grad_enabled():
-                self._backward(loss, numbers_BT)
-        return reduced(loss.detach(), metrics, batch)
+                # Ranks that wait for each other all run a backward pass; a loss that depends on nothing adds exactly 0.
+                if self._shared.waits:
+                    (nothing_of(numbers_BT) + loss * self._shared.gradient_scale).backward()
+                elif loss.requires_grad:
+                    loss.backward()
+        return of_batch(loss.detach(), metrics, batch)
 
     def optim_step(self) -> dict[str, float]:
         return self._optimizer.step()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = self.model.named_parameters() if self.adapter is None else self.adapter.merged_parameters()
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        parameters = (
+            self.model.named_parameters() if self.adapter is None else self.adapter.merged_parameters()
+        )
         yield from ((name, whole(tensor)) for name, tensor in parameters)
         yield from self._buffers()
 
@@ -109,9 +182,9 @@ class TorchBackend(ModelBackend):
     def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         own = {**dict(self.model.named_parameters()), **dict(self._buffers())}
         for name, tensor in weights:
-            put(own[name], tensor)
+            self._put(name, own[name], tensor)
 
-    def weight_specs(self) -> list[TensorSpec]:
+    def _own_specs(self) -> list[TensorSpec]:
         parameters = self.model.named_parameters() if self.adapter is None else self.adapter.base_parameters()
         return [TensorSpec.of(name, tensor) for name, tensor in (*parameters, *self._buffers())]
 
@@ -120,7 +193,8 @@ class TorchBackend(ModelBackend):
         state = {"format": FORMAT, "step": self._optimizer.step_number, "parameter_steps": steps}
         if self.adapter is not None:
             state["base"] = self.adapter.base_digest()
-        hashes = self._write_own(directory / WEIGHTS, self._tensors()) | self._write_own(directory / MOMENTS, moments)
+        tensors = self._tensors() | self._optimizer.masters
+        hashes = self._write_own(directory / WEIGHTS, tensors) | self._write_own(directory / MOMENTS, moments)
         self._on_first(lambda: (directory / STATE).write_text(json.dumps(state, indent=1)))
         return hashes
 
@@ -132,7 +206,7 @@ class TorchBackend(ModelBackend):
         self._optimizer.restore(moments, state["parameter_steps"], state["step"])
         with torch.no_grad():
             for name, tensor in self._tensors().items():
-                put(tensor, weights[name])
+                self._put(name, tensor, weights[name])
 
     def offload(self) -> None:
         self._move("cpu")
@@ -140,12 +214,11 @@ class TorchBackend(ModelBackend):
     def onload(self) -> None:
         self._move(self.device)
 
-    def _backward(self, loss: Tensor, numbers_BT: Tensor) -> None:
-        """Ranks that wait for each other all run a backward pass; a loss that depends on nothing adds exactly 0."""
-        if self._shared.waits:
-            (nothing_of(numbers_BT) + loss * self._shared.gradient_scale).backward()
-        elif loss.requires_grad:
-            loss.backward()
+    def _put(self, name: str, own: Tensor, tensor: Tensor) -> None:
+        """Write a whole tensor into a parameter and its master, or into a buffer."""
+        put(own, tensor)
+        if name in self._optimizer.masters:
+            put(self._optimizer.masters[name], tensor)
 
     def _checked(self, directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
         weights, moments, state = super()._checked(directory)
@@ -164,3 +237,24 @@ class TorchBackend(ModelBackend):
         self._module.to(device)
         self._optimizer.to(device)
         torch.cuda.empty_cache()
+
+
+def shared_by(
+    module: TokenNumbers, ranks: Ranks, device: torch.device, shard: str, cpu_offload: bool
+) -> Alone:
+    """Return the module ready for training by these ranks; one rank never shards."""
+    kind = SHARDS[shard]
+    if ranks.size > 1 and kind is Alone:
+        raise ConfigError(
+            f"backend.shard='none' is not accepted for {ranks.size} ranks that train one model: they would diverge. "
+            "Accepted: ddp, or fsdp2 for a model that is too large for one device."
+        )
+    if cpu_offload and (not kind.offloads or ranks.size == 1):
+        raise ConfigError(
+            f"backend.cpu_offload=true is not accepted with backend.shard={shard!r} and {ranks.size} "
+            f"{'rank' if ranks.size == 1 else 'ranks'}. Accepted: shard=fsdp2 with 2 ranks or more."
+        )
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    if ranks.size == 1 or not (trains or kind.shares_frozen):
+        kind = Alone
+    return kind(module, ranks, device, cpu_offload=cpu_offload)

@@ -1,6 +1,6 @@
-"""The commands of ``rl4llm``, one small module each.
+"""The commands of ``rl4llm`` that belong to the library; extensions have more.
 
-A module has `add(commands)`, which describes the command and its arguments, and `run(arguments)`, which does it and returns
-the exit code. What is heavy is imported within `run`, so that ``rl4llm --help`` waits for nothing. A new command is a module
-here and its name in the list of `rl4llm.cli`.
+A command is a module, or an object in one, with `add(commands)`, which describes the command and its arguments. It also has
+`run(arguments)`, which does the work and returns the exit code. `run` imports what is heavy, so ``rl4llm --help`` is fast. A
+new command is a module and a line in the table of `rl4llm.cli`, or an entry point `rl4llm.commands` of an installed package.
 """

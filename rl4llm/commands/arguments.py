@@ -1,4 +1,4 @@
-"""What the descriptions of several commands have in common."""
+"""Arguments that several commands have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Run = Callable[[argparse.Namespace], int]
 def add_command(
     commands: Any, name: str, run: Run, about: str, examples: Sequence[str], *, resumes: bool = False
 ) -> argparse.ArgumentParser:
-    """A command that `run` does; `about` is its line in the list of commands.
+    """Add a command that calls `run`; `about` is its line in the list of commands.
 
-    `resumes` says that the same command goes on where one that was stopped ended.
+    `resumes` is whether the same command resumes an interrupted one.
     """
     command = commands.add_parser(
         name,
@@ -25,32 +25,41 @@ def add_command(
         epilog="\n  ".join(["examples:", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # Without a default of its own, so that one before the command's name stays.
-    command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of errors")
+    # No default, so that `rl4llm --debug COMMAND` keeps its value.
+    command.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors"
+    )
     command.set_defaults(run=run, resumes=resumes)
     return command
 
 
-def add_config(command: argparse.ArgumentParser) -> None:
-    """The arguments `config` and `overrides`, as `rl4llm.config.load_config` takes them."""
-    about = "a YAML file; configs/NAME.yaml, if not here, is the one that rl4llm brings"
+def add_config(
+    command: argparse.ArgumentParser,
+    about: str = "path to a YAML file, or configs/NAME.yaml for a bundled one",
+) -> None:
+    """Add the arguments `config` and `overrides` of `rl4llm.config.load_config`."""
     _completed(command.add_argument("config", help=about), completers.configurations)
-    add_overrides(command, "key.sub=value", "changes to keys, or YAML files to be laid over the first")
+    add_overrides(command, "key.sub=value", "override a key; a further YAML file is merged over the first")
 
 
 def add_overrides(command: argparse.ArgumentParser, metavar: str, about: str) -> None:
-    """The argument `overrides`, which may also stand behind options."""
-    _completed(command.add_argument("overrides", nargs="*", default=[], metavar=metavar, help=about), completers.overrides)
+    """Add the argument `overrides`, which may also follow options."""
+    _completed(
+        command.add_argument("overrides", nargs="*", default=[], metavar=metavar, help=about),
+        completers.overrides,
+    )
 
 
 def _completed(argument: Any, completer: Callable[..., Iterable[str]]) -> None:
-    """Have a shell offer what `completer` finds; the attribute is argcomplete's."""
+    """Let a shell complete the argument with `completer`; argcomplete reads the attribute."""
     argument.completer = completer
 
 
 def add_force(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--force", action="store_true", help="go on with a run although its configuration changed")
+    """Add --force."""
+    command.add_argument("--force", action="store_true", help="resume even if the configuration changed")
 
 
 def add_json(command: argparse.ArgumentParser, what: str = "print the result as JSON, for scripts") -> None:
+    """Add --json."""
     command.add_argument("--json", action="store_true", help=what)

@@ -1,4 +1,4 @@
-"""``rl4llm completion bash``: what a shell needs to complete commands, options, files and keys of configurations."""
+"""``rl4llm completion bash`` prints a script that completes commands, options, files and configuration keys in a shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl4llm.commands.output import write_text
 
 
 def add(commands: Any) -> None:
-    about = 'print what makes a shell complete commands, files and keys: eval "$(rl4llm completion bash)" in ~/.bashrc'
+    about = 'print a shell completion script; put eval "$(rl4llm completion bash)" into ~/.bashrc'
     examples = ("rl4llm completion bash", "rl4llm completion zsh", "rl4llm completion fish")
     command = add_command(commands, "completion", run, about, examples)
     command.add_argument("shell", choices=("bash", "zsh", "fish"))

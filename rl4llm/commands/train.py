@@ -1,9 +1,9 @@
-"""``rl4llm train``: train as a configuration says."""
+"""``rl4llm train``, and ``rl4llm sft`` and ``rl4llm dpo`` for methods that learn from a dataset."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
@@ -12,48 +12,82 @@ from rl4llm.commands.output import STOPPED, say, show
 from rl4llm.core.errors import ConfigError
 
 
-def add(commands: Any) -> None:
-    examples = (
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command that trains. One with `learns_from` accepts only methods that learn from one of these."""
+
+    name: str
+    about: str
+    examples: tuple[str, ...]
+    data: str = ""
+    learns_from: tuple[str, ...] = ()
+
+    def add(self, commands: Any) -> None:
+        """Describe the command and its arguments."""
+        command = add_command(commands, self.name, self.run, self.about, self.examples, resumes=True)
+        add_config(command)
+        add_force(command)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Train, or resume the run in `output.dir`; return the exit code."""
+        from rl4llm.config import load_config
+
+        config = load_config(arguments.config, arguments.overrides)
+        if not self.learns_from:
+            return train(config, arguments.force)
+        from rl4llm.algorithms import ALGORITHMS
+        from rl4llm.compose import build_algorithm
+
+        found = build_algorithm(config).needs().learns_from
+        if found not in self.learns_from:
+            known = [
+                name for name in ALGORITHMS if ALGORITHMS[name]().needs().learns_from in self.learns_from
+            ]
+            raise ConfigError(
+                f"{arguments.config}: algorithm.name={config.algorithm['name']!r} learns from {found}, but "
+                f"`rl4llm {self.name}` accepts only methods that learn from {self.data}: {', '.join(known)}. Use "
+                "`rl4llm train`, which accepts every method, or choose one of these methods."
+            )
+        return train(config, arguments.force)
+
+
+TRAIN = Command(
+    "train",
+    "train as a configuration says; run it again to resume",
+    (
         "rl4llm train configs/quickstart.yaml model.path=runs/quickstart/warm",
         "rl4llm train configs/gsm8k_grpo.yaml training.lr=2e-6 output.dir=runs/slower",
-    )
-    about = "train as a configuration says; run it again to resume"
-    command = add_command(commands, "train", run, about, examples, resumes=True)
-    add_config(command)
-    add_force(command)
+    ),
+)
+SFT = Command(
+    "sft",
+    "train on conversations: fine-tuning, world models",
+    (
+        "rl4llm sft configs/sft.yaml model.path=models/base data.path=conversations.jsonl eval.every=0",
+        "rl4llm sft configs/sft.yaml data.path=good.jsonl eval.every=0 algorithm.learn=all",
+    ),
+    "conversations",
+    ("demonstrations", "worlds", "conversations"),
+)
+DPO = Command(
+    "dpo",
+    "train on preferences: DPO, IPO, KTO, reward models",
+    (
+        "rl4llm dpo configs/dpo.yaml model.path=runs/sft data.path=preferences.jsonl eval.every=0",
+        "rl4llm dpo configs/dpo.yaml algorithm.name=kto data.path=labelled.jsonl eval.every=0",
+    ),
+    "preferences",
+    ("pairs", "labels"),
+)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from rl4llm.config import load_config
+def train(config: Any, force: bool) -> int:
+    """Train a configuration, or resume its run; return the exit code, which is `STOPPED` after a signal."""
+    from rl4llm.compose import build_trainer
+    from rl4llm.compose.choices import nobody_starts
+    from rl4llm.runtime.cpu import set_aside_what_stays
 
-    return train(load_config(arguments.config, arguments.overrides), arguments)
-
-
-def train_method(arguments: argparse.Namespace, command: str, what: str, learns_from: Collection[str]) -> int:
-    """Train by a method that learns from one of `learns_from`; raises ConfigError for a configuration of another method."""
-    from rl4llm.algorithms import ALGORITHMS
-    from rl4llm.build import build_algorithm
-    from rl4llm.config import load_config
-
-    config = load_config(arguments.config, arguments.overrides)
-    found = build_algorithm(config).needs().learns_from
-    if found not in learns_from:
-        known = [name for name in ALGORITHMS if ALGORITHMS[name]().needs().learns_from in learns_from]
-        raise ConfigError(
-            f"{arguments.config}: algorithm.name={config.algorithm['name']!r} learns from {found}, and `rl4llm {command}` "
-            f"is for methods that learn from {what}: {', '.join(known)}. Next: `rl4llm train`, which takes every method, or "
-            "one of those."
-        )
-    return train(config, arguments)
-
-
-def train(config: Any, arguments: argparse.Namespace) -> int:
-    """Train, or go on; told to stop, it saves and says so."""
-    from rl4llm.build import build_trainer
-    from rl4llm.core.garbage import set_aside_what_stays
-    from rl4llm.launch.roles import nobody_starts
-
-    with build_trainer(config, force=arguments.force) as trainer:
+    with build_trainer(config, force=force) as trainer:
         if trainer.ranks.is_first and (missed := nobody_starts(config)):
             say(missed)
         set_aside_what_stays()
@@ -61,8 +95,10 @@ def train(config: Any, arguments: argparse.Namespace) -> int:
         trainer.ranks.wait()
         trainer.ranks.close()
     if trainer.stopped and trainer.ranks.is_first:
-        show(f"Stopped after step {trainer.step} and saved. The same command goes on.")
+        show(f"Stopped after step {trainer.step} and saved. The same command resumes the run.")
         return STOPPED
     if trainer.ranks.is_first and config.output.console != "quiet":
-        show(f"Done. The model is in {trainer.run.model_dir}; `rl4llm view {quote(str(trainer.run.path))}` shows the run.")
+        show(
+            f"Done. The model is in {trainer.run.model_dir}; `rl4llm view {quote(str(trainer.run.path))}` shows the run."
+        )
     return 0

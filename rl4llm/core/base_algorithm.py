@@ -1,20 +1,21 @@
-"""The contract of algorithms: two questions, how good was each trajectory, and what does each token lose."""
+"""The contract of algorithms: how good each trajectory was, and what loss each token has."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from rl4llm.core.base_backend import TokenMetrics
+from rl4llm.core.schema import check_fields
 from rl4llm.core.types import Group, TrainBatch, Trajectory
 
 LearnsFrom = Literal["episodes", "demonstrations", "worlds", "conversations", "pairs", "labels"]
-"""What the policy samples; or of a dataset: what the assistant says, what the environment answers, or both; two answers of
-which one is preferred; answers that are each good or bad."""
+"""What a method learns from. "episodes" are sampled. The others come from a dataset: what the assistant says, what the
+environment answers, or both; pairs of a preferred and a rejected answer; answers with a label, good or bad."""
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 """See `rl4llm.algorithms.functional.kl`."""
@@ -45,14 +46,20 @@ class Needs:
     reference: bool = False
     reference_path: str | None = None  # another model than the policy's own start
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
-    reward_kl: tuple[float, KLEstimator] | None = None  # (coefficient, estimator) of a KL penalty on the trajectory's reward
+    reward_kl: tuple[float, KLEstimator] | None = (
+        None  # (coefficient, estimator) of a KL penalty on the trajectory's reward
+    )
     old_logprobs: bool = False  # computed by the trainer, else those of the engine
     newest: bool = False  # samples must be of the newest weights: the losses weigh no others
     critic: Critic | None = None
     value_head: bool = False  # the model that trains gives values instead of log-probs
     mismatched: bool = False  # `TrainBatch.divergence`, estimated on answers to other prompts
-    greedy_baseline: bool = False  # one more trajectory per prompt, the most probable one, as `Group.baseline`
-    sampling: tuple[Mapping[str, float], ...] = ()  # fields of SamplingParams by sample index; begins anew after the last
+    greedy_baseline: bool = (
+        False  # one more trajectory per prompt, the most probable one, as `Group.baseline`
+    )
+    sampling: tuple[
+        Mapping[str, float], ...
+    ] = ()  # fields of SamplingParams by sample index; starts again after the last
     rewards: tuple[str, ...] = ()  # that each trajectory must have, by name
     refills: int = 0  # how often prompts are sampled in place of groups that `keep` refused
 
@@ -60,9 +67,10 @@ class Needs:
 class BaseAlgorithm(ABC):
     """Pure maths on tensors. Subclasses are dataclasses whose fields are the algorithm's options.
 
-    `aggregation` names how token losses are summed, see `rl4llm.data.pack`. Among a batch's token metrics, a name that ends
-    in "/max" is reported as the maximum over the policy's tokens; one that ends in "/weighted" is summed with the weights of
-    the loss, which makes a mean over trajectories where the loss is one, and loses that ending; every other is their mean.
+    `aggregation` names how token losses are summed, see `rl4llm.data.aggregation`. Among a batch's token metrics, a
+    name that ends in "/max" is reported as the maximum over the policy's tokens; one that ends in "/weighted" is
+    summed with the weights of the loss, which makes a mean over trajectories where the loss is one, and loses that
+    ending; every other is their mean.
 
     In the order in which they are called: `keep` and `learns_from` choose, `credits` says how good, `assign` turns that into
     advantages, `token_losses` and `value_losses` into losses, and `after_step` sees what came of it.
@@ -73,35 +81,35 @@ class BaseAlgorithm(ABC):
     @property
     @abstractmethod
     def aggregation(self) -> str:
-        """An option where the method leaves it open, else a constant."""
+        """Return the name of the loss aggregation: an option, or a constant of the method."""
 
     def needs(self) -> Needs:
-        """What this algorithm, with these options, needs."""
+        """Return what this algorithm needs with its options."""
         return Needs()
 
     def keep(self, group: Group) -> bool:
-        """Whether a group trains at all."""
+        """Return whether a group trains."""
         return True
 
     def learns_from(self, trajectory: Trajectory) -> bool:
-        """Whether a trajectory of a group that is kept trains; others are compared with it all the same."""
+        """Return whether a trajectory of a kept group trains; the others still count in comparisons."""
         return True
 
     def credits(self, group: Group) -> Tensor:
-        """How much better than expected each trajectory was (G,), or each of its turns (G, K); absent turns may be NaN.
+        """Return how much better than expected each trajectory was (G,), or each of its turns (G, K); absent turns are NaN.
 
-        A trajectory with nothing but NaN takes no part in the step: it neither trains nor counts in any mean.
+        A trajectory with only NaN takes no part in the step: it neither trains nor counts in any mean.
         """
         return group.rewards_G
 
     def batch_credits(self, groups: Sequence[Group], total: Total) -> list[Tensor]:
-        """The credits of all groups of a step; for those that depend on more than their own group."""
+        """Return the credits of all groups of a step; override it if credits depend on other groups."""
         return [self.credits(group) for group in groups]
 
     def assign(self, batches: Sequence[TrainBatch], total: Total) -> None:
         """Fill `advantages_BT` (and `returns_BT`) of all micro-batches of a rollout from `credits_BT`.
 
-        What `needs` asked for is filled in before.
+        The trainer fills in before what `needs` requires.
         """
         for batch in batches:
             batch.advantages_BT = batch.credits_BT
@@ -110,21 +118,23 @@ class BaseAlgorithm(ABC):
     def token_losses(
         self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
     ) -> tuple[Tensor, TokenMetrics]:
-        """The loss of each token (B, T), and metrics of the same shape. No reduction happens here."""
+        """Return the loss of each token (B, T), and metrics of the same shape, without any reduction."""
 
     def value_losses(self, batch: TrainBatch, values_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
-        """The critic's loss of each token (B, T); only asked when `needs().critic`."""
+        """Return the critic's loss of each token (B, T); the trainer calls it only if `needs().critic`."""
         raise TypeError(f"{type(self).__name__} has no critic, so it has no value loss.")
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """What an optimizer step measured; for options that follow it, such as an adaptive coefficient."""
+        """Receive what an optimizer step measured, for example to adapt a coefficient."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to know of this object, as JSON."""
+        """Return what a resumed run needs of this object, as JSON."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
 
     def check(self, group_size: int) -> None:
-        """Raise ConfigError for options that cannot work together."""
+        """Raise ConfigError for options that their annotations do not accept, or that cannot be combined."""
+        if is_dataclass(type(self)):
+            check_fields(self, "algorithm")

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
-from rl4llm.core.ranks import Ranks
+from rl4llm.core.model_memory import ModelMemory, ModelShape, Precision
 from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,38 +21,47 @@ if TYPE_CHECKING:
 TokenMetrics = dict[str, Tensor]
 TokenLosses = Callable[[TrainBatch, Tensor, Tensor | None], tuple[Tensor, TokenMetrics]]
 """(batch, logprobs_BT, entropy_BT or None) -> (losses_BT, metrics by name, each (B, T))."""
+TokenMeasures = Callable[[TrainBatch, Tensor, TokenMetrics], TokenMetrics]
+"""(batch, logprobs_BT, the metrics of the losses) -> further metrics, each (B, T)."""
 
 
 class TokenScorer(Protocol):
-    """What gives each token one number, which is all that is asked of a reference."""
+    """A model that gives each token one number; a reference needs nothing else."""
 
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        """As `BaseBackend.forward`."""
+        """Return what `BaseBackend.forward` returns."""
         ...
 
 
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
+"""Dtypes of matrix products by `model.autocast`."""
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The file of an adapter's weights in a PEFT directory."""
+
+
 class BaseAdapter(ABC):
-    """What trains beside a frozen model, in the form that engines load: an ordinary PEFT directory."""
+    """Trained weights beside a frozen model, in the form that engines load: an ordinary PEFT directory."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of each of its weights, in the order of `specs`."""
+        """Yield name and tensor of each weight, in the order of `specs`."""
 
     @abstractmethod
     def specs(self) -> list[TensorSpec]:
-        """What `weights` will yield."""
+        """Return names, shapes and dtypes of what `weights` yields."""
 
     @abstractmethod
     def write_config(self, directory: Path) -> None:
-        """Write what an adapter's directory holds beside its weights."""
+        """Write the files of an adapter's directory other than its weights."""
 
     @abstractmethod
     def base_digest(self) -> str:
-        """A hash of the frozen parameters; an adapter means nothing beside others."""
+        """Return a hash of the frozen parameters; an adapter belongs to exactly these."""
 
     @abstractmethod
     def off(self) -> AbstractContextManager[None]:
-        """Inside, the frozen model computes alone; nothing is trained meanwhile."""
+        """Switch the adapter off inside the context; nothing may train meanwhile."""
 
 
 class BaseBackend(ABC):
@@ -67,13 +78,29 @@ class BaseBackend(ABC):
 
     @classmethod
     def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
-        """Whether each of the ranks will keep a part of every weight only, with these options of a configuration. The model
-        then need not be on the device, nor its numbers on any rank but the first, before the backend has it."""
+        """Return whether these options shard every weight over the ranks.
+
+        Then the backend moves the model to the device, and only the first rank needs its numbers before.
+        """
         return False
+
+    @classmethod
+    def memory(
+        cls,
+        shape: ModelShape,
+        precision: Precision,
+        options: Mapping[str, Any],
+        ranks: int = 1,
+        *,
+        trains: bool = True,
+    ) -> ModelMemory:
+        """Return the memory that a model of this shape takes on each of `ranks` with these options of a configuration; by
+        default each rank has all of it."""
+        return ModelMemory.of(shape, precision, trains=trains)
 
     @abstractmethod
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        """Log-probs (B, T), fp32, no gradient, of each token given those before it; 0 where `mask_BT` is False."""
+        """Return log-probs (B, T), fp32, no gradient, of each token given those before it; 0 where `mask_BT` is False."""
 
     @abstractmethod
     def forward_backward(
@@ -83,50 +110,55 @@ class BaseBackend(ABC):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        measures: TokenMeasures | None = None,
         last: bool = True,
     ) -> dict[str, float]:
-        """Add this batch's gradient; returns "loss", "tokens" (of the policy), and each token metric by its name: the mean
+        """Add this batch's gradient; return "loss", "tokens" (of the policy), and each token metric by its name: the mean
         over those tokens, the maximum where the name ends in "/max", and where it ends in "/weighted" the sum with the
         weights of the loss.
 
-        `entropy` asks for entropy_BT (with gradient), which costs time and is None otherwise. Under `torch.no_grad()` it
-        only measures.
+        `entropy` requests entropy_BT (with gradient), which costs time and is None otherwise. `measures` returns
+        further metrics. Under `torch.no_grad()` this only measures.
 
-        `last` False tells that more batches of this optimizer step follow, so that ranks need not exchange gradients yet;
-        with True each time they are the same, only slower. All ranks give as many batches and say the same of them.
+        With `last` False more batches of this optimizer step follow, so ranks need not exchange gradients yet. Always
+        passing True gives the same gradients, only slower. All ranks must pass equally many batches and the same `last`.
         """
 
     @abstractmethod
     def optim_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, zero the gradients; returns "grad_norm" and "lr".
+        """Clip, step, advance the schedule, zero the gradients; return "grad_norm" and "lr".
 
-        A gradient that is not finite skips the step and adds "skipped": 1.0.
+        A non-finite gradient skips the step and adds "skipped": 1.0.
         """
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of each weight under its Hugging Face name, one at a time, in the order of `weight_specs`."""
+        """Yield name and tensor of each weight of the Hugging Face checkpoint, one by one, as `weight_specs` has them."""
+
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same weights in the form that `model` has in memory, where that is another one."""
+        return self.weights()
 
     @abstractmethod
     def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy another model's `weights` into this one's."""
+        """Copy another model's `own_weights` into this one's."""
 
     @abstractmethod
     def weight_specs(self) -> list[TensorSpec]:
-        """What `weights` will yield, without having any of it."""
+        """Return names, shapes and dtypes of what `weights` yields, without gathering any."""
 
     @abstractmethod
     def write_config(self, directory: Path) -> None:
-        """Write what a Hugging Face model directory holds beside its weights."""
+        """Write the files of a Hugging Face model directory other than its weights."""
 
     @abstractmethod
     def save(self, directory: Path) -> dict[str, str]:
-        """Write weights, optimizer and schedule into an existing directory, as safetensors and JSON; returns the xxh3_64 of
-        the files that were hashed on the way, by name."""
+        """Write weights, optimizer and schedule into an existing directory, as safetensors and JSON; return the
+        xxh3_64 of files that were hashed while writing, by name."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Read back what `save` wrote; raises CheckpointError when anything is missing or differs in shape."""
+        """Load what `save` wrote; raise CheckpointError when anything is missing or differs in shape."""
 
     @abstractmethod
     def export(self, directory: Path) -> None:
@@ -134,7 +166,11 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def info(self) -> dict[str, Any]:
-        """Parameters, dtype, device and the like, for tables and logs."""
+        """Return parameters, dtype, device and similar facts, for tables and logs."""
+
+    def warnings(self) -> list[str]:
+        """Return lines that the user should see at the start, such as a form of the model that costs more."""
+        return []
 
     def offload(self) -> None:
         """Move weights and optimizer off the device."""

@@ -1,30 +1,30 @@
-"""The contract of inference engines: token ids in, exactly what was sampled out."""
+"""The contract of inference engines: token ids in, exactly what was sampled out.
+
+Each class has one purpose, so that code that needs one of them accepts any object with it:
+
+    Generates      completions and log-probs of given tokens
+    TakesWeights   loads versions of the weights and reports which one it holds
+    KeepsSessions  keeps the cache of a conversation between its turns
+    LendsDevice    gives its device memory to the trainer and takes it back
+    BaseClient     an engine of a run: the first three, with a beginning and an end
+"""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
+from rl4llm.core.model_memory import EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 
 
-class BaseClient(ABC):
-    """One inference engine, in process or behind a network.
-
-    A *session* names one conversation (for example "12/gsm8k-17/3"). An engine may keep its cache between the turns of a
-    session until `release`; results never depend on it. Log-probs follow the convention of `Completion`.
-    """
+class Generates(Protocol):
+    """Samples completions, and scores tokens. Log-probs follow the convention of `Completion`."""
 
     context_length: int
     vocab_size: int
-    in_process: ClassVar[bool] = False  # True: each rank has an engine of its own, else all speak with the same
-    publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
-
-    def __str__(self) -> str:
-        """What messages call it."""
-        return type(self).__name__
 
     @abstractmethod
     async def generate(
@@ -37,51 +37,81 @@ class BaseClient(ABC):
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs that the engine gives to each token after the first, at temperature 1; the canary's question."""
+        """Return the log-prob of each token after the first, at temperature 1; the log-prob parity check uses it."""
+
+
+class TakesWeights(Protocol):
+    """Loads what the trainer publishes."""
 
     @abstractmethod
     async def load(self, weight_ref: WeightRef) -> None:
-        """Take over the weights that `weight_ref` names; afterwards `version` reports its version."""
+        """Load the weights that `weight_ref` names; afterwards `version` returns its version."""
 
     @abstractmethod
     async def version(self) -> int:
-        """The version of the weights that the engine holds; -1 before the first load."""
+        """Return the version of the weights that the engine holds; -1 before the first load."""
+
+
+class KeepsSessions:
+    """Keeps caches of conversations.
+
+    A *session* names one, for example "12/gsm8k-17/3". An engine may keep its cache between the turns of a session until
+    `release`; results never depend on it.
+    """
+
+    async def expect(self, session: str) -> None:
+        """Begin a conversation; an engine in deterministic mode waits for all active conversations."""
+
+    async def park(self, session: str) -> None:
+        """Pause a conversation: its cache may stay, and the engine does not wait for it until `expect`."""
+
+    async def release(self, session: str) -> None:
+        """End a conversation; the engine may drop its cache."""
+
+
+class LendsDevice(Protocol):
+    """Shares a device with the trainer."""
+
+    @property
+    def awake(self) -> bool:
+        """Return whether the engine has all of its device memory and can serve."""
+
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Release device memory."""
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Allocate the device memory again."""
+
+
+class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
+    """One inference engine, which runs in this process or behind a network."""
+
+    in_process: ClassVar[bool] = False  # True: each rank has its own engine, else all speak with the same
+    is_server: ClassVar[bool] = False  # True: made once for each address, and used through a fleet
+    publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
+
+    @classmethod
+    def memory(
+        cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
+    ) -> dict[str, int]:
+        """Return the bytes that the engine takes on a trainer's device under this load, by purpose, with these options of a
+        configuration; nothing if it runs elsewhere."""
+        return {}
+
+    def __str__(self) -> str:
+        """Return its name in messages."""
+        return type(self).__name__
 
     def report_to(self, warn: Callable[[str], None]) -> None:
-        """Where to send lines that the user should see, such as that a server is gone."""
+        """Set the function for lines that the user should see, such as the loss of a server."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the logs, counted since the start."""
+        """Return numbers for the logs, counted since the start."""
         return {}
 
     def engines(self) -> Sequence[BaseClient]:
-        """Every engine behind this client, for the canary to question each; a single one is its own."""
+        """Return every engine behind this client, so that the canary can check each; a single one returns itself."""
         return (self,)
-
-    async def release(self, session: str) -> None:
-        """The conversation is over; its cache may go."""
-
-    async def expect(self, session: str) -> None:
-        """The conversation begins; an engine in deterministic mode waits for all conversations under way."""
-
-    async def park(self, session: str) -> None:
-        """The conversation waits for another one; its cache may stay, and nobody waits for it until `expect`."""
-
-    async def pause(self) -> None:
-        """Stop generating at the next token; requests wait."""
-
-    async def resume(self) -> None:
-        """Go on after `pause`."""
-
-    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Give device memory back."""
-
-    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take device memory again."""
-
-    async def health(self) -> dict[str, Any]:
-        """What the engine says about itself; raises EngineError when it cannot serve."""
-        return {"version": await self.version()}
 
     async def disconnect(self) -> None:
         """Close what belongs to the running event loop; the next request opens it again."""
@@ -92,7 +122,7 @@ class BaseClient(ABC):
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """The synchronous form, for scripts: one completion per prompt, in order. Not for use inside an event loop."""
+        """Return one completion per prompt, in order. This is the synchronous form for scripts outside an event loop."""
 
         async def all_of_them() -> list[Completion]:
             pairs = zip(prompts, sampling_params, strict=True)

@@ -11,20 +11,20 @@ from rl4llm.core.types import ChatMessage, SamplingParams
 
 
 class BaseOpponent(ABC):
-    """Reads its role's side of the conversation and says the next line. What it says is context to everybody else."""
+    """Plays a role: it reads the conversation and returns the next line, which is context for all other roles."""
 
     reply_timeout_s: ClassVar[float | None] = 120.0  # of one line; None for one that has deadlines of its own
 
     @abstractmethod
     async def reply(self, messages: Sequence[ChatMessage], sampling_params: SamplingParams) -> str:
-        """The next line of a conversation in which the opponent's own lines are the assistant's.
+        """Return the next line of a conversation in which the opponent is the assistant.
 
-        `sampling_params` are those of the policy, but for the seed, from which everything random derives. Whatever it raises
-        means that the episode is played again and then left out: nobody's fault is scored.
+        `sampling_params` are those of the policy except for the seed, which decides everything random. After an exception
+        the episode is retried once and then left out, so that no failure counts as a reward.
         """
 
     def check(self) -> None:
-        """Raise ConfigError where it could not say a word; called once, before a run starts."""
+        """Raise ConfigError if the opponent cannot reply; called once, before a run starts."""
 
     async def disconnect(self) -> None:
         """Close what belongs to the running event loop; the next reply opens it again."""
@@ -33,7 +33,14 @@ class BaseOpponent(ABC):
         """Release everything."""
 
 
-OPPONENTS: Registry[Callable[..., BaseOpponent]] = Registry("env.opponents.name")
+OPPONENTS: Registry[Callable[..., BaseOpponent]] = Registry(
+    "env.opponents.name",
+    group="rl4llm.opponents",
+    table={
+        "model": "rl4llm.extensions.judges.opponent:opponent_model",
+        "server": "rl4llm.extensions.judges.opponent:ServerOpponent",
+    },
+)
 """Those that a configuration may name; ``package.module:function`` is a function of the messages that returns the line."""
 
 register_opponent = OPPONENTS.register

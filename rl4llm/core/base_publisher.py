@@ -9,17 +9,17 @@ from rl4llm.core.types import WeightRef
 
 
 class BasePublisher(ABC):
-    """One way for weights to reach the engines. What an engine answers is not believed; the canary asks it afterwards."""
+    """One kind of weight sync. It does not trust the answer of an engine; the log-prob parity check runs afterwards."""
 
     @abstractmethod
     async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
-        """Have every engine take over the backend's weights as `version`; raises EngineError or WeightsError."""
+        """Load the backend's weights as `version` into every engine; raise EngineError or WeightsError."""
 
     async def lend_device(self, backend: BaseBackend) -> None:
-        """The trainer is about to compute; engines that share its device make room. May be called again at any time."""
+        """Free the device for the trainer: engines that share it release memory. May be called again at any time."""
 
     def follow(self, backend: BaseBackend) -> None:
-        """What every other rank does when the first one has published; its share of the weights is given by then."""
+        """Do what every other rank must do after the first one has published and all weights are gathered."""
 
     async def close(self) -> None:
         """Release what publishing needed."""

@@ -3,19 +3,20 @@
     RL4LLMError
     ├── ConfigError        a key, value or combination in the configuration
     ├── DataError          a file, row or column of a dataset
+    │   └── SpecialTokenError      a text contains a special token, which the configuration refuses
     ├── TemplateError      a chat template that cannot be extended token for token
     ├── ModelError         a model or tokenizer that cannot be used
     ├── EnvError           an environment broke its contract
     │   ├── TooManyFailuresError   too large a share of a rollout's episodes failed
-    │   └── HostsDownError         no host of environments is left; the run stops and can be resumed
+    │   └── HostsDownError         no environment server is reachable; the run stops and can be resumed
     ├── RewardError        a reward function broke its contract
-    ├── SandboxError       no sandbox that may be used can be started here
+    ├── SandboxError       no permitted sandbox can be started
     ├── EngineError        an inference engine failed or was asked something impossible
     │   ├── StaleWeightsError   an engine does not hold the weights that it should
     │   ├── MismatchError       an engine's log-probs are too far from the trainer's
-    │   ├── UnreachableError    a server gave no answer that can be used; it may pass
+    │   ├── UnreachableError    a server gave no usable answer; a retry may succeed
     │   ├── RefusedError        a server understood a request and refused it
-    │   └── EnginesDownError    no server is left; the run stops and can be resumed
+    │   └── EnginesDownError    no server is reachable; the run stops and can be resumed
     ├── WeightsError       a version of the weights is damaged, incomplete or not finite
     ├── CheckpointError    a checkpoint is damaged or belongs to another run
     ├── NotFiniteError     losses or gradients were NaN or infinite several times in a row
@@ -31,9 +32,17 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rl4llm.core.redact import redacted_text
+
 
 class RL4LLMError(Exception):
-    """Base of all errors that a user can act on; the command line prints them without a traceback."""
+    """Base of all errors that a user can act on; the command line prints them without a traceback.
+
+    Messages quote configurations and addresses, and are shown, logged and stored: secrets in them are hidden.
+    """
+
+    def __str__(self) -> str:
+        return redacted_text(super().__str__())
 
 
 class ConfigError(RL4LLMError):
@@ -42,6 +51,10 @@ class ConfigError(RL4LLMError):
 
 class DataError(RL4LLMError):
     """A dataset file, row or column cannot be used."""
+
+
+class SpecialTokenError(DataError):
+    """A text contains a special token, and data.special_tokens=refuse."""
 
 
 class TemplateError(RL4LLMError):
@@ -65,7 +78,7 @@ class TooManyFailuresError(EnvError):
 
 
 class HostsDownError(EnvError):
-    """No host of environments could be reached for so long that the run stops; the same command goes on with it later."""
+    """No environment server was reachable for too long. The run stops; the same command resumes it."""
 
 
 class RewardError(RL4LLMError):
@@ -73,7 +86,7 @@ class RewardError(RL4LLMError):
 
 
 class SandboxError(RL4LLMError):
-    """No sandbox for model-written programs can be started that is strong enough for what the configuration allows."""
+    """No sandbox can be started that is as strong as the configuration requires."""
 
 
 class EngineError(RL4LLMError):
@@ -89,7 +102,7 @@ class MismatchError(EngineError):
 
 
 class UnreachableError(EngineError):
-    """A server gave no answer that can be used; the same request may succeed later or elsewhere."""
+    """A server gave no usable answer; the same request may succeed later or on another server."""
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0):
         super().__init__(message)
@@ -97,15 +110,15 @@ class UnreachableError(EngineError):
 
 
 class RefusedError(EngineError):
-    """A server understood a request and refused it; asking again would not help."""
+    """A server understood a request and refused it; a retry would not help."""
 
 
 class EnginesDownError(EngineError):
-    """No server could be reached for so long that the run stops; the same command goes on with it later."""
+    """No server was reachable for too long. The run stops; the same command resumes it."""
 
 
 class WeightsError(RL4LLMError):
-    """A version of the weights is damaged, incomplete, or not finite; no engine is given it."""
+    """A version of the weights is damaged, incomplete or not finite; no engine receives it."""
 
 
 class CheckpointError(RL4LLMError):
@@ -113,11 +126,11 @@ class CheckpointError(RL4LLMError):
 
 
 class NotFiniteError(RL4LLMError):
-    """Losses or gradients were not finite so often in a row that training stops; the last step is kept for replay."""
+    """Losses or gradients were not finite several times in a row. Training stops and keeps the last step for replay."""
 
 
 class RanksError(RL4LLMError):
-    """A process that trains with others lost them; they died, or did not come within the deadline."""
+    """A rank lost the other ranks: they died, or did not connect within the deadline."""
 
 
 class RunDirError(RL4LLMError):
@@ -125,13 +138,19 @@ class RunDirError(RL4LLMError):
 
 
 def unknown(where: str, name: str, known: Iterable[str]) -> str:
-    """The text for an unknown name: what was given, what is accepted, and the closest match.
+    """Return the message for an unknown name: what was given, what is accepted, and the closest match.
 
     >>> unknown("algorithm.name", "gpro", ["dapo", "grpo"])
     "algorithm.name='gpro' is unknown. Known: dapo, grpo. Did you mean 'grpo'?"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3)
-    close.sort(key=lambda known: sorted(known) != sorted(name))  # letters in another order are the likeliest slip
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{where}={name!r} is unknown. Known: {', '.join(names)}.{hint}"
+    return f"{where}={name!r} is unknown. Known: {', '.join(names)}.{did_you_mean(name, names)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the closest match of a name as a sentence that follows another one; "" if no name is close."""
+    close = difflib.get_close_matches(name, list(known), n=3)
+    close.sort(
+        key=lambda known: sorted(known) != sorted(name)
+    )  # letters in another order are the likeliest slip
+    return f" Did you mean {close[0]!r}?" if close else ""

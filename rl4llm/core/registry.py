@@ -3,72 +3,184 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, cast, overload
 
 from rl4llm.core.errors import ConfigError, unknown
 
 T = TypeVar("T")
 Item = TypeVar("Item")
+Named = TypeVar("Named", bound=Callable[..., Any])
+EXTENSIONS = "rl4llm.extensions."
 
 
 class Registry(Generic[T]):
-    """A table of named things. Nobody may branch on the names: whoever looks one up uses only its contract.
+    """A table of named things. Callers never branch on the names; they use only the contract.
 
-    >>> ALGORITHMS = Registry("algorithm.name")
+    >>> ALGORITHMS = Registry("algorithm.name", table={"ppo": "rl4llm.algorithms.ppo:PPO"})
     >>> @ALGORITHMS.register("grpo")
     ... class GRPO: ...
     >>> ALGORITHMS["grpo"] is GRPO
     True
+    >>> list(ALGORITHMS)  # imports nothing
+    ['grpo', 'ppo']
 
-    A name of the form ``package.module:Class`` is imported, so users need not register anything; with a `base`, what is
-    imported must be a subclass of it.
+    A name of the form ``package.module:Class`` is imported, so users need not register anything.
+
+    Args:
+        where: the configuration key that the names are for.
+        base: the ``module:Class`` that whatever is imported must be a subclass of.
+        table: ``"name": "module:Class"`` of what comes with rl4llm; a module is imported when its name is looked up.
+        group: the entry points by which installed packages add names.
     """
 
-    def __init__(self, where: str, base: type | None = None):
+    def __init__(
+        self,
+        where: str,
+        base: str | None = None,
+        *,
+        table: Mapping[str, str] | None = None,
+        group: str | None = None,
+    ):
         self.where = where
         self.base = base
-        self._items: dict[str, T] = {}
+        self.group = group
+        self.builtin = tuple(table or ())
+        self._items: dict[str, T | str] = dict(table or {})
 
-    def register(self, name: str) -> Callable[[Item], Item]:
-        """Decorator that adds a class or function under `name`; a name can be taken only once."""
+    @overload
+    def register(self, name: Named) -> Named: ...
+    @overload
+    def register(self, name: str | None = None) -> Callable[[Item], Item]: ...
+    def register(self, name: Any = None) -> Any:
+        """Decorate a class or function to add it under `name`; every name is unique.
 
-        def add(item: Item) -> Item:
-            if name in self._items and self._items[name] is not item:
-                raise ConfigError(f"{self.where}={name!r} is already registered as {self._items[name]!r}.")
-            self._items[name] = cast(T, item)  # what is decorated keeps its own type for whoever calls it
-            return item
+        Without parentheses, or without a name in them, it is registered under its `__name__`.
+        """
+        if name is None or isinstance(name, str):
+            return lambda item: self._add(item, name)
+        return self._add(name, None)
 
-        return add
+    def _add(self, item: Item, name: str | None) -> Item:
+        if name is None:
+            name = getattr(item, "__name__", "")
+        if not name.strip() or name == "<lambda>":
+            raise ConfigError(
+                f"{self.where}: {item!r:.100} cannot be registered without a name. Accepted: a class or function with a "
+                "`__name__`, or a name in parentheses, as in register('name')."
+            )
+        known = self._items.get(name)
+        if known is not None and known is not item and known != _path(item):
+            raise ConfigError(f"{self.where}={name!r} is already registered as {self._items[name]!r}.")
+        self._items[name] = cast(T, item)  # what is decorated keeps its own type for whoever calls it
+        return item
 
     def __getitem__(self, name: str) -> T:
-        if name in self._items:
-            return self._items[name]
-        if ":" in name:
-            return self._imported(name)
-        raise ConfigError(f"{unknown(self.where, name, self._items)} One of your own is 'package.module:Name'.")
+        if name not in self._items:
+            self._add_installed()
+        if name not in self._items and ":" in name:
+            accepted = f"a registered name ({', '.join(self)}) or 'package.module:Class'"
+            return self._checked(name, imported(self.where, name, accepted))
+        if name not in self._items:
+            raise ConfigError(
+                f"{unknown(self.where, name, self._items)} For a custom one, use 'package.module:Name'."
+            )
+        item = self._items[name]
+        if not isinstance(item, str):
+            return item
+        try:
+            found = load(item, f"{self.where}={name!r}")
+        except (ImportError, AttributeError) as error:
+            if name in self.builtin:
+                raise
+            raise ConfigError(
+                f"{self.where}={name!r} is {item} of an installed package, which cannot be imported: {error}. "
+                "Next: repair that package, or uninstall it."
+            ) from error
+        loaded = self._items[name] = self._checked(name, found)
+        return loaded
 
-    def _imported(self, name: str) -> T:
-        item = imported(self.where, name, f"a registered name ({', '.join(self)}) or 'package.module:Class'")
-        if self.base is not None and not (isinstance(item, type) and issubclass(item, self.base)):
-            raise ConfigError(f"{self.where}={name!r} is {item!r:.100}. Accepted: a subclass of {self.base.__name__}.")
+    def _checked(self, name: str, item: Any) -> T:
+        base = load(self.base, self.where) if self.base else object
+        if self.base and not (isinstance(item, type) and issubclass(item, base)):
+            raise ConfigError(
+                f"{self.where}={name!r} is {item!r:.100}. Accepted: a subclass of {base.__name__}."
+            )
         return cast(T, item)
 
+    def _add_installed(self) -> None:
+        """Add the entry points of the group from installed packages; existing names stay unchanged."""
+        group, self.group = self.group, None
+        for point in importlib.metadata.entry_points(group=group) if group else ():
+            self._items.setdefault(point.name, point.value)
+
     def __contains__(self, name: str) -> bool:
+        self._add_installed()
         return name in self._items
 
     def __iter__(self) -> Iterator[str]:
+        self._add_installed()
         return iter(sorted(self._items))
 
+    def path_of(self, name: str) -> str:
+        """Return the ``module:Class`` of a registered name without importing it."""
+        item = self._items[name]
+        return item if isinstance(item, str) else _path(item)
+
     def name_of(self, item: T) -> str:
-        """What a configuration calls it."""
-        names = (name for name, known in self._items.items() if known is item)
-        return next(names, f"{getattr(item, '__module__', '')}:{getattr(item, '__qualname__', item)}")
+        """Return the name of an item in a configuration."""
+        path = _path(item)
+        return next((name for name, known in self._items.items() if known is item or known == path), path)
+
+
+def load(path: str, what: str) -> Any:
+    """Import the ``module:attribute`` of a table; `what` is the user's request.
+
+    Raise ConfigError when it, or something that it imports, belongs to an extension whose folder is missing.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = missing_extension(error.name or "") or missing_extension(module)
+        if missing is None:
+            raise
+        raise ConfigError(
+            f"{what} needs {missing}, which is missing. Next: install rl4llm again, or restore the folder."
+        ) from None
+    for name in attribute.split(".") if attribute else ():
+        found = getattr(found, name)
+    return found
+
+
+def missing_extension(module: str) -> str | None:
+    """Return the folder of a module's extension if that is missing; None for any other module."""
+    if not module.startswith(EXTENSIONS):
+        return None
+    extension = EXTENSIONS + module.removeprefix(EXTENSIONS).partition(".")[0]
+    try:
+        found = importlib.util.find_spec(extension) is not None
+    except ModuleNotFoundError:  # no folder of extensions at all
+        found = False
+    return None if found else extension.replace(".", "/")
+
+
+def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package that imports its names on first use; `homes` are their modules."""
+
+    def attribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return load(f"{homes[name]}:{name}", f"{module}.{name}")
+
+    return attribute
 
 
 def imported(where: str, name: str, accepted: str = "'package.module:function'") -> Any:
-    """What ``package.module:attribute`` names; raises ConfigError, which says what is `accepted`, where there is none."""
+    """Import ``package.module:attribute``; raise ConfigError, which lists what is `accepted`, if that fails."""
     module_name, colon, attribute = name.partition(":")
     try:
         if not colon:
@@ -82,6 +194,10 @@ def imported(where: str, name: str, accepted: str = "'package.module:function'")
 
 
 def import_name(item: object) -> str | None:
-    """The ``package.module:name`` under which a registry imports this very item; None where there is none."""
+    """Return the ``package.module:name`` that imports exactly this item, or None."""
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", "")
     return f"{module}:{name}" if name and getattr(sys.modules.get(module or ""), name, None) is item else None
+
+
+def _path(item: object) -> str:
+    return f"{getattr(item, '__module__', '')}:{getattr(item, '__qualname__', item)}"

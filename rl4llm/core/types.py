@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,18 +19,22 @@ from rl4llm.core.errors import DataError, EngineError
 
 Author = Literal["policy", "context"]
 FinishReason = Literal["stop", "length", "abort"]
-GroupKey = tuple[str, str]
-"""A prompt and, in an episode of several roles, one of them."""
+GroupKey = tuple[str, str, int]
+"""A prompt, one of its roles in an episode of several, and which of the step's groups this is."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation, as chat templates know it."""
+    """One message of a conversation, as chat templates know it.
+
+    `tool_calls` are the calls of an assistant's message, in the form of OpenAI. A tool message may hold the call that it
+    answers. Only templates that ask for calls before answers use it, so `to_dict` leaves it out.
+    """
 
     role: str
     content: str
-    tool_calls: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)  # mappings have no hash
+    tool_calls: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)  # unhashable
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
@@ -39,9 +44,9 @@ class ChatMessage:
             raise DataError(f"ChatMessage.content must be a string, not {type(self.content).__name__}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The form chat templates read; empty fields are left out, as templates test for their presence."""
+        """Return the form that chat templates read; empty fields are left out, as templates test for their presence."""
         row: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls:
+        if self.tool_calls and self.role != "tool":
             row["tool_calls"] = [dict(call) for call in self.tool_calls]
         if self.tool_call_id is not None:
             row["tool_call_id"] = self.tool_call_id
@@ -79,21 +84,18 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not self.max_tokens >= 1:
-            raise self._refused("max_tokens", "at least 1")
-        if not 0.0 <= self.temperature < math.inf:
-            raise self._refused("temperature", "0 (greedy) or above")
-        if not 0.0 < self.top_p <= 1.0:
-            raise self._refused("top_p", "above 0, at most 1 (1 is off)")
-        if not self.top_k >= 0:
-            raise self._refused("top_k", "0 (off) or above")
+        for name, holds, range_ in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "0 (greedy) or above"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1 (1 is off)"),
+            ("top_k", self.top_k >= 0, "0 (off) or above"),
+        ):
+            if not holds:
+                raise EngineError(f"SamplingParams.{name}={getattr(self, name)!r} is not accepted: {range_}.")
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
-
-    def _refused(self, name: str, accepted: str) -> EngineError:
-        return EngineError(f"SamplingParams.{name}={getattr(self, name)!r} is not accepted: {accepted}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,9 @@ class Completion:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
-            raise EngineError(f"A completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs.")
+            raise EngineError(
+                f"A completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +140,13 @@ class TokenSpan:
 
     @classmethod
     def context(cls, token_ids: list[int] | tuple[int, ...]) -> TokenSpan:
-        """Tokens that the environment or the template wrote."""
+        """Return a span of tokens that the environment or the template wrote."""
         return cls(tuple(token_ids), "context")
 
     @classmethod
     def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
-        """Tokens that the policy sampled: one span for each version of the weights."""
-        if not completion.versions:
-            return (cls(completion.token_ids, "policy", completion.logprobs, completion.version),)
-        runs = completion.versions
+        """Return the tokens that the policy sampled: one span for each version of the weights."""
+        runs = completion.versions or ((0, completion.version),)
         ends = (*(start for start, _ in runs[1:]), len(completion.token_ids))
         return tuple(
             cls(completion.token_ids[start:end], "policy", completion.logprobs[start:end], version)
@@ -153,22 +155,17 @@ class TokenSpan:
 
 
 def count_turns(spans: Sequence[TokenSpan]) -> int:
-    """How often the policy spoke: a turn that several versions of the weights wrote is still one."""
-    turns, speaking = 0, False
-    for span in spans:
-        speaks = span.author == "policy"
-        turns += speaks and not speaking
-        speaking = speaks
-    return turns
+    """Return how often the policy spoke; a turn that several versions of the weights wrote counts once."""
+    return sum(author == "policy" for author, _ in groupby(span.author for span in spans))
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode: its exact tokens, what was said, and what it was worth.
+    """One finished episode: its exact tokens, its messages and its reward.
 
-    `turn_rewards` holds what each turn of the policy earned by itself, one number per turn or none at all; their sum is
-    part of `reward`, the rest of which the episode earned as a whole. `role` is who speaks as the policy here, in an episode
-    of several roles; each has a trajectory of its own. `part` is the environment, where several are played.
+    `turn_rewards` has one number for each turn of the policy, or is empty; their sum is part of `reward`. In an episode
+    of several roles each has its own trajectory, and `role` names it. `part` names the environment in an environment
+    mixture.
 
     An episode whose history was rewritten has one token record for each history: the first is `spans`, those that came
     later are `forks`. What two records share was sampled in one of them and is context in the other.
@@ -185,11 +182,12 @@ class Trajectory:
     forks: tuple[tuple[TokenSpan, ...], ...] = ()
     role: str = ""
     part: str = ""
+    draw: int = 0  # its group's number in the step, in which a prompt may occur twice
 
     @property
     def group_key(self) -> GroupKey:
-        """Equal for the trajectories that are compared with one another."""
-        return self.prompt_id, self.role
+        """Return a key that is equal for trajectories that are compared with one another."""
+        return self.prompt_id, self.role, self.draw
 
     @property
     def records(self) -> tuple[tuple[TokenSpan, ...], ...]:
@@ -197,7 +195,7 @@ class Trajectory:
         return (self.spans, *self.forks)
 
     def by_record(self) -> tuple[Trajectory, ...]:
-        """Each token record as if it were all there is; rewards are still those of the episode."""
+        """Return a trajectory for each token record; the rewards are still those of the episode."""
         if not self.forks:
             return (self,)
         return tuple(replace(self, spans=record, forks=(), turn_rewards=()) for record in self.records)
@@ -242,13 +240,14 @@ class Group:
     frozen: bool = False
 
     def __post_init__(self) -> None:
+        where = f"Group {self.prompt_id!r}"
         for trajectory in self.trajectories:
             if trajectory.prompt_id != self.prompt_id:
-                raise EngineError(f"Group {self.prompt_id!r} holds a trajectory of prompt {trajectory.prompt_id!r}.")
+                raise EngineError(f"{where} holds a trajectory of prompt {trajectory.prompt_id!r}.")
             if trajectory.role != self.role:
-                raise EngineError(f"Group {self.prompt_id!r} holds the roles {self.role!r} and {trajectory.role!r}.")
+                raise EngineError(f"{where} holds the roles {self.role!r} and {trajectory.role!r}.")
             if trajectory.spans[0] != self.trajectories[0].spans[0]:
-                raise EngineError(f"Group {self.prompt_id!r}: its trajectories start from different prompt tokens.")
+                raise EngineError(f"{where}: its trajectories start from different prompt tokens.")
 
     @property
     def role(self) -> str:
@@ -259,14 +258,9 @@ class Group:
     def rewards_G(self) -> Tensor:
         return torch.tensor([trajectory.reward for trajectory in self.trajectories], dtype=torch.float64)
 
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """The tokens that all trajectories share from the start."""
-        return self.trajectories[0].spans[0].token_ids
-
 
 class FilledLater:
-    """A tensor that a batch has from some point on; reading it before raises DataError, which says who fills it."""
+    """A tensor that is set later; reading it before raises DataError, which names who sets it."""
 
     def __init__(self, filled_by: str):
         self._filled_by = filled_by
@@ -276,7 +270,7 @@ class FilledLater:
 
     def __get__(self, batch: TrainBatch, owner: type) -> Tensor:
         if self._name not in batch.later:
-            raise DataError(f"TrainBatch.{self._name} is not there yet: {self._filled_by}.")
+            raise DataError(f"TrainBatch.{self._name} is not set yet: {self._filled_by}.")
         return batch.later[self._name]
 
     def __set__(self, batch: TrainBatch, value: Tensor) -> None:
@@ -292,14 +286,16 @@ class TrainBatch:
     the step's loss; the sum over all batches of all ranks is fixed once per optimizer step, so neither packing nor
     micro-batches nor ranks change the gradient.
 
-    A prompt that several trajectories share may stand in the row once, as a segment of its own; the segments of those
-    trajectories then begin after it. `previous_BT` says so: the column of the token before each token, -1 where there is
-    none. Left out, it is the column to the left within the segment. A shared prompt itself begins with -1.
+    With prefix sharing, a prompt is in the row once, as a separate segment, and the segments of its trajectories begin
+    after it. Then `previous_BT` has the column of the token before each token, -1 without one; a shared prompt begins
+    with -1. By default it is the column to the left within the segment.
 
-    `group_ids_BT` numbers the groups of a step, `record_ids_BT` the token records of the update, in which a token of the
-    policy stands where `position_ids_BT` says. `marked_BT` are tokens that an algorithm singled out, `divergence` () is an
-    estimate for the whole step; what they mean is the algorithm's own affair.
+    `group_ids_BT` numbers the groups of a step, `record_ids_BT` the token records of the update, in which
+    `position_ids_BT` gives the place of a policy token. `marked_BT` are tokens that an algorithm selected, `divergence` ()
+    is an estimate for the whole step; the algorithm defines what they mean.
     """
+
+    TOKEN_BYTES: ClassVar[int] = 80  # six columns of 8 bytes, six of 4, one of 1, and the algorithm's
 
     token_ids_BT: Tensor
     position_ids_BT: Tensor
@@ -323,22 +319,22 @@ class TrainBatch:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> TrainBatch:
-        """A batch with these, by name."""
+        """Return a batch with these tensors, by name."""
         own = {item.name for item in fields(cls)}
         later = {name: tensor for name, tensor in tensors.items() if name not in own}
         return cls(**{name: tensor for name, tensor in tensors.items() if name in own}, later=later)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that it holds by now, by name."""
+        """Return the tensors that are set, by name."""
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "later"}
         return {name: tensor for name, tensor in (own | dict(self.later)).items() if tensor is not None}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
-        """A batch with `fn` applied to every tensor it holds."""
+        """Return a batch with `fn` applied to every tensor."""
         return TrainBatch.of({name: fn(tensor) for name, tensor in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> TrainBatch:
-        """A batch with every tensor on `device`."""
+        """Return a batch with every tensor on `device`."""
         return self.map(lambda tensor: tensor.to(device))
 
     @property
@@ -353,35 +349,38 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step: its micro-batches, and which models it moves; `records` are the token records that the batches
-    were made of, in the order in which `record_ids_BT` numbers them."""
+    """One optimizer step of one model, the policy ("model") or the "critic", and the micro-batches that it learns from.
+
+    `records` are the token records that the batches were made of, in the order in which `record_ids_BT` numbers them.
+    """
 
     batches: Sequence[TrainBatch]
-    policy: bool = True
-    critic: bool = False
     records: Sequence[tuple[TokenSpan, ...]] = ()
+    model: Literal["model", "critic"] = "model"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRef:
-    """Where one version of the weights is to be had.
+    """The location of one version of the weights.
 
     `kind` is "memory" (shared in process), "full" (a Hugging Face directory at `path`), "lora" (an adapter's directory),
     "tensor" or "distributed" (`tensors` yields them, for a request or a process group). `checksums` are those of the files.
-    What is `held` was given to the engine by another rank, and is only to be expected of it.
+    If `held`, another rank has already sent the weights to the engine, which should report this version.
     """
 
     version: int
     kind: Literal["memory", "full", "lora", "tensor", "distributed"] = "memory"
     path: str | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(default=None, repr=False, compare=False)
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(
+        default=None, repr=False, compare=False
+    )
     held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is known of a weight without having it: its Hugging Face name, shape and dtype."""
+    """The description of a weight: its Hugging Face name, shape and dtype."""
 
     name: str
     shape: tuple[int, ...]

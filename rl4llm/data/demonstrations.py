@@ -1,8 +1,9 @@
-"""Conversations of a dataset as trajectories: token for token what a policy would have been given and would have said."""
+"""Conversations of a dataset as trajectories, with the exact tokens that a policy would have read and sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from rl4llm.core.errors import DataError, EnvError, TemplateError
@@ -10,10 +11,10 @@ from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
 from rl4llm.data.render import Renderer
 
 Learned = Literal["assistant", "context", "all"]
-"""Whose tokens are the policy's: the assistant's; those of the environment behind the first answer; or both."""
+"""Whose tokens are learned: the assistant's; the environment's after the first answer ('context'); or both ('all')."""
 
 Read = Callable[[Mapping[str, Any], str], Group]
-"""(row, its name) -> what is learned from it."""
+"""(row, its name) -> the group that is learned from."""
 
 
 def demonstration(
@@ -26,82 +27,110 @@ def demonstration(
     reward: float = 0.0,
     extras: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """The tokens that a policy would have sampled, had it said exactly what the assistant says here.
+    """Return the trajectory of a policy that had sampled exactly the assistant's messages.
 
-    It is built turn by turn as in a rollout, so a policy trained on it meets the very token sequences it was trained on.
-    The first `prompt_size` messages are a prompt even where the assistant speaks in them.
-    Raises DataError, with the row's name, for a conversation with nothing to learn, and for one that a policy could not have
-    had: a thought is missing that the generation prompt opens, or the template cannot show its tool calls.
+    It is built turn by turn as in a rollout, so that training and sampling see the same token sequences.
+    The first `prompt_size` messages are a prompt even if the assistant speaks in them.
+    Raises DataError, with the row's name, for a conversation with nothing to learn, and for one that no policy could have
+    had: it lacks a thought that the generation prompt opens, or the template cannot show its tool calls.
     """
+    begins = next((message.content for message in messages if message.role != "system"), "")
+    row = f"Row {prompt_id!r} ({begins[:60]!r})"  # with its first words, since its name may not occur in any file
     try:
         spans = _spans(renderer, messages, prompt_size, whole=learned != "assistant")
     except (DataError, EnvError, TemplateError) as error:
-        raise DataError(f"{_row(prompt_id, messages)} cannot be imitated. {error}") from error
+        raise DataError(f"{row} cannot be imitated. {error}") from error
     if not spans:
-        raise DataError(f"{_row(prompt_id, messages)} has no assistant message, so there is nothing to imitate.")
+        raise DataError(f"{row} has no assistant message, so there is nothing to imitate.")
     if learned == "context" and len(spans) < 3:
-        where = _row(prompt_id, messages)
-        raise DataError(f"{where} has no message behind the first answer, so there is no next state to predict.")
-    written = spans[:1] + [_by_author(span, learned) for span in spans[1:]]
-    return Trajectory(prompt_id, tuple(written), tuple(messages), {}, reward, "done", extras or {})
+        raise DataError(f"{row} has no message after the first answer, so there is no next state to predict.")
+    if (
+        learned != "assistant"
+    ):  # after the prompt, tokens that are learned are the policy's, all others context
+        spans[1:] = [
+            _policy(span.token_ids)
+            if learned == "all" or span.author == "context"
+            else TokenSpan.context(span.token_ids)
+            for span in spans[1:]
+        ]
+    count = renderer.special_tokens(messages)
+    noted = {**(extras or {}), **({"metrics": {"special_tokens": count}} if count else {})}
+    return Trajectory(prompt_id, tuple(spans), tuple(messages), {}, reward, "done", noted)
 
 
 def demonstration_group(
     renderer: Renderer, row: Mapping[str, Any], prompt_id: str, *, learned: Learned = "assistant"
 ) -> Group:
-    """The conversation of a row, as a group of one."""
+    """Return the conversation of a row as a group of one."""
     messages = [ChatMessage.from_dict(message) for message in row["messages"]]
     return Group(prompt_id, (demonstration(renderer, messages, prompt_id, learned=learned),))
 
 
-def check_rows(read: Read, rows: Sequence[Mapping[str, Any]], context_length: int) -> None:
-    """Read every row once; raises DataError, with the row, where that fails or has more than `context_length` tokens."""
-    for number, row in enumerate(rows):
-        name = str(row.get("prompt_id", number))
-        length = max(trajectory.num_tokens for trajectory in read(row, name).trajectories)
-        check_length(name, row, length, context_length)
+def pair_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
+    """Return the chosen answer with reward 1 and the rejected one with reward -1, both with the pair's margin."""
+    extras = {"margin": row.get("margin", 0.0)}
+    sides = (("chosen", 1.0), ("rejected", -1.0))
+    return Group(
+        prompt_id,
+        tuple(_answered(renderer, row, column, prompt_id, reward, extras) for column, reward in sides),
+    )
 
 
-def check_length(name: str, row: Mapping[str, Any], length: int, context_length: int) -> None:
-    """Raises DataError for a row of too many tokens."""
-    if length > context_length:
-        where = _row(name, [ChatMessage.from_dict(message) for message in row["messages"]])
-        raise DataError(
-            f"{where} is a conversation of {length} tokens, more than the context of {context_length}. "
-            "Next step: shorten it or leave it out of the dataset, or take a model with a longer context."
-        )
+def label_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
+    """Return an answer with reward 1 if it is good and -1 if it is bad, as a group of one."""
+    return Group(
+        prompt_id, (_answered(renderer, row, "completion", prompt_id, 1.0 if row["label"] else -1.0, {}),)
+    )
 
 
-def _row(name: str, messages: Sequence[ChatMessage]) -> str:
-    """The row by its name and how it begins, since its name may be one that no file has."""
-    begins = next((message.content for message in messages if message.role != "system"), "")
-    return f"Row {name!r} ({begins[:60]!r})"
+def valued_at_the_end(trajectory: Trajectory, token_id: int) -> Trajectory:
+    """Return the trajectory with only one policy token, which stands for the value of the state after its last token.
+
+    A value describes the state before a policy token (see `rl4llm.backends.heads`), so `token_id` is appended as the only
+    policy token. Any token works, since none follows it.
+    """
+    read = (TokenSpan.context(span.token_ids) for span in trajectory.spans)
+    return replace(trajectory, spans=(*read, TokenSpan((token_id,), "policy", (0.0,), version=0)))
 
 
-def _spans(renderer: Renderer, messages: Sequence[ChatMessage], prompt_size: int, *, whole: bool) -> list[TokenSpan]:
-    """By turns context and policy; what follows on the last answer only when the `whole` conversation is asked for."""
+def _answered(
+    renderer: Renderer,
+    row: Mapping[str, Any],
+    column: str,
+    prompt_id: str,
+    reward: float,
+    extras: Mapping[str, Any],
+) -> Trajectory:
+    prompt, answer = (
+        [ChatMessage.from_dict(message) for message in row[name]] for name in ("messages", column)
+    )
+    return demonstration(
+        renderer, prompt + answer, prompt_id, prompt_size=len(prompt), reward=reward, extras=extras
+    )
+
+
+def _spans(
+    renderer: Renderer, messages: Sequence[ChatMessage], prompt_size: int, *, whole: bool
+) -> list[TokenSpan]:
+    """Return context and policy spans in turn; with `whole`, also what follows the last answer."""
     spans: list[TokenSpan] = []
-    start = 0
-    for turn, message in enumerate(messages):
-        if message.role != "assistant" or turn < prompt_size:
-            continue
+    turns = [turn for turn, item in enumerate(messages) if item.role == "assistant" and turn >= prompt_size]
+    start, by = 0, None
+    for turn, after in zip(turns, [*turns[1:], len(messages)], strict=False):
         asked, between = messages[:start], messages[start:turn]
-        prompt = renderer.following(between, ended=True, messages=asked) if spans else renderer.first(between)
-        spans.append(TokenSpan.context(prompt))
-        said = (*renderer.encode(renderer.completion_text(messages[: turn + 1])), renderer.stop_token_ids[0])
-        spans.append(_policy(said))
-        start = turn + 1
+        prompt = (
+            renderer.following(between, ended=True, by=by, messages=asked)
+            if spans
+            else renderer.first(between)
+        )
+        new = messages[turn + 1 : after] if whole or after < len(messages) else ()
+        said = tuple(renderer.completion(messages[: turn + 1], new))
+        spans += [TokenSpan.context(prompt), _policy(said)]
+        start, by = turn + 1, said[-1]
     if whole and spans and start < len(messages):
-        spans.append(TokenSpan.context(renderer.following(messages[start:], ended=True, messages=messages[:start])))
+        rest = renderer.following(messages[start:], ended=True, by=by, messages=messages[:start])
+        spans.append(TokenSpan.context(rest))
     return spans
-
-
-def _by_author(span: TokenSpan, learned: Learned) -> TokenSpan:
-    """A span behind the prompt as the policy's if its tokens are learned, and as context if not."""
-    if learned == "assistant":
-        return span
-    as_policy = learned == "all" or span.author == "context"
-    return _policy(span.token_ids) if as_policy else TokenSpan.context(span.token_ids)
 
 
 def _policy(token_ids: tuple[int, ...]) -> TokenSpan:

@@ -1,4 +1,4 @@
-"""Datasets: rows with `prompt_id`, `messages` and what is learned from them, from whatever form they are stored in."""
+"""Read datasets in any stored form as rows with `prompt_id`, `messages` and what is learned from them."""
 
 from __future__ import annotations
 
@@ -9,35 +9,49 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.registry import load
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.answers import SPLITS, Messages, answer_of, conversation
 from rl4llm.data.read import read_rows
 
 Row = dict[str, Any]
-CONVERSATIONS = ("demonstrations", "worlds", "conversations")
+Messages = list[ChatMessage]
+RECIPES: Mapping[LearnsFrom, str] = {
+    "episodes": "rl4llm.data.load:Recipe",
+    "demonstrations": "rl4llm.data.answers:Conversations",
+    "worlds": "rl4llm.data.answers:Conversations",
+    "conversations": "rl4llm.data.answers:Conversations",
+    "pairs": "rl4llm.data.answers:Pairs",
+    "labels": "rl4llm.data.answers:Labels",
+}
+"""The class that reads a stored row, by what an algorithm learns from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Sequence[Row]):
-    """Prompts in order. A row is a dict with `prompt_id`, `messages` (dicts), `ground_truth` and the other columns."""
+    """Prompts in order; each row is a dict with `prompt_id`, `messages` (dicts), `ground_truth` and the other columns."""
 
     rows: tuple[Row, ...]
     source: str
+    places: tuple[str, ...] = ()  # of each row, such as train.jsonl:17
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int | slice) -> Any:
-        return Rows(self.rows[index], self.source) if isinstance(index, slice) else self.rows[index]
+        return (
+            Rows(self.rows[index], self.source, self.places[index])
+            if isinstance(index, slice)
+            else self.rows[index]
+        )
 
     @property
     def columns(self) -> list[str]:
-        """Names of the first row's columns."""
+        """Return the names of the first row's columns."""
         return list(self.rows[0])
 
 
@@ -57,34 +71,40 @@ def load_rows(
 
         load_rows("openai/gsm8k:main", prompt_column="question", answer_column="answer", answer_pattern=r"####\s*(.+)")
 
-    Rows have `messages` and `ground_truth` already, or get them from `prompt_column` (behind `system_prompt`, through
-    `prompt_template` with its ``{prompt}``) and from `answer_column` (the first group of `answer_pattern`, if given).
-    All other columns are kept; they reach the rewards.
+    Rows have the columns `messages` and `ground_truth`, or they are made from `prompt_column` (after `system_prompt`, inside
+    `prompt_template` with its ``{prompt}``) and `answer_column` (the first group of `answer_pattern`, if given).
+    All other columns are kept and passed to the rewards.
 
-    A row's `prompt_id` is its column `prompt_id` or `id`, which no two rows may share. Rows without one are named by a hash
-    of their prompt and answer as stored, so the name survives another system prompt or order; rows that are equal in both
-    get -2, -3 ... behind it.
+    A row's `prompt_id` is its column `prompt_id` or `id`, which must be unique. Other rows are named by a hash of their
+    stored prompt and answer, so the name does not depend on the system prompt or the order. Rows that are equal in both get
+    the suffixes -2, -3 ...
 
-    `learns_from` says what the rows are for. Only "episodes" need a ground truth. "demonstrations", "worlds" and
-    "conversations" hold the assistant's messages, or a prompt and the answer to it in `answer_column` or "completion";
-    "pairs" and "labels" hold answers beside the prompt. A prompt's column is `prompt_column`, "prompt" or "messages", see
-    `rl4llm.data.answers`.
-    `limit` takes the first rows. Raises ConfigError for options that cannot work, DataError, with the row's file and line,
-    for anything wrong with the data.
+    `learns_from` tells what the rows are for. Only "episodes" need a ground truth. "demonstrations", "worlds" and
+    "conversations" contain the assistant's messages, or a prompt and its answer in `answer_column` or "completion".
+    "pairs" and "labels" contain answers beside the prompt. The prompt's column is `prompt_column`, "prompt" or "messages",
+    see `rl4llm.data.answers`.
+    `limit` takes the first rows. Raises ConfigError for options that cannot work, and DataError, with the row's file and
+    line, for invalid data.
     """
-    recipe = _Recipe(prompt_column, answer_column, answer_pattern, system_prompt, prompt_template, learns_from)
+    options = prompt_column, answer_column, answer_pattern, system_prompt, prompt_template
+    recipe: Recipe = load(RECIPES[learns_from], f"learning from {learns_from}")(*options)
     if limit is not None and limit < 1:
-        raise ConfigError(f"data.limit={limit} is not accepted: at least 1, or null for all rows.")
+        raise ConfigError(f"data.limit={limit} is not accepted. Accepted: 1 or more, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
-    rows = tuple(_with_ids(recipe.draft(where, row) for where, row in islice(read_rows(source, split), limit)))
-    if not rows:
-        raise DataError(f"{name}: the dataset is empty (split {split!r}). Next step: check data.path and data.split.")
-    return Rows(rows, name)
+    found = tuple(
+        _with_ids(recipe.draft(where, row) for where, row in islice(read_rows(source, split), limit))
+    )
+    if not found:
+        raise DataError(
+            f"{name}: the dataset is empty (split {split!r}). Next step: check data.path and data.split."
+        )
+    places, rows = zip(*found, strict=True)
+    return Rows(rows, name, places)
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A prompt whose name is not settled: equal rows share a `content_hash`."""
+class Draft:
+    """A prompt that has no name yet; equal rows share a `content_hash`."""
 
     where: str
     given_id: str | None
@@ -93,104 +113,99 @@ class _Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How a stored row becomes a prompt."""
+class Recipe:
+    """Make prompts of episodes from stored rows; subclasses in `rl4llm.data.answers` read other datasets."""
 
     prompt_column: str | None
     answer_column: str | None
     answer_pattern: str | None
     system_prompt: str | None
     prompt_template: str | None
-    learns_from: LearnsFrom
 
     def __post_init__(self) -> None:
-        if self.prompt_template is not None:
-            self._check_template(self.prompt_template)
-        if self.answer_pattern is not None:
-            _check_pattern(self.answer_pattern)
+        if (template := self.prompt_template) is not None:
+            try:
+                shows = "<the prompt>" in template.format(prompt="<the prompt>")
+            except (LookupError, ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"data.prompt_template={template!r} has braces other than {{prompt}}. Write them as {{{{ and }}}}."
+                ) from error
+            if not shows:
+                raise ConfigError(
+                    f"data.prompt_template={template!r} has no {{prompt}}, the place of the prompt."
+                )
+        if (pattern := self.answer_pattern) is not None:
+            try:
+                groups = re.compile(pattern).groups
+            except re.error as error:
+                raise ConfigError(
+                    f"data.answer_pattern={pattern!r} is not a regular expression: {error}."
+                ) from error
+            if groups == 0:
+                raise ConfigError(f"data.answer_pattern={pattern!r} has no group. Put ( ) around the answer.")
 
-    def draft(self, where: str, row: Any) -> _Draft:
-        """The prompt that a stored row makes; raises DataError."""
+    def draft(self, where: str, row: Any) -> Draft:
+        """Return the prompt of a stored row; raises DataError for an invalid row."""
         if not isinstance(row, Mapping):
-            raise DataError(f"{where}: a row must have named columns, like {{'prompt': ...}}; this is {row!r:.60}.")
-        if self.learns_from in SPLITS:
-            messages, answers = SPLITS[self.learns_from](where, row, self._prompt_beside(where, row))
-            stored: tuple[Any, ...] = [message.to_dict() for message in messages], answers
-        elif self.learns_from in CONVERSATIONS and (self.prompt_column or "messages" not in row):
-            messages, answers = self._told(where, row), {}
-            stored = ([message.to_dict() for message in messages],)
-        else:
-            messages, answers = self._stored_or_made(where, row), {}
-            stored = row[self.prompt_column or "messages"], row.get(self.answer_column or "ground_truth")
-        messages = self._checked(where, messages)
-        ground_truth = self._ground_truth(where, row)
-        made = {"messages": [message.to_dict() for message in messages], "ground_truth": ground_truth, **answers}
-        made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
-        for text in _texts(made):
-            _check_text(where, text)
-        return _Draft(where, _given_id(where, row), _hash(stored), made)
-
-    def _stored_or_made(self, where: str, row: Mapping[str, Any]) -> Messages:
-        return self._stored(where, row) if self.prompt_column is None else [self._prompt(where, row, self.prompt_column)]
-
-    def _told(self, where: str, row: Mapping[str, Any]) -> Messages:
-        """A conversation of a prompt and the answer to it, each in a column of its own, as texts or messages."""
-        column = self.answer_column or "completion"
-        prompt = self._prompt_beside(where, row)
-        if prompt is None or column not in row:
             raise DataError(
-                f"{where}: there is no conversation. Accepted: a column 'messages', or 'prompt' and 'completion' (others: "
-                f"data.prompt_column, data.answer_column). The row has: {', '.join(map(str, row))}."
+                f"{where}: a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}."
             )
-        if any(message.role == "assistant" for message in prompt):
-            raise DataError(f"{where}: the prompt has answers of the assistant, which would be learned too. Use messages.")
-        return [*prompt, *answer_of(where, row, column)]
-
-    def _prompt_beside(self, where: str, row: Mapping[str, Any]) -> Messages | None:
-        """The prompt of a row that holds answers too; None where it has no column of its own."""
-        column = self.prompt_column or next((name for name in ("prompt", "messages") if row.get(name) is not None), None)
-        if column is None or not isinstance(row.get(column), list | tuple):
-            return None if column is None else [self._prompt(where, row, column)]
-        return conversation(where, column, row[column])
-
-    def _checked(self, where: str, messages: Messages) -> Messages:
-        if self.learns_from in CONVERSATIONS:
-            if not any(message.role == "assistant" for message in messages):
-                raise DataError(f"{where}: the conversation has no assistant message, so there is nothing to imitate.")
-            _check_turns(where, messages)
-        elif not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
-            raise DataError(f"{where}: the prompt is empty: it must end with a message that says something to answer.")
+        messages, answers, stored = self.read(where, row)
+        self.check(where, messages)
         if self.system_prompt:
             if any(message.role == "system" for message in messages):
-                raise DataError(f"{where}: the row has a system message of its own; leave data.system_prompt unset.")
-            return [ChatMessage("system", self.system_prompt), *messages]
-        return messages
+                raise DataError(
+                    f"{where}: the row already has a system message. Leave data.system_prompt unset."
+                )
+            messages = [ChatMessage("system", self.system_prompt), *messages]
+        ground_truth = self.ground_truth(where, row)
+        made = {
+            "messages": [message.to_dict() for message in messages],
+            "ground_truth": ground_truth,
+            **answers,
+        }
+        made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
+        for text in _texts(made):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                around = text[max(0, error.start - 20) : error.start + 20]
+                raise DataError(
+                    f"{where}: {around!r} contains a lone surrogate, which is not valid Unicode."
+                ) from error
+        text = json.dumps(stored, sort_keys=True, default=str)
+        content_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return Draft(where, _given_id(where, row), content_hash, made)
 
-    def _stored(self, where: str, row: Mapping[str, Any]) -> Messages:
+    def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
+        """Return the messages, the columns made from the row, and what the hash of its name covers."""
+        stored = row.get(self.prompt_column or "messages"), row.get(self.answer_column or "ground_truth")
+        if self.prompt_column is not None:
+            return [self.prompt(where, row, self.prompt_column)], {}, stored
         if "messages" not in row:
             raise DataError(
-                f"{where}: there is no column 'messages'. Next step: say which column holds the prompt "
-                f"(data.prompt_column); there are: {', '.join(map(str, row))}."
+                f"{where}: the column 'messages' is missing. Next step: set data.prompt_column to the column of the prompt. "
+                f"The row has: {', '.join(map(str, row))}."
             )
         if self.prompt_template is not None:
-            raise ConfigError("data.prompt_template needs data.prompt_column, whose text it is put around.")
-        return conversation(where, "messages", row["messages"])
+            raise ConfigError(
+                "data.prompt_template requires data.prompt_column, the column whose text it wraps. Set both or neither."
+            )
+        return conversation(where, "messages", row["messages"]), {}, stored
 
-    def _prompt(self, where: str, row: Mapping[str, Any], column: str) -> ChatMessage:
-        prompt = _column(where, row, "data.prompt_column", column)
-        if not isinstance(prompt, str):
-            raise DataError(f"{where}: column {column!r} must be a text, not {prompt!r:.60}.")
-        if prompt.strip() and self.prompt_template is not None:
-            prompt = self.prompt_template.format(prompt=prompt)
-        return ChatMessage("user", prompt)
+    def check(self, where: str, messages: Messages) -> None:
+        """Raise DataError for messages that do not end with one to answer."""
+        if not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
+            raise DataError(
+                f"{where}: the prompt is empty. It must end with a message to answer that is not blank."
+            )
 
-    def _ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
-        if self.learns_from != "episodes":
-            return row.get(self.answer_column or "ground_truth")
+    def ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
+        """Return what the rewards compare an answer with; raises DataError if it is missing."""
         column = self.answer_column or "ground_truth"
         answer = _column(where, row, "data.answer_column", column)
         if answer is None:
-            raise DataError(f"{where}: column {column!r} is empty.")
+            raise DataError(f"{where}: column {column!r} is empty. Fill it in or remove the row.")
         if self.answer_pattern is None:
             return answer
         found = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
@@ -201,29 +216,29 @@ class _Recipe:
             )
         return found[1]
 
-    @staticmethod
-    def _check_template(template: str) -> None:
-        try:
-            shows = "<the prompt>" in template.format(prompt="<the prompt>")
-        except (LookupError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"data.prompt_template={template!r} has braces other than {{prompt}}; write those as {{{{ and }}}}."
-            ) from error
-        if not shows:
-            raise ConfigError(f"data.prompt_template={template!r} has no {{prompt}}, the place where the prompt goes.")
+    def prompt(self, where: str, row: Mapping[str, Any], column: str) -> ChatMessage:
+        """Return the text of a column as the user's message, inside `prompt_template`."""
+        prompt = _column(where, row, "data.prompt_column", column)
+        if not isinstance(prompt, str):
+            raise DataError(f"{where}: column {column!r} must be a string, not {prompt!r:.60}.")
+        if prompt.strip() and self.prompt_template is not None:
+            prompt = self.prompt_template.format(prompt=prompt)
+        return ChatMessage("user", prompt)
 
 
-def _check_turns(where: str, messages: Messages) -> None:
-    """Somebody else speaks between two answers."""
-    for number, (before, after) in enumerate(pairwise(messages), start=1):
-        if before.role == after.role == "assistant":
-            raise DataError(
-                f"{where}: messages {number} and {number + 1} are both the assistant's, and nobody spoke between them. "
-                "Next step: make one of them, or leave the row out."
-            )
+def conversation(where: str, column: str, stored: Any) -> Messages:
+    """Return the messages of a column; raises DataError, with the place, for anything else."""
+    if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
+        raise DataError(
+            f"{where}: {column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."
+        )
+    try:
+        return [ChatMessage.from_dict(message) for message in stored]
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
-def _with_ids(drafts: Iterator[_Draft]) -> Iterator[Row]:
+def _with_ids(drafts: Iterator[Draft]) -> Iterator[tuple[str, Row]]:
     first: dict[str, str] = {}
     copies: Counter[str] = Counter()
     for draft in drafts:
@@ -234,10 +249,10 @@ def _with_ids(drafts: Iterator[_Draft]) -> Iterator[Row]:
             prompt_id = draft.content_hash if copy == 1 else f"{draft.content_hash}-{copy}"
         if prompt_id in first:
             raise DataError(
-                f"{draft.where}: the prompt_id {prompt_id!r} is that of {first[prompt_id]} already; ids must differ."
+                f"{draft.where}: the prompt_id {prompt_id!r} is already used by {first[prompt_id]}. Ids must be unique."
             )
         first[prompt_id] = draft.where
-        yield {"prompt_id": prompt_id, **draft.row}
+        yield draft.where, {"prompt_id": prompt_id, **draft.row}
 
 
 def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
@@ -246,18 +261,13 @@ def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
         return None
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(f"{where}: {column}={value!r:.60} is not accepted: a text or a whole number.")
+        raise DataError(f"{where}: {column}={value!r:.60} is not accepted. Accepted: a string or an integer.")
     return str(value)
 
 
-def _hash(stored: Any) -> str:
-    text = json.dumps(stored, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _column(where: str, row: Mapping[str, Any], option: str, column: str | None) -> Any:
-    if column is None or column not in row:
-        raise DataError(f"{where}: {unknown(option, str(column), map(str, row))}")
+def _column(where: str, row: Mapping[str, Any], option: str, column: str) -> Any:
+    if column not in row:
+        raise DataError(f"{where}: {unknown(option, column, map(str, row))}")
     return row[column]
 
 
@@ -270,20 +280,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-
-
-def _check_text(where: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        around = text[max(0, error.start - 20) : error.start + 20]
-        raise DataError(f"{where}: {around!r} has half of a surrogate pair, which is no character.") from error
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ConfigError(f"data.answer_pattern={pattern!r} is not a regular expression: {error}.") from error
-    if groups == 0:
-        raise ConfigError(f"data.answer_pattern={pattern!r} has no group; put ( ) around the answer.")

@@ -1,31 +1,36 @@
-"""From messages to token ids, without ever rendering again what the policy sampled.
+"""Render messages to token ids, and never render again what the policy sampled.
 
-    renderer = Renderer(tokenizer)
-    token_ids = renderer.first(messages)                                 # what the engine is asked with
-    token_ids += completion.token_ids                                    # exactly what it sampled
-    token_ids += renderer.following([reply], ended=True)                 # only what the reply adds
+renderer = Renderer(tokenizer)
+token_ids = renderer.first(messages)                                 # the prompt that the engine gets
+token_ids += completion.token_ids                                    # exactly what it sampled
+token_ids += renderer.following([reply], ended=True)                 # only what the reply adds
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
 from rl4llm.core.types import ROLES, ChatMessage
-from rl4llm.data.template import ChatTemplate, Shape, alike, objection, opening, opening_objection
+from rl4llm.data.probe import alike, objection, opening_objection, showing
+from rl4llm.data.template import ChatTemplate, Shape, decode, opening
+from rl4llm.data.thoughts import check_thoughts, drops_thoughts
+from rl4llm.data.written import written_turn
 
-_MAX_EXPANSION = 11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
+_MAX_EXPANSION = (
+    11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
+)
 _KEPT = 512  # follow-ups whose tokens are kept
 
 
 class _Way(NamedTuple):
-    """How messages of one shape are rendered behind an answer."""
+    """How messages of one shape are rendered after an answer."""
 
     template: ChatTemplate
     needs_history: bool
@@ -34,25 +39,44 @@ class _Way(NamedTuple):
 class Renderer:
     """Renders conversations append-only.
 
-    New tokens begin at the end-of-turn token, which is a token of its own whatever stands beside it: they are tokenised
-    together with it, and it is dropped where the policy has sampled it. So the ids are those that the tokenizer would give
-    to that text in place, white-space rules of special tokens included, and ids before them can be anything at all.
-    Special tokens written out in a message count as such, as everywhere in transformers.
+    New tokens begin at the end-of-turn token, which never merges with the text beside it. They are tokenized together with
+    it, and it is dropped if the policy sampled it. So the ids are those that the tokenizer would give to the text in place,
+    including the white-space rules of special tokens, whatever ids precede them.
+    Text is never control: special tokens that a message contains are encoded as ordinary text, see `rl4llm.data.special`.
 
-    At construction the template is probed with made-up conversations: appended turns must read as in the template's own
-    rendering of the whole, except where it strips or alters earlier answers, which stay as sampled. Otherwise TemplateError
-    gives the reason.
+    The constructor probes the template with made-up conversations. Appended turns must read as in the template's rendering
+    of the whole conversation, except where it strips or alters earlier answers, which stay as sampled. Otherwise it raises
+    TemplateError with the reason.
 
     Args:
         tokenizer: with a chat template and a pad token.
-        tools: JSON schemas for the template; refused when the template does not show them.
-        roles: who speaks after the policy's turns in this environment; () for a single turn. By default "user", and "tool"
-            where there are tools. Other follow-ups are probed when they first come.
+        tools: JSON schemas for the template; refused if no prompt shows them.
+        roles: the roles that speak after the policy's turns in this environment; () for a single turn. By default "user",
+            and with tools also "tool". Other follow-ups are probed when they first occur.
         template_args: further variables of the template, e.g. ``{"enable_thinking": False}``.
+        call_example: a call of the tool f with the argument x; with it, tools are described in the system prompt if the
+            template does not show them.
+        special_tokens: what special tokens in messages become: "escape", "refuse" or "allow", see `SpecialTokens`.
+        thoughts: what becomes of thoughts that the template drops from earlier turns: "keep", "drop" or "refuse".
 
     Attributes:
         stop_token_ids: the tokens that end the policy's turn.
+        dropping: the roles whose messages make the template drop the thoughts of turns before them.
     """
+
+    @classmethod
+    def of(cls, env: BaseMDPEnv, tokenizer: Any) -> Renderer:
+        """Return a renderer for the conversations of an environment."""
+        roles = env.reply_roles if env.max_steps > 1 else ()
+        return cls(
+            tokenizer,
+            env.tool_schemas,
+            roles,
+            env.template_args,
+            env.special_tokens,
+            env.call_example,
+            env.thoughts,
+        )
 
     def __init__(
         self,
@@ -60,81 +84,147 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         roles: Sequence[str] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        special_tokens: str = "escape",
+        call_example: str = "",
+        thoughts: str = "keep",
     ):
-        self._template = ChatTemplate(tokenizer, tools, template_args)
-        self._known: dict[Shape, _Way | str] = {}  # or why it cannot be done
+        self._template = showing(
+            ChatTemplate(tokenizer, tools, template_args, special=special_tokens), call_example
+        )
+        self._known: dict[tuple[Shape, bool], _Way | str] = {}  # or why it cannot be done
         self._frames: dict[Shape, int | None] = {}
         self._latest: tuple[tuple[ChatMessage, ...], tuple[int, ...]] = ((), ())
         roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
         unknown_roles = set(roles) - set(ROLES)
         if unknown_roles:
-            raise ConfigError(f"roles={roles!r}: {min(unknown_roles)!r} is not accepted. Accepted: {', '.join(ROLES)}.")
+            raise ConfigError(
+                f"roles={roles!r}: {min(unknown_roles)!r} is not a role. Accepted: {', '.join(ROLES)}."
+            )
         self._openings = {system: self._refusal(roles, system=system) for system in (False, True)}
         self._systems = [system for system, reason in self._openings.items() if reason is None]
         if not self._systems:
-            raise self._error(f"follow-ups by {' and '.join(roles)}" if roles else "prompts", self._openings[False])
+            raise self._error(
+                f"follow-ups by {' and '.join(roles)}" if roles else "prompts", self._openings[False]
+            )
         self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
-        self._opened = _open_thought(self._template.generation_prompt(system=self._systems[0]))
-        self.stop_token_ids = self._stop_token_ids()
-        # The same follow-up behind any answer is the same tokens, and those of a group are often alike.
+        opened = re.search(r"<think>\s*$", self._template.generation_prompt(system=self._systems[0]))
+        self._opened = opened.group() if opened else ""
+        self.stop_token_ids = self._stop_token_ids(roles)
+        # A follow-up has the same tokens after any answer, and follow-ups within a group are often equal.
         self._behind_any = lru_cache(_KEPT)(lambda template, new: self._behind(template, self._base, new))
         for role in roles:
             self._way((role,))
+        self.thoughts = thoughts
+        self.dropping = frozenset(role for role in roles if drops_thoughts(self._way((role,)).template, role))
+        check_thoughts(self._template, thoughts, drops=bool(self.dropping))
 
     def first(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The tokens of a first prompt, generation prompt included."""
+        """Return the tokens of a first prompt, generation prompt included."""
         messages = tuple(messages)
-        if not messages or self._latest[0] != messages:  # the samples of a group ask one after the other
+        if (
+            not messages or self._latest[0] != messages
+        ):  # the samples of a group ask for the same prompt in turn
             self._latest = messages, tuple(self.encode(self._text(messages)))
         return list(self._latest[1])
 
-    def following(
-        self, new_messages: Sequence[ChatMessage], *, ended: bool, messages: Sequence[ChatMessage] = ()
-    ) -> list[int]:
-        """The tokens to append to what the policy sampled: close its turn, the new messages, the next generation prompt.
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the tokens of a prompt as the template renders all of it, earlier turns of the policy too."""
+        answered = any(message.role == "tool" for message in messages)
+        called = any(message.role == "tool" and message.tool_calls for message in messages)
+        template = self._way(("tool",), called=called).template if answered else self._template
+        try:
+            return self.encode(template.text(messages))
+        except TemplateError as error:
+            raise self._error("this conversation", str(error)) from error
 
-        `ended` says whether the policy sampled its end of turn itself, see `ends_turn`. `messages` is the conversation
-        before the new ones, read only where the template's rendering of new messages depends on it.
+    def following(
+        self,
+        new_messages: Sequence[ChatMessage],
+        *,
+        ended: bool,
+        by: int | None = None,
+        messages: Sequence[ChatMessage] = (),
+    ) -> list[int]:
+        """Return the tokens that follow a sampled turn: its end, the new messages and the next generation prompt.
+
+        `ended` tells whether the policy sampled its end of turn, see `ends_turn`, and `by` with which token. Where the next
+        role's token ends a turn, it is not repeated; another role's token stays, and the new messages follow it as a whole.
+        `messages` is the conversation before the new messages; it is used only if the template's rendering of new messages
+        depends on it.
         """
-        shape = _shape(new_messages)
+        runs = groupby(message.role for message in new_messages)
+        shape = tuple(role for role, run in runs for _ in list(run)[:2])  # two of a role stand for more
         if not shape or shape[-1] == "assistant":
-            raise EnvError(f"New messages must end with one to answer; their roles are {_roles(new_messages)}.")
-        way, new = self._way(shape), tuple(new_messages)
-        token_ids = self._behind(way.template, messages, new) if way.needs_history else self._behind_any(way.template, new)
-        return list(token_ids[1:] if ended else token_ids)
+            raise EnvError(
+                f"New messages must end with a message to answer, but their roles are {_roles(new_messages)}."
+            )
+        new = tuple(_answering(messages[-1:], new_messages))
+        way = self._way(shape, called=any(item.role == "tool" and item.tool_calls for item in new))
+        token_ids = (
+            self._behind(way.template, messages, new)
+            if way.needs_history
+            else self._behind_any(way.template, new)
+        )
+        return list(token_ids[self._sampled_end(token_ids, by) :] if ended else token_ids)
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
-        """Whether a completion ended its turn itself: a token limit or a stop string leaves it open."""
+        """Return whether a completion ended its turn; a token limit or a stop string leaves it open."""
         return bool(token_ids) and token_ids[-1] in self.stop_token_ids
 
     def content(self, completion_text: str) -> str:
-        """What the policy said, as the content of its message: a thought that the generation prompt opened included."""
+        """Return a completion as the content of its message, with the thought that the generation prompt opened."""
         return self._opened + completion_text
 
     def completion_text(self, messages: Sequence[ChatMessage]) -> str:
-        """What a policy must sample to say the last of `messages`, the inverse of `content`; the end of turn is left out.
+        """Return the completion that gives the last of `messages`, without the end of turn: the inverse of `content`.
 
-        Tool calls are written as the template writes them. Raises DataError where no completion could have said it.
+        It is what the template writes behind the generation prompt, see `written_turn`. `encode` resolves the marks of
+        special tokens. Raises DataError if no completion gives this message.
         """
-        *history, message = messages
-        if message.tool_calls:
-            return self._calling_text(history, message)
-        if not message.content.startswith(self._opened):
-            raise DataError(
-                f"The generation prompt opens {self._opened!r}, but message {len(history)}, the assistant's, begins with "
-                f"{message.content[:30]!r}. Next step: give the message its thought, {self._opened!r} included, or switch "
-                "thinking off in the template's arguments, where it can be."
-            )
-        return message.content.removeprefix(self._opened)
+        return self._said(messages)[0]
+
+    def completion(self, messages: Sequence[ChatMessage], new: Sequence[ChatMessage] = ()) -> list[int]:
+        """Return the tokens of the completion that gives the last of `messages`, before `new`, with its end of turn."""
+        said, end = self._said(messages)
+        stop = self._template.tokenizer.convert_tokens_to_ids(end) if end else self.stop_token_ids[0]
+        if self._template.end.next_role and new:
+            stop = self.following(new, ended=False, messages=messages)[0]
+        return [*self.encode(said), stop]
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a user should know about the template, a sentence each."""
+        return sorted(self._template.notes)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it stands: nothing is added in front or behind."""
+        """Return the token ids of exactly `text`, without added special tokens; those that it contains count."""
         return self._template.encode(text)
 
-    def prompt_too_long(self, messages: Sequence[ChatMessage], limit: int) -> int | None:
-        """The number of tokens of a first prompt if it is more than `limit`, else None.
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        return decode(self._template.tokenizer, token_ids)
 
-        A token covers at least one byte, so most prompts are seen to be short enough without being rendered.
+    def written(self, content: str) -> list[int]:
+        """Return the token ids of an assistant's message that the policy did not sample."""
+        return self.encode(self._template.special.marked(content, "assistant"))
+
+    def special_tokens(self, messages: Sequence[ChatMessage]) -> int:
+        """Return how many special tokens in messages become ordinary text."""
+        return self._template.special.count(message.to_dict() for message in messages)
+
+    @property
+    def refuses_text(self) -> bool:
+        """Whether a message with special tokens raises SpecialTokenError."""
+        return self._template.special.mode == "refuse"
+
+    def check(self, messages: Sequence[ChatMessage]) -> None:
+        """Raise SpecialTokenError if messages contain special tokens and those are refused."""
+        self._template.special.check(message.to_dict() for message in messages)
+
+    def prompt_too_long(self, messages: Sequence[ChatMessage], limit: int) -> int | None:
+        """Return the number of tokens of a first prompt if it exceeds `limit`, else None.
+
+        A token covers at least one byte, so most prompts are known to be short enough without rendering.
         """
         frame = self._frame_bytes(messages)
         if frame is not None and frame + sum(_most_bytes(message.content) for message in messages) <= limit:
@@ -145,36 +235,25 @@ class Renderer:
     def _behind(
         self, template: ChatTemplate, history: Sequence[ChatMessage], new: tuple[ChatMessage, ...]
     ) -> tuple[int, ...]:
-        """The tokens behind an answer, from its end on."""
+        """Return the tokens from the end of an answer on."""
         try:
             return tuple(self.encode("".join(template.split_end(template.after_reply(history, new)))))
         except TemplateError as error:
             raise self._error(f"follow-ups {_roles(new)}", str(error)) from error
 
-    def _calling_text(self, history: Sequence[ChatMessage], message: ChatMessage) -> str:
-        prompt, whole = self._text(history), self._template.text([*history, message], prompt=False).rstrip()
-        end = self._template.tokenizer.convert_ids_to_tokens(self.stop_token_ids[0])
-        said = whole.removeprefix(prompt).removesuffix(end)
-        reason: str | None
-        if not whole.startswith(prompt):
-            reason = f"it renders the turn in another way than behind the generation prompt, which ends in {prompt[-40:]!r}"
-        elif not whole.endswith(end):
-            reason = f"the turn does not end in {end!r} but in {whole[-40:]!r}"
-        else:
-            reason = _lost(message, self.content(said))
-        if reason:
-            raise DataError(
-                f"The chat template of {self._template.name} cannot be used for the tool calls of message {len(history)}: "
-                f"{reason}. Next step: write the calls into the message's content, as the policy is to say them."
-            )
-        return said
+    def _said(self, messages: Sequence[ChatMessage]) -> tuple[str, str]:
+        return written_turn(self._template, self._text(messages[:-1]), messages, self._opened)
 
     def _text(self, messages: Sequence[ChatMessage]) -> str:
         if not messages or messages[-1].role == "assistant":
-            raise DataError(f"A prompt must end with a message to answer; its roles are {_roles(messages)}.")
+            raise DataError(
+                f"A prompt must end with a message to answer, but its roles are {_roles(messages)}."
+            )
         system = any(message.role == "system" for message in messages)
         if self._openings[system] is not None:
-            raise self._error(f"conversations with{'' if system else 'out'} a system prompt", self._openings[system])
+            raise self._error(
+                f"conversations with{'' if system else 'out'} a system prompt", self._openings[system]
+            )
         try:
             return self._template.text(messages)
         except TemplateError as error:
@@ -183,45 +262,92 @@ class Renderer:
     def _refusal(self, roles: Sequence[str], *, system: bool) -> str | None:
         reason = opening_objection(self._template, system=system)
         for role in roles:
-            reason = reason or objection(self._template, (role,), system=system)
+            for template in (self._template, *([self._template.calling()] if role == "tool" else [])):
+                objections = reason or objection(template, (role,), system=system)
+                if not objections:
+                    break
+            reason = objections
         return reason
 
-    def _way(self, shape: Shape) -> _Way:
-        if shape not in self._known:
-            self._known[shape] = self._probe(shape)
-        known = self._known[shape]
+    def _way(self, shape: Shape, *, called: bool = False) -> _Way:
+        """Return how messages of a shape are rendered; `called` tells whether the calls that they answer are known."""
+        if (shape, called) not in self._known:
+            self._known[shape, called] = self._probe(shape, called=called)
+        known = self._known[shape, called]
         if isinstance(known, str):
             raise self._error(f"follow-ups [{', '.join(shape)}]", known)
         return known
 
-    def _probe(self, shape: Shape) -> _Way | str:
+    def _probe(self, shape: Shape, *, called: bool) -> _Way | str:
+        """Return how messages of a shape are rendered, or why they cannot be.
+
+        Answers of tools follow calls in the assistant's message if the template refuses them otherwise, and also if the
+        calls are known and the template shows something of them, such as their ids.
+        """
+        plain = self._probed(self._template, shape)
+        if shape[0] != "tool" or not (called or isinstance(plain, str)):
+            return plain
+        calling = self._template.calling()
+        if not isinstance(plain, str) and alike(self._template, calling, shape, self._base):
+            return plain
+        linked = self._probed(calling, shape)
+        return plain if isinstance(linked, str) and not isinstance(plain, str) else linked
+
+    def _probed(self, template: ChatTemplate, shape: Shape) -> _Way | str:
         for base in (self._base, None):
-            reasons = [objection(self._template, shape, system=system, base=base) for system in self._systems]
+            reasons = [objection(template, shape, system=system, base=base) for system in self._systems]
             if not any(reasons):
-                return _Way(self._template, True) if base is None else _Way(self._lightest(shape), False)
+                return _Way(template, True) if base is None else _Way(self._lightest(template, shape), False)
         return next(reason for reason in reasons if reason)
 
-    def _lightest(self, shape: Shape) -> ChatTemplate:
-        """The template without the tools where these change nothing behind an answer: their schemas take long to render."""
+    def _lightest(self, template: ChatTemplate, shape: Shape) -> ChatTemplate:
+        """Return the template without tools if they change nothing after an answer: rendering schemas is slow."""
         try:
-            bare = self._template.without_tools()
+            bare = template.without_tools()
         except TemplateError:  # one of several templates, which asks for tools
-            return self._template
-        return bare if alike(bare, self._template, shape, self._base) else self._template
+            return template
+        return bare if alike(bare, template, shape, self._base) else template
 
-    def _stop_token_ids(self) -> tuple[int, ...]:
+    def _stop_token_ids(self, roles: Sequence[str]) -> tuple[int, ...]:
         tokenizer = self._template.tokenizer
-        stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        stops = [] if tokenizer.eos_token is None else [tokenizer.eos_token]
         try:
-            stops = [tokenizer.convert_tokens_to_ids(self._template.final_end(system=self._systems[0])), *stops]
+            end = self._template.end
         except TemplateError as error:
             if not stops:
-                raise self._error("any conversation, as the tokenizer has no eos token either", str(error)) from error
-        waiting = self._template.waiting_end()
-        return tuple(dict.fromkeys([*stops, *([tokenizer.convert_tokens_to_ids(waiting)] if waiting else [])]))
+                raise self._error(
+                    "any conversation, and the tokenizer has no eos token either", str(error)
+                ) from error
+        else:
+            stops = [end.token, *stops]
+            if end.next_role or "tool" in roles:
+                stops += self._ends_before_tools()
+        stops += filter(None, [self._template.waiting_end()])
+        return tuple(dict.fromkeys(tokenizer.convert_tokens_to_ids(stops)))
+
+    def _ends_before_tools(self) -> list[str]:
+        """Return the tokens that end a turn that answers of tools follow, without white space between."""
+        try:
+            way = self._way(("tool",), called=True)
+            if not (way.template.calls or self._template.end.next_role):
+                return []
+            return [
+                way.template.split_end(way.template.after_reply(self._base, [ChatMessage("tool", "")]))[0]
+            ]
+        except (TemplateError, EnvError):
+            return []
+
+    def _sampled_end(self, token_ids: Sequence[int], by: int | None) -> int:
+        """Return how many of the tokens behind an answer the policy sampled, given the token that ended its turn."""
+        end = self._template.end
+        if end.next_role:
+            return int(by is None or token_ids[0] == by)
+        stop = self.stop_token_ids[0]
+        late = not end.closing.startswith(end.token) and end.closing
+        return token_ids.index(stop) + 1 if late and stop in token_ids else 1
 
     def _frame_bytes(self, messages: Sequence[ChatMessage]) -> int | None:
-        """Bytes of a rendering less its contents; None where contents do not simply stand in it."""
+        """Return the bytes of a rendering without its contents; None if the contents do not appear unchanged in it."""
         shape = tuple(message.role for message in messages)
         if not set(shape) <= {"system", "user"}:
             return None
@@ -241,28 +367,17 @@ class Renderer:
         )
 
 
-def _lost(message: ChatMessage, said: str) -> str | None:
-    """What of a message with tool calls is not in its rendering as it should be; None when everything is."""
-    if _without_space(message.content) not in _without_space(said):
-        return f"it leaves out or alters {message.content[:40]!r}"
-    functions = [call.get("function") or call for call in message.tool_calls or ()]
-    for name, count in Counter(str(function.get("name")) for function in functions).items():
-        if said.count(name) < count:
-            return f"it leaves out a call of {name!r}"
-    for function in functions:
-        arguments = function.get("arguments")
-        if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in said:
-            return f"it quotes the arguments {arguments[:40]!r}, which are a text here; make them an object"
-    return None
-
-
-def _without_space(text: str) -> str:
-    return "".join(text.split())
-
-
-def _shape(messages: Sequence[ChatMessage]) -> Shape:
-    """Roles of the messages, runs of one role cut to two."""
-    return tuple(role for role, run in groupby(message.role for message in messages) for _ in list(run)[:2])
+def _answering(asked: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return new messages in which answers of tools hold the calls of the message before them."""
+    calls = list(asked[0].tool_calls or ()) if asked else []
+    found = list(new)
+    for number, message in enumerate(new):
+        if message.role != "tool" or message.tool_calls or not calls:
+            break
+        own = [call for call in calls if message.tool_call_id and call.get("id") == message.tool_call_id]
+        call = own[0] if own else calls[min(number, len(calls) - 1)]
+        found[number] = replace(message, tool_calls=(call,))
+    return found
 
 
 def _roles(messages: Sequence[ChatMessage]) -> str:
@@ -270,10 +385,5 @@ def _roles(messages: Sequence[ChatMessage]) -> str:
 
 
 def _most_bytes(text: str) -> int:
-    """The most bytes that a tokenizer's normalizer can make of `text`, and so the most tokens."""
+    """Return the most bytes that a tokenizer's normalizer can make of `text`, and so the most tokens."""
     return len(text) if text.isascii() else _MAX_EXPANSION * len(text.encode())
-
-
-def _open_thought(generation_prompt: str) -> str:
-    opened = re.search(r"<think>\s*$", generation_prompt)
-    return opened.group() if opened else ""

@@ -1,18 +1,17 @@
-"""A chat template as text: what it renders, how it closes a turn, and the proof that a conversation can be extended.
-
-Each answer of the policy stays as it was sampled, so a template is only ever asked for what comes *after* an answer. That
-is sound when the text after an answer does not depend on the answer, and stays the same when the conversation goes on.
-`objection` finds out by rendering made-up conversations both ways.
-"""
+"""A chat template as text: what it renders, and how it closes a turn."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -20,6 +19,8 @@ from transformers.utils import chat_template_utils
 
 from rl4llm.core.errors import ConfigError, EnvError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage
+from rl4llm.data.described import description, with_description
+from rl4llm.data.special import SpecialTokens
 
 Shape = tuple[str, ...]
 """The roles of the messages between two turns of the policy, e.g. ("tool", "tool")."""
@@ -28,20 +29,43 @@ PINNED_DAY = datetime(2025, 1, 1)
 ANOTHER_DAY = datetime(2031, 10, 17, 19, 43, 58)
 _WAITING_END = "<|eom_id|>"
 _REPLY = "ProbeReplyOfThePolicy"
+_FOLLOW_UP = "ProbeFollowUp"
 _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
-_BARE: Mapping[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}  # of subclasses
+_BARE: Mapping[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+MADE_UP_CALL = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}
 _RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+class TurnEnd(NamedTuple):
+    """How the assistant's turn ends.
+
+    `closing` is what the template writes behind the answer at the end of a conversation, from its first token on. The policy
+    samples `token` to end its turn. If `next_role` is set, the template writes no end: the turn ends with the token that
+    begins the next message.
+    """
+
+    closing: str
+    token: str
+    next_role: bool = False
 
 
 class ChatTemplate:
     """The chat template of a tokenizer, with tools and arguments filled in; everything here is text.
 
-    It is compiled once, by transformers, and renders what `apply_chat_template` would, without going through the tools and
-    the arguments again for every text.
-    Templates that write today's date are given 1 January 2025 instead, so that a prompt is the same tokens on every day.
-    Raises ModelError for a tokenizer that cannot be used, TemplateError where there is no template, and ConfigError for
-    arguments that are not the template's.
+    Transformers compiles it once. It renders what `apply_chat_template` would, without processing tools and arguments again
+    for every text.
+    Templates that write today's date get 1 January 2025 instead, so that a prompt has the same tokens on every day.
+    In its renderings, marks stand for the special tokens that messages or tools contain, see `special`; `encode` knows them.
+    Raises ModelError for a tokenizer that cannot be used, TemplateError for a missing template, and ConfigError for
+    arguments that the template cannot have.
+
+    Attributes:
+        calls: whether the answers of tools follow `tool_calls` in the assistant's message, with their ids, see `calling`.
+        described: the description of tools that each prompt has because the template does not show their schemas.
     """
+
+    calls = False
+    described, _in_system = "", True
 
     def __init__(
         self,
@@ -49,25 +73,42 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         day: datetime = PINNED_DAY,
+        special: SpecialTokens | str = "escape",
     ):
         self.tokenizer = tokenizer
         self.tools = [dict(tool) for tool in tools] if tools else None
         self.name = f"{tokenizer.name_or_path or 'unnamed'} ({type(tokenizer).__name__})"
-        self._args = dict(template_args or {})
+        self.notes: set[str] = set()  # what users should know, found while probing
+        self._args = _checked_args(template_args)
         source = self._checked_source()
         self.tells_time = "strftime_now" in source
-        self._source = _pin_clock(source, day) if self.tells_time else source
-        self._variables = {"documents": None, **tokenizer.special_tokens_map, **_plain(self._checked_args())}
-        self._shown_tools = _plain(self.tools)
+        if self.tells_time:  # shadow the template's clock by a macro that always tells the same time
+            told = "".join(f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES)
+            source = f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n{source}"
+        self._source = source
+        taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        for name in self._args:
+            if name in taken - {"documents", "kwargs"}:
+                raise ConfigError(
+                    f"env.template_args: {name!r} is not accepted: it is a parameter of apply_chat_template. Accepted: "
+                    "variables of the template, such as enable_thinking."
+                )
+        self._variables = {"documents": None, **tokenizer.special_tokens_map, **_plain(self._args)}
+        self.special = (
+            SpecialTokens(tokenizer, self._without_tools, special) if isinstance(special, str) else special
+        )
+        self._shown_tools = self.special.marked_data(_plain(self.tools))
         self._added = frozenset(tokenizer.get_added_vocab())
         self._added_lengths = sorted(set(map(len, self._added)), reverse=True)
 
     def text(self, messages: Sequence[ChatMessage], *, prompt: bool = True) -> str:
-        """The template's own rendering; `prompt` asks for the generation prompt at its end.
+        """Return the template's rendering, with the generation prompt at its end if `prompt` is set.
 
-        Raises TemplateError with the template's own words when it refuses the messages.
+        Raises TemplateError with the template's message if it refuses the messages.
         """
-        rows = [_row(message) for message in messages]
+        rows = [self.special.marked_row(_row(message)) for message in messages]
+        if self.described:
+            rows = with_description(rows, self.described, in_system=self._in_system)
         try:
             return self._compiled.render(
                 self._variables, messages=rows, tools=self._shown_tools, add_generation_prompt=prompt
@@ -76,8 +117,13 @@ class ChatTemplate:
             roles = ", ".join(message.role for message in messages)
             raise TemplateError(f"the template refuses the roles [{roles}]: {error}") from error
 
-    def after_reply(self, history: Sequence[ChatMessage], new: Sequence[ChatMessage], *, prompt: bool = True) -> str:
-        """What stands behind the text of the last message of `history`, the policy's, once `new` is appended."""
+    def after_reply(
+        self, history: Sequence[ChatMessage], new: Sequence[ChatMessage], *, prompt: bool = True
+    ) -> str:
+        """Return what follows the turn of the last message of `history`, the policy's, once `new` is appended.
+
+        It follows the message's text, or its calls if it has any.
+        """
         if not history or history[-1].role != "assistant":
             raise EnvError(
                 f"{self.name}: new messages depend on the conversation so far, which must be given (`messages`) and end "
@@ -86,17 +132,67 @@ class ChatTemplate:
         mark = _REPLY
         while any(mark in message.content for message in (*history, *new)):
             mark += "Again"
-        reply = history[-1]
-        marked = [*history[:-1], ChatMessage("assistant", mark, reply.tool_calls, reply.tool_call_id), *new]
-        _, found, tail = self.text(marked, prompt=prompt).partition(mark)
+        messages, last = self.linked([*history, *new]), len(history) - 1
+        called = bool(messages[last].tool_calls)
+        messages[last] = marked(messages[last], mark)
+        _, found, tail = self.text(messages, prompt=prompt).rpartition(mark)
         if not found:
             raise TemplateError("the template leaves out what the assistant said")
-        return tail
+        return self.after_calls(messages[: last + 1], tail, mark) if called else tail
+
+    def after_calls(self, turn: Sequence[ChatMessage], tail: str, mark: str) -> str:
+        """Return what follows the calls of a turn, whose last arguments hold `mark`; `tail` is all behind that mark."""
+        own = self.text(turn, prompt=False).rpartition(mark)[2].rstrip()
+        closing, token, next_role = self.end
+        stop = self.tokenizer.eos_token or token
+        if closing and own.endswith(closing.rstrip()):
+            own = own.removesuffix(closing.rstrip())
+        elif not next_role:  # calls may have another end of turn
+            last = [token, stop, *self.tokens(own)[-1:]]
+            own = own.partition(next(end for end in last if end in own))[0] if last[2:] else own
+        if not tail.startswith(own):
+            raise TemplateError(f"behind calls it writes {own[-40:]!r}, but {tail[:40]!r} if answers follow")
+        return tail[len(own) :]
+
+    def without_end(self, whole: str, *, called: bool) -> tuple[str, str | None]:
+        """Return a conversation without the end of its last turn, the assistant's, and the token that ends this turn.
+
+        The token is "" if the template writes none, and None if the turn ends in another way. Calls may have another end.
+        """
+        closing, token, _ = self.end
+        if closing and whole.endswith(closing.rstrip()):
+            return whole.removesuffix(closing[closing.index(token) :].rstrip()), token
+        ends = [token, self.tokenizer.eos_token, *self.tokens(whole)[-1:]] if called else []
+        found = next((end for end in ends if end and whole.endswith(end)), None)
+        if not closing and found != token:  # the last token belongs to the calls
+            return whole, ""
+        return whole.removesuffix(found or ""), found
+
+    def linked(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return the messages with the calls that tool messages answer in the assistant's message before them, and with ids.
+
+        Only if `calls` is set, and for assistant messages without calls; their text, which has the calls as the policy wrote
+        them, is left out. Calls that are unknown are made up.
+        """
+        found, turn = list(messages), -1
+        for number, message in enumerate(messages if self.calls else ()):
+            if message.role == "assistant":
+                turn = -1 if message.tool_calls else number
+            elif message.role != "tool":
+                turn = -1
+            elif turn >= 0:
+                calls = found[turn].tool_calls or ()
+                call = (message.tool_calls or ({**MADE_UP_CALL, "id": f"call{number:05}"},))[0]
+                found[turn] = ChatMessage("assistant", "", (*calls, call))
+                found[number] = ChatMessage(
+                    "tool", message.content, tool_call_id=message.tool_call_id or call["id"]
+                )
+        return found
 
     def split_end(self, tail: str) -> tuple[str, str]:
-        """The end-of-turn token that `tail` starts with, and the text behind that token.
+        """Return the end-of-turn token that `tail` starts with, and the text after that token.
 
-        White space before it is dropped: whether to write it is the policy's choice.
+        White space before the token is dropped: the policy decides whether to write it.
         """
         text = tail.lstrip()
         length = next((length for length in self._added_lengths if text[:length] in self._added), None)
@@ -104,33 +200,111 @@ class ChatTemplate:
             raise TemplateError(f"no end-of-turn token follows what the assistant said, but {tail[:40]!r}")
         return text[:length], text[length:]
 
-    def final_end(self, *, system: bool) -> str:
-        """The token that closes the assistant's turn at the end of a conversation: what a trained model samples."""
-        return self.split_end(self.after_reply([*opening(system), _reply(0)], [], prompt=False))[0]
+    @cached_property
+    def end(self) -> TurnEnd:
+        """How the assistant's turn ends, as a trained model samples it. Raises TemplateError if no token ends it."""
+        for system in (False, True):
+            try:
+                return self._end(opening(system))
+            except TemplateError as error:
+                refusal = error
+        raise refusal
+
+    def tokens(self, text: str) -> list[str]:
+        """Return the added tokens in a text, in order."""
+        return self._token_pattern.findall(text)
+
+    def begins_with_token(self, text: str) -> bool:
+        """Return whether a text begins with an added token, after white space."""
+        return bool(self._token_pattern.match(text.lstrip()))
+
+    def shared(self, one: str, other: str) -> str:
+        """Return the longest common beginning of two texts that ends within no added token."""
+        size = min(len(one), len(other))
+        if one[:size] != other[:size]:
+            size = bisect_left(range(size), True, key=lambda last: one[: last + 1] != other[: last + 1])
+        longer = (text for text in (one, other) if len(text) > size)
+        spans = [found.span() for text in longer for found in self._token_pattern.finditer(text)]
+        return one[: min([size, *(start for start, stop in spans if start < size < stop)])]
 
     def waiting_end(self) -> str | None:
-        """The token by which Llama 3.1 and later end a turn that waits for a tool; None where the template has none."""
+        """Return the token by which Llama 3.1 and later end a turn that waits for a tool; None for other templates."""
         return _WAITING_END if _WAITING_END in self._source and _WAITING_END in self._added else None
 
     def generation_prompt(self, *, system: bool) -> str:
-        """What the template adds to ask for an assistant's turn, e.g. a header and "<think>"."""
+        """Return what the template adds to ask for an assistant's turn, such as a header and "<think>"."""
         messages = opening(system)
         return self.text(messages).removeprefix(self.text(messages, prompt=False))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it stands: nothing is added in front or behind."""
+        """Return the token ids of exactly `text`, without added special tokens."""
+        if self.special.stand_in(text):
+            return self.special.encode(text)
         fast = getattr(self.tokenizer, "backend_tokenizer", None)
         if fast is None or fast.truncation or fast.padding:  # which the tokenizer's own call switches off
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return fast.encode(text, add_special_tokens=False).ids
 
     def on_another_day(self) -> ChatTemplate:
-        """The same template with the clock put forward."""
-        return ChatTemplate(self.tokenizer, self.tools, self._args, day=ANOTHER_DAY)
+        """Return the same template with a later date."""
+        other = ChatTemplate(self.tokenizer, self.tools, self._args, day=ANOTHER_DAY, special=self.special)
+        return other.calling() if self.calls else other
 
     def without_tools(self) -> ChatTemplate:
-        """The same template where no tools are given."""
-        return ChatTemplate(self.tokenizer, None, self._args) if self.tools else self
+        """Return the same template without tools."""
+        if not self.tools:
+            return self
+        other = ChatTemplate(self.tokenizer, None, self._args, special=self.special)
+        return other.calling() if self.calls else other
+
+    def calling(self) -> ChatTemplate:
+        """Return the same template for answers of tools that follow `tool_calls` in the assistant's message."""
+        other = copy.copy(self)
+        other.calls = True
+        return other
+
+    def describing(self, example: str) -> ChatTemplate:
+        """Return the same template with its tools described in the system prompt, or in the first message if it has none."""
+        other = copy.copy(self.without_tools())
+        other.notes = self.notes
+        asked = [message.to_dict() for message in opening(system=True)]
+        text = self._without_tools(asked, prompt=True) or ""
+        other._in_system = all(row["content"] in text for row in asked)
+        schemas = [json.dumps(tool, ensure_ascii=False) for tool in self.tools or ()]
+        other.described = description([self.special.marked(schema, "system") for schema in schemas], example)
+        return other
+
+    def _end(self, asked: Sequence[ChatMessage]) -> TurnEnd:
+        turn = [*asked, probe_reply(0)]
+        own = self.after_reply(turn, [], prompt=False).lstrip()
+        try:
+            middle = self.after_reply(turn, [ChatMessage("user", _FOLLOW_UP)]).lstrip()
+        except TemplateError:
+            middle = ""
+        if not self.begins_with_token(own):
+            end, rest = self.split_end(middle)
+            header = (end + rest).partition(_FOLLOW_UP)[0]
+            before = self.text(asked, prompt=False).partition(asked[-1].content)[0]
+            return TurnEnd("", end, next_role=before.endswith(header))
+        whole = self.text(turn, prompt=False)
+        said, tokens = whole[len(self.shared(whole, self.text(asked))) :], self.tokens(own)
+        alone = (
+            token for token in tokens if said.count(token) == 1 and own.partition(token)[0] + token in middle
+        )
+        return TurnEnd(own, next(alone, tokens[0]))
+
+    @cached_property
+    def _token_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._added, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def _without_tools(self, rows: Sequence[Mapping[str, Any]], *, prompt: bool) -> str | None:
+        try:
+            return self._compiled.render(
+                self._variables, messages=rows, tools=None, add_generation_prompt=prompt
+            )
+        except _RENDERING_ERRORS:
+            return None
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -150,21 +324,20 @@ class ChatTemplate:
         try:
             return self.tokenizer.get_chat_template(tools=self.tools)
         except ValueError as error:
-            raise TemplateError(f"The tokenizer {self.name} has no chat template to take by default: {error}") from error
+            raise TemplateError(f"The tokenizer {self.name} has no default chat template: {error}") from error
 
-    def _checked_args(self) -> dict[str, Any]:
-        given = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}
-        for name in self._args:
-            if name in given:
-                raise ConfigError(
-                    f"template_args: {name!r} is not accepted: apply_chat_template takes it for itself. Accepted: variables "
-                    "of the template, such as enable_thinking."
-                )
-        return self._args
+
+def _checked_args(template_args: Any) -> dict[str, Any]:
+    if not isinstance(template_args, Mapping | None):
+        raise ConfigError(
+            f"env.template_args={template_args!r} is not accepted. Accepted: a mapping of variables of the chat template, "
+            "such as {enable_thinking: false}."
+        )
+    return dict(template_args or {})
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of tokens, the special ones included, and nothing tidied up."""
+    """Return the text of tokens, with special tokens and without clean-up."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -172,165 +345,33 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def opening(system: bool) -> list[ChatMessage]:
-    """A made-up first prompt."""
+    """Return a made-up first prompt."""
     asked = [ChatMessage("user", "ProbeOpeningQuestion")]
     return [ChatMessage("system", "ProbeSystemPrompt"), *asked] if system else asked
 
 
-def opening_objection(template: ChatTemplate, *, system: bool) -> str | None:
-    """Why no conversation can be opened with (or without) a system prompt; None when it can."""
-    messages = opening(system)
-    try:
-        text = template.text(messages)
-    except TemplateError as error:
-        return str(error)
-    lost = [message.role for message in messages if message.content not in text]
-    if lost:
-        return f"the template leaves out what the {lost[0]} message says"
-    names = [str((tool.get("function") or tool).get("name")) for tool in template.tools or ()]
-    lost = [name for name in names if name not in text]
-    if lost:
-        return f"the template does not show the tool {lost[0]!r}; set no tool schemas, describe tools in the system prompt"
-    return None
-
-
-def objection(
-    template: ChatTemplate, shape: Shape, *, system: bool, base: Sequence[ChatMessage] | None = None
-) -> str | None:
-    """Why turns of this shape cannot be appended to a conversation token for token; None when they can.
-
-    New messages are rendered behind the short conversation `base`, without one behind the probed conversation itself.
-    """
-    plans = [(shape, shape, shape)]
-    if shape != ("user",) and objection(template, ("user",), system=system, base=base) is None:
-        plans.append((shape, ("user",), shape))
-    try:
-        for plan in plans:
-            for thinks in (False, True):
-                _Probe(template, plan, opening(system), thinks, base).check()
-    except TemplateError as error:
-        return str(error)
-    return None
-
-
-def alike(one: ChatTemplate, other: ChatTemplate, shape: Shape, base: Sequence[ChatMessage]) -> bool:
-    """Whether two templates render messages of this shape in the same way behind the conversation `base`."""
-    new = _made_up(shape, 0)
-    try:
-        return one.after_reply(base, new) == other.after_reply(base, new)
-    except TemplateError:
-        return False
-
-
-class _Probe:
-    """One made-up conversation, rendered as a whole and turn by turn."""
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        plan: Sequence[Shape],
-        asked: Sequence[ChatMessage],
-        thinks: bool,
-        base: Sequence[ChatMessage] | None,
-    ):
-        self._template = template
-        self._opening = asked
-        self._turns = [_made_up(shape, number) for number, shape in enumerate(plan)]
-        self._replies = [_reply(number, thinks=thinks) for number in range(len(plan))]
-        self._base = base
-
-    def check(self) -> None:
-        """Raise TemplateError with the reason when the two renderings disagree."""
-        self._template.split_end(self._template.after_reply([*self._opening, self._replies[0]], [], prompt=False))
-        whole = self._template.text(self._messages(len(self._turns)))
-        pieces = _split(whole, [_name(number) for number in range(len(self._turns))])
-        self._check_opening(pieces[0])
-        for number, piece in enumerate(pieces[1:]):
-            self._check_turn(number, piece)
-        if pieces[-1] != self._template.after_reply(self._history(len(self._turns) - 1), self._turns[-1]):
-            raise TemplateError("the last turn is rendered in another way than when it is appended")
-        self._check_tokens(whole, pieces)
-
-    def _messages(self, turns: int) -> list[ChatMessage]:
-        messages = list(self._opening)
-        for reply, turn in zip(self._replies[:turns], self._turns, strict=False):
-            messages += [reply, *turn]
-        return messages
-
-    def _history(self, number: int) -> Sequence[ChatMessage]:
-        return self._base or [*self._messages(number), self._replies[number]]
-
-    def _check_opening(self, piece: str) -> None:
-        asked, prompted = (self._template.text(self._opening, prompt=prompt) for prompt in (False, True))
-        _check_same(piece, asked, prompted, "the first prompt")
-
-    def _check_turn(self, number: int, piece: str) -> None:
-        history, turn = self._history(number), self._turns[number]
-        asked, prompted = (self._template.after_reply(history, turn, prompt=prompt) for prompt in (False, True))
-        what = " + ".join(message.role for message in turn) + f" after answer {number + 1}"
-        lost = [message.role for message in turn if asked.count(message.content) != 1]
-        if lost:
-            raise TemplateError(f"the template leaves out or repeats what a {lost[0]} message says")
-        _check_same(piece, asked, prompted, what)
-        if self._template.tells_time and self._template.on_another_day().after_reply(history, turn) != prompted:
-            raise TemplateError("the template puts the current date or time into follow-up messages")
-
-    def _check_tokens(self, whole: str, pieces: Sequence[str]) -> None:
-        token_ids, start = self._template.encode(whole), len(pieces[0])
-        for number, piece in enumerate(pieces[1:]):
-            start += len(_name(number))
-            end, _ = self._template.split_end(piece)
-            cut = start + piece.index(end)
-            if self._template.encode(whole[:cut]) + self._template.encode(whole[cut:]) != token_ids:
-                raise TemplateError(f"the tokenizer merges the end-of-turn token {end!r} with the text around it")
-            start += len(piece)
-
-
-def _check_same(piece: str, asked: str, prompted: str, what: str) -> None:
-    """`piece` is `asked` plus a header of the next answer, which may differ from the generation prompt in its end.
-
-    Templates strip earlier thoughts, and generation prompts open them; what else they put there must agree.
-    """
-    if not prompted.startswith(asked):
-        raise TemplateError(f"{what}: the generation prompt is not put at the end")
-    if not piece.startswith(asked):
-        raise TemplateError(f"{what}: rendered as {_differing(asked, piece)} when the conversation goes on")
-    header, prompt = _without_thoughts(piece[len(asked) :]), _without_thoughts(prompted[len(asked) :])
-    if not (header.startswith(prompt) or prompt.startswith(header)):
-        raise TemplateError(f"{what}: the assistant's turn opens with {header!r}, but is asked for with {prompt!r}")
-
-
-def _differing(expected: str, found: str) -> str:
-    same = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), len(found))
-    start = max(0, same - 10)
-    return f"...{expected[start : same + 30]!r} when appended but ...{found[start : same + 30]!r}"
-
-
-def _without_thoughts(text: str) -> str:
-    return re.sub(r"\s*<think>.*?(</think>|$)", "", text, flags=re.DOTALL).rstrip()
-
-
-def _split(whole: str, names: Sequence[str]) -> list[str]:
-    pieces, rest = [], whole
-    for name in names:
-        if whole.count(name) != 1 or name not in rest:
-            raise TemplateError("the template leaves out, repeats or moves what the assistant said")
-        piece, _, rest = rest.partition(name)
-        pieces.append(piece)
-    return [*pieces, rest]
-
-
-def _name(number: int) -> str:
+def probe_name(number: int) -> str:
+    """Return what the policy says in a made-up turn."""
     return f"{_REPLY}{number}End"
 
 
-def _reply(number: int, *, thinks: bool = False) -> ChatMessage:
+def probe_reply(number: int, *, thinks: bool = False) -> ChatMessage:
+    """Return a made-up turn of the policy."""
     thought = f"<think>\nProbeThought{number}End\n</think>\n\n" if thinks else ""
-    return ChatMessage("assistant", thought + _name(number))
+    return ChatMessage("assistant", thought + probe_name(number))
 
 
-def _made_up(shape: Shape, turn: int) -> list[ChatMessage]:
-    return [ChatMessage(role, f"Probe{turn}x{number}{role}End") for number, role in enumerate(shape)]
+def marked(message: ChatMessage, mark: str) -> ChatMessage:
+    """Return an assistant's message with `mark` in place of its text, or of the arguments of its last call."""
+    if not message.tool_calls:
+        return replace(message, content=mark)
+    *calls, last = message.tool_calls
+    function = dict(last.get("function") or last)
+    function["arguments"] = (
+        f'{{"mark": "{mark}"}}' if isinstance(function.get("arguments"), str) else {"mark": mark}
+    )
+    marked = {**last, "function": function} if "function" in last else function
+    return replace(message, tool_calls=(*calls, marked))
 
 
 def _row(message: ChatMessage) -> dict[str, Any]:
@@ -338,12 +379,6 @@ def _row(message: ChatMessage) -> dict[str, Any]:
     row = message.to_dict()
     texts_only = not message.tool_calls and type(message.role) is type(message.content) is str
     return row if texts_only else _plain(row)
-
-
-def _pin_clock(source: str, day: datetime) -> str:
-    """Shadow the template's clock by a macro that always tells the same time."""
-    told = "".join(f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n{source}"
 
 
 def _plain(value: Any) -> Any:

@@ -1,26 +1,8 @@
-"""Environments: what the policy talks to."""
+"""Environments: what the policy talks to. Each is imported on first use."""
 
-from rl4llm.envs.adapters import GymnasiumEnv, OpenEnv, VerifiersEnv
-from rl4llm.envs.agent import AgentEnv
-from rl4llm.envs.chat import ChatEnv
-from rl4llm.envs.code import CodeEnv
-from rl4llm.envs.debate import DebateEnv
-from rl4llm.envs.reasoning_gym import ReasoningGymEnv
+from rl4llm.core.registry import lazy
 from rl4llm.envs.registry import ENVIRONMENTS, register_env
-from rl4llm.envs.roles import RolesEnv
-from rl4llm.envs.tool import ToolMDPEnv
 
-__all__ = [
-    "ENVIRONMENTS",
-    "AgentEnv",
-    "ChatEnv",
-    "CodeEnv",
-    "DebateEnv",
-    "GymnasiumEnv",
-    "OpenEnv",
-    "ReasoningGymEnv",
-    "RolesEnv",
-    "ToolMDPEnv",
-    "VerifiersEnv",
-    "register_env",
-]
+_HOMES = dict(path.split(":")[::-1] for path in map(ENVIRONMENTS.path_of, ENVIRONMENTS.builtin))
+__getattr__ = lazy(__name__, _HOMES)
+__all__ = ["ENVIRONMENTS", "register_env", *_HOMES]

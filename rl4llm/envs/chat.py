@@ -1,12 +1,9 @@
-"""One turn: a prompt, an answer, a reward."""
+"""The environment of a single turn, which consists of a prompt, an answer and a reward."""
 
 from __future__ import annotations
 
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.envs.registry import register_env
 
 
-@register_env("math")
-@register_env("chat")
 class ChatEnv(BaseMDPEnv):
-    """The environment of single-turn tasks such as GSM8K: whatever the policy says first is its answer."""
+    """Play single-turn tasks such as GSM8K: the first turn of the policy is its answer."""

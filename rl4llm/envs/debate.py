@@ -1,9 +1,8 @@
-"""Debate: roles argue about one question, and a judge who reads all of it says who won."""
+"""Debate: roles argue about a question, and a judge reads the transcript and picks the winner."""
 
 from __future__ import annotations
 
 from rl4llm.core.base_env import EpisodeState
-from rl4llm.envs.registry import register_env
 from rl4llm.envs.roles import RolesEnv, lines_since
 
 INSTRUCTION = (
@@ -12,14 +11,13 @@ INSTRUCTION = (
 )
 
 
-@register_env("debate")
 class DebateEnv(RolesEnv):
-    """Each role answers the question, hears the others, and answers again.
+    """Let each role answer the question, read the other answers, and answer again.
 
         rl4llm train configs/debate_grpo.yaml env.frozen=[con]
 
-    The reward is by default `winner`, which needs a ground truth; without one `llm_judge` reads the transcript. Options are
-    those of `RolesEnv`.
+    The default reward is `winner`, which needs a ground truth; without one `llm_judge` can read the transcript. It has the
+    options of `RolesEnv`.
     """
 
     roles = ("pro", "con")
@@ -27,5 +25,5 @@ class DebateEnv(RolesEnv):
     default_rewards = ("winner",)
 
     def hears(self, role: str, episode: EpisodeState) -> str:
-        """What the others said since the role's last turn, each line with its speaker."""
+        """Return the lines of the others since the role's last turn, each with its speaker."""
         return "\n\n".join(f"{line.role}: {line.text}" for line in lines_since(role, episode))

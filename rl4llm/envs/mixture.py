@@ -1,22 +1,28 @@
-"""Several environments in one rollout."""
+"""Play several environments in one rollout (environment mixture)."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any
 
-from rl4llm.envs.rollout import Rollout, RolloutResult, play_together
+from rl4llm.core.base_env import BaseMDPEnv
+from rl4llm.core.sample import EnvState
+from rl4llm.core.types import SamplingParams
+from rl4llm.envs.policy import PolicyLLM
+from rl4llm.envs.rollout import Episodes, Rollout, RolloutResult, check_failures, naming
 
 
 class MixedRollout:
-    """Plays the episodes of several environments at once, each with its own rewards, tools and sampling.
+    """Play the episodes of several environments at once, each with its own rewards, tools and sampling.
 
-    A row is a number in all datasets, one behind the other. What fails in one environment is counted under its name.
+    The rows of all datasets are numbered consecutively. Failures are counted under the name of their environment.
 
     Args:
-        parts: the rollouts of the environments, each with the name of its `part`.
+        parts: the rollouts of the environments; `part` is the name of each.
     """
 
     def __init__(self, parts: Sequence[Rollout]):
@@ -25,28 +31,54 @@ class MixedRollout:
 
     @property
     def num_rows(self) -> int:
-        """Of all datasets together."""
+        """Return the number of rows of all datasets together."""
         return self._ends[-1]
 
     @property
     def group_size(self) -> int:
-        """Attempts per prompt."""
+        """Return the number of samples per prompt."""
         return self.parts[0].group_size
 
     @property
     def tokenizer(self) -> Any:
-        """The policy's."""
+        """Return the policy's tokenizer."""
         return self.parts[0].tokenizer
 
     def count_groups(self, rows: Sequence[int]) -> int:
-        """How many groups the episodes of `rows` make from which the policy learns."""
+        """Return the number of groups that the policy learns from in the episodes of `rows`."""
         return sum(part.count_groups(own) for part, own in zip(self.parts, self._by_part(rows), strict=True))
 
-    def play(self, rows: Sequence[int], *, earlier: Mapping[int, int] | None = None, **how: Any) -> RolloutResult:
-        """Play and score episodes of some rows; how many, and which, see `Rollout.begin`."""
+    def play(
+        self, rows: Sequence[int], *, earlier: Mapping[int, int] | None = None, **how: Any
+    ) -> RolloutResult:
+        """Play and score episodes of some rows; `Rollout.begin` explains the arguments."""
         counts = [Counter(own) for own in self._by_part(list(Counter(earlier or {}).elements()))]
-        begun = zip(self.parts, self._by_part(rows), counts, strict=True)
-        return play_together([part.begin(own, earlier=before, **how) for part, own, before in begun])
+        shares = zip(self.parts, self._by_part(rows), counts, strict=True)
+        begun = [part.begin(own, earlier=before, **how) for part, own, before in shares]
+        tries = [episodes.tries() for episodes in begun]
+        while any(states := [next(each, None) for each in tries]):
+            self._play(begun, states)
+        results = [part.scored(episodes) for part, episodes in zip(self.parts, begun, strict=True)]
+        episodes = [episode for each in begun for episode in each.all]
+        check_failures(episodes, max(part.max_failed_share for part in self.parts))
+        return RolloutResult(
+            groups=tuple(group for result in results for group in result.groups),
+            failed=tuple(sample for result in results for sample in result.failed),
+        )
+
+    def _play(self, begun: Sequence[Episodes], states: Sequence[EnvState | None]) -> None:
+        """Play all environments in one event loop, then one by one those with a custom interaction loop."""
+        with ExitStack() as over:
+            playing = [
+                (part.env, state, over.enter_context(part.policy(state)), episodes.sampling_params)
+                for part, episodes, state in zip(self.parts, begun, states, strict=True)
+                if state is not None
+            ]
+            self.parts[0].run(_play_at_once([each for each in playing if _plays_by_default(each[0])]))
+            for env, state, llm, params in playing:
+                if not _plays_by_default(env):
+                    with naming(env):
+                        env._run_interaction_loop(state, llm, params)
 
     def close(self) -> None:
         """Release the environments."""
@@ -54,8 +86,31 @@ class MixedRollout:
             part.close()
 
     def _by_part(self, rows: Sequence[int]) -> list[list[int]]:
-        """Rows, as their own dataset numbers them."""
+        """Return the rows of each part, as its dataset numbers them."""
         starts = [0, *self._ends[:-1]]
         return [
-            [row - start for row in rows if start <= row < end] for start, end in zip(starts, self._ends, strict=True)
+            [row - start for row in rows if start <= row < end]
+            for start, end in zip(starts, self._ends, strict=True)
         ]
+
+
+async def _play_at_once(playing: Sequence[tuple[BaseMDPEnv, EnvState, PolicyLLM, SamplingParams]]) -> None:
+    """Play all episodes of all environments, after announcing all of them to the engine."""
+
+    async def play(env: BaseMDPEnv, state: EnvState, llm: PolicyLLM, params: SamplingParams) -> None:
+        with naming(env):
+            await env._run_episodes(state, llm, env.turn_params(params))
+
+    for _, state, llm, _ in playing:
+        for sample in state.episodes:
+            await llm.open(sample)
+    try:
+        async with asyncio.TaskGroup() as environments:
+            for each in playing:
+                environments.create_task(play(*each))
+    except BaseExceptionGroup as failures:  # the group cancelled the others; the first cause explains all
+        raise failures.exceptions[0] from None
+
+
+def _plays_by_default(env: BaseMDPEnv) -> bool:
+    return type(env)._run_interaction_loop is BaseMDPEnv._run_interaction_loop

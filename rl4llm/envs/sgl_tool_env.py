@@ -1,4 +1,4 @@
-"""The seed's import path of the tool environment, which works with every engine."""
+"""The import path under which older code finds the tool environment; it works with every engine."""
 
 from rl4llm.envs.tool import ToolMDPEnv as SglToolMDPEnv
 

@@ -1,7 +1,7 @@
-"""Starts an SGLang server: ``python -m rl4llm.inference.launch_sgl_server --model-path M [every flag of SGLang]``.
+"""Start an SGLang server: ``python -m rl4llm.inference.launch_sgl_server --model-path M [every flag of SGLang]``.
 
-Flags of its own: ``--python PATH`` of the environment that SGLang is installed in (or RL4LLM_SGLANG_PYTHON), ``--cpu`` for
-tests and small models on a machine without a GPU, ``--log PATH``, ``--ready-within S``.
+Flags beside SGLang's: ``--python PATH`` of the environment that SGLang is installed in (or RL4LLM_SGLANG_PYTHON), ``--cpu``
+for tests and small models on a machine without a GPU, ``--log PATH``, ``--ready-within S``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import sys
 from collections.abc import Sequence
 
 from rl4llm.core.errors import ConfigError, RL4LLMError
-from rl4llm.inference.launch import serve
+from rl4llm.core.registry import load
+from rl4llm.runtime.terminal import visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until stopped; the exit code: 130 after Ctrl-C, 143 after SIGTERM, 1 or 2 after an error."""
+    """Serve until stopped; return the exit code: 130 after Ctrl-C, 143 after SIGTERM, 1 or 2 after an error."""
     try:
+        serve = load("rl4llm.extensions.servers.launch:serve", "launch_sgl_server")
         return serve(sys.argv[1:] if arguments is None else arguments, engine="sglang")
     except RL4LLMError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(visible(f"{type(error).__name__}: {error}") + "\n")
         return 2 if isinstance(error, ConfigError) else 1
 
 

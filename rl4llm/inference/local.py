@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from rl4llm.core.base_backend import AUTOCAST
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
+from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
-from rl4llm.inference.engine import SHARE_FROM, Engine
+from rl4llm.inference.embedded.engine import LOOKAHEAD, PREFILL_TOKENS, SHARE_FROM, Engine
+from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache
+from rl4llm.inference.embedded.rows import Request
 from rl4llm.inference.paths import Path
-from rl4llm.inference.rows import Request
+
+MAX_ROWS = 256  # that decode at once
 
 
 class LocalClient(BaseClient):
@@ -23,20 +27,22 @@ class LocalClient(BaseClient):
         client = LocalClient(model, tokenizer)
         completions = client.generate_batch([prompt_ids] * 8, [SamplingParams(seed=seed) for seed in range(8)])
 
-    A pump task decodes one token for every running request, then lets other coroutines run, and so on; requests join and
-    leave between two tokens. After the optimizer changed the parameters in place, `load` must be told their version.
+    A pump task decodes one token for every running request, then lets other coroutines run, and so on. Requests join and
+    leave between two tokens. After the optimizer changed the parameters in place, call `load` with their new version.
 
     Args:
         model: the causal LM; its device and dtype are the engine's.
-        tokenizer: for the text of completions, stop strings and the end-of-text token.
-        max_rows: how many requests decode at once; parked sessions use rows that are free.
+        tokenizer: decodes completions and stop strings; its end-of-text token stops a completion.
+        max_rows: how many requests decode at once; parked sessions use the free rows.
         context_length: prompt plus completion, in tokens; by default what the model allows.
-        path: "fast" (functions for the Llama family), "model" (the model's own forward), or "auto": the first that is
-            proven equal to the model's own forward.
-        deterministic: decode only while every session that `expect` announced has a request here, so that batches, and
-            with them the last bits of log-probs, do not depend on how long tools take.
+        path: "fast" (functions for the Llama family), "model" (the model's own forward), or "auto": the first of
+            them whose log-probs equal the model's own forward.
+        deterministic: decode only while every session announced with `expect` has a request, so that batches, and with
+            them the last bits of log-probs, do not depend on how long tools take.
         stall_timeout_s: how long requests may wait for `resume`, or for such a session, before they fail.
-        share_from: on the fast path the prompts of groups are read in place, instead of copied for each request, when
+        autocast: "bfloat16" samples as a trainer with that `autocast` computes; the weights of linear layers are copied
+            by `load`, in half their memory.
+        share_from: on the fast path, read the prompts of groups in place instead of copying them for each request, if
             that saves at least this many cached tokens.
     """
 
@@ -48,14 +54,16 @@ class LocalClient(BaseClient):
         model: Any,
         tokenizer: Any,
         *,
-        max_rows: int = 256,
+        max_rows: int = MAX_ROWS,
         context_length: int | None = None,
         path: Path = "auto",
         deterministic: bool = False,
         stall_timeout_s: float = 600.0,
         share_from: int = SHARE_FROM,
+        autocast: str = "none",
     ):
-        self._engine = Engine(model, tokenizer, max_rows, context_length, path, share_from)
+        dtype = AUTOCAST[autocast]
+        self._engine = Engine(model, tokenizer, max_rows, context_length, path, share_from, dtype)
         self._model = model
         self.context_length = self._engine.context_length
         self.vocab_size = self._engine.vocab_size
@@ -67,6 +75,27 @@ class LocalClient(BaseClient):
         self._asleep: set[str] = set()
         self._pump: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+
+    @classmethod
+    def memory(
+        cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
+    ) -> dict[str, int]:
+        """Return the bytes of the cache with all rows at full length, and of a prefill pass or of a step's logits."""
+        rows = min(int(options.get("max_rows", MAX_ROWS)), max(load.sequences, load.held_out))
+        length = -(-(load.longest + LOOKAHEAD) // LENGTH_STEP) * LENGTH_STEP
+        filling = shape.working(precision, min(PREFILL_TOKENS, rows * load.prompt_tokens), backward=False)
+        logits = 3 * rows * shape.vocabulary * FP32
+        cache = KVCache.memory(shape, rows, length, precision.computed)
+        copied = {"weights in bfloat16": shape.linear * precision.computed} if precision.autocast else {}
+        return {"KV cache": cache, "sampling": max(filling, logits), **copied}
+
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        """Warn if decoding takes the slower path without having been asked to."""
+        found = self._engine.describe()
+        if found["path"] == "model" and found["path_reason"] != "requested":
+            warn(
+                f"The embedded engine samples with the model's own forward, which is slower: {found['path_reason']}."
+            )
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
@@ -92,17 +121,14 @@ class LocalClient(BaseClient):
         if weight_ref.kind != "memory":
             raise EngineError(
                 f"load: WeightRef.kind={weight_ref.kind!r} is not accepted by the embedded engine, which shares the "
-                "trainer's weights: update the parameters in place and pass kind='memory'."
+                "trainer's weights. Update the parameters in place and pass kind='memory'."
             )
         if weight_ref.tensors is not None:
-            self._copy(weight_ref.tensors())
+            own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+            with torch.no_grad():
+                for name, tensor in weight_ref.tensors():
+                    own[name].copy_(tensor)
         self._engine.take_weights(weight_ref.version)
-
-    @torch.no_grad()
-    def _copy(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        for name, tensor in tensors:
-            own[name].copy_(tensor)
 
     async def version(self) -> int:
         return self._engine.version
@@ -111,26 +137,26 @@ class LocalClient(BaseClient):
         self._engine.release(session)
         self._engine.rest()
         self._expected.discard(session)
-        self._wake_pump()
+        self._changed.set()
 
     async def expect(self, session: str) -> None:
         self._expected.add(session)
 
     async def park(self, session: str) -> None:
         self._expected.discard(session)
-        self._wake_pump()
+        self._changed.set()
 
     async def pause(self) -> None:
         self._paused = True
 
     async def resume(self) -> None:
         self._paused = False
-        self._wake_pump()
+        self._changed.set()
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Drop the cache ("kv_cache"); the weights are the trainer's. Raises EngineError while requests run."""
+        """Drop the cache ("kv_cache"); the weights belong to the trainer. Raises EngineError while requests run."""
         if self._engine.busy:
-            raise EngineError(f"sleep: {len(self._futures)} requests are under way; await them first.")
+            raise EngineError(f"sleep: {len(self._futures)} requests are running; await them first.")
         self._asleep |= set(tags)
         if "kv_cache" in tags:
             self._engine.reset()
@@ -147,35 +173,40 @@ class LocalClient(BaseClient):
         self._closed = True
         if self._pump is not None and not self._pump.done():
             self._pump.cancel()
-        self._fail(EngineError("The embedded engine was closed while requests were under way."))
+        self._fail(EngineError("The embedded engine was closed while requests were running."))
 
     def _check_awake(self) -> None:
         if self._closed:
-            raise EngineError("The embedded engine is closed; build a new one.")
+            raise EngineError("The embedded engine is closed; create a new one.")
         if self._asleep:
-            raise EngineError(f"The embedded engine sleeps ({', '.join(sorted(self._asleep))}); call wake first.")
+            raise EngineError(
+                f"The embedded engine is asleep ({', '.join(sorted(self._asleep))}); call wake first."
+            )
 
     def _start_pump(self) -> None:
-        """Have a pump in this event loop. One that died with its own loop is replaced, its requests are gone."""
+        """Ensure that a pump runs in this event loop. If its loop ended, fail its requests and replace it."""
         loop = asyncio.get_running_loop()
         if self._pump is not None and not self._pump.done():
             if self._pump.get_loop() is loop:
                 return
             if self._pump.get_loop().is_running():
-                raise EngineError("The embedded engine already serves another running event loop; use one at a time.")
+                raise EngineError(
+                    "The embedded engine already serves another running event loop. Use one event loop at a time."
+                )
             self._fail(EngineError("The event loop of this request ended."))
         self._changed = asyncio.Event()
         self._pump = loop.create_task(self._run(), name="rl4llm-local-engine")
         self._pump.add_done_callback(self._pump_ended)
 
-    def _wake_pump(self) -> None:
-        self._changed.set()
-
     async def _run(self) -> None:
         while self._futures and self._pump is asyncio.current_task():
-            reason = self._stalled()
-            if reason:
-                await self._wait(reason)
+            if reason := self._stalled():
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(self._stall_timeout_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    raise EngineError(f"Requests waited {self._stall_timeout_s:g} s: {reason}.") from None
                 continue
             for request, completion in self._engine.step():
                 future = self._futures.pop(request, None)
@@ -186,30 +217,24 @@ class LocalClient(BaseClient):
         self._engine.rest()
 
     def _stalled(self) -> str:
-        """Why no step may be taken now, or nothing."""
+        """Return why no step may be taken now; "" if it may."""
         if self._paused:
             return "the engine is paused; call resume"
         if self._deterministic:
             self._engine.waiting.sort(key=lambda request: request.session)
             absent = sorted(self._expected - {request.session for request in self._futures})
             if absent:
-                return f"sessions announced by expect neither generate nor are released: {', '.join(absent)}"
+                return (
+                    f"sessions announced with expect neither generate nor are released: {', '.join(absent)}"
+                )
         return ""
 
-    async def _wait(self, reason: str) -> None:
-        self._changed.clear()
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            raise EngineError(f"Requests waited {self._stall_timeout_s:g} s: {reason}.") from None
-
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:
-        """Nobody waits for a dead pump: whatever ended it reaches every request."""
+        """Fail every request with the error that ended the pump."""
         if pump is not self._pump:
             return
         if pump.cancelled():
-            self._fail(EngineError("The embedded engine's event loop ended while requests were under way."))
+            self._fail(EngineError("The embedded engine's event loop ended while requests were running."))
         elif (cause := pump.exception()) is not None:
             self._fail(cause)
 
@@ -222,7 +247,11 @@ class LocalClient(BaseClient):
 
 
 def _as_engine_error(cause: BaseException) -> EngineError:
-    """One exception object per waiter, as each raises it with a traceback of its own."""
-    error = type(cause)(*cause.args) if type(cause) is EngineError else EngineError(f"{type(cause).__name__}: {cause}")
+    """Make a new exception for each waiter, since each raises it with a different traceback."""
+    error = (
+        type(cause)(*cause.args)
+        if type(cause) is EngineError
+        else EngineError(f"{type(cause).__name__}: {cause}")
+    )
     error.__cause__ = cause
     return error

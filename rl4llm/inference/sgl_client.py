@@ -1,3 +1,5 @@
-"""The seed's import path of the client: ``from rl4llm.inference.sgl_client import SGLangClient``."""
+"""A second import path of `SGLangClient`, for code that imports `rl4llm.inference.sgl_client`."""
 
-from rl4llm.inference.sglang import SGLangClient as SGLangClient
+from rl4llm.core.registry import lazy
+
+__getattr__ = lazy(__name__, {"SGLangClient": "rl4llm.extensions.servers.clients.sglang"})

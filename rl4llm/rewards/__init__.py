@@ -1,55 +1,41 @@
-"""Rewards: what an episode was worth.
+"""Rewards: what an episode was worth. Each is imported on first use.
 
-Importing this package registers every reward that comes with rl4llm. `_worker.py`, `_verify_math.py` and
-`_reasoning_gym.py` run in processes of their own, by path, and are imported by nobody.
+`_worker.py` and `_verify_math.py` run by path in separate processes; no module imports them.
 """
 
-from rl4llm.rewards.callables import BatchCallable, RewardLike, as_reward_function
-from rl4llm.rewards.code import CodeReward
-from rl4llm.rewards.combine import add, multiply, weighted_sum
-from rl4llm.rewards.examples import check_examples
-from rl4llm.rewards.format import FormatReward
-from rl4llm.rewards.judges import BaseJudge, Winner
-from rl4llm.rewards.length import LengthReward
-from rl4llm.rewards.math import MathReward
-from rl4llm.rewards.overlong import OverlongPenalty
-from rl4llm.rewards.pool import Crash, RewardFailure, Timeout, Unavailable, VerifierPool
-from rl4llm.rewards.reasoning import ReasoningReward
+from rl4llm.core.registry import lazy
 from rl4llm.rewards.registry import REWARDS, register_reward
-from rl4llm.rewards.repetition import RepetitionPenalty
-from rl4llm.rewards.score import Scores, score
-from rl4llm.rewards.tool_use import ToolUseReward
-from rl4llm.rewards.wrappers import Clip, Gate, Scale, Threshold
 
-__all__ = [
-    "REWARDS",
-    "BaseJudge",
-    "BatchCallable",
-    "Clip",
-    "CodeReward",
-    "Crash",
-    "FormatReward",
-    "Gate",
-    "LengthReward",
-    "MathReward",
-    "OverlongPenalty",
-    "ReasoningReward",
-    "RepetitionPenalty",
-    "RewardFailure",
-    "RewardLike",
-    "Scale",
-    "Scores",
-    "Threshold",
-    "Timeout",
-    "ToolUseReward",
-    "Unavailable",
-    "VerifierPool",
-    "Winner",
-    "add",
-    "as_reward_function",
-    "check_examples",
-    "multiply",
-    "register_reward",
-    "score",
-    "weighted_sum",
-]
+_HOMES = {
+    "BaseJudge": "rl4llm.extensions.judges.judges",
+    "BatchCallable": "rl4llm.rewards.callables",
+    "Clip": "rl4llm.rewards.wrappers",
+    "CodeReward": "rl4llm.extensions.sandbox.code_reward",
+    "Crash": "rl4llm.rewards.pool",
+    "FormatReward": "rl4llm.rewards.format",
+    "Gate": "rl4llm.rewards.wrappers",
+    "LengthReward": "rl4llm.rewards.length",
+    "MathReward": "rl4llm.rewards.math",
+    "OverlongPenalty": "rl4llm.rewards.overlong",
+    "ReasoningReward": "rl4llm.extensions.adapters.reasoning_reward",
+    "RepetitionPenalty": "rl4llm.rewards.repetition",
+    "RewardFailure": "rl4llm.rewards.pool",
+    "RewardLike": "rl4llm.rewards.callables",
+    "Scale": "rl4llm.rewards.wrappers",
+    "Scores": "rl4llm.rewards.scoring",
+    "Threshold": "rl4llm.rewards.wrappers",
+    "Timeout": "rl4llm.rewards.pool",
+    "ToolUseReward": "rl4llm.rewards.tool_use",
+    "Unavailable": "rl4llm.rewards.pool",
+    "VerifierPool": "rl4llm.rewards.pool",
+    "Winner": "rl4llm.extensions.judges.judges",
+    "add": "rl4llm.rewards.combine",
+    "as_reward_function": "rl4llm.rewards.callables",
+    "check_examples": "rl4llm.rewards.examples",
+    "check_reward": "rl4llm.rewards.callables",
+    "multiply": "rl4llm.rewards.combine",
+    "score": "rl4llm.rewards.scoring",
+    "weighted_sum": "rl4llm.rewards.combine",
+}
+__getattr__ = lazy(__name__, _HOMES)
+__all__ = ["REWARDS", "register_reward", *_HOMES]

@@ -11,11 +11,12 @@ from typing import Any
 import sympy.core.random
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time limits are off: the parent owns them
+# It would warn that its time limits are off; the parent has them.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Whether math-verify takes `answer` for equal to `gold`; both are LaTeX or plain text without the box."""
+    """Return whether math-verify considers `answer` equal to `gold`, both LaTeX or plain text without the box."""
     sympy.core.random.seed(0)  # sympy tests equality at random points; equal questions must get equal answers
     return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None))
 

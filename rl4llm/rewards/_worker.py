@@ -1,13 +1,15 @@
-"""The body of a verifier process: reads one task per line, answers one line, and never outlives its parent by much.
+"""The body of the processes of verifiers: one loads the verifier and forks the others, which answer tasks.
 
-`rl4llm.rewards.pool` runs this file by path, so that nothing of the trainer (torch above all) is imported here. It is
-also why Python must be started with ``-P``: the directory of this file holds a `math.py`.
+A task is one line, and so is its answer; no process outlives its parent by much. `rl4llm.rewards.fork_server` runs this
+file by path, so that nothing of the trainer (torch above all) is imported here. It is also why Python must be started with
+``-P``: the directory of this file holds a `math.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import importlib.util
 import json
@@ -15,6 +17,8 @@ import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,9 +30,9 @@ MAX_TASKS = 5000
 
 
 def main() -> None:
-    """Load the verifier, say that it is ready, then answer tasks until the parent is gone."""
+    """Load the verifier, then fork workers until the parent is gone."""
     settings = json.loads(sys.argv[1])
-    channel = os.dup(0)
+    control = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     for kind in (signal.SIGALRM, signal.SIGIO):
         signal.signal(kind, signal.SIG_DFL)
@@ -39,23 +43,62 @@ def main() -> None:
     function = _load(settings["entry"])
     for arguments in settings["warm_up"]:
         function(*arguments)
-    _silence()
-    _send(channel, {"ready": True})
-    _serve(channel, function, settings)
+    gc.freeze()  # a collection in a worker would copy the pages that it shares
+    server = os.getpid()
+    if (channel := _breed(control, settings["parent"])) is not None:
+        control.close()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):  # what libraries printed so far tells the parent why a start failed
+            os.dup2(nowhere, descriptor)
+        _send(channel, {"ready": os.getpid()})
+        _serve(channel, function, {**settings, "parent": server})
+        os._exit(0)
+
+
+def _breed(control: socket.socket, parent: int) -> int | None:
+    """Fork a worker for each order `n`, which comes with its socket; kill and reap worker `n` for each order `-n`.
+
+    Return the socket in each worker, and None once the parent is gone.
+    """
+    pids: dict[int, int] = {}
+    while _readable(control.fileno(), parent):
+        order, channels, _, _ = socket.recv_fds(control, 4, 1)
+        if not order:
+            break
+        (number,) = struct.unpack("i", order)
+        if channels:
+            with contextlib.suppress(OSError):  # then the parent sees that the socket is closed
+                if (pid := os.fork()) == 0:
+                    return channels[0]
+                pids[number] = pid
+            os.close(channels[0])
+        else:
+            control.sendall(struct.pack("2id", number, *_end(pids.pop(-number, None))))
+    return None
+
+
+def _end(pid: int | None) -> tuple[int, float]:
+    """Kill and reap a child; return its wait status and its processor seconds, zeros where it could not be forked."""
+    if pid is None:
+        return 0, 0.0
+    os.kill(pid, signal.SIGKILL)
+    _, status, used = os.wait4(pid, 0)
+    return status, used.ru_utime + used.ru_stime
 
 
 def _end_with(lifeline: int) -> None:
-    """End the process when the parent does: nobody ever writes to that socket, so its one event is the parent's end.
+    """End this process and those that it forks when the parent ends: only then does something happen to that socket.
 
-    The channel of the tasks is no such sign: the event of a task may come later than the task itself. The signal has its
+    The sockets of tasks are no such sign: the event of a task may come later than the task itself. The signal has its
     default action, which the kernel carries out even in the middle of a C call that holds the interpreter.
     """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _limit(kind: int, value: int) -> None:
-    with contextlib.suppress(ValueError, OSError):  # macOS knows the address-space limit but refuses to set it
+    # macOS knows the address-space limit but refuses to set it.
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, value))
 
 
@@ -72,25 +115,21 @@ def _load(entry: str) -> Callable[..., Any]:
     return getattr(module, attribute)
 
 
-def _silence() -> None:
-    """Whatever libraries print from here on goes nowhere; before, it explains to the parent why a start failed."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
-
-
 def _serve(channel: int, function: Callable[..., Any], settings: dict[str, Any]) -> None:
     buffer = b""
     served = 0
     while True:
         while b"\n" not in buffer:
-            chunk = _receive(channel, settings["parent"])
+            chunk = b""  # so it stays once the trainer or the parent is gone
+            if _readable(channel, settings["parent"]):
+                with contextlib.suppress(ConnectionError):
+                    chunk = os.read(channel, 65536)
             if not chunk:
                 return
             buffer += chunk
         line, _, buffer = buffer.partition(b"\n")
         served += 1
-        with _mortal(settings["timeout_s"] + GRACE_S):
+        with _mortal(settings["longest_s"] + GRACE_S):
             reply = _answer(function, json.loads(line), settings["max_bytes"])
         reply["tired"] = served >= MAX_TASKS or _address_space() > settings["memory_bytes"] // 2
         _send(channel, reply)
@@ -109,15 +148,12 @@ def _mortal(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _receive(channel: int, parent: int) -> bytes:
-    """The next bytes of the parent; empty once it is gone, also when a fork of it keeps the other end open."""
-    while not select.select([channel], [], [], PARENT_CHECK_S)[0]:
+def _readable(descriptor: int, parent: int) -> bool:
+    """Wait for bytes; False once the parent is gone, also when a fork of the trainer keeps the other end open."""
+    while not select.select([descriptor], [], [], PARENT_CHECK_S)[0]:
         if os.getppid() != parent:
-            return b""
-    try:
-        return os.read(channel, 65536)
-    except ConnectionError:
-        return b""
+            return False
+    return True
 
 
 def _answer(function: Callable[..., Any], task: dict[str, Any], max_bytes: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""One reward over a batch of samples: with a deadline, in a thread, and whatever breaks told by sample and by kind."""
+"""Run one reward over a batch of samples, with a deadline, in a thread; report failures by sample and kind."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import threading
@@ -17,6 +18,7 @@ from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import RewardError
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.replies import policy_messages
+from rl4llm.runtime.raised import raised
 
 SLOW_AFTER_S = 60.0
 logger = logging.getLogger("rl4llm.rewards")
@@ -24,7 +26,7 @@ logger = logging.getLogger("rl4llm.rewards")
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Why there is no score, and of what kind that is: raised, timeout, unavailable or invalid."""
+    """Why a score is missing, with its kind: raised, timeout, unavailable or invalid."""
 
     kind: str
     reason: str
@@ -32,7 +34,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """After how many seconds a reward is named in the log, and after how many, counted from `start`, it is given up."""
+    """Deadlines of a reward in seconds: `slow_after_s` for a warning, `timeout_s`, counted from `start`, to abandon it."""
 
     slow_after_s: float
     timeout_s: float | None
@@ -46,23 +48,27 @@ class Patience:
 def ask(
     reward_function: BaseRewardFunction, samples: Sequence[SampleState], patience: Patience
 ) -> list[list[float] | Broken]:
-    """Finite scores for each sample, one or one per turn, or what broke."""
+    """Return finite scores for each sample, one or one per turn, or why they are missing."""
     if not samples:
         return []
     raw = _run(reward_function, samples, patience)
     if isinstance(raw, Broken):
         return [raw] * len(samples)
     if isinstance(raw, Exception):
-        logger.warning("%s on a batch of %d; asking sample by sample.", _raised(reward_function, raw), len(samples))
+        logger.warning(
+            "%s on a batch of %d; asking sample by sample.", _raised(reward_function, raw), len(samples)
+        )
         raw = [raw] * len(samples)
     pairs = zip(samples, raw, strict=True)
-    raw = [_alone(reward_function, sample, patience) if _is_raised(value) else value for sample, value in pairs]
+    raw = [
+        _alone(reward_function, sample, patience) if _is_raised(value) else value for sample, value in pairs
+    ]
     check = _checked_turns if reward_function.per_turn else _checked
     return [check(reward_function.name, value, sample) for sample, value in zip(samples, raw, strict=True)]
 
 
 def as_number(value: Any) -> float:
-    """The number that a reward returned; NaN for what is none."""
+    """Return a reward's result as a float; NaN for anything but a number."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -72,7 +78,7 @@ def as_number(value: Any) -> float:
 
 
 def as_list(name: str, scores: Any, expected: int) -> list[Any]:
-    """The scores that a reward returned for a batch; RewardError for anything but `expected` of them."""
+    """Return a reward's scores for a batch as a list; raises RewardError unless there are `expected` of them."""
     if isinstance(scores, Tensor) or type(scores).__module__ == "numpy":
         scores = scores.tolist()
     if not isinstance(scores, list | tuple):
@@ -80,13 +86,17 @@ def as_list(name: str, scores: Any, expected: int) -> list[Any]:
             f"Reward {name!r} returned {brief(scores)} for {expected} samples. Accepted: a list of {expected} numbers."
         )
     if len(scores) != expected:
-        raise RewardError(f"Reward {name!r} returned {len(scores)} scores for {expected} samples; one for each is accepted.")
+        raise RewardError(
+            f"Reward {name!r} returned {len(scores)} scores for {expected} samples. Return one for each sample."
+        )
     return list(scores)
 
 
 def brief(value: Any) -> str:
-    """A value for a message: itself when it is plain and short, else its type."""
-    plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | list | tuple | dict)
+    """Return a value for a message, or its type if it is not plain and short."""
+    plain = value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | list | tuple | dict
+    )
     try:
         return f"{value!r:.100}" if plain else f"a {type(value).__name__}"
     except ValueError:  # an integer with more digits than Python prints
@@ -94,7 +104,7 @@ def brief(value: Any) -> str:
 
 
 def _is_raised(value: Any) -> TypeGuard[Exception]:
-    """Whether a reward raised for this sample, and may do better when it is asked again; a RewardFailure will not."""
+    """Return whether a reward raised for this sample and may succeed when retried; a RewardFailure does not."""
     return isinstance(value, Exception) and not isinstance(value, RewardFailure)
 
 
@@ -109,18 +119,18 @@ def _alone(reward_function: BaseRewardFunction, sample: SampleState, patience: P
 def _run(
     reward_function: BaseRewardFunction, samples: Sequence[SampleState], patience: Patience
 ) -> list[Any] | Exception | Broken:
-    """The scores as a list of the right length, what the reward raised, or that it took too long."""
+    """Return the scores as a list of the right length, what the reward raised, or that it took too long."""
     result: list[Any] = []
 
     def call() -> None:
         try:
             result.append(reward_function.score_batch(samples))
-        except SystemExit:
-            result.append(RuntimeError("it called sys.exit"))
+        except SystemExit as error:
+            result.append(RuntimeError("it called sys.exit").with_traceback(error.__traceback__))
         except BaseException as error:  # noqa: BLE001 - one of the two places: a reward's own code
             result.append(error)
 
-    with _watched(reward_function.name, len(samples), patience.slow_after_s):
+    with _lending_copies(samples), _watched(reward_function.name, len(samples), patience.slow_after_s):
         if patience.timeout_s is None:
             call()
         else:
@@ -129,23 +139,31 @@ def _run(
             thread.join(patience.left_s)
     if not result:
         return _late(reward_function, len(samples), patience)
-    if isinstance(result[0], RewardError) or _beyond(result[0]):
-        raise result[0]
-    if isinstance(result[0], Exception):
+    if isinstance(result[0], Exception) and not isinstance(result[0], RewardError):
         return result[0]
+    if isinstance(result[0], BaseException):  # an interruption concerns the whole program
+        raise result[0]
     return _raising(as_list(reward_function.name, result[0], len(samples)))
 
 
+@contextlib.contextmanager
+def _lending_copies(samples: Sequence[SampleState]) -> Iterator[None]:
+    """Let a reward change the messages it gets: neither the log nor other rewards see that."""
+    kept = [sample.messages for sample in samples]
+    for sample, messages in zip(samples, kept, strict=True):
+        sample.messages = [copy.deepcopy(message) if message.tool_calls else message for message in messages]
+    try:
+        yield
+    finally:
+        for sample, messages in zip(samples, kept, strict=True):
+            sample.messages = messages
+
+
 def _raising(scores: list[Any]) -> list[Any]:
-    """The scores, unless one of them says that the reward broke its contract."""
+    """Return the scores; raise a RewardError among them, which means that the reward broke its contract."""
     for error in filter(lambda score: isinstance(score, RewardError), scores):
         raise error
     return scores
-
-
-def _beyond(result: Any) -> bool:
-    """Whether a reward was interrupted, which concerns the whole program."""
-    return isinstance(result, BaseException) and not isinstance(result, Exception)
 
 
 def _late(reward_function: BaseRewardFunction, num_samples: int, patience: Patience) -> Broken:
@@ -184,13 +202,15 @@ def _checked_turns(name: str, value: Any, sample: SampleState) -> list[float] | 
 
 @contextlib.contextmanager
 def _watched(name: str, num_samples: int, slow_after_s: float) -> Iterator[None]:
-    """Say now and then which reward everything is waiting for."""
+    """Log a warning at intervals while a slow reward runs."""
     done = threading.Event()
 
     def watch() -> None:
         rounds = 1
         while not done.wait(slow_after_s):
-            logger.warning("Reward %r has been running for %g s on %d samples.", name, rounds * slow_after_s, num_samples)
+            logger.warning(
+                "Reward %r has been running for %g s on %d samples.", name, rounds * slow_after_s, num_samples
+            )
             rounds += 1
 
     thread = threading.Thread(target=watch, name=f"rl4llm-watch-{name}", daemon=True)
@@ -205,4 +225,4 @@ def _watched(name: str, num_samples: int, slow_after_s: float) -> Iterator[None]
 def _raised(reward_function: BaseRewardFunction, error: Exception) -> str:
     wants_main = "main thread" in str(error) and reward_function.score_timeout_s is not None
     hint = " (with score_timeout_s = None it runs in the main thread)" if wants_main else ""
-    return f"reward {reward_function.name!r} raised {type(error).__name__}: {str(error)[:500]}{hint}"
+    return f"{raised(f'reward {reward_function.name!r}', error)}{hint}"

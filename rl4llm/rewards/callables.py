@@ -1,4 +1,4 @@
-"""Whatever may stand for a reward, made into one: names, mappings, classes and plain functions."""
+"""Make rewards of names, mappings, classes and plain functions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
 from rl4llm.core.errors import ConfigError, RewardError, unknown
-from rl4llm.core.option_types import check_types
-from rl4llm.core.threads import all_together
+from rl4llm.core.schema import check_values
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.registry import REWARDS
 from rl4llm.rewards.replies import as_sample, final_reply, policy_messages
+from rl4llm.runtime.threads import all_together
 
 RewardLike = BaseRewardFunction | type[BaseRewardFunction] | str | Mapping[str, Any] | Callable[..., Any]
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -21,14 +21,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def as_reward_function(
     obj: RewardLike, name: str | None = None, provided: Mapping[str, Any] | None = None
 ) -> BaseRewardFunction:
-    """A reward function from any of these; `name` is under which it is logged, its own name when None.
+    """Return a reward function made from any of these; it is logged under `name`, by default its own name.
 
     - an instance of BaseRewardFunction (returned as it is) or a subclass (called without options);
     - a registered name or ``"package.module:Thing"``;
     - a mapping ``{"name": one of those, "label": name or nothing, **options}``;
     - a function ``f(completions, **columns) -> list[float]``, see `BatchCallable`.
 
-    `provided` are objects of the run, such as its sandbox: a class that has a parameter of that name gets them.
+    `provided` has objects of the run, such as its sandbox, for classes that have a parameter of that name.
     Raises ConfigError for unknown names and options, RewardError for anything else.
     """
     if isinstance(obj, BaseRewardFunction):
@@ -36,13 +36,29 @@ def as_reward_function(
     if isinstance(obj, str):
         return _build(obj, REWARDS[obj], {}, name, provided)
     if isinstance(obj, Mapping):
-        return _from_mapping(obj, name, provided)
+        options = dict(obj)
+        key, label = _key_of(options)
+        return _build(key, REWARDS[key], options, name or label, provided)
     if callable(obj):
         return _build(getattr(obj, "__name__", type(obj).__name__), obj, {}, name)
     raise RewardError(
         f"{obj!r:.200} is not a reward. Accepted: a BaseRewardFunction, a registered name ({', '.join(REWARDS)}), "
         "'package.module:Thing', a mapping with 'name' and options, or a function f(completions, **columns) -> list[float]."
     )
+
+
+def check_reward(spec: str | Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown reward of a configuration, or unknown options; the reward is not made."""
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    key, label = _key_of(options)
+    item = REWARDS[key]
+    if not (inspect.isclass(item) and issubclass(item, BaseRewardFunction)):
+        _check_options(key, {}, options)
+        return
+    _check_class_options(key, item, options | ({"name": label} if label else {}))
+    for option in item.rewards_among_options:
+        if isinstance(options.get(option), str | Mapping):
+            check_reward(options[option])
 
 
 class BatchCallable(BaseRewardFunction):
@@ -84,13 +100,16 @@ class BatchCallable(BaseRewardFunction):
         return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
-        """The function's scores; RewardError when it asks for a column that is not there."""
+        """Return the function's scores; raises RewardError if it needs a column that the dataset lacks."""
         available = self.columns(samples)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values()):
-            available = {name: column for name, column in available.items() if name in self.parameters}
+        kinds = {name: parameter.kind for name, parameter in self.parameters.items()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            available = {name: column for name, column in available.items() if name in kinds}
         completions = self.completions(samples)
-        positional = [] if self._takes_by_name("completions") else [completions]
-        if not positional:
+        only_by_name = set(kinds.values()) <= {inspect.Parameter.VAR_KEYWORD}
+        by_name = kinds["completions"] in _NAMED if "completions" in kinds else only_by_name
+        positional = [] if by_name else [completions]
+        if by_name:
             available["completions"] = completions
         self._check_columns(available, samples, len(positional))
         scores = self.function(*positional, **available)
@@ -102,15 +121,18 @@ class BatchCallable(BaseRewardFunction):
         return result
 
     def completions(self, samples: Sequence[SampleState]) -> list[Any]:
-        """What it gets as `completions`."""
+        """Return what the function gets as `completions`."""
         return [final_reply(policy_messages(sample)) for sample in samples]
 
     def columns(self, samples: Sequence[SampleState]) -> dict[str, list[Any]]:
-        """What it can get by name beside them."""
+        """Return what the function can get by name besides `completions`."""
         names = dict.fromkeys(name for sample in samples for name in sample.columns)
         columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
         return columns | {
-            "prompts": [[message.to_dict() for message in sample.messages[: sample.init_msg_size]] for sample in samples],
+            "prompts": [
+                [message.to_dict() for message in sample.messages[: sample.init_msg_size]]
+                for sample in samples
+            ],
             "messages": [list(sample.messages) for sample in samples],
             "ground_truth": [sample.ground_truth for sample in samples],
         }
@@ -118,13 +140,9 @@ class BatchCallable(BaseRewardFunction):
     def examples(self) -> Sequence[RewardExample]:
         return self._examples
 
-    def _takes_by_name(self, name: str) -> bool:
-        parameter = self.parameters.get(name)
-        if parameter is not None:
-            return parameter.kind in _NAMED
-        return all(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
-
-    def _check_columns(self, available: Mapping[str, Any], samples: Sequence[SampleState], num_positional: int) -> None:
+    def _check_columns(
+        self, available: Mapping[str, Any], samples: Sequence[SampleState], num_positional: int
+    ) -> None:
         required = [
             parameter.name
             for parameter in list(self.parameters.values())[num_positional:]
@@ -138,14 +156,14 @@ class BatchCallable(BaseRewardFunction):
             )
 
 
-def _from_mapping(spec: Mapping[str, Any], name: str | None, provided: Mapping[str, Any] | None) -> BaseRewardFunction:
-    options = dict(spec)
-    key = options.pop("name", None)
-    label = options.pop("label", None)
+def _key_of(options: dict[str, Any]) -> tuple[str, str | None]:
+    """Pop the registered name and the name for the log from the options."""
+    spec = dict(options)
+    key, label = options.pop("name", None), options.pop("label", None)
     if not isinstance(key, str):
         known = ", ".join(REWARDS)
-        raise ConfigError(f"A reward needs 'name', one of: {known} or 'package.module:Thing'; got {dict(spec)!r}.")
-    return _build(key, REWARDS[key], options, name or label, provided)
+        raise ConfigError(f"A reward needs 'name', one of: {known} or 'package.module:Thing'; got {spec!r}.")
+    return key, label
 
 
 def _build(
@@ -156,16 +174,26 @@ def _build(
         return item
     if inspect.isclass(item) and issubclass(item, BaseRewardFunction):
         named = options | ({"name": name} if name else {})
-        parameters = inspect.signature(item).parameters
-        _check_options(key, parameters, named)
-        check_types(f"rewards: {key}", item, named)
+        parameters = _check_class_options(key, item, named)
         inner = {option: named[option] for option in item.rewards_among_options if option in named}
         named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
-        return item(**{key: thing for key, thing in (provided or {}).items() if key in parameters} | named)
+        provided = provided or {}
+        return item(**{key: provided[key] for key in provided if key in parameters} | named)
     _check_options(key, {}, options)
     if not callable(item):
-        raise RewardError(f"rewards.name={key!r} is {item!r:.200}, which is neither a BaseRewardFunction nor a function.")
+        raise RewardError(
+            f"rewards.name={key!r} is {item!r:.200}, which is neither a BaseRewardFunction nor a function."
+        )
     return BatchCallable(item, name or getattr(item, "__name__", type(item).__name__).strip("<>"))
+
+
+def _check_class_options(
+    key: str, item: type[BaseRewardFunction], named: Mapping[str, Any]
+) -> Mapping[str, inspect.Parameter]:
+    parameters = inspect.signature(item).parameters
+    _check_options(key, parameters, named)
+    check_values(f"rewards.{key}", item, named)
+    return parameters
 
 
 def _check_options(key: str, accepted: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> None:
@@ -180,4 +208,6 @@ def _check_options(key: str, accepted: Mapping[str, inspect.Parameter], options:
         if parameter.kind in _NAMED and parameter.default is parameter.empty and parameter.name not in options
     ]
     if missing:
-        raise ConfigError(f"Reward {key!r} needs the option {', '.join(missing)}. It accepts: {', '.join(accepted)}.")
+        raise ConfigError(
+            f"Reward {key!r} needs the option {', '.join(missing)}. It accepts: {', '.join(accepted)}."
+        )

@@ -1,4 +1,4 @@
-"""Ways to make one reward of several: functions that fit `reward_transform_fn`.
+"""Combine several rewards into one: functions that fit `reward_transform_fn`.
 
 Each takes the rewards by name, tensors of shape (num_samples,), and returns one tensor of that shape.
 """
@@ -16,14 +16,16 @@ from rl4llm.core.errors import RewardError, unknown
 
 
 def weighted_sum(weights: Mapping[str, float]) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A transform that adds the rewards, each times its weight; the names must be exactly those of the rewards.
+    """Return a transform that adds the rewards, each times its weight; its names must equal those of the rewards.
 
     >>> weighted_sum({"math": 1.0, "format": 0.2})({"math": torch.tensor([1.0, 0.0]), "format": torch.tensor([1.0, 1.0])})
     tensor([1.2000, 0.2000])
     """
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise RewardError(f"weighted_sum: the weight of {name!r} is {weight!r}; a finite number is accepted.")
+            raise RewardError(
+                f"weighted_sum: the weight of {name!r} is {weight!r}. Accepted: a finite number."
+            )
     if not weights:
         raise RewardError("weighted_sum needs a weight for each reward, but got none.")
 
@@ -35,12 +37,12 @@ def weighted_sum(weights: Mapping[str, float]) -> Callable[[dict[str, Tensor]], 
 
 
 def add(rewards: dict[str, Tensor]) -> Tensor:
-    """The sum of all rewards."""
+    """Return the sum of all rewards (num_samples,)."""
     return torch.stack(list(rewards.values())).sum(0)
 
 
 def multiply(rewards: dict[str, Tensor]) -> Tensor:
-    """The product of all rewards: each of them is a condition of the others."""
+    """Return the product of all rewards (num_samples,), so that each is a condition for the others."""
     return torch.stack(list(rewards.values())).prod(0)
 
 

@@ -1,7 +1,7 @@
-"""Equality of answers as far as strings and exact fractions can tell, in the trainer's process.
+"""Compare answers by strings and exact fractions, in the trainer's process.
 
-Most answers are numbers or words and are settled here in microseconds. What is left (None) goes to computer algebra, in
-a worker process. Only short strings are looked at, with patterns that cannot backtrack far.
+Most answers are numbers or words and are decided here in microseconds. Undecided ones (None) go to computer algebra in a
+worker process. Only short strings are examined, with patterns that cannot backtrack far.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ _WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _PLAIN = re.compile(rf"([+-]?)[$€£]?([+-]?)({_WHOLE}(?:\.\d*)?|\.\d+)(?:\s?(%|percent\b))?(.*)", re.ASCII)
 _FRACTION = re.compile(r"([+-]?)\\frac ?(?:\{(-?\d+)\}|(\d)) ?(?:\{(-?\d+)\}|(\d))(.*)", re.ASCII)
 _SLASH = re.compile(rf"([+-]?)[$€£]?({_WHOLE})/({_WHOLE})(.*)", re.ASCII)
-_UNIT = re.compile(r"(?:[ /](?:[A-Za-z]{3,20}|cm|mm|km|kg|mg|ml|ft|in|lb|hr|mi|yd|oz|sq|of|gm)\.?){1,6}(?: ?\^\{?[23]\}?)?")
+_UNIT = re.compile(
+    r"(?:[ /](?:[A-Za-z]{3,20}|cm|mm|km|kg|mg|ml|ft|in|lb|hr|mi|yd|oz|sq|of|gm)\.?){1,6}(?: ?\^\{?[23]\}?)?"
+)
 _NO_UNIT = {
-    "and", "not", "but", "plus", "minus", "times", "over", "mod", "squared", "cubed", "sin", "cos", "tan", "cot", "sec",
-    "csc", "log", "exp", "sqrt", "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "halves",
-    "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths", "seventh",
-    "sevenths", "eighth", "eighths", "ninth", "ninths", "tenth", "tenths", "hundredth", "hundredths", "factorial",
-}
+    "and", "not", "but", "plus", "minus", "times", "over", "mod", "squared", "cubed", "sin", "cos", "tan", "cot",
+    "sec", "csc", "log", "exp", "sqrt", "hundred", "thousand", "million", "billion", "trillion", "dozen", "half",
+    "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths",
+    "seventh", "sevenths", "eighth", "eighths", "ninth", "ninths", "tenth", "tenths", "hundredth", "hundredths",
+    "factorial",
+}  # fmt: skip
 _IN_BASE = re.compile(r"\(?([+-]?\d[0-9A-Z.]*)\)?_\{?(\d{1,3})\}?", re.ASCII)
 
 
@@ -55,7 +58,7 @@ class Number:
 
 
 def same(gold: str, answer: str) -> bool | None:
-    """Whether two answers are equal; None when strings and numbers cannot tell.
+    """Return whether two answers are equal; None if strings and numbers cannot decide.
 
     >>> same("1,234", "$1234.00"), same("1/2", "0.5"), same("50%", "50"), same("18", "19"), same("x+1", "1+x")
     (True, True, True, False, None)
@@ -77,7 +80,7 @@ def same(gold: str, answer: str) -> bool | None:
 
 
 def number(text: str) -> Number | None:
-    """The number that a short text is, with or without currency, separators, percent sign and unit."""
+    """Return the number in a short text, with or without currency, separators, percent sign and unit."""
     return _number(_tidy(text).text)
 
 
@@ -140,7 +143,7 @@ def _fraction(text: str) -> Number | None:
 
 
 def _is_unit(rest: str) -> bool:
-    """Whether what follows a number only says of what; "5 million", "3 and" or "2xy" say more."""
+    """Return whether the text after a number is only a unit; "5 million", "3 and" and "2xy" mean more."""
     if not rest:
         return True
     words = re.findall(r"[a-z]+", rest.lower())
@@ -161,17 +164,19 @@ def _close(one: Number, other: Number) -> bool:
     if (one.decimals < 0) == (other.decimals < 0):
         return False
     decimal, fraction = (one, other) if other.decimals < 0 else (other, one)
-    return decimal.decimals >= DECIMALS_FOR_EQUALITY and round(fraction.value, decimal.decimals) == decimal.value
+    return (
+        decimal.decimals >= DECIMALS_FOR_EQUALITY and round(fraction.value, decimal.decimals) == decimal.value
+    )
 
 
 def _is_equation(text: str) -> bool:
-    """Whether what is left of the last "=" is no mere name: computer algebra would take "2x-18=0" for the answer 0."""
+    """Return whether the left side of the last "=" is more than a name: computer algebra takes "2x-18=0" for 0."""
     left = re.sub(r"\\[A-Za-z]+|_\{?\w*\}?", "", text.rpartition("=")[0])
     return re.search(r"[A-Za-z][-+*/^]|[-+*/^]\d*[A-Za-z]|\d[A-Za-z]", left) is not None
 
 
 def _same_in_base(gold: str, answer: str, gold_number: Number | None) -> bool | None:
-    """Computer algebra drops the subscript of 413_5, so numbers in a base are compared as they are written."""
+    """Compare numbers in a base as written: computer algebra drops the subscript of 413_5."""
     gold_base, answer_base = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
     if gold_base is None:
         return False if answer_base and gold_number else None

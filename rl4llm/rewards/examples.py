@@ -1,4 +1,4 @@
-"""Rewards on their own examples, before anything is trained on them."""
+"""Check rewards on their own examples before training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def check_examples(reward_functions: Sequence[BaseRewardFunction]) -> None:
     """
     problems = [problem for reward_function in reward_functions for problem in _problems(reward_function)]
     if problems:
-        raise RewardError("Rewards do not hold on their own examples, so training would be blind:\n" + "\n".join(problems))
+        raise RewardError(
+            "Rewards do not give the scores that their own examples promise. Fix the reward or its examples:\n"
+            + "\n".join(problems)
+        )
 
 
 def _problems(reward_function: BaseRewardFunction) -> Iterator[str]:
@@ -28,7 +31,8 @@ def _problems(reward_function: BaseRewardFunction) -> Iterator[str]:
     patience = Patience(SLOW_AFTER_S, reward_function.score_timeout_s)
     for example, values in zip(examples, ask(reward_function, samples, patience), strict=True):
         promised = example.score if isinstance(example.score, Sequence) else [example.score]
-        text = f"{_shown(example)}: expected {_numbers(promised)}, but"
+        shown = f"{example.messages[-1].content!r:.100} for ground truth {example.ground_truth!r:.100}"
+        text = f"{shown}: expected {_numbers(promised)}, but"
         if isinstance(values, Broken):
             yield f"{text} {values.reason}"
         elif len(values) != len(promised) or not all(
@@ -49,7 +53,3 @@ def _example_sample(index: int, example: RewardExample) -> SampleState:
         tokens = tuple(example.token_ids)
         sample.spans.append(TokenSpan(tokens, "policy", (0.0,) * len(tokens), 0))
     return sample
-
-
-def _shown(example: RewardExample) -> str:
-    return f"{example.messages[-1].content!r:.100} for ground truth {example.ground_truth!r:.100}"

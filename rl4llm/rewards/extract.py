@@ -1,19 +1,20 @@
-"""The final answer in what a model wrote.
+"""Extract the final answer from a reply.
 
-Plain searches on bounded pieces: this runs in the trainer's process, on text that may be hostile.
+It only searches bounded pieces, because it runs in the trainer's process on text that may be hostile.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal
 
 Extraction = Literal["auto", "boxed", "hash", "answer", "last_number"]
-EXTRACTIONS: tuple[str, ...] = get_args(Extraction)
 
 _SEARCHED_CHARS = 20_000
 _LINE_CHARS = 1000
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?%?", re.ASCII)
 _ANNOUNCED = re.compile(r"s?[*_\s]*(?:(?:is|are|was)\b|[:=])[*_\s:]*")
 _REASON = re.compile(r",? (?:because|since)\b|, (?:as|so|which)\b", re.IGNORECASE)
@@ -21,7 +22,7 @@ _MATH_MARKS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def final_answer(text: str, extraction: Extraction = "auto", max_chars: int = 400) -> str | None:
-    """The model's final answer, None when there is none.
+    """Return the model's final answer, None if it has none.
 
     "boxed" is the last ``\\boxed{...}``, "hash" the rest of the line after the last ``####``, "answer" what follows the
     last "answer is" or "Answer:", "last_number" the last number. "auto" takes the first of these four that is there.
@@ -35,32 +36,32 @@ def final_answer(text: str, extraction: Extraction = "auto", max_chars: int = 40
 
 
 def after_thinking(text: str) -> str:
-    """The part after the last ``</think>``; all of it when nothing was thought; "" when thinking never ended."""
+    """Return the part after the last ``</think>``: all of a text without thoughts, "" if the thought never ended."""
     after = text.rpartition("</think>")[2]
     return "" if "<think>" in after else after
 
 
 def boxed_answers(text: str, max_chars: int = 400) -> list[str]:
-    """The content of every complete ``\\boxed{...}`` near the end of `text`, in order of their starts."""
+    """Return the content of every complete ``\\boxed{...}`` near the end of `text`, in order of their starts."""
     text = text[-_SEARCHED_CHARS:]
-    starts = [match.end() for match in _BOX.finditer(text)]
-    boxes = [text[start : _closing_brace(text, start, start + max_chars + 1)] for start in starts]
+    closing = _closing_braces(text)
+    boxes = []
+    for match in _BOX.finditer(text):
+        start, limit = match.end(), match.end() + max_chars + 1
+        end = closing.get(start - 1, limit if limit <= len(text) else start)
+        boxes.append(text[start : min(end, limit)])
     return [box for box in boxes if box.strip()]
 
 
-def _closing_brace(text: str, start: int, limit: int) -> int:
-    """Where the brace that is open at `start` closes; `limit` when that is further away, `start` when it never does."""
-    depth = 1
-    for index in range(start, min(limit, len(text))):
-        if text[index - 1] != "\\":
-            depth += (text[index] == "{") - (text[index] == "}")
-        if depth == 0:
-            return index
-    return limit if limit <= len(text) else start
-
-
-def _boxed(text: str, max_chars: int) -> str | None:
-    return next(reversed(boxed_answers(text, max_chars)), None)
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return the position of the closing brace of each opening brace, if it is closed."""
+    opened, closing = [], {}
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif opened:
+            closing[opened.pop()] = match.start()
+    return closing
 
 
 def _hash(text: str, max_chars: int) -> str | None:
@@ -77,10 +78,6 @@ def _answer(text: str, max_chars: int) -> str | None:
     return None
 
 
-def _last_number(text: str, max_chars: int) -> str | None:
-    return next(reversed(_NUMBER.findall(text)), None)
-
-
 def _first_line(text: str, max_chars: int) -> str | None:
     """The first line, without a second sentence, a reason, and markup around it; None when it is empty."""
     line = text[: max(_LINE_CHARS, max_chars + 1)].strip().partition("\n")[0]
@@ -92,4 +89,9 @@ def _first_line(text: str, max_chars: int) -> str | None:
     return line or None
 
 
-_EXTRACTORS = {"boxed": _boxed, "hash": _hash, "answer": _answer, "last_number": _last_number}
+_EXTRACTORS: dict[str, Callable[[str, int], str | None]] = {
+    "boxed": lambda text, max_chars: next(reversed(boxed_answers(text, max_chars)), None),
+    "hash": _hash,
+    "answer": _answer,
+    "last_number": lambda text, max_chars: next(reversed(_NUMBER.findall(text)), None),
+}

@@ -9,11 +9,9 @@ from typing import Any
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.registry import register_reward
 from rl4llm.rewards.replies import final_reply, policy_messages
 
 
-@register_reward("format")
 class FormatReward(BaseRewardFunction):
     """`score` when the last reply is exactly ``<think>...</think><answer>...</answer>``, else 0.0.
 
@@ -40,7 +38,9 @@ class FormatReward(BaseRewardFunction):
         super().__init__(name)
         for option, tag in (("think", think), ("answer", answer or think + "_")):
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_\-]*", tag):
-                raise ConfigError(f"rewards.{name}.{option}={tag!r} is not accepted: letters, digits, '_' and '-'.")
+                raise ConfigError(
+                    f"rewards.{name}.{option}={tag!r} is not accepted: letters, digits, '_' and '-'."
+                )
         if think == answer:
             raise ConfigError(f"rewards.{name}: think and answer are both {think!r}; the tags must differ.")
         self.think = think
@@ -55,7 +55,7 @@ class FormatReward(BaseRewardFunction):
         return [self(policy_messages(sample), sample.ground_truth) for sample in samples]
 
     def examples(self) -> Sequence[RewardExample]:
-        """The layout as it should be, and without the reasoning."""
+        """Return a reply in the right layout, and one without the reasoning."""
         opening = "" if self.think_opened else f"<{self.think}>"
         answer = f"<{self.answer}>4</{self.answer}>" if self.answer else "4"
         texts = ((f"{opening}2 and 2\n</{self.think}>\n{answer}", self.score), (answer, 0.0))
@@ -66,7 +66,12 @@ class FormatReward(BaseRewardFunction):
         if self.think_opened:
             reply = opening + reply
         reasoning, closed, rest = _block(reply.strip(), self.think)
-        if not closed or not reasoning.strip() or self._tags(reasoning) or self._tags(rest) > 2 * bool(self.answer):
+        if (
+            not closed
+            or not reasoning.strip()
+            or self._tags(reasoning)
+            or self._tags(rest) > 2 * bool(self.answer)
+        ):
             return False
         if not self.answer:
             return bool(rest.strip())

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
-from rl4llm.core.errors import ConfigError, RewardError, unknown
+from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.schema import Natural, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.registry import register_reward
 from rl4llm.rewards.replies import policy_messages, policy_tokens
 
 
-@register_reward("length")
 class LengthReward(BaseRewardFunction):
     """`inside` for a length from `min_length` to `max_length`, falling in a straight line to `outside` over `margin`.
 
@@ -31,24 +30,23 @@ class LengthReward(BaseRewardFunction):
         outside: the score far outside.
     """
 
+    @checked("rewards.{name}")
     def __init__(
         self,
         name: str = "length",
         *,
         max_length: int,
-        min_length: int = 0,
-        margin: int = 0,
+        min_length: Natural = 0,
+        margin: Natural = 0,
         unit: Literal["tokens", "chars"] = "tokens",
         inside: float = 1.0,
         outside: float = 0.0,
     ):
         super().__init__(name)
-        if unit not in ("tokens", "chars"):
-            raise ConfigError(unknown(f"rewards.{name}.unit", unit, ("tokens", "chars")))
-        if not 0 <= min_length <= max_length or margin < 0:
+        if not min_length <= max_length:
             raise ConfigError(
-                f"rewards.{name}: min_length={min_length}, max_length={max_length}, margin={margin} is not accepted: "
-                "0 <= min_length <= max_length and margin >= 0."
+                f"rewards.{name}: min_length={min_length}, max_length={max_length} is not accepted: "
+                "min_length <= max_length."
             )
         self.max_length = max_length
         self.min_length = min_length
@@ -60,14 +58,18 @@ class LengthReward(BaseRewardFunction):
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         """The score of the assistant messages given; tokens are not known here, see `score_batch`."""
         if self.unit == "tokens":
-            raise RewardError(f"Reward {self.name!r} counts tokens, which messages do not hold; use score_batch(samples).")
+            raise RewardError(
+                f"Reward {self.name!r} counts tokens, which messages do not hold; use score_batch(samples)."
+            )
         return self.at(_chars(messages))
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
-        return [self.at(self._length(sample)) for sample in samples]
+        if self.unit == "tokens":
+            return [self.at(policy_tokens(sample)) for sample in samples]
+        return [self.at(_chars(policy_messages(sample))) for sample in samples]
 
     def at(self, length: int) -> float:
-        """The score of a length."""
+        """Return the score of a length."""
         excess = max(self.min_length - length, length - self.max_length, 0)
         if excess == 0:
             return self.inside
@@ -75,15 +77,12 @@ class LengthReward(BaseRewardFunction):
         return self.inside + share * (self.outside - self.inside)
 
     def examples(self) -> Sequence[RewardExample]:
-        """The longest length with the full score and the shortest with none."""
+        """Return the longest length with the full score and the shortest with the score `outside`."""
         lengths = ((self.max_length, self.inside), (self.max_length + max(self.margin, 1), self.outside))
         return [
             RewardExample([ChatMessage("assistant", "x" * length)], "", score, token_ids=range(length))
             for length, score in lengths
         ]
-
-    def _length(self, sample: SampleState) -> int:
-        return policy_tokens(sample) if self.unit == "tokens" else _chars(policy_messages(sample))
 
 
 def _chars(messages: Sequence[ChatMessage]) -> int:

@@ -1,20 +1,21 @@
-"""The reward of a right mathematical answer."""
+"""The math reward, which compares the final answer with the ground truth."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
-from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.errors import DataError
+from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.compare import same
-from rl4llm.rewards.extract import EXTRACTIONS, Extraction, after_thinking, boxed_answers, final_answer
+from rl4llm.rewards.extract import Extraction, after_thinking, boxed_answers, final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
 from rl4llm.rewards.prefilter import Prefilter
-from rl4llm.rewards.registry import register_reward
 from rl4llm.rewards.replies import final_reply, policy_messages
 
 MAX_GOLD_CHARS = 4000
@@ -23,16 +24,18 @@ _WARM_UP = [
     ["\\frac{1}{2}", "0.5x"],
     ["(1, 2]", "\\{1, \\sqrt{2}\\}"],
     ["\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "x = 3"],
+    ["x(x+2)", "x^2 + 2x"],
+    ["\\frac{x+1}{x-1}", "\\log_2 8"],
+    ["\\frac{\\sqrt{3}}{2}", "\\sin(\\frac{\\pi}{3})"],
+    ["y = 2x", "e^{x}"],
 ]
 SeveralBoxed = Literal["last", "first", "all", "none"]
-SEVERAL_BOXED: tuple[str, ...] = get_args(SeveralBoxed)
 MAX_BOXES = 8
 Grade = tuple[float, str | None]
 Question = tuple[str, str]
 _TEMPLATES = {"boxed": "\\boxed{{{}}}", "hash": "#### {}", "answer": "The answer is {}."}
 
 
-@register_reward("math")
 class MathReward(BaseRewardFunction):
     """1.0 when the final answer equals the ground truth, else 0.0.
 
@@ -47,7 +50,7 @@ class MathReward(BaseRewardFunction):
         several_boxed: what counts where a reply has several different boxed answers: the "last", the "first", none of them
             ("none"), or each, so that all must be right ("all").
         workers: verifier processes.
-        timeout_s: time limit of one comparison; with the end of its worker it is over in 2 seconds.
+        timeout_s: time limit of one comparison; on a busy machine it may be longer, see `VerifierPool`.
         memory_bytes: address space of one worker.
         max_answer_chars: longer answers score 0.0 unread.
 
@@ -55,22 +58,19 @@ class MathReward(BaseRewardFunction):
     ``\\boxed{18}`` are reduced to that.
     """
 
+    @checked("rewards.{name}")
     def __init__(
         self,
         name: str = "math",
         *,
         extract: Extraction = "auto",
         several_boxed: SeveralBoxed = "last",
-        workers: int = 2,
-        timeout_s: float = 1.8,
-        memory_bytes: int = 1024**3,
+        workers: Count = 2,
+        timeout_s: Positive = 1.5,
+        memory_bytes: Count = 1024**3,
         max_answer_chars: int = 400,
     ):
         super().__init__(name)
-        if extract not in EXTRACTIONS:
-            raise ConfigError(unknown(f"rewards.{name}.extract", extract, EXTRACTIONS))
-        if several_boxed not in SEVERAL_BOXED:
-            raise ConfigError(unknown(f"rewards.{name}.several_boxed", several_boxed, SEVERAL_BOXED))
         self.extract = extract
         self.several_boxed = several_boxed
         self.prefilter = Prefilter(max_chars=max_answer_chars)
@@ -85,7 +85,7 @@ class MathReward(BaseRewardFunction):
         return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
-        """One score per sample; a RewardFailure stands where no worker could be started."""
+        """Return one score per sample, or a RewardFailure if no worker could be started."""
         replies = [(final_reply(policy_messages(sample)), sample.ground_truth) for sample in samples]
         grades = self._grade_all(replies)
         for sample, (_, note) in zip(samples, grades, strict=True):
@@ -94,28 +94,33 @@ class MathReward(BaseRewardFunction):
         return [score for score, _ in grades]
 
     def examples(self) -> Sequence[RewardExample]:
-        """Numbers, and, where the extraction lets expressions through, one pair that only a worker can tell."""
+        """Return numbers and, if expressions can be extracted, a pair that only a worker can compare."""
         pairs = [("18", "18", 1.0), ("18", "17", 0.0)]
         if self.extract != "last_number":
             pairs += [("2\\sqrt{2}", "\\sqrt{8}", 1.0), ("2\\sqrt{2}", "\\sqrt{7}", 0.0)]
         template = _TEMPLATES.get(self.extract, _TEMPLATES["boxed"])
         return [
-            RewardExample([ChatMessage("assistant", template.format(answer))], gold, score) for gold, answer, score in pairs
+            RewardExample([ChatMessage("assistant", template.format(answer))], gold, score)
+            for gold, answer, score in pairs
         ]
 
     def close(self) -> None:
         self.pool.close()
 
-    def _grade_all(self, replies: Sequence[tuple[str, Any]]) -> list[tuple[float | RewardFailure, str | None]]:
+    def _grade_all(
+        self, replies: Sequence[tuple[str, Any]]
+    ) -> list[tuple[float | RewardFailure, str | None]]:
         """Score and note for each (reply, ground truth); equal questions are asked once."""
-        settled = [self._settle(reply, _golds(ground_truth)) for reply, ground_truth in replies]
+        settled = [self._settle(reply, ground_truth) for reply, ground_truth in replies]
         unsettled = [item for items in settled for item in items if isinstance(item, list)]
         questions = list(dict.fromkeys(question for some in unsettled for question in some))
         verdicts = dict(zip(questions, self.pool.map(questions), strict=True))
         return [_worst([_verdict(verdicts, item) for item in items]) for items in settled]
 
-    def _settle(self, reply: str, golds: list[str]) -> list[Grade | list[Question]]:
+    def _settle(self, reply: str, ground_truth: Any) -> list[Grade | list[Question]]:
         """For each answer that counts, a grade where none of the workers is needed, else the questions for them."""
+        golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
+        golds = [_gold(gold) for gold in golds]
         answer = final_answer(reply, self.extract, self.prefilter.max_chars)
         if answer is None:
             return [(0.0, "no_answer")]
@@ -146,17 +151,14 @@ class MathReward(BaseRewardFunction):
         if self.extract not in ("auto", "boxed"):
             return []
         boxes = boxed_answers(after_thinking(reply), self.prefilter.max_chars)
-        before = [None, *boxes]
-        return [box for box, last in zip(boxes, before, strict=False) if last is None or same(last, box) is not True]
-
-
-def _golds(ground_truth: Any) -> list[str]:
-    """The accepted answers as strings; DataError for what cannot be one."""
-    golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
-    return [_gold(gold) for gold in golds]
+        repeats = (
+            len(box) <= self.prefilter.max_chars and same(last, box) is True for last, box in pairwise(boxes)
+        )
+        return boxes[:1] + [box for box, again in zip(boxes[1:], repeats, strict=True) if not again]
 
 
 def _gold(ground_truth: Any) -> str:
+    """Return an accepted answer as a string; raises DataError for a value that cannot be an answer."""
     accepted = f"A string of 1 to {MAX_GOLD_CHARS} characters, a number, or a list of accepted ones is."
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
         raise DataError(f"ground_truth={ground_truth!r:.200} is not an answer. {accepted}")
@@ -169,7 +171,9 @@ def _gold(ground_truth: Any) -> str:
     return text
 
 
-def _verdict(verdicts: Mapping[Question, Any], item: Grade | list[Question]) -> tuple[float | RewardFailure, str | None]:
+def _verdict(
+    verdicts: Mapping[Question, Any], item: Grade | list[Question]
+) -> tuple[float | RewardFailure, str | None]:
     if not isinstance(item, list):
         return item
     answers = [verdicts[question] for question in item]
@@ -181,7 +185,9 @@ def _verdict(verdicts: Mapping[Question, Any], item: Grade | list[Question]) -> 
     return 0.0, f"{type(faults[0]).__name__.lower()}: {faults[0].reason}" if faults else None
 
 
-def _worst(grades: list[tuple[float | RewardFailure, str | None]]) -> tuple[float | RewardFailure, str | None]:
+def _worst(
+    grades: list[tuple[float | RewardFailure, str | None]],
+) -> tuple[float | RewardFailure, str | None]:
     """The grade of a reply in which all of several answers must be right; one that is wrong decides."""
     order = {0.0: 0, 1.0: 2}
     return min(grades, key=lambda grade: 1 if isinstance(grade[0], RewardFailure) else order[grade[0]])

@@ -1,4 +1,4 @@
-"""DAPO's soft overlong punishment."""
+"""DAPO's soft overlong punishment, which penalizes long replies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.schema import Count, NonNegative, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.registry import register_reward
 from rl4llm.rewards.replies import policy_tokens
 
 
-@register_reward("overlong")
 class OverlongPenalty(BaseRewardFunction):
     """0 up to a soft limit, then falling in a straight line to -factor at the hard limit, and no further.
 
@@ -26,33 +25,37 @@ class OverlongPenalty(BaseRewardFunction):
         name: under which the score is logged.
         max_length: tokens of a reply at most, the L_max of the paper; over all turns of an episode.
         buffer: how many tokens before that the penalty begins, the paper's L_cache.
-        factor: the largest penalty.
+        factor: the largest penalty is -factor.
     """
 
-    def __init__(self, name: str = "overlong", *, max_length: int, buffer: int, factor: float = 1.0):
+    @checked("rewards.{name}")
+    def __init__(self, name: str = "overlong", *, max_length: int, buffer: Count, factor: NonNegative = 1.0):
         super().__init__(name)
-        if not 0 < buffer <= max_length:
-            raise ConfigError(f"rewards.{name}: buffer={buffer} is not accepted: 1 to max_length={max_length}.")
-        if factor < 0:
-            raise ConfigError(f"rewards.{name}: factor={factor} is not accepted: 0 or above; the penalty is -factor.")
+        if not buffer <= max_length:
+            raise ConfigError(
+                f"rewards.{name}: buffer={buffer} is not accepted: 1 to max_length={max_length}."
+            )
         self.max_length = max_length
         self.buffer = buffer
         self.factor = float(factor)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        raise RewardError(f"Reward {self.name!r} counts tokens, which messages do not hold; use score_batch(samples).")
+        raise RewardError(
+            f"Reward {self.name!r} counts tokens, which messages do not hold; use score_batch(samples)."
+        )
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
         return [self.at(policy_tokens(sample)) for sample in samples]
 
     def examples(self) -> Sequence[RewardExample]:
-        """The longest length without a penalty, and the shortest with the whole one."""
+        """Return the longest length without a penalty, and the shortest with the full one."""
         lengths = ((self.max_length - self.buffer, 0.0), (self.max_length, -self.factor))
         return [
-            RewardExample([ChatMessage("assistant", "...")], "", score, token_ids=range(length)) for length, score in lengths
+            RewardExample([ChatMessage("assistant", "...")], "", score, token_ids=range(length))
+            for length, score in lengths
         ]
 
     def at(self, length: int) -> float:
-        """The penalty of a number of tokens."""
+        """Return the penalty of a number of tokens."""
         excess = length - (self.max_length - self.buffer)
         return self.factor * -min(1.0, excess / self.buffer) if excess > 0 else 0.0

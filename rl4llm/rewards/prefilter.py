@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import comb, prod
 
 from rl4llm.rewards.compare import number
 
@@ -23,8 +24,12 @@ _OF_NUMBERS = {
     "exp", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "lfloor",
     "rfloor", "lceil", "rceil", "binom", "over", "overline", "bar", "dot", "!", ",", ";", ":", "%", "$", " ",
 }  # fmt: skip
+_STRANGE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
+_FACTORIAL = re.compile(r"(?<!\\)(\w{0,40})\s?!")  # and what stands before it
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CLOSES = {"{": "}", "(": ")"}
+_SCIENTIFIC = re.compile(r"\d\.?[eE][-+]?\d{4}")
+_HUGE_ARGUMENT = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])[^+=]{0,40}?\d\s?\^\s?\{?\s?(\d{3,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +43,46 @@ class Prefilter:
     max_factorial_digits: int = 2
     max_tower: int = 2
     max_power_of_sum: int = 30
+    max_terms: int = 20_000
+    max_degree: int = 300
+    max_powers: int = 40
     max_subscripts: int = 20
 
     def refuse(self, answer: str, gold: str) -> str | None:
-        """Why `answer` is not worth a look, None when it is."""
+        """Return why `answer` is refused, None if it is not."""
         max_digits = max(self.max_digits, 2 * _digits(gold))
+        max_degree = max([self.max_degree, *(2 * int(power) for power in re.findall(r"\d{1,9}", gold))])
         checks = {
             f"more than {self.max_chars} characters": len(answer) > self.max_chars,
-            "characters that no answer has": any(_is_strange(char) for char in answer),
+            "characters that no answer has": bool(_STRANGE.search(answer)),
             "braces that do not match": not _balanced(answer),
             f"brackets nested more than {self.max_depth} deep": _depth(answer) > self.max_depth,
             f"more than {max_digits} digits": _digits(answer) > max_digits,
-            "an astronomical power": any(self._astronomical(exponent) for exponent in _exponents(answer)),
+            "an astronomical power": any(self._astronomical(exponent) for exponent in _exponents(answer))
+            or bool(_SCIENTIFIC.search(answer))
+            or _chained(answer) >= 10**self.max_exponent_digits,
             "a tower of powers": _tower(answer) > max(self.max_tower, _tower(gold)),
             "a large power of a sum": any(
-                int(power) > self.max_power_of_sum and power not in gold for power in _powers_of_sums(answer)
+                int(power) > self.max_power_of_sum and power not in gold
+                for inside, power in _powers_of_brackets(answer)
+                if re.search(r"[+-]", inside.lstrip("({")[1:])
+            ),
+            "powers that expand to too many terms": _terms(answer, gold) > self.max_terms,
+            "a large power of a variable": _degree(answer) > max_degree,
+            f"more than {self.max_powers} powers": _plain(answer).count("^")
+            > max(self.max_powers, 2 * _plain(gold).count("^")),
+            "a trigonometric function of an astronomical number": any(
+                power not in gold for power in _HUGE_ARGUMENT.findall(answer)
             ),
             "a large root": any(index not in gold for index in re.findall(r"\\sqrt\[(\d{3,})", answer)),
-            f"more than {self.max_subscripts} subscripts": answer.count("_") > max(self.max_subscripts, gold.count("_")),
+            f"more than {self.max_subscripts} subscripts": answer.count("_")
+            > max(self.max_subscripts, gold.count("_")),
             "a set where the order counts": _opens(gold) == "(" and _opens(answer) == "{",
-            "a factorial": "!" not in gold and any(not self._small(number) for number in _factorials(answer)),
+            "a factorial": "!" not in gold
+            and not all(
+                number.isalpha() or (number.isdigit() and len(number) <= self.max_factorial_digits)
+                for number in _FACTORIAL.findall(answer.replace("\\!", ""))  # LaTeX's negative space
+            ),
         }
         reasons = [reason for reason, holds in checks.items() if holds]
         reasons += [command for command in _COSTLY if command in answer and command not in gold]
@@ -68,9 +93,6 @@ class Prefilter:
         if re.search(rf"\d{{{self.max_exponent_digits + 1}}}", exponent.replace(",", "")):
             return True
         return ("^" in exponent or "!" in exponent) and not re.search("[A-Za-z]", _COMMAND.sub("", exponent))
-
-    def _small(self, number: str) -> bool:
-        return number.isalpha() or (number.isdigit() and len(number) <= self.max_factorial_digits)
 
 
 def _lists(answer: str, gold: str) -> Iterator[str]:
@@ -94,7 +116,7 @@ def _lists(answer: str, gold: str) -> Iterator[str]:
 
 def _exponents(answer: str) -> Iterator[str]:
     """What stands after each ``^`` or ``**``, with the next power where one follows at once, as in 9^9^9 or (9^9)^9."""
-    answer = re.sub(r"\s+", "", answer.replace("**", "^").replace("\\left", "").replace("\\right", ""))
+    answer = _plain(answer)
     for match in re.finditer(r"\^", answer):
         end = _end_of_exponent(answer, match.end())
         number = answer[: match.start()][-1:].isdigit()
@@ -125,9 +147,9 @@ def _tower(answer: str) -> int:
     return max((1 + _tower(exponent.removesuffix("^")) for exponent in _exponents(answer)), default=0)
 
 
-def _powers_of_sums(answer: str) -> Iterator[str]:
-    """The whole-number exponents of brackets in which something is added or subtracted."""
-    answer = re.sub(r"\s+", "", answer.replace("**", "^").replace("\\left", "").replace("\\right", ""))
+def _powers_of_brackets(answer: str) -> Iterator[tuple[str, str]]:
+    """What stands in each bracket that is raised to a whole number, from its opening, and the number."""
+    answer = _plain(answer)
     for match in re.finditer(r"\)\^\{?(\d{1,9})", answer):
         depth, start = 0, match.start()
         while start > 0:
@@ -135,17 +157,38 @@ def _powers_of_sums(answer: str) -> Iterator[str]:
             if depth == 0:
                 break
             start -= 1
-        if re.search(r"[+-]", answer[start : match.start()]):
-            yield match[1]
+        yield answer[start : match.start()], match[1]
 
 
-def _factorials(answer: str) -> list[str]:
-    """What stands before each exclamation mark that is not LaTeX's negative space."""
-    return re.findall(r"(?<!\\)(\w{0,40})\s?!", answer.replace("\\!", ""))
+def _terms(answer: str, gold: str) -> int:
+    """About how many terms the powers of brackets make, multiplied out; those that the trusted answer has are free."""
+    terms = 1
+    for inside, power in _powers_of_brackets(answer):
+        if power not in gold:
+            summands = 1 + len(re.findall(r"(?<=[^(^{*/])[+-]", inside[1:]))
+            terms *= comb(int(power[:4]) + max(summands, 2) - 1, max(summands, 2) - 1)
+    return terms
 
 
-def _is_strange(char: str) -> bool:
-    return (char < " " and char not in "\n\t\r") or "\ud800" <= char <= "\udfff"
+def _chained(answer: str) -> int:
+    """The largest product of whole-number exponents that are applied one after the other, as in ((x^2)^3)^4."""
+    chains = re.findall(r"\^\{?\d{1,9}(?:[})]+\^\{?\d{1,9})+", _plain(answer))
+    return max((prod(map(int, re.findall(r"\d+", chain))) for chain in chains), default=0)
+
+
+def _degree(answer: str) -> int:
+    """The largest whole-number exponent of a letter, or of a bracket with a letter in it."""
+    powers = [
+        power
+        for inside, power in _powers_of_brackets(answer)
+        if re.search("[a-zA-Z]", _COMMAND.sub("", inside))
+    ]
+    return max(map(int, powers + re.findall(r"[a-zA-Z]\^\{?(\d{1,9})", _plain(answer))), default=0)
+
+
+def _plain(answer: str) -> str:
+    """The answer with one sign for powers and one kind of brackets, without white space."""
+    return re.sub(r"\s+", "", answer.replace("**", "^").replace("\\left", "").replace("\\right", ""))
 
 
 def _digits(text: str) -> int:

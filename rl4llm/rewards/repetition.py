@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
-from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.errors import RewardError
+from rl4llm.core.schema import Count, NonNegative, Range, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.registry import register_reward
 
 
-@register_reward("repetition")
 class RepetitionPenalty(BaseRewardFunction):
     """0 while at most `allowed` of the n-grams of tokens occurred before, then falling to -factor where all but one did.
 
@@ -26,26 +25,35 @@ class RepetitionPenalty(BaseRewardFunction):
         name: under which the score is logged.
         n: tokens that make a repetition.
         allowed: share of repeated n-grams that costs nothing.
-        factor: the largest penalty.
+        factor: the largest penalty is -factor.
     """
 
-    def __init__(self, name: str = "repetition", *, n: int = 8, allowed: float = 0.2, factor: float = 1.0):
+    @checked("rewards.{name}")
+    def __init__(
+        self,
+        name: str = "repetition",
+        *,
+        n: Count = 8,
+        allowed: Annotated[float, Range(0, 1, without=1)] = 0.2,
+        factor: NonNegative = 1.0,
+    ):
         super().__init__(name)
-        if n < 1 or not 0 <= allowed < 1 or factor < 0:
-            accepted = "n at least 1, allowed from 0 to below 1, factor 0 or above; the penalty is -factor"
-            raise ConfigError(f"rewards.{name}: n={n}, allowed={allowed}, factor={factor} is not accepted: {accepted}.")
         self.n = n
         self.allowed = allowed
         self.factor = float(factor)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        raise RewardError(f"Reward {self.name!r} looks at tokens, which messages do not hold; use score_batch(samples).")
+        raise RewardError(
+            f"Reward {self.name!r} looks at tokens, which messages do not hold; use score_batch(samples)."
+        )
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
-        return [self.at(_policy_token_ids(sample)) for sample in samples]
+        return [
+            self.at([token for span in sample.policy_spans for token in span.token_ids]) for sample in samples
+        ]
 
     def at(self, token_ids: Sequence[int]) -> float:
-        """The penalty of a sequence of tokens."""
+        """Return the penalty of a sequence of tokens."""
         ngrams = list(zip(*(islice(token_ids, start, None) for start in range(self.n)), strict=False))
         if not ngrams:
             return 0.0
@@ -54,12 +62,10 @@ class RepetitionPenalty(BaseRewardFunction):
         return -self.factor * excess if excess else 0.0
 
     def examples(self) -> Sequence[RewardExample]:
-        """Tokens that all differ, and a single one ten thousand times."""
+        """Return tokens that all differ, and one token ten thousand times."""
         same = 10_000
         penalty = -self.factor * max(0.0, 1 - 1 / (same - self.n + 1) - self.allowed) / (1 - self.allowed)
         cases = ((range(same), 0.0), ((0,) * same, penalty))
-        return [RewardExample([ChatMessage("assistant", "...")], "", score, token_ids=ids) for ids, score in cases]
-
-
-def _policy_token_ids(sample: SampleState) -> list[int]:
-    return [token for span in sample.policy_spans for token in span.token_ids]
+        return [
+            RewardExample([ChatMessage("assistant", "...")], "", score, token_ids=ids) for ids, score in cases
+        ]

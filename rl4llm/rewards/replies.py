@@ -1,4 +1,4 @@
-"""What of a conversation the policy wrote."""
+"""Select what the policy wrote in a conversation."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rl4llm.core.types import ChatMessage
 
 
 def as_sample(messages: Sequence[ChatMessage], ground_truth: Any, columns: Mapping[str, Any]) -> SampleState:
-    """A finished conversation as a sample, all assistant messages of which are the policy's."""
+    """Return a finished conversation as a sample; all its assistant messages are the policy's."""
     sample = SampleState("", 0, list(messages), ground_truth, columns)
     sample.init_msg_size = 0
     return sample
 
 
 def policy_messages(sample: SampleState) -> list[ChatMessage]:
-    """The assistant messages after the prompt; examples in a few-shot prompt are not the policy's."""
+    """Return the assistant messages after the prompt; examples in a few-shot prompt are not the policy's."""
     return [message for message in sample.messages[sample.init_msg_size :] if message.role == "assistant"]
 
 
 def final_reply(messages: Sequence[ChatMessage]) -> str:
-    """The text of the last assistant message, "" when there is none."""
+    """Return the text of the last assistant message, "" without one."""
     return next((message.content for message in reversed(messages) if message.role == "assistant"), "")
 
 
 def policy_tokens(sample: SampleState) -> int:
-    """How many tokens of the sample the policy sampled, over all its turns."""
+    """Return the number of tokens that the policy sampled, over all its turns."""
     return sum(len(span.token_ids) for span in sample.policy_spans)

@@ -7,14 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.registry import register_reward
 
 ERROR = "Error:"  # how the tool environment begins its answer to a call that went wrong
 
 
-@register_reward("tool_use")
 class ToolUseReward(BaseRewardFunction):
     """The share of calls that worked, from 0.0 to 1.0; 0.0 without a call, or with more than `max_calls`.
 
@@ -28,16 +26,21 @@ class ToolUseReward(BaseRewardFunction):
         per_turn: whether each turn gets its part: of its calls that worked, over all calls of the episode.
     """
 
-    def __init__(self, name: str = "tool_use", *, max_calls: int = 8, per_turn: bool = False):
+    @checked("rewards.{name}")
+    def __init__(self, name: str = "tool_use", *, max_calls: Count = 8, per_turn: bool = False):
         super().__init__(name)
-        if max_calls < 1:
-            raise ConfigError(f"rewards.{name}.max_calls={max_calls} is not accepted: at least 1.")
         self.max_calls = max_calls
         self.per_turn = per_turn
 
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float | list[float]:
+    def __call__(
+        self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any
+    ) -> float | list[float]:
         """The score of a conversation that begins where the policy's part does."""
-        turns = _turns(messages)
+        starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        turns = [  # of the policy, each with the tools' answers to it
+            [message.content for message in messages[start:end] if message.role == "tool"]
+            for start, end in pairwise([*starts, len(messages)])
+        ]
         calls = sum(len(answers) for answers in turns)
         if not 0 < calls <= self.max_calls:
             shares = [0.0] * len(turns)
@@ -49,7 +52,7 @@ class ToolUseReward(BaseRewardFunction):
         return [self(sample.messages[sample.init_msg_size :], sample.ground_truth) for sample in samples]
 
     def examples(self) -> Sequence[RewardExample]:
-        """A call that worked, one that did not, and one that was only talked about."""
+        """Return a call that worked, one that failed, and one that got no answer."""
         call = '{"name": "calculator", "arguments": {"expression": "37+48"}}'
         said = ChatMessage("assistant", f"<tool_call>{call}</tool_call>")
         answer = ChatMessage("assistant", "Tool: 85. The answer is 85.")
@@ -58,13 +61,6 @@ class ToolUseReward(BaseRewardFunction):
             ([said, ChatMessage("tool", f"{ERROR} no calculator"), answer], [0.0, 0.0]),
             ([said], [0.0]),
         )
-        return [RewardExample(messages, "85", turns if self.per_turn else sum(turns)) for messages, turns in cases]
-
-
-def _turns(messages: Sequence[ChatMessage]) -> list[list[str]]:
-    """For each turn of the policy, the tools' answers to it."""
-    starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    return [
-        [message.content for message in messages[start:end] if message.role == "tool"]
-        for start, end in pairwise([*starts, len(messages)])
-    ]
+        return [
+            RewardExample(messages, "85", turns if self.per_turn else sum(turns)) for messages, turns in cases
+        ]

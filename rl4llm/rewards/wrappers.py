@@ -22,7 +22,6 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.ask import as_list, as_number
 from rl4llm.rewards.callables import RewardLike, as_reward_function
-from rl4llm.rewards.registry import register_reward
 from rl4llm.rewards.replies import as_sample, policy_messages
 
 
@@ -48,12 +47,12 @@ class BaseWrapper(BaseRewardFunction):
         return [self._changed(score) for score in _scores(self.reward, samples)]
 
     def examples(self) -> Sequence[RewardExample]:
-        """Those of the wrapped reward, with what becomes of their scores."""
+        """Return the wrapped reward's examples with changed scores."""
         return [replace(example, score=self._changed(example.score)) for example in self.reward.examples()]
 
     @abstractmethod
     def change(self, score: float) -> float:
-        """What becomes of a finite score."""
+        """Return the changed score of a finite score."""
 
     def _changed(self, score: Any) -> Any:
         """The score, or each score of a list, changed; what is none stays as it is, for whoever checks scores."""
@@ -63,14 +62,17 @@ class BaseWrapper(BaseRewardFunction):
         return self.change(number) if math.isfinite(number) else score
 
 
-@register_reward("clip")
 class Clip(BaseWrapper):
-    """The score of `reward`, but at least `low` and at most `high`."""
+    """Clip the score of `reward` to at least `low` and at most `high`."""
 
-    def __init__(self, reward: RewardLike, low: float = -math.inf, high: float = math.inf, *, name: str | None = None):
+    def __init__(
+        self, reward: RewardLike, low: float = -math.inf, high: float = math.inf, *, name: str | None = None
+    ):
         super().__init__(reward, name)
         if not low < high:
-            raise ConfigError(f"rewards.{self.name}: low={low}, high={high} is not accepted: low < high, one of them given.")
+            raise ConfigError(
+                f"rewards.{self.name}: low={low}, high={high} is not accepted: low < high, one of them given."
+            )
         self.low = low
         self.high = high
 
@@ -78,12 +80,17 @@ class Clip(BaseWrapper):
         return min(max(score, self.low), self.high)
 
 
-@register_reward("threshold")
 class Threshold(BaseWrapper):
     """`above` where `reward` gives at least `at_least`, else `below`."""
 
     def __init__(
-        self, reward: RewardLike, at_least: float, *, above: float = 1.0, below: float = 0.0, name: str | None = None
+        self,
+        reward: RewardLike,
+        at_least: float,
+        *,
+        above: float = 1.0,
+        below: float = 0.0,
+        name: str | None = None,
     ):
         super().__init__(reward, name)
         self.at_least = at_least
@@ -94,14 +101,17 @@ class Threshold(BaseWrapper):
         return float(self.above if score >= self.at_least else self.below)
 
 
-@register_reward("scale")
 class Scale(BaseWrapper):
     """The score of `reward` times `factor`, plus `offset`."""
 
-    def __init__(self, reward: RewardLike, factor: float = 1.0, offset: float = 0.0, *, name: str | None = None):
+    def __init__(
+        self, reward: RewardLike, factor: float = 1.0, offset: float = 0.0, *, name: str | None = None
+    ):
         super().__init__(reward, name)
         if not (math.isfinite(factor) and math.isfinite(offset)):
-            raise ConfigError(f"rewards.{self.name}: factor={factor}, offset={offset} is not accepted: finite numbers.")
+            raise ConfigError(
+                f"rewards.{self.name}: factor={factor}, offset={offset} is not accepted: finite numbers."
+            )
         self.factor = factor
         self.offset = offset
 
@@ -109,7 +119,6 @@ class Scale(BaseWrapper):
         return score * self.factor + self.offset
 
 
-@register_reward("gate")
 class Gate(BaseWrapper):
     """The score of `reward` where `by`, another reward, gives at least `at_least`; `otherwise` everywhere else.
 
@@ -141,14 +150,18 @@ class Gate(BaseWrapper):
         opened = [index for index, gate in enumerate(gates) if as_number(gate) >= self.at_least]
         scores = [self._shut(sample, gate) for sample, gate in zip(samples, gates, strict=True)]
         if opened:
-            for index, score in zip(opened, _scores(self.reward, [samples[index] for index in opened]), strict=True):
+            for index, score in zip(
+                opened, _scores(self.reward, [samples[index] for index in opened]), strict=True
+            ):
                 scores[index] = score
         return scores
 
     def examples(self) -> Sequence[RewardExample]:
-        """What `by` does not let through."""
+        """Return examples of `by` that get the score `otherwise`."""
         examples = [] if self.per_turn else self.by.examples()
-        return [replace(case, score=self.otherwise) for case in examples if as_number(case.score) < self.at_least]
+        return [
+            replace(case, score=self.otherwise) for case in examples if as_number(case.score) < self.at_least
+        ]
 
     def change(self, score: float) -> float:
         return score

@@ -1,104 +1,232 @@
-"""The canary: after every publish the engine proves that it holds the trainer's weights.
+"""Whether engine and trainer agree: a canary after every publish, and the mismatch on the tokens that train.
 
-An engine can report success and go on sampling from stale, half-loaded or corrupted weights. What cannot lie is what it
-computes: the log-probs of fixed tokens, compared with the trainer's own.
+The canary: an engine can report success and keep sampling from stale, half-loaded or corrupted weights. Its log-probs of
+a run's fixed tokens, compared with the trainer's, show what it really holds.
+
+The mismatch: both compute the log-prob of the same token from the same weights, but kernels, dtypes and bugs make them
+differ. Sampling from one distribution and learning as if from another biases every step, so it is measured in every step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import StaleWeightsError, UnreachableError
-from rl4llm.core.seeds import derive_seed
-from rl4llm.core.types import TrainBatch, WeightRef
+from rl4llm.core.errors import EngineError, MismatchError, StaleWeightsError, UnreachableError
+from rl4llm.core.types import SamplingParams, TrainBatch, WeightRef
+from rl4llm.runtime.seeds import derive_seed
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
-"""Largest accepted difference of a log-prob (nats) by the dtype that the trainer computes in, which the engine's should be;
-random tokens are improbable ones, where rounding shows most."""
-NOISE = {"float32": 1e-6, "bfloat16": 0.05, "float16": 0.01}
-"""A change of the trainer's log-probs (nats) that must show in an engine, where it is more than rounding."""
-ROUNDS = 3  # of questions that nobody answers
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Largest accepted mean difference of log-probs (nats) by the dtype that the trainer computes in; the engine should use it
+too. It is wide, since the first comparison of a run does not know what is usual."""
+FLOORS = {"float32": 1e-5, "bfloat16": 0.01, "float16": 1.25e-3}
+"""A mean difference of unlikely tokens (nats) that is rounding in any model, though an engine was closer at first."""
+FACTOR = 3.0
+"""How much an engine's difference may grow. In a real model of 30 layers in bf16, two swapped layers give 7 times it."""
+LEAST_UNCERTAINTY = 0.1  # below it, rounding does not shrink any more
+NOISE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-4}
+"""A mean change of the trainer's log-probs (nats) that must show in an engine, if only in the last bit. In bf16 the
+smallest step changes the rounding everywhere, which moves them by about 0.04 nats in such a model."""
+SAMPLING_S = 60.0  # how long an engine may take to sample the tokens
+ROUNDS = 3  # attempts to reach at least one engine
+PREFIX = "mismatch/"
+WEIGHT, SQUARE = PREFIX + "weight", PREFIX + "weight_squared"
 
 
 class Canary:
-    """A few random tokens, the same in every run, that both sides score."""
+    """A few tokens that engine and trainer score, to find an engine without the trainer's weights.
 
-    def __init__(self, vocab_size: int, *, dtype: str, num_sequences: int = 2, length: int = 24, tolerance: float = 0.0):
+    Likely tokens show rounding least, so `sample` has an engine sample them before the first publish. Tokens that no
+    engine sampled are random ones, the same in every run.
+
+    The mean difference of the log-probs decides. At the first comparison of a run the weights are equal by construction:
+    it may be as large as `bound`, and calibrates the tolerance of each engine. An engine that joins later, whose weights
+    may be old, gets the tolerance of the worst engine of that first comparison. A `tolerance` given in nats replaces all
+    of this.
+
+    Rounding changes logits. A log-prob changes with them in proportion to the probability of other tokens, so
+    tolerances follow that while training makes the tokens more or less likely.
+    """
+
+    def __init__(
+        self, vocab_size: int, *, dtype: str, num_sequences: int = 2, length: int = 24, tolerance: float = 0.0
+    ):
         generator = torch.Generator().manual_seed(derive_seed("canary", vocab_size))
-        self._token_ids_BT = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
-        self._tolerance = tolerance or TOLERANCES[dtype]
+        self.token_ids_BT = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
+        # In every usual vocabulary frequent tokens, neither special ones nor single bytes nor unused ones.
+        ordinary = vocab_size // 8, vocab_size // 4 + 1
+        self._prompts_B = torch.randint(*ordinary, (num_sequences,), generator=generator)
+        self.sampled = False  # whether `sample` was tried
+        self.bound = tolerance or BOUNDS[dtype]
+        self._floor = math.inf if tolerance else FLOORS[dtype]
         self._noise = NOISE[dtype]
-        self._last: dict[str, tuple[Tensor, Tensor]] = {}  # by engine: its scores, and the trainer's when it gave them first
+        # By engine: its mean difference at the first comparison of the run, per uncertainty.
+        self._calibrated: dict[str, float] = {}
+        # By engine: its scores, and the trainer's at that time.
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}
+
+    async def sample(self, client: BaseClient) -> Tensor:
+        """Return tokens (sequences, length) that an engine of `client` samples; random ones if none can.
+
+        Engines that share the trainer's device are not asked: they may be asleep after an earlier run.
+        """
+        for engine in () if hasattr(client, "awake") else client.engines():
+            try:
+                async with asyncio.timeout(SAMPLING_S):
+                    return await self._sampled_by(engine)
+            except (EngineError, TimeoutError):
+                continue  # publishing reports what is wrong with it
+        return self.token_ids_BT
+
+    async def _sampled_by(self, engine: BaseClient) -> Tensor:
+        """Return sequences that begin with one token each; where the engine stopped early, random tokens follow."""
+        params = SamplingParams(max_tokens=self.token_ids_BT.shape[1] - 1, ignore_eos=True)
+        token_ids_BT = self.token_ids_BT.clone()
+        prompts = [[prompt] for prompt in self._prompts_B.tolist()]
+        completions = await asyncio.gather(
+            *(engine.generate(prompt, params.replace(seed=row)) for row, prompt in enumerate(prompts))
+        )
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            token_ids = torch.tensor([*prompt, *completion.token_ids][: token_ids_BT.shape[1]])
+            token_ids_BT[row, : len(token_ids)] = token_ids
+        return token_ids_BT
 
     def expected(self, backend: BaseBackend) -> Tensor:
-        """The trainer's own log-probs (sequences, length - 1); to be asked for while it is on its device."""
-        return backend.forward(_batch(self._token_ids_BT))[:, 1:].cpu()
+        """Return the trainer's log-probs (sequences, length - 1); call this while its model is on its device."""
+        return backend.forward(_batch(self.token_ids_BT))[:, 1:].cpu()
 
     async def verify(self, backend: BaseBackend, client: BaseClient, weight_ref: WeightRef) -> float:
-        """`compare` with what the backend says now."""
+        """Call `compare` with the backend's current log-probs."""
         return await self.compare(self.expected(backend), client, weight_ref)
 
     async def compare(self, expected_BT: Tensor, client: BaseClient, weight_ref: WeightRef) -> float:
-        """The largest difference in nats over all engines of `client`; raises StaleWeightsError when one of them is beyond
-        the tolerance, or reports another version than was published.
+        """Return the largest of all engines' mean differences in nats; the first call calibrates their tolerances.
 
-        An engine that cannot be reached is the fleet's affair, but one at least must answer: while there is none, this
-        waits as `client` does.
+        Raises StaleWeightsError when an engine exceeds the tolerance or reports another version than was published.
+        The fleet handles engines that cannot be reached, but at least one must answer: while there is none, this waits as
+        `client` does, and raises UnreachableError after a few attempts.
         """
         for _ in range(ROUNDS):
-            questions = [self._ask(engine, expected_BT, weight_ref) for engine in client.engines()]
+            engines = client.engines()
+            questions = [
+                self._ask(engine, expected_BT, weight_ref, self.tolerance(engine, expected_BT))
+                for engine in engines
+            ]
             answers = await asyncio.gather(*questions, return_exceptions=True)
             for answer in answers:
                 if isinstance(answer, BaseException) and not isinstance(answer, UnreachableError):
                     raise answer
-            differences = [answer for answer in answers if isinstance(answer, float)]
-            if differences:
-                return max(differences)
-            await client.version()  # a fleet waits here for a server, and says so when none comes
+            found = {
+                str(engine): answer
+                for engine, answer in zip(engines, answers, strict=True)
+                if isinstance(answer, float)
+            }
+            if found:
+                uncertain = _uncertainty(expected_BT)
+                self._calibrated = self._calibrated or {
+                    name: apart / uncertain for name, apart in found.items()
+                }
+                return max(found.values())
+            await client.version()  # a fleet waits here for a server, and raises when none comes back
         raise UnreachableError(
-            f"{client} could not be asked whether it holds version {weight_ref.version}, {ROUNDS} times over. "
-            f"{'; '.join(map(str, answers))} Training stops; look for the reason in the log of the server."
+            f"{client} could not be asked whether it holds version {weight_ref.version}, in {ROUNDS} attempts. "
+            f"{'; '.join(map(str, answers))} Training stops; look for the reason in the server's log."
         )
 
-    async def _ask(self, engine: BaseClient, expected_BT: Tensor, weight_ref: WeightRef) -> float:
+    def tolerance(self, engine: BaseClient, expected_BT: Tensor) -> float:
+        """Return the largest accepted mean difference of this engine in nats, given the trainer's log-probs."""
+        if not self._calibrated:
+            return self.bound
+        usual = self._calibrated.get(str(engine), max(self._calibrated.values()))
+        return min(self.bound, FACTOR * max(usual, self._floor) * _uncertainty(expected_BT))
+
+    async def _ask(
+        self, engine: BaseClient, expected_BT: Tensor, weight_ref: WeightRef, tolerance: float
+    ) -> float:
         version = await engine.version()
         if version != weight_ref.version:
             raise StaleWeightsError(
                 f"{engine} reports version {version} after version {weight_ref.version} was published. "
-                "Training stops, since what it samples now would come from other weights."
+                "Training stops, since it would sample from other weights."
             )
-        scored_BT = torch.tensor([await engine.score(row) for row in self._token_ids_BT.tolist()])
-        difference = (scored_BT - expected_BT).abs().max().item()
-        if not difference <= self._tolerance:  # NaN is beyond any tolerance
+        scored_BT = torch.tensor([await engine.score(row) for row in self.token_ids_BT.tolist()])
+        difference = (scored_BT - expected_BT).abs().mean().item()
+        if not difference <= tolerance:  # NaN is beyond any tolerance
             raise StaleWeightsError(
                 f"{engine} does not hold version {version}: its log-probs of the canary's tokens differ from "
-                f"the trainer's by {difference:.3g}, more than {self._tolerance:g}. Training stops; check how the weights "
-                "reach the engine. Where its dtype is coarser than the trainer's, set sync.tolerance (0.25 for bfloat16)."
+                f"the trainer's by {difference:.3g} nats on average, more than {tolerance:.3g}. Training stops; check how "
+                "the weights reach the engine. If it computes in a coarser dtype than the trainer, or is quantized, set "
+                "sync.tolerance to what that may cost."
             )
         self._check_moved(engine, scored_BT, expected_BT, version)
         return difference
 
     def _check_moved(self, engine: BaseClient, scored_BT: Tensor, expected_BT: Tensor, version: int) -> None:
-        """One step may change less than the tolerance, but an engine that says the very same again kept its weights.
+        """Raise StaleWeightsError if the engine's scores stayed the same to the last bit while the trainer's moved.
 
-        Steps too small to show add up: they count from when the engine said this first.
+        One step may change less than the tolerance, but identical scores mean that the engine kept its weights. Changes
+        too small to show add up, since they are measured from when the engine first gave these scores.
         """
         before_BT, expected_before_BT = self._last.get(str(engine), (None, expected_BT))
         if before_BT is None or not torch.equal(scored_BT, before_BT):
             self._last[str(engine)] = scored_BT, expected_BT
             return
-        moved = (expected_BT - expected_before_BT).abs().max().item()
+        moved = (expected_BT - expected_before_BT).abs().mean().item()
         if moved > self._noise:
             raise StaleWeightsError(
-                f"{engine} still holds the weights before version {version}: its log-probs of the canary's tokens are those "
-                f"of the last time, to the last bit, while the trainer's moved by {moved:.3g}. Training stops; check how "
-                "the weights reach the engine."
+                f"{engine} still holds the weights before version {version}: its log-probs of the canary's tokens have not "
+                f"changed at all, while the trainer's moved by {moved:.3g} nats on average. Training stops; check how the "
+                "weights reach the engine."
             )
+
+
+def token_mismatch(batch: TrainBatch, logprobs_BT: Tensor) -> TokenMetrics:
+    """Return numbers per token (B, T): |difference| in nats, k3 of KL(engine || trainer), importance weight, its square.
+
+    They are only meaningful before the first optimizer step of a rollout, when both hold the same weights.
+    """
+    difference_BT = logprobs_BT.detach() - batch.sampled_logprobs_BT
+    weight_BT = difference_BT.exp()
+    return {
+        PREFIX + "mean": difference_BT.abs(),
+        PREFIX + "max": difference_BT.abs(),
+        PREFIX + "k3": weight_BT - 1 - difference_BT,
+        WEIGHT: weight_BT,
+        SQUARE: weight_BT.square(),
+    }
+
+
+def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Replace the importance weights in the metrics of a step with their effective sample size, as a share.
+
+    The share is mean(w)^2 / mean(w^2) over the tokens (Kong 1992): 1 when engine and trainer agree.
+    """
+    summary = {name: value for name, value in metrics.items() if name not in (WEIGHT, SQUARE)}
+    if WEIGHT in metrics:
+        summary[PREFIX + "ess"] = metrics[WEIGHT] ** 2 / max(metrics[SQUARE], 1e-30)
+    return summary
+
+
+def check_mismatch(metrics: Mapping[str, float], stop_above: float | None) -> None:
+    """Raise MismatchError if the mean difference in nats exceeds `stop_above`."""
+    mean = metrics.get(PREFIX + "mean", 0.0)
+    if stop_above is not None and not mean <= stop_above:
+        raise MismatchError(
+            f"Log-probs of engine and trainer differ by {mean:.3g} nats on average, more than mismatch.stop_above="
+            f"{stop_above:g} (largest {metrics[PREFIX + 'max']:.3g}). Training stops before this step is saved. Next: give "
+            "both the same dtype, check the engine's kernels and quantization, or raise the limit."
+        )
+
+
+def _uncertainty(logprobs_BT: Tensor) -> float:
+    """Return the mean probability of all tokens other than these."""
+    return max(1 - logprobs_BT.exp().mean().item(), LEAST_UNCERTAINTY)
 
 
 def _batch(token_ids_BT: Tensor) -> TrainBatch:

@@ -1,12 +1,13 @@
-"""A run that is sick looks like one that trains. These rules look at the metrics of its last steps and say what they see.
+"""Alerts of a run that looks healthy but does not learn. Rules check the metrics of the last steps.
 
-An alert begins when its sign was there for some steps on end, and is over when it was away for `CALM` steps: each is told
-once, not in every step. The thresholds are meant to be silent in runs that learn.
+An alert begins when its sign was seen in several consecutive steps, and ends when it was absent for `CALM` steps. It is
+reported once and not in every step. The thresholds should raise no alert in runs that learn.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,22 +15,34 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-FIRST = 5  # steps that say how a run began
+FIRST = 5  # steps that show how a run began
 CALM = 3  # steps without the sign, after which an alert is over
-CONSTANT_GROUPS = 64  # where one attempt in a hundred succeeds, so many groups of 8 are alike by chance in 0.6 % of cases
+CONSTANT_GROUPS = (
+    64  # if one sample in 100 succeeds, this many groups of 8 have equal rewards by chance in 0.6 % of cases
+)
 TRUNCATED = 0.95  # of the episodes of a step; a policy that is learning to stop is well below
-COLLAPSED = 0.05  # of the entropy in the beginning; as low comes from success too, so only below this share of successes:
+COLLAPSED = 0.05  # of the initial entropy; success lowers entropy too, so it counts only below this share of successes:
 SUCCESS = 0.8
-GROWN, NOTICEABLE, LARGE = 3.0, 0.02, 0.1  # times what it was; nats per token: bf16 differs from itself by about 0.01
-MOST = 0.5  # of the attempts in one of several environments
+GROWN, NOTICEABLE, LARGE = (
+    3.0,
+    0.02,
+    0.1,
+)  # times the first value; nats per token: bf16 alone causes about 0.01
+MOST = 0.5  # of the attempts in one of several environments, or of the calls of a tool
+FEW_CALLS = 16  # of a step, of all tools together; fewer tell less of a policy that is learning to call
 LATE = 0.02  # of the attempts of a step; rollout.max_failed_share stops a run at 0.1 by default
+_RAISED = re.compile("((?:.*/)?tool/(.+))/raised/(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`sign` says what is to be seen in a step, given the first steps, or nothing; `weight` counts towards `enough`."""
+    """`sign` describes what a step shows, given the first steps, or returns None; `weight` counts towards `enough`.
+
+    `metric` is the glossary's name of what it watches.
+    """
 
     name: str
+    metric: str
     sign: Callable[[Row, Sequence[Row]], str | None]
     why: str
     look_at: str
@@ -39,7 +52,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Something begins, or is over: `until` is its last step. What was seen, why it matters, which keys to look at."""
+    """An alert that begins or ends: `until` is its last step. It has what was seen, why it matters, and keys to check."""
 
     name: str
     step: int
@@ -51,20 +64,20 @@ class Alert:
 
     def __str__(self) -> str:
         if self.until is not None:
-            return f"{self.name} is over: it was there from step {self.since} to {self.until}."
-        return f"{self.name} since step {self.since}: {self.seen}. {self.why} Look at {self.look_at}."
+            return f"{self.name} is over; it lasted from step {self.since} to {self.until}."
+        return f"{self.name} since step {self.since}: {self.seen}. {self.why} Check {self.look_at}."
 
 
 def constant_reward(row: Row, first: Sequence[Row]) -> str | None:
     if _number(row, "groups/zero_spread") < 1.0:
         return None
     reward = row.get("reward/mean", math.nan)
-    return f"within every group all attempts earn the same, {reward:.3g} on average"
+    return f"all samples of every group have the same reward, {reward:.3g} on average"
 
 
 def all_truncated(row: Row, first: Sequence[Row]) -> str | None:
     share = _number(row, "truncated", below=0.0)
-    return f"{share:.0%} of the episodes run into a limit of tokens" if share >= TRUNCATED else None
+    return f"{share:.0%} of the episodes reach a token limit" if share >= TRUNCATED else None
 
 
 def entropy_collapse(row: Row, first: Sequence[Row]) -> str | None:
@@ -72,7 +85,7 @@ def entropy_collapse(row: Row, first: Sequence[Row]) -> str | None:
     if now is None or not begin or len(begin) < len(first) or _number(row, "accuracy", below=0.0) >= SUCCESS:
         return None
     start = statistics.median(begin)
-    return f"{now:.3g} nats per token, where it began with {start:.3g}" if now < COLLAPSED * start else None
+    return f"{now:.3g} nats per token; it was {start:.3g} at first" if now < COLLAPSED * start else None
 
 
 def growing_mismatch(row: Row, first: Sequence[Row]) -> str | None:
@@ -83,81 +96,127 @@ def growing_mismatch(row: Row, first: Sequence[Row]) -> str | None:
     start = statistics.median(begin) if begin else math.inf
     if now <= max(NOTICEABLE, GROWN * start):
         return None
-    return f"log-probs of engine and trainer differ by {now:.3g} nats per token, {start:.3g} in the beginning"
+    return f"log-probs of engine and trainer differ by {now:.3g} nats per token; it was {start:.3g} at first"
 
 
 def no_gradient(row: Row, first: Sequence[Row]) -> str | None:
-    """Where rewards differ; where they do not there is none, and the other alert says so."""
+    """Return the sign if rewards differ; if they do not, another alert reports it."""
     if "skipped" in row or constant_reward(row, first) or not ({"trajectories", "loss"} & row.keys()):
         return None
     moved = row.get("grad_norm") or row.get("critic/grad_norm")
-    return None if moved else "the gradient is 0, or there is none"
+    return None if moved else "the gradient is 0 or missing"
 
 
 def timeouts(row: Row, first: Sequence[Row]) -> str | None:
-    late = {name: count for name, count in row.items() if _is_late(name) and count}
+    late = {
+        name: count
+        for name, count in row.items()
+        if count and name.startswith(("failures/", "played_again/")) and name.endswith("/timeout")
+    }
     attempts = _number(row, "trajectories", below=0.0) + _number(row, "failures", below=0.0)
     if not late or sum(late.values()) < LATE * attempts:
         return None
     counts = ", ".join(f"{count:.0f} {name.partition('/')[2]}" for name, count in sorted(late.items()))
-    return f"of {attempts:.0f} attempts took too long, and were left out or played again: {counts}"
+    return f"of {attempts:.0f} samples timed out and were left out or retried: {counts}"
 
 
 def failing_part(row: Row, first: Sequence[Row]) -> str | None:
-    """An environment may fail as a whole and still be too few of a step's attempts for rollout.max_failed_share."""
+    """Return the sign if one environment fails, though its samples may be too few for rollout.max_failed_share."""
     for name in row:
         if name.startswith("part/") and name.endswith("/failures"):
             failed, part = _number(row, name, below=0.0), name.removesuffix("/failures")
             attempts = failed + _number(row, f"{part}/trajectories", below=0.0)
             if failed and failed >= MOST * attempts:
-                return f"of {part.partition('/')[2]}, {failed:.0f} of {attempts:.0f} attempts failed"
+                return f"{failed:.0f} of {attempts:.0f} samples of {part.partition('/')[2]} failed"
     return None
+
+
+def broken_tool(row: Row, first: Sequence[Row]) -> str | None:
+    """Return the sign if a tool raises by mistake; that fails its samples or is shown to the policy: see `env.on_error`."""
+    for name, count in row.items():
+        found = _RAISED.fullmatch(name)
+        calls = _number(row, f"{found[1]}/calls", below=0.0) if found else 0.0
+        if found and calls and count >= MOST * calls:
+            return f"{count / calls:.0%} of the calls of tool {found[2]} raise {found[3]}"
+    return None
+
+
+def failing_calls(row: Row, first: Sequence[Row]) -> str | None:
+    calls, errors = _number(row, "env/tool_calls", below=0.0), _number(row, "env/tool_errors", below=0.0)
+    if not calls or errors < calls:
+        return None
+    return f"all {calls * _number(row, 'trajectories', below=0.0):.0f} tool calls return an error"
 
 
 RULES = (
     Rule(
         "constant reward",
+        "groups/zero_spread",
         constant_reward,
-        "Nothing can be learned from groups without a difference.",
+        "Zero-variance groups teach nothing.",
         "data.path (too hard, or solved), rewards, rollout.group_size and rollout.temperature",
         enough=CONSTANT_GROUPS,
         weight=lambda row: _number(row, "groups/count", below=0.0),
     ),
     Rule(
         "everything truncated",
+        "truncated",
         all_truncated,
-        "What has no end cannot be scored for its answer, and is taught to be long or short by accident.",
-        "rollout.max_tokens, rollout.stop, and whether the chat template's end of turn is the model's",
+        "A truncated episode has no answer to score, and its length is trained by accident.",
+        "rollout.max_tokens, rollout.stop, and whether the model was trained with the end of turn of the chat template",
     ),
     Rule(
         "entropy collapse",
+        "entropy",
         entropy_collapse,
-        "A policy that always says the same explores no longer, and this one is not good yet.",
+        "A policy that always writes the same no longer explores, and this one is not good yet.",
         "training.lr, algorithm.clip_high, algorithm.kl_coef and algorithm.entropy_coef",
     ),
     Rule(
         "growing mismatch",
+        "mismatch/mean",
         growing_mismatch,
-        "What is sampled from one distribution and learned as if from another biases every step.",
+        "Training on samples of another distribution biases every step.",
         "model.dtype and the engine's, its kernels and quantization, sync; mismatch.stop_above stops a run on it",
     ),
     Rule(
         "no gradient",
+        "grad_norm",
         no_gradient,
-        "Steps are taken, and the weights do not change.",
-        "algorithm (what it drops or masks), model.lora, and training.lr",
+        "The optimizer steps do not change the weights.",
+        "algorithm (what it filters or masks), model.lora, and training.lr",
     ),
     Rule(
         "timeouts",
+        "failures/CLASS",
         timeouts,
-        "What is left out is not random: the longest and hardest episodes are missing from what is learned.",
+        "This is not random: the longest and hardest episodes are missing from training.",
         "the time limits of rewards, tools and env, sandbox.slots, and the load of this machine",
         enough=3.0,
     ),
     Rule(
+        "broken tool",
+        "tool/NAME/raised/ERROR",
+        broken_tool,
+        "An exception in a tool is not the model's fault; a tool raises ToolError for the model's faults.",
+        "the tool's code, `rl4llm check`, env.on_error, and tool/<name>/raised in the metrics",
+        enough=3.0,
+    ),
+    Rule(
+        "failing calls",
+        "env/tool_errors",
+        failing_calls,
+        "The policy gets no result from any tool.",
+        "the tool messages of `rl4llm view`, env.tools, env.format and env.describe_tools",
+        weight=lambda row: min(
+            1.0, _number(row, "env/tool_calls") * _number(row, "trajectories") / FEW_CALLS
+        ),
+    ),
+    Rule(
         "failing part",
+        "failures",
         failing_part,
-        "The run goes on without this environment, which the others outnumber.",
+        "The run continues without this environment, since the others have enough samples.",
         "failures/<class> of the part, its env and rewards, and env.remote",
         enough=3.0,
     ),
@@ -165,7 +224,7 @@ RULES = (
 
 
 @dataclass(slots=True)
-class _State:
+class _Sign:
     found: float = 0.0  # of what is enough
     away: int = 0
     since: int = -1  # step with the first sign
@@ -175,17 +234,17 @@ class _State:
 
 @dataclass(slots=True)
 class Alerts:
-    """Takes the metrics of each step in order, and says what begins and what is over.
+    """Takes the metrics of each step in order, and returns the alerts that begin or end.
 
-    What it knows comes from the rows alone: a resumed run is shown its earlier ones, and goes on without telling twice.
+    Its state comes from the rows alone: a resumed run replays its earlier rows, so it reports nothing twice.
     """
 
     rules: Sequence[Rule] = RULES
     _first: list[Row] = field(default_factory=list)
-    _states: dict[str, _State] = field(default_factory=dict)
+    _states: dict[str, _Sign] = field(default_factory=dict)
 
     def take(self, step: int, row: Row) -> list[Alert]:
-        """What this step changes."""
+        """Return the alerts that begin or end in this step."""
         found = [self._apply(rule, step, row) for rule in self.rules]
         if len(self._first) < FIRST:
             self._first.append(row)
@@ -193,11 +252,11 @@ class Alerts:
 
     @property
     def open(self) -> dict[str, int]:
-        """The alerts that are not over, and the step in which each began."""
+        """Return the open alerts, and the step in which each began."""
         return {name: state.since for name, state in self._states.items() if state.open}
 
     def _apply(self, rule: Rule, step: int, row: Row) -> Alert | None:
-        state = self._states.setdefault(rule.name, _State())
+        state = self._states.setdefault(rule.name, _Sign())
         seen = rule.sign(row, self._first if len(self._first) == FIRST else ())
         if seen:
             state.since = step if state.since < 0 else state.since
@@ -209,19 +268,15 @@ class Alerts:
         state.away += 1
         if state.open and state.away < CALM:
             return None
-        self._states[rule.name] = _State()
+        self._states[rule.name] = _Sign()
         return Alert(rule.name, step, state.since, state.last, "", "", "") if state.open else None
 
 
 def _number(row: Row, name: str, below: float = -math.inf) -> float:
-    """A metric; where it is missing, or was no number, what is below every threshold."""
+    """Return a metric; if it is missing or NaN, return `below`."""
     value = row.get(name)
     return below if value is None or math.isnan(value) else value
 
 
 def _entropy(row: Row) -> float | None:
     return row.get("entropy", row.get("surprise"))
-
-
-def _is_late(name: str) -> bool:
-    return name.startswith(("failures/", "played_again/")) and name.endswith("/timeout")

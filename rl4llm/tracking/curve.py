@@ -1,4 +1,4 @@
-"""The learning curve as a picture."""
+"""Draw the learning curve as a picture."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.run_dir import write_atomically
-from rl4llm.tracking.jsonl import read_jsonl
+from rl4llm.runs.run_dir import write_atomically
+from rl4llm.tracking.tracker import read_jsonl
 
-BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"  # Okabe and Ito's, safe for the colour-blind
+BLUE, ORANGE, GREY, INK = (
+    "#0072B2",
+    "#D55E00",
+    "#8C8C8C",
+    "#222222",
+)  # Okabe and Ito's, safe for the colour-blind
 
 
-def plot_learning_curve(
-    metrics_jsonl: Path, eval_rows: Iterable[Mapping[str, Any]], png_path: Path, title: str = "Learning curve"
-) -> bool:
+def plot_learning_curve(metrics_jsonl: Path, eval_rows: Iterable[Mapping[str, Any]], png_path: Path) -> bool:
     """Draw held-out success (`accuracy` of the evaluations) above the training reward (`reward/mean`), over steps.
 
-    A log without one of them gets one panel; without both nothing is drawn, and the answer is False.
-    Raises DataError for a damaged log and RunDirError when the picture cannot be written.
+    A log without one of them gets one panel; without both, nothing is drawn and the result is False.
+    Raise DataError for a damaged log and RunDirError when the picture cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import, needed once a run
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     success = _points(eval_rows, "accuracy")
     reward = _points(read_jsonl(metrics_jsonl), "reward/mean")
-    panels = [(draw, points) for draw, points in ((_draw_success, success), (_draw_reward, reward)) if points[0]]
+    panels = [
+        (draw, points) for draw, points in ((_draw_success, success), (_draw_reward, reward)) if points[0]
+    ]
     if not panels:
         return False
     figure = Figure(figsize=(8, 0.6 + 2.5 * len(panels)), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=13, fontweight="bold", color=INK, x=0.01, ha="left")
+    figure.suptitle("Learning curve", fontsize=13, fontweight="bold", color=INK, x=0.01, ha="left")
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (draw, points) in zip(rows, panels, strict=True):
         draw(axes, *points)
@@ -44,14 +49,16 @@ def plot_learning_curve(
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A centred mean over about a twentieth of the points, at least five; near the ends over what there is."""
+    """Return a centred mean over about a twentieth of the points, at least five; fewer near the ends."""
     reach = max(2, len(values) // 40)
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
 def _points(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+    pairs = [
+        (row["step"], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])
+    ]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
@@ -61,7 +68,7 @@ def _draw_success(axes: Any, steps: list[int], values: list[float]) -> None:
     percent = [100 * value for value in values]
     axes.plot(steps, percent, "o-", color=BLUE, linewidth=1.8, markersize=5, clip_on=False, zorder=3)
     axes.set_ylim(0, 100)
-    _style(axes, "held-out success (%)")
+    style_axes(axes, "held-out success (%)")
     for at in {0, len(percent) - 1}:
         first = at == 0
         axes.annotate(
@@ -79,14 +86,22 @@ def _draw_success(axes: Any, steps: list[int], values: list[float]) -> None:
 
 def _draw_reward(axes: Any, steps: list[int], values: list[float]) -> None:
     few = len(values) < 8
-    axes.plot(steps, values, "o-" if few else "-", color=ORANGE, linewidth=1, alpha=1 if few else 0.35, label="each step")
+    axes.plot(
+        steps,
+        values,
+        "o-" if few else "-",
+        color=ORANGE,
+        linewidth=1,
+        alpha=1 if few else 0.35,
+        label="each step",
+    )
     if not few:
         axes.plot(steps, smooth(values), color=ORANGE, linewidth=2.2, label="smoothed")
         axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
-    _style(axes, "training reward (mean)")
+    style_axes(axes, "training reward (mean)")
 
 
-def _style(axes: Any, label: str) -> None:
+def style_axes(axes: Any, label: str) -> None:
     axes.set_ylabel(label, color=INK)
     axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)

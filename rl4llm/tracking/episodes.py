@@ -1,4 +1,4 @@
-"""Every episode as it was sampled: what was said, the exact tokens, who wrote them, and what it was worth.
+"""The log of episodes: messages, exact tokens, who wrote them, and rewards.
 
     episodes/step-000012.jsonl
         {"step": 12, "prompt_id": "7", "sample": 0, "reward": 1.0, "rewards": {"accuracy": 1.0}, "stop_reason": "done",
@@ -10,46 +10,53 @@
     episodes/eval-000012.jsonl
         the same, of the held-out set
 
-What is short comes first, so that a row can be listed without reading all of it. `tokens` are those that the policy wrote,
-in `turns`. What trained has the numbers of the trainer beside those of the engine: log-probs under the weights that
-sampled (in later optimizer steps of the same rollout under newer ones, unless they are recomputed), the advantage of each
-token, how much each counts in the loss of the step, and at which places of the span a clip cut the gradient; `mismatch` is
-the largest difference of the log-probs, in nats. Episodes that had nothing to teach, and evaluations, have none of these.
+Short fields come first, so that a reader can list a row without reading all of it. `tokens` counts what the policy wrote in
+`turns`. Spans that trained also have numbers of the trainer: log-probs under the weights that sampled (in later optimizer
+steps of the same rollout under newer ones, unless they are recomputed), the advantage of each token, its weight in the loss,
+and the places where a clip cut the gradient. `mismatch` is the largest difference of the log-probs, in nats. Episodes that
+did not train, and evaluations, have none of these.
 
 An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
-An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` holds what environments and
-rewards noted: why a reward gave 0 (`reward_notes`), what failed before it was played again (`played_again_after`). Where
-several roles speak in an episode, each that the policy plays has a row, with its `role` and whether that is `frozen`. Where
-several environments are played, `part` names the one.
+An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` has notes of environments and
+rewards: why a reward was 0 (`reward_notes`), what failed before a retry (`played_again_after`). In an episode of several
+roles, each role of the policy has a row, with its `role` and whether it is `frozen`. In an environment mixture, `part` names
+the environment.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import DataError
-from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory, count_turns
-from rl4llm.tracking.jsonl import read_jsonl
-from rl4llm.tracking.tokens import DIGITS, SpanNote, TrainedTokens
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, TrainBatch, Trajectory, count_turns
+from rl4llm.tracking.tracker import read_jsonl
 
 LONG = ("messages", "ground_truth", "spans", "forks", "extras")
 """The fields of an episode that may be long; they come last, in this order."""
-Notes = Mapping[int, SpanNote]
+DIGITS = 6  # of nats; those of an fp32 log-prob that mean something
+Notes = Mapping[int, "SpanNote"]
 
 
 class EpisodeLog:
     """Stores episodes of every `every`-th step (0: of none) and of each evaluation, at most `max_per_step` (0: all).
 
-    Failed attempts come first, then whole groups. Ranks other than 0 write files of their own. Files of steps after
-    `resume_step` are deleted: those steps are taken again.
+    Failed samples come first, then whole groups. Ranks other than 0 write separate files. Files of steps after
+    `resume_step` are deleted, since the run repeats those steps.
     """
 
-    def __init__(self, directory: Path, every: int = 1, max_per_step: int = 0, resume_step: int = -1, rank: int = 0):
+    def __init__(
+        self, directory: Path, every: int = 1, max_per_step: int = 0, resume_step: int = -1, rank: int = 0
+    ):
         self._directory = directory
         self._every = every
         self._limit = max_per_step or None
@@ -60,7 +67,7 @@ class EpisodeLog:
                 file.unlink(missing_ok=True)
 
     def due(self, step: int) -> bool:
-        """Whether episodes of this step are stored."""
+        """Return whether episodes of this step are stored."""
         return self._every > 0 and step % self._every == 0
 
     def log(
@@ -81,19 +88,70 @@ class EpisodeLog:
         notes = trained.by_span() if trained is not None else {}
         with open(self._directory / f"{kind}-{step:06d}{self._ending}", "w") as file:
             for row in islice(_rows(groups, failed, credits, notes), self._limit):
-                file.write(json.dumps(_short_first({"step": step, **row})) + "\n")
+                short = {name: value for name, value in row.items() if name not in LONG}
+                long = {name: row[name] for name in LONG if name in row}
+                file.write(json.dumps({"step": step, **short, **long}) + "\n")
+
+
+@dataclass(slots=True)
+class SpanNote:
+    """Of one span of the policy: the trainer's log-prob of each token (nats), its advantage, what each counts in the loss of
+    the step, and the places in the span at which a clip cut the gradient."""
+
+    logprobs: list[float]
+    advantages: list[float]
+    weight: float
+    clipped: list[int]
+
+
+class TrainedTokens:
+    """Gathers the passes of one step, and sorts them by span when the step is over.
+
+        trained.add(update.records, batch, logprobs_BT, clipped_BT)
+        trained.by_span()[id(span)].advantages
+
+    A token that trains several times keeps the numbers of its first pass; it is clipped if any pass clipped it.
+    """
+
+    def __init__(self) -> None:
+        self._passes: list[
+            tuple[Sequence[tuple[TokenSpan, ...]], TrainBatch, Tensor, Tensor, Tensor | None]
+        ] = []
+
+    def add(
+        self,
+        records: Sequence[tuple[TokenSpan, ...]],
+        batch: TrainBatch,
+        logprobs_BT: Tensor,
+        clipped_BT: Tensor | None = None,
+    ) -> None:
+        """Note a micro-batch; `clipped_BT` is 1 where a clip cut the gradient, None where nothing clips. No copy is made."""
+        if batch.record_ids_BT is not None:
+            clipped_BT = None if clipped_BT is None else clipped_BT.detach()
+            self._passes.append((records, batch, batch.record_ids_BT, logprobs_BT.detach(), clipped_BT))
+
+    def by_span(self) -> dict[int, SpanNote]:
+        """Return the notes of all spans that trained, by the `id` of the span."""
+        found: dict[int, SpanNote] = {}
+        for passed in self._passes:
+            for span, note in _notes_of(*passed):
+                known = found.setdefault(id(span), note)
+                known.clipped = sorted({*known.clipped, *note.clipped})
+        return found
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:
-    """The episodes of one file or of a directory's files; a torn last line, which a killed run leaves, is left out."""
+    """Return the episodes of a file or a directory of files, without a torn last line of a killed run."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files or not files[0].exists():
-        raise DataError(f"{path} holds no episodes. Accepted: an episodes directory of a run, or a .jsonl file in it.")
+        raise DataError(
+            f"{path} has no episodes. Accepted: the episodes directory of a run, or a .jsonl file in it."
+        )
     return [row for file in files for row in read_jsonl(file)]
 
 
 def told(groups: Sequence[Group], most: int = 8, longest: int = 4000) -> list[dict[str, str | float]]:
-    """A few episodes in words, for a table: prompt, completion, reward and stop reason; long texts in part."""
+    """Return a few episodes as text for a table: prompt, completion, reward and stop reason; long texts are cut."""
     return [
         {
             "prompt": _in_words(trajectory.messages[: _first_word(trajectory)], longest),
@@ -120,13 +178,11 @@ def _in_words(messages: Sequence[ChatMessage], longest: int) -> str:
     return text if len(text) <= longest else f"{text[:longest]} ... ({len(text) - longest:,} more characters)"
 
 
-def _short_first(row: Mapping[str, Any]) -> dict[str, Any]:
-    short = {name: value for name, value in row.items() if name not in LONG}
-    return short | {name: row[name] for name in LONG if name in row}
-
-
 def _rows(
-    groups: Sequence[Group], failed: Sequence[SampleState], credits: Sequence[Sequence[Any]] | None, notes: Notes
+    groups: Sequence[Group],
+    failed: Sequence[SampleState],
+    credits: Sequence[Sequence[Any]] | None,
+    notes: Notes,
 ) -> Iterator[dict[str, Any]]:
     for sample in failed:
         yield _failed(sample)
@@ -156,7 +212,7 @@ def _finished(trajectory: Trajectory, index: int, notes: Notes) -> dict[str, Any
 def _failed(sample: SampleState) -> dict[str, Any]:
     return {
         "prompt_id": sample.prompt_id,
-        **({"part": sample.part} if sample.part else {}),
+        **({"part": sample.special.part} if sample.special.part else {}),
         **({"role": sample.role} if sample.role else {}),
         "sample": sample.index,
         "failure": sample.failure or "unknown",
@@ -164,7 +220,7 @@ def _failed(sample: SampleState) -> dict[str, Any]:
         "stop_reason": sample.stop_reason,
         "ground_truth": _plain(sample.ground_truth),
         "messages": [message.to_dict() for message in sample.messages],
-        **_tokens(sample.spans, sample.forks),
+        **_tokens(sample.spans, sample.special.forks),
         "extras": _plain(sample.extras),
     }
 
@@ -175,24 +231,20 @@ def _tokens(
     """The token records of an episode, and what is counted in them."""
     notes, records = notes or {}, (spans, *forks)
     written = [span for record in records for span in record if span.author == "policy"]
-    first, *others = ([_span(span, notes.get(id(span))) for span in record] for record in records)
-    return {
-        "turns": sum(map(count_turns, records)),
-        "tokens": sum(len(span.token_ids) for span in written),
-        **_mismatch(written, notes),
-        "spans": first,
-        **({"forks": others} if others else {}),
-    }
-
-
-def _mismatch(written: Sequence[TokenSpan], notes: Notes) -> dict[str, float]:
     differences = [
         abs(ours - theirs)
         for span in written
         if (note := notes.get(id(span))) is not None
         for ours, theirs in zip(note.logprobs, span.logprobs or (), strict=True)
     ]
-    return {"mismatch": round(max(differences), DIGITS)} if differences else {}
+    first, *others = ([_span(span, notes.get(id(span))) for span in record] for record in records)
+    return {
+        "turns": sum(map(count_turns, records)),
+        "tokens": sum(len(span.token_ids) for span in written),
+        **({"mismatch": round(max(differences), DIGITS)} if differences else {}),
+        "spans": first,
+        **({"forks": others} if others else {}),
+    }
 
 
 def _span(span: TokenSpan, note: SpanNote | None) -> dict[str, Any]:
@@ -215,4 +267,44 @@ def _plain(value: Any) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
         pass
-    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else repr(value)
+    return (
+        {str(key): _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else repr(value)
+    )
+
+
+def _notes_of(
+    records: Sequence[tuple[TokenSpan, ...]],
+    batch: TrainBatch,
+    record_ids_BT: Tensor,
+    logprobs_BT: Tensor,
+    clipped_BT: Tensor | None,
+) -> Iterator[tuple[TokenSpan, SpanNote]]:
+    mask_BT = _array(batch.mask_BT)
+    record_ids = _array(record_ids_BT)[mask_BT]
+    order = np.lexsort((_array(batch.position_ids_BT)[mask_BT], record_ids))
+
+    def numbers(values_BT: Tensor) -> NDArray[Any]:
+        return _array(values_BT.expand_as(batch.mask_BT))[mask_BT][order]
+
+    logprobs, advantages = (
+        np.round(numbers(values_BT).astype(np.float64), DIGITS)
+        for values_BT in (logprobs_BT, batch.advantages_BT)
+    )
+    weights = numbers(batch.weights_BT)
+    clipped = numbers(clipped_BT) > 0 if clipped_BT is not None else np.zeros(len(order), bool)
+    end = 0
+    for span in (span for i in np.unique(record_ids) for span in records[i] if span.author == "policy"):
+        start, end = end, end + len(span.token_ids)
+        places = slice(start, end)
+        note = SpanNote(
+            logprobs[places].tolist(),
+            advantages[places].tolist(),
+            float(weights[start]) if end > start else 0.0,
+            np.flatnonzero(clipped[places]).tolist(),
+        )
+        yield span, note
+
+
+def _array(values: Tensor) -> NDArray[Any]:
+    values = values.detach().cpu()
+    return (values.float() if values.is_floating_point() else values).numpy()

@@ -1,9 +1,12 @@
-"""What a run takes of its machine."""
+"""Measure what a run takes of its machine: the time and memory of each phase of a step, and processor time."""
 
 from __future__ import annotations
 
 import resource
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,8 +18,65 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 LOWER_THE_MARK = "5"  # proc_pid_clear_refs(5): the high-water mark becomes what is resident now
 
 
+class PhaseClock:
+    """Adds up the seconds of named phases, on a clock that never jumps.
+
+        with clock("rollout"):
+            ...
+        clock.lap()     # {"time/rollout": 1.52, "memory/rollout": 0.83}, and starts again from zero
+
+    Phases may nest: the inner one counts in both. `on_phase` receives the name of each phase when it begins. `peak` returns
+    the peak memory, in GB, since its last call; without it no memory is measured.
+    """
+
+    def __init__(
+        self,
+        on_phase: Callable[[str], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+        peak: Callable[[], float] | None = None,
+    ):
+        self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
+        self._open: list[str] = []
+        self._on_phase = on_phase
+        self._now = now
+        self._peak = peak
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a phase, even if it raises; a phase inside itself counts once."""
+        inside_itself = phase in self._open
+        self._look()
+        started = self._now()
+        self._open.append(phase)
+        if self._on_phase:
+            self._on_phase(phase)
+        try:
+            yield
+        finally:
+            self._look()
+            self._open.remove(phase)
+            if not inside_itself:
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + self._now() - started
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds as "time/<phase>" and the peak GB as "memory/<phase>" since the last lap. An open phase counts
+        in the lap in which it ends."""
+        seconds, self._seconds = self._seconds, {}
+        peaks = {phase: self._peaks.pop(phase) for phase in list(self._peaks) if phase not in self._open}
+        return {f"time/{phase}": value for phase, value in seconds.items()} | {
+            f"memory/{phase}": value for phase, value in peaks.items()
+        }
+
+    def _look(self) -> None:
+        """Charge the peak since the last call to all open phases."""
+        peak = self._peak() if self._peak else None
+        if peak is not None:
+            self._peaks |= {phase: max(peak, self._peaks.get(phase, 0.0)) for phase in self._open}
+
+
 class Resources:
-    """CPU and memory of this process, and of the GPU it computes on."""
+    """Measures CPU and memory of this process, and of its GPU."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -24,7 +84,7 @@ class Resources:
         self._peak_rss = self._peak_gpu = 0  # before the marks were last lowered
 
     def metrics(self) -> dict[str, float]:
-        """Numbers by name. CPU is in percent of one core since the last call, memory in GB (1e9 bytes)."""
+        """Return numbers by name. CPU is in percent of one core since the last call, memory in GB (1e9 bytes)."""
         metrics = {
             "resources/cpu_percent": self._process.cpu_percent(),
             "resources/rss_gb": self._process.memory_info().rss / GB,
@@ -37,9 +97,9 @@ class Resources:
         return metrics
 
     def peak_gb(self) -> float:
-        """The most memory since the last call: allocated on the GPU that this process computes on, else resident.
+        """Return the peak memory in GB since the last call: allocated on the GPU of this process, otherwise resident.
 
-        Where the system keeps no mark that can be lowered, as Linux does, it is what is resident now.
+        Without a resettable high-water mark, which Linux has, it is the memory that is resident now.
         """
         if _on_gpu():
             peak = torch.cuda.max_memory_allocated()

@@ -1,4 +1,4 @@
-"""Everything a run writes and shows, behind one face."""
+"""Everything that a run writes and shows, behind one class."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.ranks import Ranks
-from rl4llm.core.run_dir import RunDir
+from rl4llm.core.registry import load
 from rl4llm.core.types import Group
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.ranks import Ranks
 from rl4llm.tracking.alerts import Alerts
-from rl4llm.tracking.clock import Clock
 from rl4llm.tracking.console import Console, Mode
-from rl4llm.tracking.curve import plot_learning_curve
-from rl4llm.tracking.deferred import Deferred
-from rl4llm.tracking.episodes import EpisodeLog, told
-from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
-from rl4llm.tracking.mlflow import MlflowTracker
-from rl4llm.tracking.resources import Resources
+from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, told
+from rl4llm.tracking.resources import PhaseClock, Resources
 from rl4llm.tracking.summary import Episode, Failure, facts, faults, summarize_facts
-from rl4llm.tracking.tensorboard import TensorBoardTracker
-from rl4llm.tracking.tokens import TrainedTokens
-from rl4llm.tracking.tracker import Tolerant, Tracker, Trackers
-from rl4llm.tracking.trackio import TrackioTracker
+from rl4llm.tracking.tracker import (
+    SERVICES,
+    JsonlTracker,
+    Tolerant,
+    Tracker,
+    Trackers,
+    open_service,
+    read_jsonl,
+)
 from rl4llm.tracking.waiting import Waiting
-from rl4llm.tracking.wandb import WandbTracker
 
+TENSORBOARD = "rl4llm.tracking.tensorboard:TensorBoardTracker"
 Gathered = tuple[int, list[list[Episode]], list[Failure]]
 """What a rank trained on or sampled: tokens, episodes by group, failures."""
 
@@ -37,10 +39,10 @@ class RunTracker:
     """Console, metrics, episodes, learning curve and resources of one run, in its directory, and `trackers` by name: any of
     tensorboard, wandb, mlflow and trackio, where it is a run of `project`.
 
-    `begin` opens the logs at a step: what an earlier start of the run logged after it is cut off, since those steps are
-    taken again. Writing that fails is told once and never stops training.
+    `begin` opens the logs at a step and removes later rows of an earlier start, since the run repeats those steps. A failed
+    write is reported once and never stops training.
 
-    Metrics are of all ranks together, and the first one writes them; each stores its own episodes.
+    Metrics cover all ranks, and the first rank writes them; each rank stores its own episodes.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class RunTracker:
         self._said: set[str] = set()
         self._unsaid: list[str] = []
         self._resources = Resources()
-        self.clock = Clock(on_phase=self._show_phase, peak=self._resources.peak_gb)
+        self.clock = PhaseClock(on_phase=self._show_phase, peak=self._resources.peak_gb)
         self._run = run
         self._names = tuple(trackers)
         self._project = project
@@ -91,11 +93,14 @@ class RunTracker:
         self.console.__enter__()
         self._waiting.start()
         if step >= 0:
-            self._recall_evaluations()
-            self.console.note(f"resumed {self._run.path} after step {step}")
-        for change in self._run.changes:
+            # The console compares with the first start of the run.
+            with self._tolerant("evaluations"):
+                for row in read_jsonl(run.eval_file):
+                    self.console.recall(row["step"], row)
+            self.console.note(f"resumed {run.path} after step {step}")
+        for change in run.changes:
             self.console.note(f"changed since the last start: {change}")
-        for text in self._run.warnings:
+        for text in run.warnings:
             self.warn(text)
 
     def step(
@@ -129,18 +134,26 @@ class RunTracker:
         self._step = step
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
-        self._look(step, metrics)
+        found = self._alerts.take(step, metrics)
+        self.console.alerts(self._alerts.open)
+        for alert in found:  # that begin or end in this step
+            (self.console.warn if alert.until is None else self.console.note)(str(alert))
+            with self._tolerant("alerts.jsonl"):
+                if self._alert_file is not None:
+                    self._alert_file.append(asdict(alert))
 
     def stores_episodes(self, step: int) -> bool:
-        """Whether the episodes of this step will be kept."""
+        """Return whether the episodes of this step are stored."""
         return self._episodes is not None and self._episodes.due(step)
 
     def stopped_by(self, step: int, failed: Sequence[SampleState]) -> None:
-        """Store the attempts that failed in a step that will not be finished because of them."""
+        """Store the failed samples of a step that they stop."""
         self._store_episodes(step, (), failed)
 
-    def evaluation(self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> dict[str, float]:
-        """Log one measurement of the held-out set; returns its metrics, on the first rank."""
+    def evaluation(
+        self, step: int, groups: Sequence[Group], failed: Sequence[SampleState]
+    ) -> dict[str, float]:
+        """Log an evaluation on the held-out set; return its metrics on the first rank."""
         self._store_episodes(step, groups, failed, kind="eval")
         gathered = self._gathered(0, groups, failed)
         if not gathered:
@@ -155,15 +168,17 @@ class RunTracker:
         return metrics
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log what was measured on held-out rows, where nothing is sampled."""
+        """Log an evaluation on held-out rows without sampling."""
         metrics = {name: value for name, value in metrics.items() if not name.startswith("update/")}
         self._evals.log(step, metrics)
         self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
-        self.console.note(f"held-out at step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        self.console.note(
+            f"held-out at step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        )
 
     def warn(self, text: str) -> None:
-        """Tell the user something that must not be overlooked. On a terminal, which has the panel of the first rank, others
-        have that one say it when the step is over."""
+        """Show a warning. On a terminal, which shows the panel of the first rank, that rank prints those of the others
+        after the step."""
         if not self._ranks.is_first and self.console.on_terminal:
             self._unsaid.append(text)
         else:
@@ -171,7 +186,7 @@ class RunTracker:
             self.console.warn(text)
 
     def note(self, text: str) -> None:
-        """Tell the user something worth a line."""
+        """Print a line."""
         self.console.note(text)
 
     def table(self, rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title: str = "") -> None:
@@ -179,8 +194,8 @@ class RunTracker:
         self.console.table(rows, header, title)
 
     def close(self) -> None:
-        """Write out what is pending, give the terminal back, and let the run's directory go."""
-        with ExitStack() as stack:  # the terminal and the directory are given back whatever else goes wrong
+        """Write pending output, and release the terminal and the run's directory."""
+        with ExitStack() as stack:  # releases the terminal and the directory after any error
             stack.callback(self._run.close)
             stack.callback(self._say_what_is_left)
             stack.callback(self.console.__exit__)
@@ -192,8 +207,10 @@ class RunTracker:
             if self._alert_file is not None:
                 self._alert_file.close()
 
-    def _gathered(self, tokens: int, groups: Sequence[Group], failed: Sequence[SampleState]) -> list[Gathered]:
-        """What each rank sampled, on the first one, which then says what the others could not."""
+    def _gathered(
+        self, tokens: int, groups: Sequence[Group], failed: Sequence[SampleState]
+    ) -> list[Gathered]:
+        """Return what each rank sampled, on the first rank, which also prints the warnings of the others."""
         unsaid, self._unsaid = self._unsaid, []
         gathered = self._ranks.gather((tokens, facts(groups), faults(failed), unsaid))
         for rank, (*_, texts) in enumerate(gathered):
@@ -211,7 +228,7 @@ class RunTracker:
             self.console.note(text)
 
     def _open_alerts(self, step: int) -> None:
-        """What the steps before this start showed is known, and was told."""
+        """Open the file of alerts, and replay the steps before this start, whose alerts were already reported."""
         with self._tolerant("alerts.jsonl"):
             self._alert_file = JsonlTracker(self._run.alerts_file, step)
         with self._tolerant("metrics.jsonl"):
@@ -220,32 +237,15 @@ class RunTracker:
                     self._alerts.take(row["step"], row)
         self.console.alerts(self._alerts.open)
 
-    def _look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell what is sick since this step, and what is well again."""
-        found = self._alerts.take(step, metrics)
-        self.console.alerts(self._alerts.open)
-        for alert in found:
-            (self.console.warn if alert.until is None else self.console.note)(str(alert))
-            with self._tolerant("alerts.jsonl"):
-                if self._alert_file is not None:
-                    self._alert_file.append(asdict(alert))
-
-    def _recall_evaluations(self) -> None:
-        """The console says how far the run has come since its first start, not since this one."""
-        with self._tolerant("evaluations"):
-            for row in read_jsonl(self._run.eval_file):
-                self.console.recall(row["step"], row)
-
     def _opened(self, names: Sequence[str], step: int) -> Trackers:
-        """The trackers that could be opened."""
-        run, own = self._run, (self._project, self._run.run_id)
+        """Return the trackers that could be opened."""
+        run = self._run
+        given = run.path, self._project, run.run_id, self._config, self.warn
         known: dict[str, Callable[[], Tracker]] = {
             "metrics.jsonl": lambda: JsonlTracker(run.metrics_file, step),
             "eval.jsonl": lambda: JsonlTracker(run.eval_file, step),
-            "tensorboard": lambda: TensorBoardTracker(run.tensorboard_dir, step),
-            "wandb": lambda: WandbTracker(run.path, *own, self._config, self.warn),
-            "mlflow": lambda: Deferred("MLflow", lambda: MlflowTracker(*own, run.path.name, self._config), self.warn),
-            "trackio": lambda: TrackioTracker(*own, self._config),
+            "tensorboard": lambda: load(TENSORBOARD, "tracking.tensorboard=true")(run.tensorboard_dir, step),
+            **{name: partial(open_service, name, *given) for name in SERVICES},
         }
         trackers: list[Tracker] = []
         for name in names:
@@ -266,20 +266,24 @@ class RunTracker:
                 self._episodes.log(step, groups, failed, **details)
 
     def _draw_curve(self, step: int) -> None:
+        from rl4llm.tracking.curve import plot_learning_curve  # noqa: PLC0415 - once or twice a run
+
         with self._tolerant("learning curve"):
-            if plot_learning_curve(self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file):
+            if plot_learning_curve(
+                self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file
+            ):
                 self._trackers.picture(step, "learning_curve", self._run.curve_file)
                 self._drawn = step
 
 
 def _summary(gathered: Sequence[Gathered]) -> dict[str, float]:
-    """Metrics of what all ranks sampled."""
+    """Return metrics of what all ranks sampled."""
     failed = [failure for _, _, failures in gathered for failure in failures]
     return summarize_facts([group for _, groups, _ in gathered for group in groups], failed)
 
 
 def _merged(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The optimizer steps of one step as one: sums of tokens, maxima of maxima, means of the rest."""
+    """Merge the metrics of the optimizer steps of one step: sums of tokens, maxima of maxima, means of the rest."""
     merged = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]

@@ -1,4 +1,4 @@
-"""What a rollout was like, in the metric names that the field uses."""
+"""Metrics that describe a rollout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl4llm.algorithms.functional import differ
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.types import Group, Trajectory
+from rl4llm.core.types import Group
 
 TRUNCATED = ("length", "context")
 RESERVED = ("mean", "std")
@@ -40,30 +41,52 @@ class Failure:
 
     kind: str
     part: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def facts(groups: Sequence[Group]) -> list[list[Episode]]:
-    """The trajectories of each group, as metrics see them."""
-    return [[_fact(trajectory, group.frozen) for trajectory in group.trajectories] for group in groups]
+    """Return what metrics need of the trajectories of each group."""
+    return [
+        [
+            Episode(
+                one.reward,
+                dict(one.rewards),
+                one.num_policy_tokens,
+                len(one.spans[0].token_ids),
+                one.num_turns,
+                one.stop_reason,
+                tuple(_noted(one.extras)),
+                {name: float(value) for name, value in one.extras.get("metrics", {}).items()},
+                one.role,
+                group.frozen,
+                one.part,
+                -math.fsum(logprob for span in one.policy_spans for logprob in span.logprobs or ()),
+            )
+            for one in group.trajectories
+        ]
+        for group in groups
+    ]
 
 
 def faults(failed: Sequence[SampleState]) -> list[Failure]:
-    """The failed samples, as metrics see them."""
-    return [Failure(sample.failure_class, sample.part) for sample in failed]
+    """Return what metrics need of the failed samples."""
+    return [
+        Failure(sample.failure_class, sample.special.part, tuple(_calls(sample.extras))) for sample in failed
+    ]
 
 
 def succeeded(rewards: Mapping[str, float]) -> bool:
-    """Whether the reward named "accuracy", or else the first one, is at least 1."""
+    """Return whether the reward named "accuracy", or else the first one, is at least 1."""
     return rewards.get("accuracy", next(iter(rewards.values()), 0.0)) >= 1.0
 
 
 def summarize(groups: Sequence[Group], failed: Sequence[SampleState] = ()) -> dict[str, float]:
-    """`summarize_facts` of groups and failed samples."""
+    """Return `summarize_facts` of groups and failed samples."""
     return summarize_facts(facts(groups), faults(failed))
 
 
 def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
-    """Metrics of all trajectories that were sampled, whether they train or not.
+    """Return metrics of all sampled trajectories, including those that do not train.
 
     reward/mean, reward/std      of the combined reward over all trajectories (population standard deviation)
     reward/<name>                mean of each reward; one named "mean" or "std" becomes reward/mean_, reward/std_
@@ -79,28 +102,19 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[Failur
     groups/count                 how many groups have more than one trajectory, where there are any
     groups/zero_spread           share of those whose rewards are all equal, which teach a group-relative algorithm nothing
     model_faults/<reward>/<why>  how many a reward gave 0 for more than a wrong answer, such as math/timeout
+    tool/<name>/calls            how often a tool was run, in failed samples too
+    tool/<name>/raised/<what>    how often it raised what is not the model's fault, such as "NameError at tools.py:9"
     played_again/<class>         how many were finished at the second attempt, by what had failed the first
     trajectories, failures       how many were finished, and how many failed through no fault of the policy
     failures/<class>             the latter by class, such as env/timeout or math/unavailable
     role/<role>/...              all but the failures once more for the trajectories of each role
     part/<part>/...              all once more for each environment, where several are played, and its `share` of them
 
-    Without any trajectory only the failures and `trajectories` are there. Roles that are frozen count in no metric but
-    their own.
+    Without a trajectory there are only the failures and `trajectories`. Frozen roles count only in their own metrics.
     """
-    return {**_of_one(groups, failed), **_by_part(groups, failed)}
-
-
-def _of_one(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
-    kinds = {f"failures/{kind}": float(count) for kind, count in sorted(Counter(item.kind for item in failed).items())}
-    failures = {"failures": float(len(failed)), **kinds}
-    return {**_of([group for group in groups if not any(member.frozen for member in group)]), **failures, **_by_role(groups)}
-
-
-def _by_part(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
-    names = sorted({member.part for group in groups for member in group} | {item.part for item in failed} - {""})
-    metrics: dict[str, float] = {}
-    for name in filter(None, names):
+    metrics = _of_one(groups, failed)
+    names = {member.part for group in groups for member in group} | {item.part for item in failed}
+    for name in sorted(names - {""}):
         own = [group for group in groups if any(member.part == name for member in group)]
         found = _of_one(own, [item for item in failed if item.part == name])
         share = sum(map(len, own)) / max(1, sum(map(len, groups)))
@@ -108,13 +122,20 @@ def _by_part(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> 
     return metrics
 
 
-def _by_role(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    roles = dict.fromkeys(member.role for group in groups for member in group if member.role)
-    return {
-        f"role/{role}/{name}": value
-        for role in roles
-        for name, value in _of([group for group in groups if any(member.role == role for member in group)]).items()
+def _of_one(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
+    kinds = {
+        f"failures/{kind}": float(count)
+        for kind, count in sorted(Counter(item.kind for item in failed).items())
     }
+    failures = {"failures": float(len(failed)), **kinds}
+    metrics = _of([group for group in groups if not any(member.frozen for member in group)])
+    for note in (note for item in failed for note in item.notes):
+        metrics[note] = metrics.get(note, 0.0) + 1.0
+    metrics |= failures
+    for role in dict.fromkeys(member.role for group in groups for member in group if member.role):
+        own = _of([group for group in groups if any(member.role == role for member in group)])
+        metrics |= {f"role/{role}/{name}": value for name, value in own.items()}
+    return metrics
 
 
 def _of(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
@@ -122,29 +143,33 @@ def _of(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group]
     if not trajectories:
         return {"trajectories": 0.0}
-    return {
-        **_rewards(trajectories),
-        **_lengths(trajectories),
-        **_stops(trajectories),
-        **_measured(trajectories),
-        "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
-        "surprise": sum(one.surprise for one in trajectories) / max(1, sum(one.policy_tokens for one in trajectories)),
-        **_spread([group for group in groups if len(group) > 1]),
-        **{note: float(count) for note, count in sorted(Counter(_notes(trajectories)).items())},
-        "trajectories": float(len(trajectories)),
-    }
-
-
-def _notes(trajectories: Sequence[Episode]) -> Iterator[str]:
-    return (note for trajectory in trajectories for note in trajectory.notes)
-
-
-def _measured(trajectories: Sequence[Episode]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
+    lengths = sorted(one.policy_tokens for one in trajectories)
+    reasons = Counter(one.stop_reason for one in trajectories)
+    measured: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.measured.items():
-            values.setdefault(f"env/{name}", []).append(value)
-    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
+            measured.setdefault(f"env/{name}", []).append(value)
+    notes = Counter(note for trajectory in trajectories for note in trajectory.notes)
+    equal = [not differ([one.reward for one in group]) for group in groups if len(group) > 1]
+    spread = (
+        {"groups/count": float(len(equal)), "groups/zero_spread": statistics.fmean(equal)} if equal else {}
+    )
+    return {
+        **_rewards(trajectories),
+        "completion_length/mean": statistics.fmean(lengths),
+        "completion_length/p90": float(lengths[math.ceil(0.9 * len(lengths)) - 1]),
+        "completion_length/max": float(lengths[-1]),
+        "prompt_length/mean": statistics.fmean(one.prompt_tokens for one in trajectories),
+        "truncated": sum(reasons[reason] for reason in TRUNCATED) / len(trajectories),
+        **{f"stop/{reason}": count / len(trajectories) for reason, count in sorted(reasons.items())},
+        **{name: statistics.fmean(found) for name, found in sorted(measured.items())},
+        "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
+        "surprise": sum(one.surprise for one in trajectories)
+        / max(1, sum(one.policy_tokens for one in trajectories)),
+        **spread,
+        **{note: float(count) for note, count in sorted(notes.items())},
+        "trajectories": float(len(trajectories)),
+    }
 
 
 def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
@@ -159,53 +184,16 @@ def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
     return metrics
 
 
-def _lengths(trajectories: Sequence[Episode]) -> dict[str, float]:
-    lengths = sorted(trajectory.policy_tokens for trajectory in trajectories)
-    return {
-        "completion_length/mean": statistics.fmean(lengths),
-        "completion_length/p90": float(lengths[math.ceil(0.9 * len(lengths)) - 1]),
-        "completion_length/max": float(lengths[-1]),
-        "prompt_length/mean": statistics.fmean(trajectory.prompt_tokens for trajectory in trajectories),
-    }
-
-
-def _stops(trajectories: Sequence[Episode]) -> dict[str, float]:
-    reasons = Counter(trajectory.stop_reason for trajectory in trajectories)
-    shares = {f"stop/{reason}": count / len(trajectories) for reason, count in sorted(reasons.items())}
-    return {"truncated": sum(reasons[reason] for reason in TRUNCATED) / len(trajectories), **shares}
-
-
-def _spread(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    if not groups:
-        return {}
-    return {"groups/count": float(len(groups)), "groups/zero_spread": statistics.fmean(map(_zero_spread, groups))}
-
-
-def _zero_spread(group: Sequence[Episode]) -> bool:
-    rewards = [trajectory.reward for trajectory in group]
-    return min(rewards) == max(rewards)
-
-
-def _fact(trajectory: Trajectory, frozen: bool) -> Episode:
-    return Episode(
-        trajectory.reward,
-        dict(trajectory.rewards),
-        trajectory.num_policy_tokens,
-        len(trajectory.spans[0].token_ids),
-        trajectory.num_turns,
-        trajectory.stop_reason,
-        tuple(_noted(trajectory.extras)),
-        {name: float(value) for name, value in trajectory.extras.get("metrics", {}).items()},
-        trajectory.role,
-        frozen,
-        trajectory.part,
-        -math.fsum(logprob for span in trajectory.policy_spans for logprob in span.logprobs or ()),
-    )
-
-
 def _noted(extras: Mapping[str, Any]) -> Iterator[str]:
     """The metrics that count what happened to one trajectory."""
     for reward, note in extras.get("reward_notes", {}).items():
         yield f"model_faults/{reward}/{note.partition(':')[0]}"
     if "played_again_after" in extras:
         yield f"played_again/{extras['played_again_after']}"
+    yield from _calls(extras)
+
+
+def _calls(extras: Mapping[str, Any]) -> Iterator[str]:
+    """What became of calls of tools, each as often as it happened."""
+    for what, count in extras.get("tool_counts", {}).items():
+        yield from [f"tool/{what}"] * count

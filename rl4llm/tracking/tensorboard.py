@@ -1,11 +1,14 @@
-"""Metrics for TensorBoard."""
+"""A tracker that writes metrics for TensorBoard."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rl4llm.tracking.glossary import find
 from rl4llm.tracking.tracker import Row, Tracker
+
+_IN_A_CELL = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "\\|", "\r": "", "\n": "<br>"})
 
 
 class TensorBoardTracker(Tracker):
@@ -24,8 +27,13 @@ class TensorBoardTracker(Tracker):
         return "TensorBoard"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from torch.utils.tensorboard.summary import scalar  # noqa: PLC0415 - slow to import
+
         for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
+            point = scalar(name, float(value))
+            if metric := find(name):  # in the glossary
+                point.value[0].metadata.summary_description = str(metric)
+            self._writer._get_file_writer().add_summary(point, step)
         self._writer.flush()
 
     def picture(self, step: int, name: str, file: Path) -> None:
@@ -43,16 +51,13 @@ class TensorBoardTracker(Tracker):
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """A table of rows, in which a line of a cell begins with `<br>` and nothing ends it.
+    """Return a Markdown table of rows; `<br>` separates the lines of a cell.
 
     >>> as_markdown([{"said": "a|b", "reward": 1.0}])
     '| said | reward |\\n|---|---|\\n| a\\\\|b | 1.0 |'
     """
     lines = [list(rows[0]), *(row.values() for row in rows)]
-    head, *body = ("| " + " | ".join(_cell(str(value)) for value in line) + " |" for line in lines)
+    head, *body = (
+        "| " + " | ".join(str(value).translate(_IN_A_CELL) for value in line) + " |" for line in lines
+    )
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
-def _cell(text: str) -> str:
-    plain = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-    return plain.replace("\r", "").replace("\n", "<br>")

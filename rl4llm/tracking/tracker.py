@@ -1,14 +1,18 @@
-"""Where metrics go. A tracker that fails is told once and never stops training."""
+"""Trackers receive the metrics of a run. A failing tracker is reported once and never stops training."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError, RunDirError
+from rl4llm.core.registry import load
 
 Row = Mapping[str, str | float]
 
@@ -16,7 +20,7 @@ Row = Mapping[str, str | float]
 class Tracker(ABC):
     """Takes what a run logs, in the order of steps. Its methods may raise OSError, see `Tolerant`; none waits for a network.
 
-    Pictures and tables are for those who can show them: by default they are let go.
+    By default a tracker ignores pictures and tables.
     """
 
     @abstractmethod
@@ -24,29 +28,91 @@ class Tracker(ABC):
         """Record metrics of a step; those of its evaluation, whose names begin with "eval/", come in a second call."""
 
     def picture(self, step: int, name: str, file: Path) -> None:
-        """Keep a PNG, in the place of what had this name before."""
+        """Store a PNG; it replaces an earlier one of this name."""
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Keep rows, which all have the same columns."""
+        """Store rows with equal columns."""
 
     def close(self) -> None:
-        """Write out what is pending."""
+        """Write pending output."""
+
+
+class JsonlTracker(Tracker):
+    """Appends ``{"step": 12, "reward/mean": 0.5, ...}``; a number that is not finite becomes null.
+
+    `resume_step` is the last step before training resumes (-1: none). Later lines and a torn last line are removed
+    first, so that no step is in the file twice.
+    """
+
+    def __init__(self, path: Path, resume_step: int = -1):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
+        self._size = 0  # of the whole lines before the first one of a later step
+        with open(path, "rb") as file:
+            for line in file:
+                row = _parse(line)
+                if not line.endswith(b"\n") or (row is not None and row.get("step", -1) > resume_step):
+                    break
+                self._size += len(line)
+        self._file.truncate(self._size)
+
+    def __str__(self) -> str:
+        return self.path.name
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.append({"step": step, **finite})
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append any row with a step; if the disk is full (OSError), no part of it stays in the file."""
+        line = memoryview(json.dumps(row).encode() + b"\n")
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+SERVICES = {
+    "mlflow": "rl4llm.extensions.trackers.mlflow:open_tracker",
+    "trackio": "rl4llm.extensions.trackers.trackio:open_tracker",
+    "wandb": "rl4llm.extensions.trackers.wandb:WandbTracker",
+}
+"""Trackers that are services, by the name of their package, their key under `tracking` and their extra."""
+
+
+def open_service(name: str, *given: Any) -> Tracker:
+    """Open a tracker of SERVICES, `given` the run's directory, project, run id, configuration and `warn`."""
+    tracker: Tracker = load(SERVICES[name], f"tracking.{name}=true")(*given)
+    return tracker
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Raise ConfigError when the package of a tracker, which has its name, cannot be imported."""
+    """Raise ConfigError when a tracker's folder of rl4llm, or the package of its name, cannot be imported."""
     for name in names:
+        if name in SERVICES:
+            load(SERVICES[name], f"tracking.{name}=true")
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(f"tracking.{name}=true: {error}. Next: pip install 'rl4llm[{name}]'.") from error
+            raise ConfigError(
+                f"tracking.{name}=true: {error}. Next: pip install 'rl4llm[{name}]'."
+            ) from error
 
 
 class Tolerant:
-    """Lets the writing of logs fail: the first failure of each name is handed to `warn`, the later ones are only counted.
+    """Lets writing of logs fail: it reports the first failure of each name to `warn`, and only counts the later ones.
 
-        with tolerant("metrics.jsonl"):
-            tracker.log(step, metrics)
+    with tolerant("metrics.jsonl"):
+        tracker.log(step, metrics)
     """
 
     def __init__(self, warn: Callable[[str], None]):
@@ -61,11 +127,13 @@ class Tolerant:
         except (OSError, RunDirError, DataError) as error:
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
-                self._warn(f"{name} cannot be written ({error}). Training goes on; what is missed there stays missing.")
+                self._warn(
+                    f"{name} cannot be written ({error}). Training continues; this log stays incomplete."
+                )
 
 
 class Trackers(Tracker):
-    """Several trackers as one; the failure of one holds up neither the others nor training."""
+    """Several trackers as one; a failing one stops neither the others nor training."""
 
     def __init__(self, trackers: Sequence[Tracker], tolerant: Tolerant):
         self._trackers = tuple(trackers)
@@ -87,3 +155,31 @@ class Trackers(Tracker):
         for tracker in self._trackers:
             with self._tolerant(str(tracker)):
                 tell(tracker)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a log, without a torn last line of a killed run; a missing file has no rows.
+
+    Raise DataError with file and line for anything else that is not JSON.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = _parse(line)
+            if row is not None:
+                rows.append(row)
+            elif line.endswith(b"\n"):
+                raise DataError(
+                    f"{path}:{number} is not a JSON object: {line[:80].decode(errors='replace').strip()!r}."
+                )
+    return rows
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

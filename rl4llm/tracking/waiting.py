@@ -1,7 +1,7 @@
-"""Nobody is left guessing: when a phase takes long, who is where in it, and who only waits for the others.
+"""Show which rank is in which phase, and which rank waits for the others, when a phase takes long.
 
-A rank that is in one phase for more than `SLOW_S` says so in a file of the run's directory, `.waiting-3`, until it goes on.
-The first one reads them; while all goes fast there is nothing to read or to write.
+A rank that is in one phase for more than `SLOW_S` seconds writes it into a file of the run's directory, `.waiting-3`, and
+removes the file afterwards. The first rank reads these files. Fast phases write nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.ranks import Ranks
-from rl4llm.tracking.progress import duration
+from rl4llm.runtime.ranks import Ranks
+from rl4llm.tracking.console import duration
 
 SLOW_S = 10.0
 LOOK_S = 1.0
@@ -25,10 +25,12 @@ FIRST_LINE_S = 60.0  # in plain output; then after twice as long, and so on
 class Waiting:
     """Follows this rank's phases, and shows those of all ranks on the first one.
 
-    `say`, where lines are plain, is told in words when nothing moves for a minute, and then ever more rarely.
+    In plain output, `say` receives a line after a minute without progress, and then at doubling intervals.
     """
 
-    def __init__(self, directory: Path, ranks: Ranks, say: Callable[[str], None] | None = None, slow_s: float = SLOW_S):
+    def __init__(
+        self, directory: Path, ranks: Ranks, say: Callable[[str], None] | None = None, slow_s: float = SLOW_S
+    ):
         self._directory = directory
         self._ranks = ranks
         self._say = say
@@ -41,7 +43,7 @@ class Waiting:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Look on, in a thread, until `stop`."""
+        """Watch in a thread until `stop`."""
         for left in self._directory.glob(".waiting-*") if self._ranks.is_first else ():
             left.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
@@ -54,16 +56,17 @@ class Waiting:
             self._file.unlink(missing_ok=True)
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self._phase, self._since, self._next_line_s = name, time.time(), FIRST_LINE_S
 
     def lines(self) -> list[str]:
-        """Where each rank is, one line for each, once the first one is slow; nothing for one process alone."""
+        """Return a line for each rank once the first one is slow; nothing for a single process."""
         if self._ranks.size == 1 or time.time() - self._since < self._slow_s:
             return []
         others = {int(file.name.partition("-")[2]): file for file in self._directory.glob(".waiting-*")}
-        found = {0: self._where(), **{rank: self._read(file) for rank, file in others.items()}}
-        return [f"rank {rank} {found.get(rank) or 'goes on'}" for rank in range(self._ranks.size)]
+        first = _words(self._phase, self._since, self._ranks.waits)
+        found = {0: first, **{rank: self._read(file) for rank, file in others.items()}}
+        return [f"rank {rank} {found.get(rank) or 'is running'}" for rank in range(self._ranks.size)]
 
     @property
     def _file(self) -> Path:
@@ -71,14 +74,18 @@ class Waiting:
 
     def _watch(self) -> None:
         while not self._over.wait(min(LOOK_S, self._slow_s / 2)):
-            with contextlib.suppress(OSError):  # a full disk is told by those who have something to keep
+            with contextlib.suppress(OSError):  # other writers report a full disk
                 if self._ranks.is_first:
                     self._speak()
                 else:
                     self._show()
 
     def _show(self) -> None:
-        now = (self._phase, self._since, self._ranks.waits) if time.time() - self._since > self._slow_s else None
+        now = (
+            (self._phase, self._since, self._ranks.waits)
+            if time.time() - self._since > self._slow_s
+            else None
+        )
         if now == self._told:
             return
         if now is None:
@@ -92,19 +99,18 @@ class Waiting:
         if self._say is None or seconds < self._next_line_s:
             return
         self._next_line_s *= 2
-        self._say("; ".join(self.lines()) or f"still in {self._phase or 'the beginning'}, for {duration(seconds)}")
-
-    def _where(self) -> str:
-        return _words(self._phase, self._since, self._ranks.waits)
+        self._say(
+            "; ".join(self.lines()) or f"still in {self._phase or 'start-up'} after {duration(seconds)}"
+        )
 
     def _read(self, file: Path) -> str:
         try:
             phase, since, waits = json.loads(file.read_text())
         except (OSError, ValueError, TypeError):
-            return ""  # it goes on
+            return ""  # the rank is running again
         return _words(phase, since, waits)
 
 
 def _words(phase: str, since: float, waits: bool) -> str:
     how = "waits for the others in" if waits else "is in"
-    return f"{how} {phase or 'the beginning'}, for {duration(max(0.0, time.time() - since))}"
+    return f"{how} {phase or 'start-up'}, for {duration(max(0.0, time.time() - since))}"

@@ -1,4 +1,4 @@
-"""The episodes of the next step, played while this one trains."""
+"""Play the episodes of the next step while this one trains (one-step off-policy)."""
 
 from __future__ import annotations
 
@@ -6,59 +6,54 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
-from rl4llm.envs.rollout import RolloutResult
-
-END_S = 30.0  # for episodes that are cancelled to be gone
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """The episodes of some prompts, and the version of the weights that they were played with."""
-
-    rows: list[int]
-    result: RolloutResult
-    version: int
+T = TypeVar("T")
+END_S = 30.0  # until cancelled episodes must have ended
 
 
-class Ahead:
-    """At most one rollout, in a thread of its own. From `start` to `wait` nobody else may use its event loop.
+class Ahead(Generic[T]):
+    """At most one rollout, in a thread. From `start` to `wait` nothing else may use its event loop.
 
-    The thread is there until the end: processes that are started in one, such as servers of tools, die with it.
+    The thread lives until the end, since processes that it starts, such as tool servers, die with it.
+    `cursor` is the state of the prompts before those of the current rollout.
     """
 
     def __init__(self) -> None:
-        self._future: Future[Played] | None = None
-        self._jobs: SimpleQueue[tuple[Future[Played], Callable[[], Played]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_play_all, args=(self._jobs,), name="rollout ahead", daemon=True)
+        self.cursor: dict[str, Any] = {}
+        self._future: Future[T] | None = None
+        self._jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=_play_all, args=(self._jobs,), name="rollout ahead", daemon=True
+        )
 
     @property
     def under_way(self) -> bool:
-        """From the start until it is taken, on all ranks alike."""
+        """Return whether a rollout was started and not yet taken; it is equal on all ranks."""
         return self._future is not None
 
-    def start(self, play: Callable[[], Played]) -> None:
+    def start(self, play: Callable[[], T], cursor: dict[str, Any]) -> None:
         """Begin to play."""
+        self.cursor = cursor
         if not self._thread.is_alive():
             self._thread.start()
         self._future = Future()
         self._jobs.put((self._future, play))
 
     def wait(self) -> None:
-        """Return when all is played, or when that failed."""
+        """Return when the rollout has ended, even with an error."""
         if self._future is not None:
             wait([self._future])
 
-    def take(self) -> Played:
-        """What was played; raises what playing raised."""
+    def take(self) -> T:
+        """Return the result of the rollout, or raise its error."""
         future, self._future = self._future, None
         assert future is not None  # it was started
         return future.result()
 
     def close(self, runner: asyncio.Runner) -> bool:
-        """Give up what is under way; False when it does not end."""
+        """Cancel the current rollout; return False if it does not end."""
         if not self._thread.is_alive():
             return True
         if self._future is not None:
@@ -69,17 +64,17 @@ class Ahead:
         return not self._thread.is_alive()
 
 
-def _cancel_all(loop: asyncio.AbstractEventLoop, future: Future[Played]) -> None:
-    if not future.done():  # else what the loop runs by now is something else
+def _cancel_all(loop: asyncio.AbstractEventLoop, future: Future[T]) -> None:
+    if not future.done():  # otherwise the loop already runs something else
         for task in asyncio.all_tasks(loop):
             task.cancel()
 
 
-def _play_all(jobs: SimpleQueue[tuple[Future[Played], Callable[[], Played]] | None]) -> None:
+def _play_all(jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
     while (job := jobs.get()) is not None:
         future, play = job
         try:
             future.set_result(play())
-        except BaseException as error:  # noqa: BLE001 - raised again where it is taken
+        except BaseException as error:  # noqa: BLE001 - `take` raises it again
             future.set_exception(error)
-        del job, future, play  # what was played is not kept until the next one
+        del job, future, play  # frees the result before the next one

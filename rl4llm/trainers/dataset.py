@@ -1,4 +1,4 @@
-"""Learning from a dataset: the same loop, but what is learned from is read instead of sampled."""
+"""Learning from a dataset: the same loop, but it reads its data instead of sampling it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from rl4llm.core.base_trainer import BaseTrainer, merge
+from rl4llm.core.base_trainer import BaseTrainer, Step
+from rl4llm.core.token_metrics import of_update
 from rl4llm.core.types import Group, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.prepare import Preparation
 
 
-class DatasetTrainer(BaseTrainer[list[Group]]):
+class DatasetTrainer(BaseTrainer[Step]):
     """Learns from the rows of a dataset, `rollout.prompts` of them per step; `read` makes a group of each.
 
-    The loss and the algorithm's metrics are measured on `held_out` rows too, which `measuring` makes one batch of.
+    It also measures the loss and the algorithm's metrics on `held_out` rows, which `measuring` packs.
     """
 
     def __init__(
@@ -44,22 +45,22 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
         self.measuring = measuring
         self.tracker = tracker
 
-    def collect(self) -> list[Group]:
-        """The next rows, as tokens with authors."""
+    def collect(self) -> Step:
+        """Return the next rows as tokens with authors."""
         with self.clock("collect"):
-            return [self._group(self.dataset, row) for row in self.prompts.next_batch()]
+            return Step([self._group(self.dataset, row) for row in self.prompts.next_batch()])
 
-    def prepare(self, collected: list[Group]) -> list[Update]:
-        """Their optimizer steps."""
+    def prepare(self, step: Step) -> list[Update]:
+        """Return the optimizer steps of these rows."""
         with self.clock("prepare"):
-            return self.preparation.prepare(collected, self.step).updates
+            return self.preparation.prepare(step.groups, self.step).updates
 
     def publish(self) -> None:
-        """No engine samples from these weights."""
+        """Do nothing, since no engine samples from these weights."""
 
-    def report(self, collected: list[Group], metrics: Sequence[dict[str, float]]) -> None:
-        tokens = sum(trajectory.num_tokens for group in collected for trajectory in group.trajectories)
-        self.tracker.step(self.step, (), (), metrics, tokens=tokens)
+    def report(self, step: Step) -> None:
+        tokens = sum(trajectory.num_tokens for trajectory in step.trajectories)
+        self.tracker.step(self.step, (), (), step.metrics, tokens=tokens, counts=_special_tokens(step))
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -68,9 +69,12 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
             return
         with self.clock("evaluate"):
             groups = [self._group(self.held_out, row) for row in range(len(self.held_out))]
-            updates = self.measuring.prepare(groups, self.step).updates
-            metrics = merge([self.forward_backward(batch) for update in updates for batch in update.batches])
-        self.tracker.measured(self.step, metrics)
+            parts = [
+                self.backend.forward_backward(batch, **self.objective(update))
+                for update in self.measuring.prepare(groups, self.step).updates
+                for batch in update.batches
+            ]
+        self.tracker.measured(self.step, of_update(parts))
 
     def close(self) -> None:
         self.tracker.close()
@@ -95,3 +99,10 @@ class DatasetTrainer(BaseTrainer[list[Group]]):
 
     def _group(self, rows: Sequence[dict[str, Any]], row: int) -> Group:
         return self.read(rows[row], str(rows[row].get("prompt_id", row)))
+
+
+def _special_tokens(step: Step) -> dict[str, float]:
+    """Return the mean of the special tokens in the texts of rows that have any, for the log."""
+    noted = (trajectory.extras.get("metrics", {}) for trajectory in step.trajectories)
+    counts = [metrics["special_tokens"] for metrics in noted if "special_tokens" in metrics]
+    return {"env/special_tokens": sum(counts) / len(counts)} if counts else {}

@@ -1,9 +1,9 @@
-"""What it gains to play the next step's episodes while this one trains: `rollout.ahead` against turns, by the clock.
+"""What `rollout.one_step_off_policy` gains, which plays the next step's episodes while this one trains, by the clock.
 
     python scripts/bench/ahead.py --python ../sglang/bin/python
 
 16 prompts of 64 tokens x 8 samples of forced length through a real SGLang on the CPU. Server and trainer have a core each,
-as they would have devices of their own. The two ways take turns, each in a run of its own; the first step of a run, whose
+as they would have separate devices. The two ways take turns, each in a separate run; the first step of a run, whose
 episodes nobody played ahead, does not count.
 """
 
@@ -23,17 +23,20 @@ from step import PROMPTS, SAMPLES, save_model, save_prompts
 from verify import reward
 
 from rl4llm import GRPOTrainer
-from rl4llm.inference.launch import launch
+from rl4llm.extensions.servers.launch import launch
 
 
-def seconds(directory: Path, name: str, options: argparse.Namespace, **keys: Any) -> tuple[float, dict[str, float]]:
+def seconds(
+    directory: Path, name: str, options: argparse.Namespace, **keys: Any
+) -> tuple[float, dict[str, float]]:
     """The mean of the steps of a run behind its first, and the medians of their phases."""
     GRPOTrainer(
         str(directory / "model"),
         [json.loads(line) for line in (directory / "prompts.jsonl").read_text().splitlines()],
         [reward],
         **{
-            "rollout": {"prompts": PROMPTS, "group_size": SAMPLES, "max_tokens": options.new_tokens} | keys.pop("rollout"),
+            "rollout": {"prompts": PROMPTS, "group_size": SAMPLES, "max_tokens": options.new_tokens}
+            | keys.pop("rollout"),
             "threads": 1,
             "output.dir": str(directory / name),
             "eval.every": 0,
@@ -49,7 +52,9 @@ def seconds(directory: Path, name: str, options: argparse.Namespace, **keys: Any
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", required=True, help="of the environment that SGLang is installed in")
     parser.add_argument("--size", choices=sorted(SHAPES), default="30m")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -71,16 +76,22 @@ def main() -> None:
         save_prompts(options.size, directory / "prompts.jsonl")
         flags = ["--model-path", str(directory / "model"), "--port", "0", "--max-running-requests", "128"]
         os.sched_setaffinity(0, cores[1:2])  # what is started has it too
-        with launch("sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True) as server:
+        with launch(
+            "sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True
+        ) as server:
             os.sched_setaffinity(0, cores[:1])
             for pair in range(options.pairs):
                 taken = []
                 for ahead in (False, True):
                     inference = {"name": "sglang", "url": server.url}
                     name = f"{pair}-{'ahead' if ahead else 'turns'}"
-                    mean, phases = seconds(directory, name, options, inference=inference, rollout={"ahead": ahead})
+                    mean, phases = seconds(
+                        directory, name, options, inference=inference, rollout={"one_step_off_policy": ahead}
+                    )
                     taken.append(mean)
-                    told = ", ".join(f"{phase.partition('/')[2]} {value:.2f}" for phase, value in phases.items())
+                    told = ", ".join(
+                        f"{phase.partition('/')[2]} {value:.2f}" for phase, value in phases.items()
+                    )
                     print(f"{name:8} {mean:7.2f} s a step: {told}")
                 ratios.append(taken[0] / taken[1])
     print(f"turns over ahead: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")

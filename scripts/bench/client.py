@@ -3,7 +3,7 @@
     python scripts/bench/client.py --episodes 10000
 
 512 sessions at once play episodes of 3 turns against a server that answers at once with 64 tokens and log-probs, in a
-process of its own. All checks of requests and replies, and the decoding of the text, are included.
+separate process. All checks of requests and replies, and the decoding of the text, are included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiohttp import web
 from models import build_tokenizer
 
 from rl4llm.core.types import SamplingParams
-from rl4llm.inference.sglang import SGLangClient
+from rl4llm.extensions.servers.clients.sglang import SGLangClient
 
 TURNS, PROMPT, NEW = 3, 128, 64
 PARAMS = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -82,7 +82,9 @@ async def play(client: SGLangClient, episodes: int, sessions: int) -> list[tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--sessions", type=int, default=512)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -99,9 +101,13 @@ def main() -> None:
         server.kill()
     costs = [1e3 * (b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(marks)]
     print(f"{marks[-1][0]:,} requests of {options.sessions} sessions at once")
-    print(f"client: {statistics.median(costs):.3f} ms of processor time per request ({min(costs):.3f} to {max(costs):.3f})")
+    print(
+        f"client: {statistics.median(costs):.3f} ms of processor time per request ({min(costs):.3f} to {max(costs):.3f})"
+    )
     tenth = marks[len(marks) // 10][2]
-    print(f"resident memory: {tenth / 2**20:.0f} MiB after a tenth, {marks[-1][2] / 2**20:.0f} MiB at the end")
+    print(
+        f"resident memory: {tenth / 2**20:.0f} MiB after a tenth, {marks[-1][2] / 2**20:.0f} MiB at the end"
+    )
 
 
 if __name__ == "__main__":

@@ -29,15 +29,15 @@ import psutil
 from episodes_server import serve, texts
 from episodes_task import SYSTEM, TURNS, increment, plain_tool, question, scored
 
+from rl4llm.backends.tiny import build_tokenizer
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseRewardFunction
-from rl4llm.core.garbage import set_aside_what_stays
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
-from rl4llm.inference.sglang import SGLangClient
-from rl4llm.quickstart.model import build_tokenizer
+from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.runtime.cpu import set_aside_what_stays
 
 HERE = Path(__file__).parent
 GROUP, AT_ONCE = 8, 1024
@@ -57,8 +57,8 @@ class SaysTheSum(BaseRewardFunction):
 
 
 class MockEngine(BaseClient):
-    """Answers at once, each session's turns in their order. The samples of a prompt say the same where they are `alike`,
-    else each calls the tool with numbers of its own.
+    """Answers at once, each session's turns in order. If `alike`, the samples of a prompt give equal answers,
+    else each calls the tool with different numbers.
     """
 
     context_length, vocab_size = LIMITS["context_length"], LIMITS["vocab_size"]
@@ -67,13 +67,16 @@ class MockEngine(BaseClient):
         self._turns: dict[str, int] = {}
         self._replies = {
             f"{number}/{index}": [
-                _completion(tokenizer, text) for text in said(number, number if alike else number * GROUP + index)
+                _completion(tokenizer, text)
+                for text in said(number, number if alike else number * GROUP + index)
             ]
             for number in range(prompts)
             for index in range(GROUP)
         }
 
-    async def generate(self, prompt_ids: Sequence[int], sampling_params: Any, *, session: str = "") -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: Any, *, session: str = ""
+    ) -> Completion:
         await asyncio.sleep(0)
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
@@ -107,7 +110,7 @@ def tokenizer_of_the_task() -> Any:
 
 
 def environment(tokenizer: Any, episodes: int, tool: Callable[..., Any] = increment) -> ToolMDPEnv:
-    """So many episodes of prompts that all differ, in groups that share one."""
+    """Return episodes of different prompts, in groups that share one."""
     rows = [row(number) for number in range(max(1, episodes // GROUP))]
     return ToolMDPEnv(rows, tokenizer, [SaysTheSum()], len(rows), min(GROUP, episodes), tools=[tool])
 
@@ -188,7 +191,12 @@ class Peer:
         environment.pop("PYTHONPATH", None)
         with open(self._log, "w") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
             )
         self.versions = self._answer()["versions"]
 
@@ -206,7 +214,9 @@ class Peer:
 
     def _answer(self) -> dict[str, Any]:
         if not select.select([self._process.stdout], [], [], DEADLINE_S)[0]:
-            raise SystemExit(f"the peer did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}")
+            raise SystemExit(
+                f"the peer did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}"
+            )
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"the peer ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}")
@@ -238,7 +248,9 @@ def side_by_side(options: argparse.Namespace) -> None:
         env = environment(tokenizer, options.episodes)
         client = SGLangClient(url, tokenizer, **LIMITS)
         sides = [lambda: play(client, env), peer.play]
-        pairs = [[side() for side in sides] for _ in range(options.warm_up + options.pairs)][options.warm_up :]
+        pairs = [[side() for side in sides] for _ in range(options.warm_up + options.pairs)][
+            options.warm_up :
+        ]
     name = " ".join(f"{name} {version}" for name, version in peer.versions.items())
     print(f"{options.episodes} episodes of {TURNS} turns at once, {options.pairs} pairs")
     for which, results in zip(("rl4llm", name), zip(*pairs, strict=True), strict=True):
@@ -249,11 +261,19 @@ def side_by_side(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--concurrent", type=int, default=10_000, help="episodes at once, of which memory is measured")
-    parser.add_argument("--peer-python", help="the Python of an environment with verifiers; then both sides are compared")
-    parser.add_argument("--peer-interception", choices=["elastic", "server"], default="elastic", help="its proxies")
+    parser.add_argument(
+        "--concurrent", type=int, default=10_000, help="simultaneous episodes whose memory is measured"
+    )
+    parser.add_argument(
+        "--peer-python", help="the Python of an environment with verifiers; then both sides are compared"
+    )
+    parser.add_argument(
+        "--peer-interception", choices=["elastic", "server"], default="elastic", help="its proxies"
+    )
     parser.add_argument("--episodes", type=int, default=256, help="at once, where both sides are compared")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=1, help="pairs before the first that counts")

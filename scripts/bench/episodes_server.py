@@ -1,4 +1,4 @@
-"""The model of `episodes.py`: a server that knows at once what it says, in a process of its own.
+"""The model of `episodes.py`: a server that knows at once what it says, in a separate process.
 
 `/v1/chat/completions` speaks OpenAI's messages with native tool calls, `/generate` SGLang's token ids; both say the same.
 A turn follows from the request alone, and a request that lacks the result of a call before it is refused, so neither side
@@ -25,7 +25,9 @@ CALL = '<tool_call>{"name": "increment", "arguments": {"number": %d}}</tool_call
 
 def texts(number: int) -> list[str]:
     """What the model says to a question, turn by turn, as a text."""
-    return [CALL % (number + turn) if argument(number, turn) is not None else right(number) for turn in range(3)]
+    return [
+        CALL % (number + turn) if argument(number, turn) is not None else right(number) for turn in range(3)
+    ]
 
 
 def check_results(number: int, turn: int, results: list[str]) -> None:
@@ -72,7 +74,10 @@ def generate(tokenizer: Any) -> Callable[[web.Request], Any]:
 
     @functools.cache
     def reply(number: int, turn: int) -> dict[str, Any]:
-        token_ids = [*tokenizer(texts(number)[turn], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        token_ids = [
+            *tokenizer(texts(number)[turn], add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         meta = {
             "finish_reason": {"type": "stop", "matched": tokenizer.eos_token_id},
             "weight_version": "0",

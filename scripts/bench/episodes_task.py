@@ -1,6 +1,6 @@
 """What both sides of `episodes.py` play, and what the mock model says; nothing but the standard library.
 
-    Add one to 41, then one to the result. What is it?      increment(41)  42  increment(42)  43  "The answer is 43."
+Add one to 41, then one to the result. What is it?      increment(41)  42  increment(42)  43  "The answer is 43."
 """
 
 from __future__ import annotations

@@ -24,9 +24,15 @@ WINDOW = 5  # steps, over which the bold lines are means
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", required=True, help="the Python of an environment with torch, trl and datasets")
-    parser.add_argument("--dir", type=Path, default=Path("runs/from_trl"), help="finished runs in it are not run again")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peer-python", required=True, help="the Python of an environment with torch, trl and datasets"
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path("runs/from_trl"), help="finished runs in it are not run again"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "docs" / "from_trl.png")
@@ -48,12 +54,23 @@ def curve(options: argparse.Namespace, side: str, seed: int, model: str) -> list
     output = options.dir / f"{side}-{seed}"
     if not (output / "curve.json").exists():
         python = options.peer_python if side == "trl" else sys.executable
-        command = [python, str(EXAMPLES / "from_trl.py"), "--library", side, "--model", model, "--output", str(output)]
+        command = [
+            python,
+            str(EXAMPLES / "from_trl.py"),
+            "--library",
+            side,
+            "--model",
+            model,
+            "--output",
+            str(output),
+        ]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         if side == "trl":
             environment.pop("PYTHONPATH", None)
-        subprocess.run([*command, "--steps", str(options.steps), "--seed", str(seed)], check=True, env=environment)
+        subprocess.run(
+            [*command, "--steps", str(options.steps), "--seed", str(seed)], check=True, env=environment
+        )
     return json.loads((output / "curve.json").read_text())
 
 
@@ -71,8 +88,15 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
             axes.plot(steps, run, color=COLOURS[side], alpha=0.25, linewidth=0.8)
         means = [statistics.mean(values) for values in zip(*runs, strict=True)]
         smooth = [statistics.mean(means[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(means))]
-        axes.plot(steps, smooth, color=COLOURS[side], linewidth=2.2, label=f"{side}, mean of {len(runs)} seeds")
-    axes.set(xlabel="optimizer step", ylabel="training reward", ylim=(0, 1.02), title="examples/from_trl.py, one script")
+        axes.plot(
+            steps, smooth, color=COLOURS[side], linewidth=2.2, label=f"{side}, mean of {len(runs)} seeds"
+        )
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="training reward",
+        ylim=(0, 1.02),
+        title="examples/from_trl.py, one script",
+    )
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
     figure.tight_layout()

@@ -2,19 +2,23 @@
 
     python scripts/bench/generation.py --size 1m
     python scripts/bench/generation.py --size 30m --dtype bfloat16 --pairs 7
+    python scripts/bench/generation.py --model SMOLLM2 --prompts 4 --dtype autocast --peer-dtype bfloat16 --path fast
 
 16 prompts x 8 samples x 64 new tokens of forced length, temperature 1. Both sides run in one process in alternation;
-the ratio is the median over the pairs of (generate's time / the engine's time).
+the ratio is the median over the pairs of (generate's time / the engine's time). `autocast` is bfloat16 products with
+float32 weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -22,34 +26,44 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import PROMPT_TOKENS, SHAPES, build_model, build_prompts, build_tokenizer
+from models import (
+    PROMPT_TOKENS,
+    SHAPES,
+    build_model,
+    build_prompts,
+    build_tokenizer,
+    describe_machine,
+    load_model,
+)
 
-import rl4llm.core.kernels
-from rl4llm.core.kernels import prefers_onednn, use_fast_linear
+import rl4llm.runtime.cpu
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.cpu import prefers_onednn, use_fast_linear
 
-PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 64
+SAMPLES, NEW_TOKENS = 8, 64
+DTYPES = ("float32", "bfloat16", "autocast")
 
 
-def generate_side(model: torch.nn.Module, prompts: list[list[int]]) -> Callable[[int], int]:
+def generate_side(model: torch.nn.Module, prompts: list[list[int]], dtype: str) -> Callable[[int], int]:
     """`model.generate` at its best settings: one batch, equal lengths, dynamic cache, no logits kept."""
     tokens_BT = torch.tensor([prompt for prompt in prompts for _ in range(SAMPLES)])
 
     @torch.inference_mode()
     def run(seed: int) -> int:
         torch.manual_seed(seed)
-        output = model.generate(
-            tokens_BT,
-            attention_mask=torch.ones_like(tokens_BT),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            output = model.generate(
+                tokens_BT,
+                attention_mask=torch.ones_like(tokens_BT),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                min_new_tokens=NEW_TOKENS,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+            )
         return output[:, PROMPT_TOKENS:].numel()
 
     return run
@@ -69,54 +83,86 @@ def engine_side(client: LocalClient, prompts: list[list[int]]) -> Callable[[int]
     return run
 
 
-def measure(sides: list[Callable[[int], int]], pairs: int) -> list[list[float]]:
+def measure(sides: list[Callable[[int], int]], tokens: int, pairs: int) -> list[list[float]]:
     """Tokens per second of each side in each pair, A B A B ..., after one round to warm up."""
     speeds: list[list[float]] = [[] for _ in sides]
     for pair in range(pairs + 1):
         for side, run in enumerate(sides):
             start = time.perf_counter()
-            tokens = run(pair)
+            found = run(pair)
             elapsed = time.perf_counter() - start
-            if tokens != PROMPTS * SAMPLES * NEW_TOKENS:
-                raise SystemExit(f"expected {PROMPTS * SAMPLES * NEW_TOKENS} tokens, got {tokens}")
+            if found != tokens:
+                raise SystemExit(f"expected {tokens} tokens, got {found}")
             if pair:
                 speeds[side].append(tokens / elapsed)
     return speeds
 
 
 def compare(options: argparse.Namespace, path: str, kernels: str) -> str:
-    model = build_model(options.size, getattr(torch, options.dtype))
+    model, tokenizer, prompts = subject(options)
+    model = model.to(weights_of(options.dtype))
+    peer = model
+    if weights_of(options.peer_dtype) != model.dtype:
+        peer = copy.deepcopy(model).to(weights_of(options.peer_dtype))
     if kernels == "onednn":
         use_fast_linear(model)
+        use_fast_linear(peer)
     else:  # the engine asks on every product; without this it would use oneDNN whatever the model's layers are
-        rl4llm.core.kernels.prefers_onednn = lambda: False
-    client = LocalClient(model, build_tokenizer(options.size), path=path)
-    prompts = build_prompts(options.size, PROMPTS)
-    theirs, ours = measure([generate_side(model, prompts), engine_side(client, prompts)], options.pairs)
+        rl4llm.runtime.cpu.prefers_onednn = lambda: False
+    autocast = "bfloat16" if options.dtype == "autocast" else "none"
+    client = LocalClient(model, tokenizer, path=path, autocast=autocast)
+    sides = [generate_side(peer, prompts, options.peer_dtype), engine_side(client, prompts)]
+    theirs, ours = measure(sides, len(prompts) * SAMPLES * NEW_TOKENS, options.pairs)
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return (
-        f"{options.size:>4} {options.dtype:>9} {kernels:>7} {path:>6} {statistics.median(theirs):>11,.0f} "
+        f"{options.dtype:>9} {options.peer_dtype:>9} {kernels:>7} {path:>6} {statistics.median(theirs):>11,.0f} "
         f"{statistics.median(ours):>11,.0f} {statistics.median(ratios):>7.2f} {min(ratios):>6.2f} - {max(ratios):.2f}"
     )
 
 
+def subject(options: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
+    """Return the model in float32, its tokenizer, and prompts."""
+    if options.model:
+        model, tokenizer = load_model(options.model)
+        return model, tokenizer, build_prompts(model.config.vocab_size, options.prompts)
+    prompts = build_prompts(SHAPES[options.size]["vocab_size"], options.prompts)
+    return build_model(options.size), build_tokenizer(options.size), prompts
+
+
+def weights_of(dtype: str) -> torch.dtype:
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--path", choices=["fast", "model", "both"], default="both", help="the engine's decoding path")
-    parser.add_argument("--kernels", choices=["onednn", "stock", "both"], default="onednn", help="linear layers, both sides")
+    parser.add_argument("--model", help="the directory of a pretrained model, instead of --size")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--peer-dtype", choices=DTYPES, help="generate's, by default --dtype")
+    parser.add_argument(
+        "--path", choices=["fast", "model", "both"], default="both", help="the engine's decoding path"
+    )
+    parser.add_argument(
+        "--kernels", choices=["onednn", "stock", "both"], default="onednn", help="linear layers, both sides"
+    )
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    options.peer_dtype = options.peer_dtype or options.dtype
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     paths = ["fast", "model"] if options.path == "both" else [options.path]
     kinds = ["onednn", "stock"] if options.kernels == "both" else [options.kernels]
-    print(f"{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens, {options.threads} threads, {options.pairs} pairs")
+    print(
+        f"{options.model or options.size}: {options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens"
+    )
+    print(f"{options.pairs} pairs; {describe_machine()}")
     if "onednn" in kinds and not prefers_onednn():
         print("oneDNN is not preferred on this machine: both sides use torch's own linear.")
-    print("size     dtype kernels   path generate/s    engine/s   ratio  range")
+    print("    dtype generate's kernels   path generate/s    engine/s   ratio  range")
     for kernels in kinds:
         for path in paths:
             print(compare(options, path, kernels), flush=True)

@@ -1,46 +1,64 @@
 """How right, how safe and how fast the grading of mathematics is: counts, and seconds on this machine.
 
     python scripts/bench/grading.py [--math FILE] [--answers N]
+    python scripts/bench/grading.py --hostile N [--load PROCESSES]
 
 FILE holds the answers of MATH's training problems, one JSON object with `ground_truth` in each line (.jsonl or .jsonl.gz);
-without it the two suites of answers are left out. Three suites and a figure:
+without it the two suites of answers are left out. Three suites and two figures:
 
 - each answer, in a box, against itself, and with other markup that means the same: how many are right;
 - each answer against that of another problem: how many are right, and of these, how many are not the same text;
 - 60 answers made to hang or crash a grader, in the main thread, in another thread and in an event loop: how many are not
   exactly 0.0, and how long the slowest took;
-- 128 answers of which a fifth are such bombs: seconds, with 2 workers.
+- 128 answers, a fifth of them such bombs: seconds, with 2 workers;
+- honest answers alone and right after a bomb that takes its whole time limit, by turns: seconds of one, median and worst.
+
+With --hostile only this: N hostile replies of all families, one at a time, beside PROCESSES that keep a processor busy: how
+many scored 0.0, how many were left out, how many took more than 2.5 s, and the slowest.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gzip
 import json
+import os
 import random
 import runpy
+import statistics
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rl4llm.core.base_env import ChatMessage
 from rl4llm.rewards import MathReward
 from rl4llm.rewards.replies import as_sample
 
-BOMBS = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "rewards" / "bombs.py"))["BOMBS"]
+BOMBS_FILE = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "rewards" / "bombs.py"))
+BOMBS = BOMBS_FILE["BOMBS"]
+TOO_SLOW_S = 2.5
 GOLD = "2\\sqrt{3}"
 OTHER_MARKUP = (("\\frac{", "\\dfrac{"), ("(", "\\left("), (")", "\\right)"), (",", ", "), ("+", " + "))
 
 
 def main() -> int:
-    """Run everything; 1 when a bomb was not graded 0 or the graders did not go on after it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run everything; return 1 if a bomb was not graded 0 or the graders did not survive it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--math", type=Path, help="MATH's training problems, .jsonl or .jsonl.gz")
     parser.add_argument("--answers", type=int, help="how many of them, drawn with seed 0; all by default")
+    parser.add_argument("--hostile", type=int, help="number of hostile replies to grade; nothing else is run")
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a processor busy meanwhile")
     options = parser.parse_args()
+    if options.hostile:
+        with busy(options.load):
+            return 0 if throw_hostile(options.hostile) else 1
     reward = MathReward()
     reward.pool.warm_up()
     if options.math:
@@ -49,6 +67,7 @@ def main() -> int:
     harmless = [throw_bombs(reward, place, run) for place, run in places.items()]
     reward.close()
     time_batch()
+    time_stream()
     return 0 if all(harmless) else 1
 
 
@@ -75,9 +94,15 @@ def grade_answers(reward: MathReward, answers: Sequence[str]) -> None:
     right = sum(grade(reward, [new for new, _ in changed], [old for _, old in changed]))
     print(f"with other markup: {right:.0f} of {len(changed)} right ({right / max(len(changed), 1):.2%})")
     golds = [*answers[1:], answers[0]]
-    pairs = [(a, g) for a, g, score in zip(answers, golds, grade(reward, answers, golds), strict=True) if score == 1.0]
+    pairs = [
+        (a, g)
+        for a, g, score in zip(answers, golds, grade(reward, answers, golds), strict=True)
+        if score == 1.0
+    ]
     texts = [(answer, gold) for answer, gold in pairs if answer != gold]
-    print(f"against another problem's: {len(pairs)} of {len(answers)} right, {len(pairs) - len(texts)} of the same text")
+    print(
+        f"against another problem's: {len(pairs)} of {len(answers)} right, {len(pairs) - len(texts)} of the same text"
+    )
     print(f"  right with another text: {len(texts)} ({len(texts) / len(answers):.2%}): {texts}")
     print(f"  {time.perf_counter() - start:.0f} s in all; {dict(reward.pool.counts)}")
 
@@ -89,6 +114,44 @@ def rewritten(answer: str) -> str:
     return answer
 
 
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep a processor busy with each of some processes."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def throw_hostile(count: int) -> bool:
+    """Grade hostile replies one at a time; False when one scored or took too long."""
+    reward = MathReward()
+    reward.pool.warm_up()
+    before = os.getloadavg()
+    grades = []
+    for reply, gold in BOMBS_FILE["hostile"](count):
+        sample = as_sample([ChatMessage("assistant", reply)], gold, {})
+        start = time.perf_counter()
+        (score,) = reward.score_batch([sample])
+        grades.append((time.perf_counter() - start, score, reply, gold))
+    seconds = [each[0] for each in grades]
+    zeros = sum(each[1] == 0.0 for each in grades)
+    scored = [each for each in grades if each[1] != 0.0 and not isinstance(each[1], Exception)]
+    slow = sum(each > TOO_SLOW_S for each in seconds)
+    print(
+        f"{count} hostile replies: {zeros} scored 0.0, {count - zeros - len(scored)} left out, {len(scored)} scored more"
+    )
+    print(f"  worst {max(seconds):.2f} s, {slow} above {TOO_SLOW_S} s, {sum(seconds):.0f} s in all")
+    print(f"  {dict(reward.pool.counts)}; load averages before {before}, after {os.getloadavg()}")
+    for took, score, reply, gold in [*sorted(grades, key=lambda each: -each[0])[:5], *scored]:
+        print(f"  {took:.2f} s, {score!r:.100} against {gold}: {reply!r:.150}")
+    reward.close()
+    return not slow and not scored
+
+
 def throw_bombs(reward: MathReward, place: str, run: Callable[[Callable[[], float]], float]) -> bool:
     seconds, wrong = [], 0
     for bomb in BOMBS:
@@ -96,7 +159,9 @@ def throw_bombs(reward: MathReward, place: str, run: Callable[[Callable[[], floa
         wrong += run(lambda bomb=bomb: grade(reward, [bomb], [GOLD])[0]) != 0.0
         seconds.append(time.perf_counter() - start)
     alive = run(lambda: grade(reward, ["\\sqrt{12}"], [GOLD])[0]) == 1.0
-    print(f"bombs in {place}: {wrong} of {len(BOMBS)} not 0.0, the slowest {max(seconds):.2f} s; grades on: {alive}")
+    print(
+        f"bombs in {place}: {wrong} of {len(BOMBS)} not 0.0, the slowest {max(seconds):.2f} s; grades on: {alive}"
+    )
     return alive and not wrong
 
 
@@ -123,7 +188,10 @@ def time_batch() -> None:
     """128 answers that differ, so that nothing is asked once for several; the workers have still to start."""
     rng = random.Random(0)
     bombs = BOMBS[:26]
-    golds = {f"x^{{{rng.randint(2, 9)}}} + {n}": f"{n} + x^{{{rng.randint(2, 9)}}}" for n in range(128 - len(bombs))}
+    golds = {
+        f"x^{{{rng.randint(2, 9)}}} + {n}": f"{n} + x^{{{rng.randint(2, 9)}}}"
+        for n in range(128 - len(bombs))
+    }
     answers = [*bombs, *golds]
     rng.shuffle(answers)
     reward = MathReward()
@@ -131,7 +199,31 @@ def time_batch() -> None:
     scores = grade(reward, answers, [golds.get(answer, GOLD) for answer in answers])
     seconds = time.perf_counter() - start
     right = sum(score == is_right(answer, golds) for score, answer in zip(scores, answers, strict=True))
-    print(f"128 answers, {len(bombs)} of them bombs: {seconds:.1f} s, {right} graded right; {dict(reward.pool.counts)}")
+    print(
+        f"128 answers, {len(bombs)} of them bombs: {seconds:.1f} s, {right} graded right; {dict(reward.pool.counts)}"
+    )
+    reward.close()
+
+
+def time_stream(rounds: int = 16) -> None:
+    """Time single answers, so that no answer waits for a bomb of its batch. They differ, since time-outs are remembered."""
+    reward = MathReward()
+    reward.pool.warm_up()
+    seconds: dict[str, list[float]] = {"alone": [], "after a bomb": [], "bombs": []}
+    for number in range(rounds):
+        for place in ("alone", "after a bomb"):
+            if place == "after a bomb":
+                start = time.perf_counter()
+                grade(reward, [f"\\sqrt{{2^{{9999}}+{2 * number + 1}}}"], [GOLD])
+                seconds["bombs"].append(time.perf_counter() - start)
+            honest = f"x^2 + {2 * number + len(place)} x"
+            start = time.perf_counter()
+            grade(reward, [honest], [f"x(x + {2 * number + len(place)})"])
+            seconds[place].append(time.perf_counter() - start)
+    figures = [
+        f"{place} {statistics.median(each):.3f} s ({max(each):.3f} s)" for place, each in seconds.items()
+    ]
+    print(f"{rounds} honest answers, median (worst): {', '.join(figures)}; {dict(reward.pool.counts)}")
     reward.close()
 
 

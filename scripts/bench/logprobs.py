@@ -3,7 +3,7 @@
     python scripts/bench/logprobs.py [--threads 1] [--hidden 512] [--rounds 3]
 
 Both sides use the same matrix-product kernels. Times alternate within one process; peak memory is the growth of the
-resident set's high-water mark in a process of its own per side. Ratios above 1 favour the head.
+resident set's high-water mark in a separate process per side. Ratios above 1 favour the head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from rl4llm.backends.heads import OutputLayer, selected_logprobs
-from rl4llm.core.kernels import linear
+from rl4llm.runtime.cpu import linear
 
 VOCABULARY, TOKENS = 32_000, 16 * 512
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -64,14 +64,26 @@ def high_water_mark() -> int:
 def peak_bytes(side: str, hidden: int) -> int:
     """Growth of the high-water mark over what the inputs and a tiny pass take."""
     given = inputs(TOKENS, hidden)
-    step(SIDES[side], (given[0][:8].detach().requires_grad_(), given[1][:64].detach().requires_grad_(), given[2][:8] % 64))
+    step(
+        SIDES[side],
+        (given[0][:8].detach().requires_grad_(), given[1][:64].detach().requires_grad_(), given[2][:8] % 64),
+    )
     before = high_water_mark()
     step(SIDES[side], given)
     return high_water_mark() - before
 
 
 def measured_peak(side: str, args: argparse.Namespace) -> int:
-    command = [sys.executable, __file__, "--threads", str(args.threads), "--hidden", str(args.hidden), "--peak-of", side]
+    command = [
+        sys.executable,
+        __file__,
+        "--threads",
+        str(args.threads),
+        "--hidden",
+        str(args.hidden),
+        "--peak-of",
+        side,
+    ]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -97,7 +109,9 @@ def main() -> None:
     best = {name: min(values) for name, values in times.items()}
     for name in SIDES:
         print(f"{name:6} {best[name]:7.2f} s   {peaks[name] / 1e9:6.2f} GB extra")
-    print(f"time ratio {best['naive'] / best['ours']:.2f}, memory ratio {peaks['naive'] / max(peaks['ours'], 1):.1f}")
+    print(
+        f"time ratio {best['naive'] / best['ours']:.2f}, memory ratio {peaks['naive'] / max(peaks['ours'], 1):.1f}"
+    )
 
 
 if __name__ == "__main__":

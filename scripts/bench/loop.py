@@ -17,7 +17,6 @@ quiet; wall clock is that of the slowest rank.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import statistics
 import time
@@ -38,18 +37,18 @@ from rl4llm.backends.attention import STREAM_ATTENTION, Stream, stream_of
 from rl4llm.backends.heads import OutputLayer, asked_tokens, selected_logprobs
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.allocator import keep_freed_memory
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_trainer import Schedule
-from rl4llm.core.ranks import Ranks, join_ranks
 from rl4llm.core.types import Group, SamplingParams, TrainBatch
-from rl4llm.envs.rollout import RolloutResult
+from rl4llm.data.pack import Batching
+from rl4llm.runtime.cpu import keep_freed_memory
+from rl4llm.runtime.ranks import Ranks, join_ranks
+from rl4llm.sync.inference import Inference
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.testing import ScriptedClient
-from rl4llm.tracking.clock import Clock
-from rl4llm.tracking.resources import Resources
-from rl4llm.trainers.prepare import Batching, Preparation
-from rl4llm.trainers.rl import Inference, RLTrainer
+from rl4llm.tracking.resources import PhaseClock, Resources
+from rl4llm.trainers.prepare import Preparation
+from rl4llm.trainers.rl import RLStep, RLTrainer
 
 LR, BETAS, MAX_NORM = 1e-4, (0.9, 0.95), 1.0
 TOLERANCE = 1e-4  # between the weights of both sides after the last step; a step moves a weight by up to `LR`
@@ -71,7 +70,11 @@ class Ready:
         stream = stream_of(batch)
         asked_N, before_N = asked_tokens(batch)
         per_token = (batch.token_ids_BT, batch.old_logprobs_BT, batch.advantages_BT, batch.weights_BT)
-        return cls(stream, stream.place_BT.flatten()[before_N], *(tensor_BT.flatten()[asked_N] for tensor_BT in per_token))
+        return cls(
+            stream,
+            stream.place_BT.flatten()[before_N],
+            *(tensor_BT.flatten()[asked_N] for tensor_BT in per_token),
+        )
 
 
 class LogProbs(nn.Module):
@@ -113,20 +116,20 @@ def our_backend(args: argparse.Namespace, ranks: Ranks) -> BaseBackend:
     options = {"lr": LR, "betas": BETAS, "max_grad_norm": MAX_NORM, "ranks": ranks}
     if args.backend == "torch":
         return TorchBackend(model, **options)
-    from rl4llm.backends.deepspeed_backend import DeepSpeedBackend  # an extra
+    from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend  # an extra
 
     return DeepSpeedBackend(model, zero_stage=args.stage, **options)
 
 
 def our_trainer(args: argparse.Namespace, ranks: Ranks) -> RLTrainer:
-    """The trainer without a rollout, an engine or logs, none of which is measured; it keeps what logs say of each token."""
+    """The trainer without rollout, engine and logs, which are not measured; it keeps the metrics of each token."""
     algorithm, backend = GRPO(), our_backend(args, ranks)
-    batching = Batching("shared", algorithm.aggregation, 0, None, usual_tokens_per_batch=2048)
+    batching = Batching(aggregation=algorithm.aggregation)
     client = ScriptedClient(build_tokenizer(args.size), {"": ["w3"]})
     return RLTrainer(
-        algorithm=algorithm, backend=backend, clock=Clock(peak=Resources().peak_gb), schedule=Schedule(1), run=None,
+        algorithm=algorithm, backend=backend, clock=PhaseClock(peak=Resources().peak_gb), schedule=Schedule(1), run=None,
         ranks=ranks,
-        inference=Inference(client, asyncio.Runner(), MemoryPublisher(client), canary=None), rollout=None, prompts=None,
+        inference=Inference(client, MemoryPublisher(client)), rollout=None, prompts=None,
         plan=(), sampling_params=SamplingParams(max_tokens=64), eval_params=SamplingParams(max_tokens=64),
         tracker=SimpleNamespace(stores_episodes=lambda step: True),
         preparation=Preparation(algorithm=algorithm, policy=backend, batching=batching, ranks=ranks),
@@ -134,15 +137,13 @@ def our_trainer(args: argparse.Namespace, ranks: Ranks) -> RLTrainer:
 
 
 def our_step(trainer: RLTrainer, groups: list[Group]) -> Callable[[], None]:
-    collected = RolloutResult(tuple(groups), ())
-
-    def step() -> None:
-        trainer._moved = False  # as publishing leaves it: the first update of a rollout also measures the mismatch
+    def take_step() -> None:
         with trainer.clock("step"):
-            for update in trainer.prepare(collected):
-                trainer.update(update)
+            step = RLStep(groups)
+            for update in trainer.prepare(step):
+                trainer.update(update, step)
 
-    return step
+    return take_step
 
 
 def adamw(module: nn.Module) -> torch.optim.AdamW:
@@ -166,7 +167,9 @@ def bare_torch(module: nn.Module, batches: list[Ready]) -> Callable[[], None]:
     return step
 
 
-def bare_deepspeed(module: nn.Module, batches: list[Ready], args: argparse.Namespace, ranks: Ranks) -> Callable[[], None]:
+def bare_deepspeed(
+    module: nn.Module, batches: list[Ready], args: argparse.Namespace, ranks: Ranks
+) -> Callable[[], None]:
     deepspeed = import_deepspeed()
     bucket = sum(parameter.numel() for parameter in module.parameters())
     engine = deepspeed.initialize(
@@ -198,7 +201,9 @@ def bare_deepspeed(module: nn.Module, batches: list[Ready], args: argparse.Names
     return step
 
 
-def bare_side(args: argparse.Namespace, ranks: Ranks, batches: list[Ready]) -> tuple[nn.Module, Callable[[], None]]:
+def bare_side(
+    args: argparse.Namespace, ranks: Ranks, batches: list[Ready]
+) -> tuple[nn.Module, Callable[[], None]]:
     module = LogProbs(load_model(build_model(args.size)))
     module.model.set_attn_implementation(STREAM_ATTENTION)
     if args.backend == "torch":
@@ -215,7 +220,9 @@ def timed(step: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
     return time.perf_counter() - wall, cpu
 
 
-def over_ranks(pairs: list[dict[str, tuple[float, float]]], ranks: Ranks) -> list[dict[str, tuple[float, float]]]:
+def over_ranks(
+    pairs: list[dict[str, tuple[float, float]]], ranks: Ranks
+) -> list[dict[str, tuple[float, float]]]:
     """On the first rank: the slowest rank's wall clock and the processor time of all."""
     gathered = ranks.gather(pairs)
     return [
@@ -239,7 +246,11 @@ def show(pairs: list[dict[str, tuple[float, float]]]) -> None:
 def difference(backend: BaseBackend, module: Any, args: argparse.Namespace) -> float:
     """The largest, between the weights of both sides."""
     own = dict(module.model.named_parameters())
-    gathered = nullcontext() if args.backend == "torch" else import_deepspeed().zero.GatheredParameters(list(own.values()))
+    gathered = (
+        nullcontext()
+        if args.backend == "torch"
+        else import_deepspeed().zero.GatheredParameters(list(own.values()))
+    )
     with gathered:
         return max((tensor - own[name]).abs().max().item() for name, tensor in backend.weights())
 
@@ -251,12 +262,16 @@ def import_deepspeed() -> Any:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--backend", choices=["torch", "deepspeed"], default="torch")
     parser.add_argument("--stage", type=int, choices=[2, 3], default=2)
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")), help="of each rank")
+    parser.add_argument(
+        "--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")), help="of each rank"
+    )
     return parser.parse_args()
 
 
@@ -267,7 +282,7 @@ def main() -> None:
     ranks = join_ranks(timeout_s=600)
     groups = groups_of(args.size, ranks)
     trainer = our_trainer(args, ranks)
-    (update,) = trainer.prepare(RolloutResult(tuple(groups), ()))
+    (update,) = trainer.prepare(RLStep(groups))
     module, bare = bare_side(args, ranks, [Ready.of(batch) for batch in update.batches])
     sides = {"bare": bare, "ours": our_step(trainer, groups)}
     pairs = []
@@ -278,7 +293,9 @@ def main() -> None:
     pairs = over_ranks(pairs, ranks)
     apart = difference(trainer.backend, module, args)
     if ranks.is_first:
-        print(f"{args.size}, {ranks.size} ranks of {args.threads} threads, {len(update.batches)} micro-batches of each rank")
+        print(
+            f"{args.size}, {ranks.size} ranks of {args.threads} threads, {len(update.batches)} micro-batches of each rank"
+        )
         show(pairs)
     if not apart <= TOLERANCE * (args.pairs + 2):
         raise SystemExit(f"The two sides did not compute the same: their weights differ by {apart:.2g}.")

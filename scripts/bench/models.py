@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,12 +44,59 @@ def build_tokenizer(size: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", "<bos>", "<eos>"] + [f"w{number}" for number in range(3, SHAPES[size]["vocab_size"])]
-    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<pad>"))
+    words = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<pad>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
 
 
-def build_prompts(size: str, count: int, length: int = PROMPT_TOKENS, seed: int = 1) -> list[list[int]]:
-    """Random prompts of equal length, without special tokens."""
+def load_model(directory: str) -> tuple[Any, Any]:
+    """A pretrained causal LM in float32, in evaluation mode, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(directory)
+
+
+def build_prompts(vocabulary: int, count: int, length: int = PROMPT_TOKENS, seed: int = 1) -> list[list[int]]:
+    """Random prompts of equal length, without special tokens and without the last one."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, SHAPES[size]["vocab_size"], (count, length), generator=generator).tolist()
+    return torch.randint(3, vocabulary - 1, (count, length), generator=generator).tolist()
+
+
+def word_prompts(tokenizer: Any, count: int, length: int = PROMPT_TOKENS, seed: int = 1) -> list[str]:
+    """Prompts of random words that are one token each."""
+    words = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    words = [word for word in words if word[0] == " " and word[1:].isalpha() and word.isascii()]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(words), (count, length), generator=generator).tolist()
+    return ["".join(words[number] for number in numbers) for numbers in chosen]
+
+
+def describe_machine() -> str:
+    """The processor, the threads, and how fast they are here and now: the best of some products and copies."""
+    matrix = torch.randn(2048, 2048)
+    narrow = matrix.bfloat16()
+    block = torch.empty(64 << 20, dtype=torch.float32).fill_(1.0)
+    rates = [2 * 2048**3 / _seconds(lambda x=x: x @ x) / 1e9 for x in (matrix, narrow)]
+    read = block.numel() * 4 / _seconds(block.sum) / 1e9
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return (
+        f"{name}, {torch.get_num_threads()} threads, float32 {rates[0]:.0f} GFLOP/s, bfloat16 {rates[1]:.0f} GFLOP/s, "
+        f"memory read at {read:.0f} GB/s"
+    )
+
+
+def _seconds(work: Any, rounds: int = 5) -> float:
+    """The shortest time of one call."""
+    work()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)

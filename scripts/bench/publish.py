@@ -4,7 +4,7 @@
 
 Publishing checks every tensor against the model's list and for numbers that are not finite, hashes it, writes a manifest,
 forces all of it to disk, renames, and reads every byte back. Both sides end with the data on disk: the plain side calls
-fsync after saving. The two take turns, each into files of its own that are deleted afterwards.
+fsync after saving. The two take turns, each into separate files that are deleted afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl4llm.core.types import TensorSpec
-from rl4llm.sync.store import WeightStore
+from rl4llm.extensions.servers.sync.store import WeightStore
 
 COLUMNS = 2048
 
@@ -58,22 +58,31 @@ def seconds(save: Callable[[dict[str, Tensor], Path], None], weights: dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--dir", default=None, help="on the file system to measure (default: the temporary directory)")
+    parser.add_argument(
+        "--dir", default=None, help="on the file system to measure (default: the temporary directory)"
+    )
     options = parser.parse_args()
     weights = random_weights(options.mib)
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         root = Path(directory)
         for save in (plain, published):
             seconds(save, weights, root)
-        pairs = [tuple(seconds(save, weights, root) for save in (plain, published)) for _ in range(options.pairs)]
+        pairs = [
+            tuple(seconds(save, weights, root) for save in (plain, published)) for _ in range(options.pairs)
+        ]
     for name, times in zip(("plain", "published"), zip(*pairs, strict=True), strict=True):
         print(f"{name:10} median {statistics.median(times):6.3f} s   best {min(times):6.3f} s")
     ratios = [theirs / ours for theirs, ours in pairs]
     medians = [statistics.median(times) for times in zip(*pairs, strict=True)]
-    print(f"cost over plain: {medians[1] / medians[0] - 1:+.1%} (pairs: {min(1 / r for r in ratios) - 1:+.1%} to ", end="")
+    print(
+        f"cost over plain: {medians[1] / medians[0] - 1:+.1%} (pairs: {min(1 / r for r in ratios) - 1:+.1%} to ",
+        end="",
+    )
     print(f"{max(1 / r for r in ratios) - 1:+.1%})")
 
 

@@ -24,11 +24,14 @@ from rl4llm.trainers.rl import RLTrainer
 
 def score(completions: list[Any], **columns: Any) -> list[float]:
     """The reward function: the same as the other side's, on the same kind of text."""
-    return [reward(completion if isinstance(completion, str) else completion[-1]["content"]) for completion in completions]
+    return [
+        reward(completion if isinstance(completion, str) else completion[-1]["content"])
+        for completion in completions
+    ]
 
 
 def build(job: dict[str, Any]) -> RLTrainer:
-    """The trainer with its defaults, but for what the job says and for evaluation and checkpoints, which TRL lacks too."""
+    """The trainer with its defaults, except the job's settings and no evaluation and checkpoints, which TRL lacks too."""
     options = {
         "threads": job["threads"],
         "data.shuffle": False,
@@ -52,21 +55,21 @@ def step(trainer: RLTrainer) -> dict[str, Any]:
     with trainer.clock("step"):
         collected = trainer.collect()
         generated = time.perf_counter()
-        updates = trainer.prepare(collected)
-        metrics = [trainer.update(batches) for batches in updates]
+        collected.updates = trainer.prepare(collected)
+        collected.metrics = [trainer.update(update, collected) for update in collected.updates]
         trainer.step += 1
         trainer.publish()
-    trainer.report(collected, metrics)
+    trainer.report(collected)
     end = time.perf_counter()
     seconds = {"step": end - start, "generation": generated - start, "update": end - generated}
     return {
         "seconds": seconds | {"cpu": time.process_time() - cpu},
-        "tokens": sum(update["update/tokens"] for update in metrics),
+        "tokens": sum(update["update/tokens"] for update in collected.metrics),
     }
 
 
 def highest_gb(trainer: RLTrainer) -> float:
-    """Of the phases of the last step, each of which measures for itself."""
+    """Return the measurements of the phases of the last step."""
     last = json.loads(trainer.run.metrics_file.read_text().splitlines()[-1])
     return max(value for name, value in last.items() if name.startswith("memory/"))
 
@@ -77,10 +80,16 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     with build(job) as trainer:
         trainer.resume()
-        sum(weight.sum().item() for _, weight in trainer.backend.weights())  # weights of a mapped file become resident
+        sum(
+            weight.sum().item() for _, weight in trainer.backend.weights()
+        )  # weights of a mapped file become resident
         memory = Memory()
         trainer.publish()
-        versions = {"rl4llm": rl4llm.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+        versions = {
+            "rl4llm": rl4llm.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        }
         channel.send(ready=True, versions=versions)
         while channel.wait():
             channel.send(**step(trainer), **memory.report(highest_gb(trainer)))

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rl4llm.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox
+from rl4llm.extensions.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox
 
 SOURCE = "def f(x):\n    return x * x"
 CALLS = Program(SOURCE, Calls(tuple(Call("f", (number,), number * number) for number in range(3))))
@@ -41,7 +41,9 @@ def main() -> None:
         print(sandbox.probe())
         for name, program in (("three calls", CALLS), ("three asserts", ASSERTS)):
             times = _one_by_one(sandbox, program, arguments.runs)
-            print(f"  {name}: median {times[len(times) // 2]:.1f} ms, 90 % within {times[int(len(times) * 0.9)]:.1f} ms")
+            print(
+                f"  {name}: median {times[len(times) // 2]:.1f} ms, 90 % within {times[int(len(times) * 0.9)]:.1f} ms"
+            )
         _throughput(sandbox, 4 * arguments.runs)
         _runaways(sandbox)
         sandbox.close()
@@ -65,7 +67,9 @@ def _throughput(sandbox: Sandbox, runs: int) -> None:
         assert all(outcome.status == "ok" for outcome in threads.map(sandbox.run, [CALLS] * runs))
     took = time.perf_counter() - started
     used = _processor_s(sandbox) - used
-    print(f"  {sandbox.slots} at a time: {runs / took:.0f} runs/s, {used / runs * 1e3:.1f} ms of processor time each")
+    print(
+        f"  {sandbox.slots} at a time: {runs / took:.0f} runs/s, {used / runs * 1e3:.1f} ms of processor time each"
+    )
 
 
 def _runaways(sandbox: Sandbox) -> None:
@@ -78,7 +82,9 @@ def _runaways(sandbox: Sandbox) -> None:
             times.append(time.perf_counter() - started)
             assert outcome.status == "model_error", outcome
         median, longest = statistics.median(times), max(times)
-        print(f"  runaway ({name}), limit 1 s: gone after {median:.2f} s, at most {longest:.2f} s: {outcome.reason}")
+        print(
+            f"  runaway ({name}), limit 1 s: gone after {median:.2f} s, at most {longest:.2f} s: {outcome.reason}"
+        )
 
 
 def _processor_s(sandbox: Sandbox) -> float:

@@ -3,10 +3,10 @@
     python scripts/bench/save.py --size 30m                                        # over safetensors.save_file
     torchrun --nproc-per-node 2 scripts/bench/save.py --size 30m --backend deepspeed     # over DeepSpeed's save_checkpoint
 
-Ours is `save_checkpoint` of the trainer: weights, moments and state in files that any number of ranks can go on from, a
+Ours is `save_checkpoint` of the trainer: weights, moments and state in files that any number of ranks can resume from, a
 manifest with the xxh3 of each, everything on disk, renamed. The plain side is `safetensors.torch.save_file` of the very
 tensors in those files or, with DeepSpeed, `engine.save_checkpoint` of the very engine, in which each rank writes its own
-part. Both end with fsync. They take turns, each into a directory of its own that is deleted afterwards. Wall clock is that
+part. Both end with fsync. They take turns, each into a separate directory that is deleted afterwards. Wall clock is that
 of the slowest rank, CPU the processor time of all of them.
 """
 
@@ -25,11 +25,10 @@ from loop import groups_of, our_trainer, over_ranks, show, timed
 from models import SHAPES
 from safetensors.torch import load_file, save_file
 
-from rl4llm.core.checkpoint import save_checkpoint
-from rl4llm.core.ranks import Ranks, join_ranks
-from rl4llm.core.run_dir import sync_file
-from rl4llm.envs.rollout import RolloutResult
-from rl4llm.trainers.rl import RLTrainer
+from rl4llm.runs.checkpoint import save_checkpoint
+from rl4llm.runs.run_dir import sync_file
+from rl4llm.runtime.ranks import Ranks, join_ranks
+from rl4llm.trainers.rl import RLStep, RLTrainer
 
 Save = Callable[[Path], None]
 
@@ -37,13 +36,16 @@ Save = Callable[[Path], None]
 def trained(args: argparse.Namespace, ranks: Ranks) -> RLTrainer:
     """After one step, so that there are moments."""
     trainer = our_trainer(args, ranks)
-    for update in trainer.prepare(RolloutResult(tuple(groups_of(args.size, ranks)[:1]), ())):
-        trainer.update(update)
+    step = RLStep(groups_of(args.size, ranks)[:1])
+    for update in trainer.prepare(step):
+        trainer.update(update, step)
     return trainer
 
 
 def ours(trainer: RLTrainer, ranks: Ranks) -> Save:
-    return lambda directory: save_checkpoint(directory, 1, trainer.write_checkpoint, {"step": 1}, keep=1, ranks=ranks)
+    return lambda directory: save_checkpoint(
+        directory, 1, trainer.write_checkpoint, {"step": 1}, keep=1, ranks=ranks
+    )
 
 
 def plain_torch(written: Path) -> Save:
@@ -100,12 +102,16 @@ def measure(args: argparse.Namespace, root: Path, ranks: Ranks) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=sorted(SHAPES), default="30m")
     parser.add_argument("--backend", choices=["torch", "deepspeed"], default="torch")
     parser.add_argument("--stage", type=int, choices=[2, 3], default=2)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--dir", default=None, help="on the file system to measure (default: the temporary directory)")
+    parser.add_argument(
+        "--dir", default=None, help="on the file system to measure (default: the temporary directory)"
+    )
     return parser.parse_args()
 
 

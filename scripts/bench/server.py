@@ -23,7 +23,7 @@ import transformers
 from step import NEW_TOKENS, PROMPTS, SAMPLES, save_model, save_prompts
 
 from rl4llm import GRPOTrainer
-from rl4llm.inference.launch import launch
+from rl4llm.extensions.servers.launch import launch
 from rl4llm.trainers.rl import RLTrainer
 
 
@@ -75,7 +75,9 @@ async def flush(url: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", required=True, help="of the environment that SGLang is installed in")
     parser.add_argument("--size", default="1m")
     parser.add_argument("--pairs", type=int, default=7)
@@ -102,7 +104,9 @@ def main() -> None:
     for name, values in zip(("rollout", "load generator"), zip(*pairs, strict=True), strict=True):
         print(f"{name:15} median {statistics.median(values):8,.0f} tokens/s")
     ratios = [ours / theirs for ours, theirs in pairs]
-    print(f"share of the server's speed: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"share of the server's speed: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 if __name__ == "__main__":

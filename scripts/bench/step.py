@@ -1,12 +1,13 @@
 """One whole GRPO step, ours against TRL's GRPOTrainer: the same model, prompts, lengths, threads and optimizer.
 
     python scripts/bench/step.py --size 1m --mode same --peer-python ../trl/bin/python
+    python scripts/bench/step.py --model SMOLLM2 --prompts 4 --mode shipped --peer-python ../trl/bin/python
 
 16 prompts of 64 tokens x 8 samples x 64 new tokens of forced length, one AdamW step per rollout, no KL. Each side is a
-process of its own environment; they take steps in alternation, and the one that does not work waits. `--mode same` gives
+process of a separate environment; they take steps in alternation, and the one that does not work waits. `--mode same` gives
 both the same dtype (fp32) and kernels: TRL computes with MKL, which is slow on processors that are not Intel's unless told
 otherwise, so a tiny library that tells it otherwise is loaded into both. `--mode shipped` leaves that out, runs ours with
-its defaults and TRL with the fastest of its own settings, found by trying them. README.md says more.
+its defaults and TRL with its fastest settings, found by trying them. README.md says more.
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import transformers
-from models import SHAPES, build_model, build_prompts, build_tokenizer
+from models import (
+    SHAPES,
+    build_model,
+    build_prompts,
+    build_tokenizer,
+    describe_machine,
+    load_model,
+    word_prompts,
+)
 
 HERE = Path(__file__).parent
-PROMPTS, SAMPLES, NEW_TOKENS, LEARNING_RATE = 16, 8, 64, 1e-6
-ROWS = PROMPTS * 64  # prompts in the data set; the sides read them in the same order
+SAMPLES, NEW_TOKENS, LEARNING_RATE = 8, 64, 1e-6
+STEPS = 64  # that the prompts of the data set are enough for; the sides read them in the same order
 DEADLINE_S = 900  # for one step, or for starting
 SHIM = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 
 
 KERNELS = {
@@ -58,17 +67,24 @@ class Options(NamedTuple):
 
 
 FAIR = Options("float32", 32)
-CANDIDATES = (FAIR, Options("float32", 128), Options("bfloat16", 32), Options("bfloat16", 128))
+CANDIDATES = tuple(Options(dtype, size) for dtype in ("float32", "bfloat16") for size in (8, 32, 128))
 
 
 class Peer:
     """A side's process."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path):
-        self.name, self._log = name, log
+    def __init__(
+        self, name: str, command: Sequence[str], environment: dict[str, str], log: Path, tokens: int
+    ):
+        self.name, self._log, self._tokens = name, log, tokens
         with open(log, "w") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
             )
         self.versions = self._answer()["versions"]
 
@@ -87,16 +103,20 @@ class Peer:
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
         answer = self._answer()
-        if answer["tokens"] != PROMPTS * SAMPLES * NEW_TOKENS:
-            raise SystemExit(f"{self.name} trained on {answer['tokens']} tokens, not {PROMPTS * SAMPLES * NEW_TOKENS}")
+        if answer["tokens"] != self._tokens:
+            raise SystemExit(f"{self.name} trained on {answer['tokens']} tokens, not {self._tokens}")
         return answer
 
     def _answer(self) -> dict[str, Any]:
         if not select.select([self._process.stdout], [], [], DEADLINE_S)[0]:
-            raise SystemExit(f"{self.name} did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}")
+            raise SystemExit(
+                f"{self.name} did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}"
+            )
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}")
+            raise SystemExit(
+                f"{self.name} ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}"
+            )
         return json.loads(line)
 
 
@@ -109,13 +129,16 @@ class Bench:
             "model": str(directory / "model"),
             "data": str(directory / "prompts.jsonl"),
             "threads": options.threads,
-            "prompts": PROMPTS,
+            "prompts": options.prompts,
             "group_size": SAMPLES,
             "new_tokens": NEW_TOKENS,
             "lr": LEARNING_RATE,
         }
-        save_model(options.size, directory / "model")
-        save_prompts(options.size, directory / "prompts.jsonl")
+        if options.model:
+            prompts = save_pretrained(options.model, directory / "model", options.prompts * STEPS)
+        else:
+            prompts = save_model(options.size, directory / "model", options.prompts * STEPS)
+        save_prompts(prompts, directory / "prompts.jsonl")
         self._environment = self._shared_environment()
 
     def ours(self, overrides: dict[str, Any]) -> Peer:
@@ -128,7 +151,8 @@ class Bench:
 
     def _start(self, name: str, python: str, script: str, job: dict[str, Any]) -> Peer:
         command = [python, str(HERE / script), json.dumps(job)]
-        return Peer(name, command, self._environment, Path(job["output"] + ".log"))
+        tokens = self._options.prompts * SAMPLES * NEW_TOKENS
+        return Peer(name, command, self._environment, Path(job["output"] + ".log"), tokens)
 
     def _place(self, name: str) -> str:
         return tempfile.mktemp(prefix=f"{name}-", dir=self._directory)
@@ -146,19 +170,46 @@ class Bench:
         return environment
 
 
-def save_model(size: str, directory: Path) -> None:
-    """A model directory whose tokenizer's end token lies outside the model's vocabulary, so nobody ever samples it."""
+def save_model(size: str, directory: Path, count: int) -> list[str]:
+    """Save a model that never samples its end token, so that every answer has the same length; return prompts for it."""
     model, tokenizer = build_model(size), build_tokenizer(size)
-    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    end = model.config.vocab_size - 1
+    tokenizer.add_special_tokens({"eos_token": f"w{end}"})
     tokenizer.chat_template = CHAT_TEMPLATE
+    silence(model, end)
     for config in (model.config, model.generation_config):
-        config.eos_token_id = None
+        config.eos_token_id = end
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    prompts = build_prompts(SHAPES[size]["vocab_size"], count)
+    return [" ".join(f"w{token}" for token in prompt) for prompt in prompts]
 
 
-def save_prompts(size: str, path: Path) -> None:
-    prompts = [" ".join(f"w{token}" for token in prompt) for prompt in build_prompts(size, ROWS)]
+def save_pretrained(source: str, directory: Path, count: int) -> list[str]:
+    """Save a pretrained model with another end token, one that it practically never samples; return prompts for it."""
+    model, tokenizer = load_model(source)
+    end = max(tokenizer.get_added_vocab().values())
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = end
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return word_prompts(tokenizer, count)
+
+
+@torch.no_grad()
+def silence(model: Any, token: int) -> None:
+    """Give `token` a probability of 0: one hidden channel is a positive constant, and its logit falls with it."""
+    model.model.embed_tokens.weight[:, 0] = 0.02
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+    model.lm_head.weight[:, 0] = 0
+    model.lm_head.weight[token] = 0
+    model.lm_head.weight[token, 0] = -1e4
+
+
+def save_prompts(prompts: list[str], path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": prompt}], "ground_truth": ""} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -177,8 +228,11 @@ def choose(bench: Bench, options: argparse.Namespace) -> Options:
         return Options.parse(options.peer_options)
     if options.mode == "same":
         return FAIR
-    times = {candidate: trial(bench, candidate) for candidate in CANDIDATES}
-    print("TRL's settings, s/step: " + ", ".join(f"{candidate} {times[candidate]:.2f}" for candidate in times))
+    possible = [candidate for candidate in CANDIDATES if candidate.micro_batch <= options.prompts * SAMPLES]
+    times = {candidate: trial(bench, candidate) for candidate in possible}
+    print(
+        "TRL's settings, s/step: " + ", ".join(f"{candidate} {times[candidate]:.2f}" for candidate in times)
+    )
     return min(times, key=times.get)
 
 
@@ -200,15 +254,23 @@ def measure(sides: Sequence[Peer], warm_up: int, pairs: int) -> list[list[dict[s
 
 def show(sides: Sequence[Peer], steps: list[list[dict[str, Any]]]) -> None:
     phases = ("step", "generation", "update", "cpu")
-    print(f"{'':5}" + "".join(f"{phase:>11}" for phase in phases) + "  peak memory, of it above the loaded model")
+    print(
+        f"{'':5}"
+        + "".join(f"{phase:>11}" for phase in phases)
+        + "  peak memory, of it above the loaded model"
+    )
     for peer, taken in zip(sides, steps, strict=True):
         times = "".join(f"{seconds(taken, phase):9.3f} s" for phase in phases)
         print(f"{peer.name:5}{times}  {taken[-1]['peak_gb']:.2f} GB, {taken[-1]['growth_gb']:.2f} GB")
     ours, theirs = steps
     times = "".join(f"{seconds(theirs, phase) / seconds(ours, phase):11.2f}" for phase in phases)
-    print(f"ratio{times}  {theirs[-1]['peak_gb'] / ours[-1]['peak_gb']:.2f}, {ratio_of_growth(ours, theirs):.2f}")
+    print(
+        f"ratio{times}  {theirs[-1]['peak_gb'] / ours[-1]['peak_gb']:.2f}, {ratio_of_growth(ours, theirs):.2f}"
+    )
     pairs = [b["seconds"]["step"] / a["seconds"]["step"] for a, b in zip(ours, theirs, strict=True)]
-    print(f"ratio of steps, median of the pairs: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})")
+    print(
+        f"ratio of steps, median of the pairs: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+    )
 
 
 def ratio_of_growth(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> float:
@@ -220,15 +282,25 @@ def seconds(taken: Sequence[dict[str, Any]], phase: str) -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
+    parser.add_argument("--model", help="the directory of a pretrained model, instead of --size")
+    parser.add_argument("--prompts", type=int, default=16, help="in a step, with 8 samples each")
     parser.add_argument("--mode", choices=["same", "shipped"], default="same")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each side before the first that counts")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="steps of each side before the first that counts"
+    )
     parser.add_argument("--quick", action="store_true", help="1 step to warm up, 2 pairs")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peer-python", required=True, help="the Python of an environment with torch, trl and datasets")
-    parser.add_argument("--peer-options", default="auto", help="TRL's dtype/micro-batch, such as bfloat16/128; auto tries")
+    parser.add_argument(
+        "--peer-python", required=True, help="the Python of an environment with torch, trl and datasets"
+    )
+    parser.add_argument(
+        "--peer-options", default="auto", help="TRL's dtype/micro-batch, such as bfloat16/128; auto tries"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="our configuration keys")
     options = parser.parse_args()
     if options.quick:
@@ -239,18 +311,22 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     overrides = dict(item.split("=", 1) for item in options.set)
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(directory, options)
         chosen = choose(bench, options)
         sides = [stack.enter_context(bench.ours(overrides)), stack.enter_context(bench.trl(chosen))]
-        print(f"{options.size}: {PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens")
-        print(f"{options.threads} threads, {options.pairs} pairs, kernels: {KERNELS[options.mode]}")
+        print(
+            f"{options.model or options.size}: {options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens"
+        )
+        print(f"{describe_machine()}; {options.pairs} pairs, kernels: {KERNELS[options.mode]}")
         print(f"TRL's dtype/micro-batch: {chosen}; our configuration: {overrides or 'defaults'}")
         for peer in sides:
-            print(f"{peer.name}: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items()))
+            print(
+                f"{peer.name}: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items())
+            )
         show(sides, measure(sides, options.warm_up, options.pairs))
 
 

@@ -16,13 +16,15 @@ import torch.distributed as dist
 from models import build_model
 from peer import Memory
 
-from rl4llm.backends.deepspeed_backend import DeepSpeedBackend
 from rl4llm.backends.models import load_model
-from rl4llm.core.ranks import join_ranks
+from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend
+from rl4llm.runtime.ranks import join_ranks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocabulary", type=int, default=65_536)
     parser.add_argument("--passes", type=int, default=3)
     args = parser.parse_args()
@@ -38,7 +40,9 @@ def main() -> None:
         grown = ranks.gather(memory.report()["growth_gb"] * 1e9 / largest)
         if ranks.is_first:
             shares = " and ".join(f"{share:.2f}" for share in grown)
-            print(f"pass {number}: {total / 1e6:.0f} MB, the largest {largest / 1e6:.0f} MB, growth by rank {shares} of it")
+            print(
+                f"pass {number}: {total / 1e6:.0f} MB, the largest {largest / 1e6:.0f} MB, growth by rank {shares} of it"
+            )
     if dist.is_initialized():
         dist.destroy_process_group()
 

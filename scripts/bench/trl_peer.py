@@ -1,6 +1,6 @@
 """TRL's side of `step.py`: its GRPOTrainer as its documentation shows it, stopped between steps by a callback.
 
-Runs in an environment of its own (torch, trl, datasets); started by `step.py`, not by hand.
+Runs in a separate environment (torch, trl, datasets); started by `step.py`, not by hand.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ class Turnstile(TrainerCallback):
         return [reward(text) for text in completions]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sum(weight.sum().item() for weight in kwargs["model"].parameters())  # weights of a mapped file become resident
+        sum(
+            weight.sum().item() for weight in kwargs["model"].parameters()
+        )  # weights of a mapped file become resident
         self._memory = Memory()
-        versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+        versions = {
+            "trl": trl.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        }
         self._channel.send(ready=True, versions=versions)
         self._wait(control)
 

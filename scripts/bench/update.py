@@ -4,7 +4,7 @@
 
 16 prompts x 8 samples, 64 prompt and 64 new tokens. The other side is the Hugging Face model on padded rows, logits for
 the completions only, log_softmax, `torch.optim.AdamW`; both sides have the same matrix-product kernels and the same
-weights. Rounds alternate; peak memory is that of a process of its own per side. Ratios above 1 favour the backend.
+weights. Rounds alternate; peak memory is that of a separate process per side. Ratios above 1 favour the backend.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from models import PROMPT_TOKENS, SHAPES, build_model, build_prompts
 
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.kernels import use_fast_linear
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import pack
+from rl4llm.runtime.cpu import use_fast_linear
 
 PROMPTS, SAMPLES, NEW_TOKENS, ROWS = 16, 8, 64, 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,7 +42,7 @@ def trajectories(size: str, logprob: float = -6.0) -> list[Trajectory]:
     """Of equal length and random tokens, each sampled with the same log-prob; rewards are random numbers."""
     generator = torch.Generator().manual_seed(0)
     found = []
-    for number, prompt in enumerate(build_prompts(size, PROMPTS)):
+    for number, prompt in enumerate(build_prompts(SHAPES[size]["vocab_size"], PROMPTS)):
         for _ in range(SAMPLES):
             ids = torch.randint(3, SHAPES[size]["vocab_size"], (NEW_TOKENS,), generator=generator).tolist()
             spans = (TokenSpan.context(prompt), TokenSpan(tuple(ids), "policy", (logprob,) * NEW_TOKENS, 0))
@@ -85,10 +86,14 @@ def padded_side(args: argparse.Namespace) -> Callable[[], None]:
         for rows, credit_B in zip(ids_BT.split(ROWS), credits_B.split(ROWS), strict=True):
             with autocast:
                 mask = torch.ones_like(rows)
-                logits = model(rows, attention_mask=mask, logits_to_keep=NEW_TOKENS + 1, use_cache=False).logits
+                logits = model(
+                    rows, attention_mask=mask, logits_to_keep=NEW_TOKENS + 1, use_cache=False
+                ).logits
             logp = logits[:, :-1].float().log_softmax(-1).gather(2, rows[:, PROMPT_TOKENS:, None]).squeeze(2)
             ratio = (logp - logp.detach()).exp()
-            (-torch.min(ratio * credit_B[:, None], ratio.clamp(0.8, 1.2) * credit_B[:, None]).sum() / 8192).backward()
+            (
+                -torch.min(ratio * credit_B[:, None], ratio.clamp(0.8, 1.2) * credit_B[:, None]).sum() / 8192
+            ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -112,15 +117,21 @@ def measured_peak(side: str, args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
-    parser.add_argument("--autocast", choices=["none", "bfloat16"], default="none", help="of the matrix products")
+    parser.add_argument(
+        "--autocast", choices=["none", "bfloat16"], default="none", help="of the matrix products"
+    )
     parser.add_argument("--layout", choices=["sorted", "packed", "shared"], default="shared")
     parser.add_argument("--max-tokens", type=int, default=2304)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-seconds", action="store_true", help="for a busy machine: CPU seconds instead of wall clock")
+    parser.add_argument(
+        "--cpu-seconds", action="store_true", help="for a busy machine: CPU seconds instead of wall clock"
+    )
     parser.add_argument("--no-peaks", action="store_true")
     parser.add_argument("--peak-of", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -140,7 +151,9 @@ def main() -> None:
                 times[side].append(clock() - start)
     for side in SIDES:
         peak = f"{peaks[side] / 1e9:6.2f} GB peak" if peaks else ""
-        print(f"{side:7} best {min(times[side]):7.3f} s   median {statistics.median(times[side]):7.3f} s   {peak}")
+        print(
+            f"{side:7} best {min(times[side]):7.3f} s   median {statistics.median(times[side]):7.3f} s   {peak}"
+        )
     ratios = [padded / ours for padded, ours in zip(times["padded"], times["ours"], strict=True)]
     print(f"time ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     if peaks:

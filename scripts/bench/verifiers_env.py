@@ -82,7 +82,9 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):
                 result = await increment(**json.loads(call["function"]["arguments"]))
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(result)})
 
-    async def _ask(self, endpoint: str, secret: str, model: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _ask(
+        self, endpoint: str, secret: str, model: str, messages: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         body = {"model": model, "messages": messages, "tools": [TOOL]}
         headers = {"Authorization": f"Bearer {secret}"}
         async with self.http.post(f"{endpoint}/chat/completions", json=body, headers=headers) as response:

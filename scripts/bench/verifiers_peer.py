@@ -1,6 +1,6 @@
 """verifiers' side of `episodes.py`: its single-agent environment with the harness of `verifiers_env.py`.
 
-Runs in an environment of its own (verifiers, aiohttp); started by `episodes.py`, not by hand.
+Runs in a separate environment (verifiers, aiohttp); started by `episodes.py`, not by hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def environment(job: dict[str, Any]) -> vf.Env:
     agent = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}
     taskset = {"id": "verifiers_env", "prompts": job["prompts"]}
     return load_environment(
-        resolve_env_config({"taskset": taskset, "agent": agent, "interception": {"type": job["interception"]}})
+        resolve_env_config(
+            {"taskset": taskset, "agent": agent, "interception": {"type": job["interception"]}}
+        )
     )
 
 
@@ -40,13 +42,17 @@ async def play(env: vf.Env, context: ModelContext, group_size: int) -> dict[str,
     for episode in episodes:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         assert episode.ok and not errors, f"an episode failed: {errors[:1]}"
-        assert all(trace.reward == 1.0 and trace.num_turns == 3 for trace in episode.traces), "not as it should end"
+        assert all(trace.reward == 1.0 and trace.num_turns == 3 for trace in episode.traces), (
+            "not as it should end"
+        )
     return {"episodes": len(episodes), **seconds}
 
 
 async def serve(channel: Channel, job: dict[str, Any]) -> None:
     env = environment(job)
-    context = ModelContext(model="mock", client=EvalClientConfig(base_url=job["url"] + "/v1", api_key_var="NO_KEY"))
+    context = ModelContext(
+        model="mock", client=EvalClientConfig(base_url=job["url"] + "/v1", api_key_var="NO_KEY")
+    )
     connector = aiohttp.TCPConnector(limit=0)
     async with env.serving(), aiohttp.ClientSession(connector=connector) as session:
         InProcessHarness.http = session

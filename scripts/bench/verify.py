@@ -23,7 +23,7 @@ from models import SHAPES
 from step import PROMPTS, SAMPLES, save_model, save_prompts
 
 from rl4llm import GRPOTrainer
-from rl4llm.inference.launch import launch
+from rl4llm.extensions.servers.launch import launch
 
 NEW_TOKENS = 192
 
@@ -53,8 +53,12 @@ def train(directory: Path, options: argparse.Namespace, inference: dict[str, Any
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", help="of the environment that SGLang is installed in; left out, the embedded engine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", help="of the environment that SGLang is installed in; left out, the embedded engine"
+    )
     parser.add_argument("--size", choices=sorted(SHAPES), default="30m")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -81,7 +85,9 @@ def main() -> None:
     for name in ("time/step", "time/publish", "time/verify"):
         print(f"{name:13} median {statistics.median(step[name] for step in steps):9.3f} s")
     shares = [step["time/verify"] / step["time/step"] for step in steps]
-    print(f"the canary's share of a step: {statistics.median(shares):.2%} ({min(shares):.2%} to {max(shares):.2%})")
+    print(
+        f"the canary's share of a step: {statistics.median(shares):.2%} ({min(shares):.2%} to {max(shares):.2%})"
+    )
 
 
 if __name__ == "__main__":

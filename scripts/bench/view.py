@@ -26,7 +26,9 @@ import psutil
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--dir", help="where the run is written (default: a temporary directory)")
     arguments = parser.parse_args()
@@ -48,7 +50,7 @@ class _server:
 
     def __enter__(self) -> _server:
         self.started = time.perf_counter()
-        command = [sys.executable, "-m", "rl4llm", "view", str(self.run), "--port", "0"]
+        command = [sys.executable, "-m", "rl4llm", "view", str(self.run), "--port", "0", "--no-token"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.url = re.search(r"http://\S+/", self.process.stderr.readline())[0]
         return self
@@ -93,14 +95,28 @@ def _write(run: Path, episodes: int) -> int:
     numbers = [round(-0.001 * i, 6) for i in range(64)]
     span = {"author": "policy", "token_ids": list(range(300, 364)), "logprobs": numbers, "version": 3}
     span |= {"trainer_logprobs": numbers, "advantages": numbers, "weight": 0.0001, "clipped": []}
-    spans = [{"author": "context", "token_ids": list(range(100))}, span, {"author": "context", "token_ids": [1, 2]}, span]
-    call = "<tool_call>{\"name\": \"calculator\", \"arguments\": {\"expression\": \"6*7\"}}</tool_call>"
+    spans = [
+        {"author": "context", "token_ids": list(range(100))},
+        span,
+        {"author": "context", "token_ids": [1, 2]},
+        span,
+    ]
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     size, each = 0, 100
     for first in range(0, episodes, each):
         lines = []
         for number in range(first, min(episodes, first + each)):
-            said = [("user", f"This is number {number}. " + "What is it? " * 8), ("assistant", call), ("tool", "42")]
-            row = {"step": first // each, "prompt_id": f"task-{number // 8}", "sample": number % 8, "reward": number % 3 / 2}
+            said = [
+                ("user", f"This is number {number}. " + "What is it? " * 8),
+                ("assistant", call),
+                ("tool", "42"),
+            ]
+            row = {
+                "step": first // each,
+                "prompt_id": f"task-{number // 8}",
+                "sample": number % 8,
+                "reward": number % 3 / 2,
+            }
             row |= {"rewards": {"math": 1.0}, "stop_reason": "done", "turns": 2, "tokens": 128, "credit": 0.1}
             row |= {"mismatch": 1e-5, "messages": [{"role": role, "content": text} for role, text in said]}
             lines.append(json.dumps(row | {"ground_truth": "42", "spans": spans, "extras": {}}) + "\n")

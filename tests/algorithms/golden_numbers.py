@@ -25,7 +25,8 @@ from rl4llm.algorithms.returns import whiten
 from rl4llm.backends.heads import OutputLayer, logprobs_of_logits, selected_logprobs
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
-from rl4llm.data.pack import AGGREGATIONS, StepTotals, pack, totals_of
+from rl4llm.data.aggregation import AGGREGATIONS, StepTotals, totals_of
+from rl4llm.data.pack import pack
 from rl4llm.rewards.overlong import OverlongPenalty
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "open.json").read_text())
@@ -36,7 +37,7 @@ GARBAGE = 3.3  # stands on prompts and padding, where nothing may look
 
 
 def own(tensor: Tensor) -> Tensor:
-    """The sum over ranks, where there is one."""
+    """Return the tensor itself: the sum over one rank."""
     return tensor
 
 
@@ -55,7 +56,7 @@ class Trajectories:
         return [0, *itertools.accumulate(len(row["mask"]) for row in self.rows)]
 
     def groups(self) -> list[Group]:
-        """As the environment would give them."""
+        """Return the groups as the environment would give them."""
         names = list(dict.fromkeys(row["group"] for row in self.rows))
         return [
             Group(name, tuple(self._trajectory(i) for i, row in enumerate(self.rows) if row["group"] == name))
@@ -69,15 +70,17 @@ class Trajectories:
         for sampled, run in itertools.groupby(row["mask"]):
             ids = tuple(range(start + column, start + column + len(list(run))))
             column += len(ids)
-            spans.append(TokenSpan(ids, "policy", (0.0,) * len(ids), 0) if sampled else TokenSpan.context(ids))
+            spans.append(
+                TokenSpan(ids, "policy", (0.0,) * len(ids), 0) if sampled else TokenSpan.context(ids)
+            )
         return Trajectory(row["group"], tuple(spans), (), {}, row["reward"], "done")
 
     def flat(self, key: str) -> Tensor:
-        """One array of the case (N,), float64."""
+        """Return one array of the case (N,), float64."""
         return torch.tensor([value for row in self.rows for value in row[key]], dtype=torch.float64)
 
     def per_trajectory(self, key: str) -> Tensor:
-        """One number per trajectory on each of its tokens (N,)."""
+        """Repeat one number per trajectory on each of its tokens (N,)."""
         return torch.tensor([row[key] for row in self.rows for _ in row["mask"]], dtype=torch.float64)
 
     @property
@@ -87,7 +90,7 @@ class Trajectories:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The stored pairs, chosen answers first; each answer's sums are spread evenly over tokens of its own."""
+    """Hold the stored pairs, chosen answers first. The sums of an answer are spread evenly over its tokens."""
 
     lengths: tuple[int, ...]
 
@@ -96,33 +99,39 @@ class Pairs:
         return [0, *itertools.accumulate(self.lengths)]
 
     def groups(self) -> list[Group]:
-        """One for each pair."""
+        """Return one group for each pair."""
         count = len(self.lengths) // 2
-        return [Group(f"{i}", (self._answer(i, i, 1.0), self._answer(i + count, i, -1.0))) for i in range(count)]
+        return [
+            Group(f"{i}", (self._answer(i, i, 1.0), self._answer(i + count, i, -1.0))) for i in range(count)
+        ]
 
     def _answer(self, number: int, pair: int, reward: float) -> Trajectory:
         ids = tuple(range(self.starts[number], self.starts[number + 1]))
         spans = (TokenSpan.context([self.starts[-1] + pair]), TokenSpan(ids, "policy", (0.0,) * len(ids), 0))
-        return Trajectory(f"{pair}", spans, (), {}, reward, "done", {"margin": EXTRA["preference_pairs"]["margin"][pair]})
+        return Trajectory(
+            f"{pair}", spans, (), {}, reward, "done", {"margin": EXTRA["preference_pairs"]["margin"][pair]}
+        )
 
     def flat(self, key: str) -> Tensor:
-        """An answer's number, spread over its tokens (N,); 0 for what pairs do not have."""
+        """Spread an answer's number over its tokens (N,); numbers that pairs do not have are 0."""
         pairs = EXTRA["preference_pairs"]
         if f"{key}_chosen" not in pairs:
             return torch.zeros(self.starts[-1], dtype=torch.float64)
         sums = pairs[f"{key}_chosen"] + pairs[f"{key}_rejected"]
-        numbers = [number / size for number, size in zip(sums, self.lengths, strict=True) for _ in range(size)]
+        numbers = [
+            number / size for number, size in zip(sums, self.lengths, strict=True) for _ in range(size)
+        ]
         return torch.tensor(numbers, dtype=torch.float64)
 
 
 def spread(flat_N: Tensor, batch: TrainBatch) -> Tensor:
-    """(B, T) from (N,): each token's number, and garbage where there is no token of the case."""
+    """Return (B, T) from (N,): each token's number, and garbage outside the tokens of the case."""
     padded = torch.cat([flat_N, flat_N.new_full((1,), GARBAGE)])
     return padded[batch.token_ids_BT.clamp(max=len(flat_N))]
 
 
 def gathered(batches: Sequence[TrainBatch], values: Sequence[Tensor], like_N: Tensor) -> Tensor:
-    """(N,) from the (B, T) of all batches, NaN where no batch has the token."""
+    """Return (N,) from the (B, T) of all batches, with NaN for tokens that no batch has."""
     out = torch.full_like(like_N, torch.nan)
     for batch, values_BT in zip(batches, values, strict=True):
         there_BT = batch.token_ids_BT < len(like_N)
@@ -138,7 +147,7 @@ def packed(
     constant_length: int = 0,
     whole_groups: bool = False,
 ) -> list[TrainBatch]:
-    """Batches as `pack` makes them, with float64 numbers in place of float32 ones, of which they must be the rounding."""
+    """Return batches as `pack` makes them, with float64 numbers, after a check that they round to those of `pack`."""
     members = [
         (trajectory, credit.reshape(-1)[~credit.reshape(-1).isnan()], credit.dim())
         for group, credits_G in zip(trajectories.groups(), credits, strict=True)
@@ -148,11 +157,18 @@ def packed(
         members = members[::2] + members[1::2][::-1]
     owned = [one for one, _, _ in members]
     totals = totals_of(owned, constant_length=constant_length)
-    options = {"totals": totals, "aggregation": aggregation, "pad_token_id": 10**6, "whole_groups": whole_groups}
+    options = {
+        "totals": totals,
+        "aggregation": aggregation,
+        "pad_token_id": 10**6,
+        "whole_groups": whole_groups,
+    }
     options |= _layout(owned, layout, whole_groups)
     numbers = itertools.count()
     numbered = [[next(numbers) for _ in turns_K] if dim else next(numbers) for _, turns_K, dim in members]
-    real = pack(owned, [turns_K.tolist() if dim else turns_K.item() for _, turns_K, dim in members], **options)
+    real = pack(
+        owned, [turns_K.tolist() if dim else turns_K.item() for _, turns_K, dim in members], **options
+    )
     made = pack(owned, numbered, **options)
     exact = torch.cat([turns_K for _, turns_K, _ in members])
     weights_N = _weights(owned, trajectories, aggregation, totals)
@@ -191,7 +207,9 @@ def _weights(
     """The aggregation's weight of each token of the case (N,), float64."""
     names = sorted({one.prompt_id for one in owned})
     tokens = np.array([one.num_policy_tokens for one in owned])
-    weights = AGGREGATIONS[aggregation](tokens, np.array([names.index(one.prompt_id) for one in owned]), totals)
+    weights = AGGREGATIONS[aggregation](
+        tokens, np.array([names.index(one.prompt_id) for one in owned]), totals
+    )
     weights_N = torch.zeros(trajectories.starts[-1], dtype=torch.float64)
     for one, weight in zip(owned, weights, strict=True):
         weights_N[[token for span in one.policy_spans for token in span.token_ids]] = float(weight)
@@ -199,14 +217,16 @@ def _weights(
 
 
 def expected(name: str, part: str) -> Tensor:
-    """A stored part (N,), or a number ()."""
+    """Return a stored part (N,), or a number ()."""
     stored = QUANTITIES[name]["result"][part]
     ragged = isinstance(stored, list) and stored and isinstance(stored[0], list)
-    return torch.tensor(list(itertools.chain.from_iterable(stored)) if ragged else stored, dtype=torch.float64)
+    return torch.tensor(
+        list(itertools.chain.from_iterable(stored)) if ragged else stored, dtype=torch.float64
+    )
 
 
 def make(method: str, **options: Any) -> BaseAlgorithm:
-    """A registered method."""
+    """Make a registered method."""
     return ALGORITHMS[method](**options)
 
 
@@ -214,8 +234,10 @@ Found = dict[str, Tensor]
 """The parts of a quantity by the names they are stored under."""
 
 
-def assigned(name: str, method: str, options: Mapping[str, Any], layout: str) -> tuple[Trajectories, list[TrainBatch]]:
-    """Batches whose advantages are those of a method, from the rewards of the case on."""
+def assigned(
+    name: str, method: str, options: Mapping[str, Any], layout: str
+) -> tuple[Trajectories, list[TrainBatch]]:
+    """Return batches with the advantages of a method, computed from the rewards of the case."""
     trajectories = Trajectories(QUANTITIES[name]["case"])
     algorithm = make(method, **options)
     batches = packed(trajectories, algorithm.batch_credits(trajectories.groups(), own), layout)
@@ -231,17 +253,20 @@ def advantages(name: str, method: str, options: Mapping[str, Any], layout: str) 
 
 def returns(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
     trajectories, batches = assigned(name, method, options, layout)
-    return {"per_token": gathered(batches, [batch.returns_BT for batch in batches], trajectories.flat("mask"))}
+    return {
+        "per_token": gathered(batches, [batch.returns_BT for batch in batches], trajectories.flat("mask"))
+    }
 
 
 def given(name: str, aggregation: str, key: str | None, layout: str, constant_length: int = 0) -> Any:
-    """Batches whose credits are advantages that the case gives; None gives 0."""
+    """Return batches whose credits are the advantages of the case; None gives 0."""
     trajectories = Trajectories(QUANTITIES[name]["case"])
     credits = [torch.zeros(len(group.trajectories)) for group in trajectories.groups()]
     batches = packed(trajectories, credits, layout, aggregation, constant_length)
-    flat_N = {None: torch.zeros_like, "seq_advantage": lambda _: trajectories.per_trajectory("seq_advantage")}.get(
-        key, lambda _: trajectories.flat(key)
-    )(trajectories.flat("mask"))
+    flat_N = {
+        None: torch.zeros_like,
+        "seq_advantage": lambda _: trajectories.per_trajectory("seq_advantage"),
+    }.get(key, lambda _: trajectories.flat(key))(trajectories.flat("mask"))
     for batch in batches:
         batch.credits_BT = spread(flat_N, batch) * batch.mask_BT
         batch.advantages_BT = batch.credits_BT
@@ -283,7 +308,7 @@ def loss(
 
 
 def estimate(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
-    """A KL estimate with its own gradient."""
+    """Return a KL estimate with its own gradient."""
     trajectories, batches = given(name, "token", None, layout)
     logprobs_N = trajectories.flat("new_logprobs").requires_grad_()
     values = [kl(spread(logprobs_N, batch), batch.ref_logprobs_BT, options["estimator"]) for batch in batches]
@@ -294,7 +319,7 @@ def estimate(name: str, method: str, options: Mapping[str, Any], layout: str) ->
 
 
 def weighted_estimate(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
-    """The stored estimate is already multiplied by the ratio."""
+    """Return the estimate times the ratio, as the reference stores it."""
     found = loss(name, method, options, layout, key=None)
     trajectories = Trajectories(QUANTITIES[name]["case"])
     ratio_N = (trajectories.flat("new_logprobs") - trajectories.flat("old_logprobs")).exp()
@@ -304,14 +329,18 @@ def weighted_estimate(name: str, method: str, options: Mapping[str, Any], layout
 def whitened(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
     trajectories, batches = given(name, "token", "token_advantages", layout)
     whiten(batches, own)
-    return {"per_token": gathered(batches, [batch.advantages_BT for batch in batches], trajectories.flat("mask"))}
+    return {
+        "per_token": gathered(batches, [batch.advantages_BT for batch in batches], trajectories.flat("mask"))
+    }
 
 
 def preference(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
-    """The loss of pairs, and its gradient with respect to each answer's sum."""
+    """Return the loss of pairs and its gradient with respect to each answer's sum."""
     algorithm, stored = make(method, **options), EXTRA["preference_pairs"]
     valued = algorithm.needs().value_head
-    lengths = [1] * 2 * len(stored["margin"]) if valued else stored["length_chosen"] + stored["length_rejected"]
+    lengths = (
+        [1] * 2 * len(stored["margin"]) if valued else stored["length_chosen"] + stored["length_rejected"]
+    )
     pairs = Pairs(tuple(lengths))
     credits = algorithm.batch_credits(pairs.groups(), own)
     if name == "rm.pairwise":
@@ -345,7 +374,7 @@ def value_loss(name: str, method: str, options: Mapping[str, Any], layout: str) 
 
 
 def from_logits(name: str, method: str, options: Mapping[str, Any], layout: str) -> Found:
-    """Log-probs and entropies of heads. The fused one computes in float32, so it only has to come close."""
+    """Return log-probs and entropies of heads. The fused one computes in float32, so it only has to come close."""
     logits_NV = torch.tensor(EXTRA["logits"], dtype=torch.float64)
     labels_N = torch.tensor(EXTRA["labels"])
     exact = logprobs_of_logits(logits_NV, labels_N, entropy=True)
@@ -379,7 +408,7 @@ class Check:
     extra: Mapping[str, Any] = ()
 
     def found(self, name: str, method: str, layout: str) -> Found:
-        """What a method makes of it."""
+        """Return what a method gives for it."""
         return self.compute(name, method, self.methods[method], layout, **dict(self.extra))
 
 
@@ -416,7 +445,18 @@ def _corrected(correction: str, low: float = 0.0, high: float = 2.0) -> Check:
 GROUP_MEANS = {
     "adv.grpo": {
         name: {}
-        for name in ("grpo", "dapo", "bnpo", "gspo", "gspo_token", "gmpo", "sapo", "cispo", "clip_cov", "kl_cov")
+        for name in (
+            "grpo",
+            "dapo",
+            "bnpo",
+            "gspo",
+            "gspo_token",
+            "gmpo",
+            "sapo",
+            "cispo",
+            "clip_cov",
+            "kl_cov",
+        )
     },
     "adv.dr_grpo": {"dr_grpo": {}, "grpo": {"scale_rewards": "none"}, "opmd": {}},
     "adv.rloo": {"rloo": {}},
@@ -426,10 +466,15 @@ CHECKS: dict[str, Check] = {
     **{f"{name}.equal_group": Check(advantages, methods) for name, methods in GROUP_MEANS.items()},
     **{f"{name}.singleton_zero": Check(advantages, methods) for name, methods in GROUP_MEANS.items()},
     **{
-        f"adv.reinforce_pp{kind}.{case}": Check(advantages, {"reinforce_pp": {"gamma": gamma, "whiten": kind == ""}})
+        f"adv.reinforce_pp{kind}.{case}": Check(
+            advantages, {"reinforce_pp": {"gamma": gamma, "whiten": kind == ""}}
+        )
         for kind in ("", "_returns")
         for case, gamma in (
-            ("gamma1", 1.0), ("gamma0.99", 0.99), ("gamma1.equal_group", 1.0), ("gamma1.singleton_group", 1.0),
+            ("gamma1", 1.0),
+            ("gamma0.99", 0.99),
+            ("gamma1.equal_group", 1.0),
+            ("gamma1.singleton_group", 1.0),
         )
     },
     "adv.reinforce_pp_baseline": Check(advantages, {"reinforce_pp_baseline": {}}),
@@ -438,21 +483,31 @@ CHECKS: dict[str, Check] = {
         f"adv.gae{kind}.gamma{gamma:g}_lambda{lam:g}": Check(
             returns if kind == "_returns" else advantages,
             {"ppo": {"gamma": gamma, "lam": lam, "whiten": kind == "_whitened"}}
-            | ({} if kind == "_returns" else {"vapo": {"gamma": gamma, "lam": lam, "alpha": None, "whiten": bool(kind)}}),
+            | (
+                {}
+                if kind == "_returns"
+                else {"vapo": {"gamma": gamma, "lam": lam, "alpha": None, "whiten": bool(kind)}}
+            ),
         )
         for kind in ("", "_returns", "_whitened")
         for gamma, lam in ((1.0, 0.95), (0.99, 0.9))
     },
     "adv.gae_kl_in_reward.gamma1_lambda0.95": Check(advantages, {"ppo": PENALTY}),
     "adv.reinforce_pp_kl_in_reward_returns": Check(advantages, {"reinforce_pp": PENALTY}),
-    "kl.in_reward_k1": Check(advantages, {"reinforce_pp": {**PENALTY, "gamma": 0.0}}),  # with gamma 0 a return is a reward
+    "kl.in_reward_k1": Check(
+        advantages, {"reinforce_pp": {**PENALTY, "gamma": 0.0}}
+    ),  # with gamma 0 a return is a reward
     "whiten.ddof1": Check(whitened, {"ppo": {}, "reinforce_pp": {}, "reinforce_pp_baseline": {}, "vapo": {}}),
     **{f"kl.{name}": Check(estimate, {"grpo": {"estimator": name}}) for name in ("k1", "k2", "k3")},
     "kl.k3_straight_through": Check(
         loss, {"grpo": {**TOKEN, "kl_coef": 1.0, "kl_estimator": "k3+"}}, {"key": None}
     ),
-    "kl.k3_importance_weighted": Check(weighted_estimate, {"grpo": {**TOKEN, "kl_coef": 1.0, "kl_weighted": True}}),
-    "loss.ppo_clip_plus_k3": Check(loss, _clips(kl_coef=0.04, kl_in="loss", kl_estimator="k3", clip_low=0.2, clip_high=0.2)),
+    "kl.k3_importance_weighted": Check(
+        weighted_estimate, {"grpo": {**TOKEN, "kl_coef": 1.0, "kl_weighted": True}}
+    ),
+    "loss.ppo_clip_plus_k3": Check(
+        loss, _clips(kl_coef=0.04, kl_in="loss", kl_estimator="k3", clip_low=0.2, clip_high=0.2)
+    ),
     "loss.ppo_clip": Check(loss, _clips(clip_low=0.2, clip_high=0.2)),
     "loss.ppo_clip_higher": Check(loss, _clips(clip_low=0.2, clip_high=0.28)),
     "loss.ppo_dual_clip_c3": Check(loss, _clips(clip_low=0.2, clip_high=0.28, dual_clip=3.0)),
@@ -513,7 +568,9 @@ CHECKS: dict[str, Check] = {
 DDOF = "deviations are those of a sample (ddof 1) everywhere"
 RAW = "a group of one has nothing to be compared with, so it gets 0"
 EPS = "the epsilon beside a deviation is fixed: 1e-6, as in verl, SkyRL and NeMo-RL"
-DENOMINATOR = "a token that is masked counts as one whose loss is 0, so a mask does not make the others louder"
+DENOMINATOR = (
+    "a token that is masked counts as one whose loss is 0, so a mask does not make the others louder"
+)
 NOT_OFFERED = {
     "adv.grpo_eps1e-9": EPS,
     "adv.grpo_eps1e-9.equal_group": EPS,
@@ -536,8 +593,10 @@ NOT_OFFERED = {
     "overlong.dapo_unbounded.large": "equation 13 of the paper ends at the hard limit",
     "overlong.dapo_unbounded.small": "equation 13 of the paper ends at the hard limit",
 }
+
+
 def errors(name: str, found: Found) -> dict[str, float]:
-    """The largest difference to each stored part; parts of single tokens are compared on the policy's, gradients on all."""
+    """Return the largest difference to each stored part: on the policy's tokens, or on all for gradients."""
     differences = {}
     for part in QUANTITIES[name]["result"]:
         stored, ours = expected(name, part), found[part]
@@ -549,10 +608,10 @@ def errors(name: str, found: Found) -> dict[str, float]:
 
 
 def error(name: str, method: str, layout: str) -> float:
-    """The largest difference of a method to a stored quantity, over all its parts."""
+    """Return the largest difference of a method to a stored quantity, over all its parts."""
     return max(errors(name, CHECKS[name].found(name, method, layout)).values())
 
 
 def of_method(method: str) -> list[str]:
-    """The entries that a method is checked with."""
+    """Return the entries that a method is checked with."""
     return [name for name, check in CHECKS.items() if method in check.methods]

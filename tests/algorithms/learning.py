@@ -18,11 +18,16 @@ from typing import Any
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.api import PolicyTrainer
+from rl4llm.backends.tiny import build_model, build_tokenizer
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
-from rl4llm.quickstart.model import build_model, build_tokenizer
 
 TEXTS = ["system\nBe brief.\n", "user\nSay 1.\nGo on.\nassistant\nAnswer: 85\n", "aeiou eau oui bcdfgh"] * 4
-QUIET = {"deterministic": True, "tracking.tensorboard": False, "tracking.episodes_every": 0, "checkpoint.every": 0}
+QUIET = {
+    "deterministic": True,
+    "tracking.tensorboard": False,
+    "tracking.episodes_every": 0,
+    "checkpoint.every": 0,
+}
 THRESHOLD = 0.3
 """The reward that counts as learned; the model begins at about half of it."""
 
@@ -39,7 +44,7 @@ class Vowels(BaseRewardFunction):
 
 
 class TwoTurns(BaseMDPEnv):
-    """Asks for more once, whatever was said."""
+    """Ask for more once, after any reply."""
 
     continue_truncated = True
 
@@ -88,7 +93,7 @@ class Recipe:
 
 
 def prompts(count: int = 4) -> list[dict[str, Any]]:
-    """Rows of the task."""
+    """Return rows of the task."""
     return [
         {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
         for i in range(count)
@@ -97,7 +102,7 @@ def prompts(count: int = 4) -> list[dict[str, Any]]:
 
 @functools.cache
 def start() -> str:
-    """The directory of the model that every method starts from."""
+    """Return the directory of the model that every method starts from."""
     directory = tempfile.mkdtemp(prefix="rl4llm-start-")
     tokenizer = build_tokenizer(TEXTS, vocab_size=320)
     build_model(tokenizer, seed=0, hidden_size=64, num_layers=2).eval().save_pretrained(directory)
@@ -107,7 +112,7 @@ def start() -> str:
 
 @functools.cache
 def teacher() -> str:
-    """The directory of a model that learned the task."""
+    """Return the directory of a model that learned the task."""
     directory = Path(tempfile.mkdtemp(prefix="rl4llm-teacher-"))
     trainer = episodes("grpo", {}, directory / "run", max_steps=16)
     trainer.train()
@@ -118,7 +123,7 @@ def teacher() -> str:
 def episodes(
     method: str, options: Mapping[str, Any], directory: Path, model: str | None = None, **overrides: Any
 ) -> PolicyTrainer:
-    """A run that samples episodes of the task."""
+    """Return a run that samples episodes of the task."""
     kind = type("Trainer", (PolicyTrainer,), {"algorithm": method})
     made = {key: value() if callable(value) else value for key, value in options.items()}
     settings = {
@@ -133,12 +138,18 @@ def episodes(
         **overrides,
     }
     return kind(
-        model or start(), prompts(), [Vowels()], env=TwoTurns, algorithm=made, output={"dir": str(directory)}, **settings
+        model or start(),
+        prompts(),
+        [Vowels()],
+        env=TwoTurns,
+        algorithm=made,
+        output={"dir": str(directory)},
+        **settings,
     )
 
 
 def rewards_of(directory: Path) -> tuple[float, ...]:
-    """The mean reward of each step of a run."""
+    """Return the mean reward of each step of a run."""
     return tuple(row["reward/mean"] for row in _metrics(directory) if "reward/mean" in row)
 
 
@@ -147,7 +158,7 @@ def _metrics(directory: Path) -> list[dict[str, float]]:
 
 
 def played(model: str, directory: Path) -> float:
-    """The mean reward of a model that does not learn."""
+    """Return the mean reward of a model that does not learn."""
     episodes("grpo", {}, directory, model, **{"training.lr": 0.0, "max_steps": 2}).train()
     return sum(rewards_of(directory)) / 2
 
@@ -155,7 +166,7 @@ def played(model: str, directory: Path) -> float:
 def learn(
     method: str, recipe: Recipe, directory: Path, *, learns: bool = True, steps: int | None = None
 ) -> Curve:
-    """The curve of a method; without `learns` of the same run whose learning rates are 0.
+    """Return the curve of a method; without `learns`, that of the same run with learning rates of 0.
 
     `steps` is how many a method that samples takes, if not those of its recipe.
     """
@@ -177,20 +188,23 @@ BAD = ("bcdfg", "hgf bcd", "gfh dcb", "Answer: 85")
 
 
 def answered(kind: str) -> list[dict[str, Any]]:
-    """Rows with answers: demonstrations, pairs or labels, by which words of vowels are the good ones."""
+    """Return rows with answers: demonstrations, pairs or labels. The good answers are words of vowels."""
     rows = []
     for row, good, bad in itertools.product(prompts(), GOOD, BAD):
         answer = [*row["messages"], {"role": "assistant", "content": good}]
         rows += {
             "demonstrations": [{"messages": answer}],
             "pairs": [{**row, "chosen": good, "rejected": bad}],
-            "labels": [{**row, "completion": good, "label": True}, {**row, "completion": bad, "label": False}],
+            "labels": [
+                {**row, "completion": good, "label": True},
+                {**row, "completion": bad, "label": False},
+            ],
         }[kind]
     return [{**row, "prompt_id": str(number)} for number, row in enumerate(rows)]
 
 
 def reader(method: str, options: Mapping[str, Any], directory: Path, lr: float) -> PolicyTrainer:
-    """A run that learns from a dataset."""
+    """Return a run that learns from a dataset."""
     kind = type("Trainer", (PolicyTrainer,), {"algorithm": method})
     rows = answered(ALGORITHMS[method]().needs().learns_from)
     settings = {**QUIET, "max_steps": 40, "rollout.prompts": 8, "training.lr": lr}
@@ -198,16 +212,19 @@ def reader(method: str, options: Mapping[str, Any], directory: Path, lr: float) 
 
 
 def read(method: str, options: Mapping[str, Any], directory: Path, learns: bool) -> Curve:
-    """A method that learns from a dataset: its model plays before and after."""
+    """Train a method on a dataset and play its model before and after."""
     begin = time.perf_counter()
     trainer = reader(method, options, directory / "run", 3e-3 if learns else 0.0).train()
     seconds = time.perf_counter() - begin
     trainer.save_pretrained(directory / "model")
-    return Curve((played(start(), directory / "before"), played(str(directory / "model"), directory / "after")), seconds)
+    return Curve(
+        (played(start(), directory / "before"), played(str(directory / "model"), directory / "after")),
+        seconds,
+    )
 
 
 def ranked(method: str, options: Mapping[str, Any], directory: Path, learns: bool) -> Curve:
-    """A reward model: the share of pairs that it ranks right, less than the half that guessing would."""
+    """Return the share of pairs that a reward model ranks right, minus the 0.5 of guessing."""
     begin = time.perf_counter()
     reader(method, options, directory, 1e-3 if learns else 0.0).train()
     shares = [row["rm/accuracy"] for row in _metrics(directory)]

@@ -35,8 +35,9 @@ from rl4llm.algorithms import (
 from rl4llm.algorithms.entropy_cov import token_covariances
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.types import Group, TrainBatch, Trajectory
-from rl4llm.data.pack import pack, totals_of
-from rl4llm.trainers.prepare import Batching, Preparation
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import Batching, pack
+from rl4llm.trainers.prepare import Preparation
 
 GROUPS = groups(seed=3)
 MEMBERS = [one for group in GROUPS for one in group.trajectories]
@@ -46,23 +47,31 @@ NEW = SAMPLED + table(2, spread=0.4)
 
 
 def own(tensor: Tensor) -> Tensor:
-    """The sum over ranks, where there is one."""
+    """Return the tensor itself: the sum over one rank."""
     return tensor
 
 
 def ids(one: Trajectory) -> list[int]:
-    """The policy's tokens, each with an id of its own."""
+    """Return the ids of the policy's tokens, which are distinct."""
     return [token for span in one.policy_spans for token in span.token_ids]
 
 
 def batch_of(credits: Sequence[Tensor]) -> TrainBatch:
-    """All trajectories in one row, every number in float64."""
-    flat = [credit[~credit.isnan()] for credits_G in credits for credit in credits_G.reshape(len(credits_G), -1)]
+    """Put all trajectories in one row, every number in float64."""
+    flat = [
+        credit[~credit.isnan()] for credits_G in credits for credit in credits_G.reshape(len(credits_G), -1)
+    ]
     numbers = itertools.count()
     numbered = [[next(numbers) for _ in turns] if credits[0].dim() == 2 else next(numbers) for turns in flat]
     totals = totals_of(MEMBERS, constant_length=20)
     (batch,) = pack(
-        MEMBERS, numbered, max_tokens_per_batch=10**5, layout="packed", aggregation="token", totals=totals, pad_token_id=0
+        MEMBERS,
+        numbered,
+        max_tokens_per_batch=10**5,
+        layout="packed",
+        aggregation="token",
+        totals=totals,
+        pad_token_id=0,
     )
     batch.credits_BT = torch.cat(flat).double()[batch.credits_BT.long()] * batch.mask_BT
     batch.sampled_logprobs_BT = look_up(SAMPLED, batch)
@@ -72,14 +81,14 @@ def batch_of(credits: Sequence[Tensor]) -> TrainBatch:
 
 
 def assigned(algorithm: BaseAlgorithm) -> TrainBatch:
-    """With the advantages of an algorithm."""
+    """Return a batch with the advantages of an algorithm."""
     batch = batch_of(algorithm.batch_credits(GROUPS, own))
     algorithm.assign([batch], own)
     return batch
 
 
 def distance(x_BT: Tensor, batch: TrainBatch, wanted: dict[int, float]) -> float:
-    """The largest difference on the policy's tokens."""
+    """Return the largest difference on the policy's tokens."""
     ids_N = batch.token_ids_BT[batch.mask_BT].tolist()
     assert sorted(ids_N) == sorted(wanted)
     expected = torch.tensor([wanted[token] for token in ids_N], dtype=torch.float64)
@@ -87,33 +96,35 @@ def distance(x_BT: Tensor, batch: TrainBatch, wanted: dict[int, float]) -> float
 
 
 def losses(algorithm: BaseAlgorithm, batch: TrainBatch) -> Tensor:
-    """Of the new log-probs."""
+    """Return the losses of the new log-probs."""
     return algorithm.token_losses(batch, look_up(NEW, batch), None)[0]
 
 
 def turns(one: Trajectory) -> list[list[int]]:
-    """The token ids of each turn."""
+    """Return the token ids of each turn."""
     return [list(span.token_ids) for span in one.policy_spans]
 
 
 def earned(one: Trajectory) -> list[float]:
-    """What each turn earned, and the episode as a whole at its end."""
+    """Return what each turn earned; the rest of the reward of the episode goes to the last turn."""
     rewards = list(one.turn_rewards)
     rewards[-1] += one.reward - sum(rewards)
     return rewards
 
 
 def token_reward(one: Trajectory, kl_coef: float = 0.0) -> dict[int, float]:
-    """By token id, in order."""
+    """Return rewards by token id, in order."""
     found = {}
     for turn, reward in zip(turns(one), earned(one), strict=True):
         for token in turn:
-            found[token] = -kl_coef * (OLD[token] - REF[token]).item() + (reward if token == turn[-1] else 0.0)
+            found[token] = -kl_coef * (OLD[token] - REF[token]).item() + (
+                reward if token == turn[-1] else 0.0
+            )
     return found
 
 
 def scalar_gae(one: Trajectory, gamma: float, lam: float, kl_coef: float = 0.0) -> dict[int, float]:
-    """Backwards over the policy's tokens."""
+    """Compute GAE backwards over the policy's tokens."""
     rewards, found, advantage, value_next = token_reward(one, kl_coef), {}, 0.0, 0.0
     for token in reversed(ids(one)):
         value = VALUES[token].item()
@@ -123,19 +134,22 @@ def scalar_gae(one: Trajectory, gamma: float, lam: float, kl_coef: float = 0.0) 
 
 
 def scalar_whitened(numbers: dict[int, float]) -> dict[int, float]:
-    """Mean 0 and sample deviation 1."""
-    mean, deviation = statistics.fmean(numbers.values()), math.sqrt(statistics.variance(numbers.values()) + 1e-8)
+    """Return numbers with mean 0 and sample deviation 1."""
+    mean, deviation = (
+        statistics.fmean(numbers.values()),
+        math.sqrt(statistics.variance(numbers.values()) + 1e-8),
+    )
     return {token: (number - mean) / deviation for token, number in numbers.items()}
 
 
 def clipped(token: int, advantage: float, low: float, high: float) -> float:
-    """PPO's loss of one token."""
+    """Return PPO's loss of one token."""
     ratio = math.exp((NEW[token] - OLD[token]).item())
     return max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
 
 
 def compared(rewards: list[float], scale: bool = True) -> list[float]:
-    """GRPO's comparison; a group of one gets 0."""
+    """Return GRPO's advantages; a group of one gets 0."""
     mean = statistics.fmean(rewards)
     deviation = statistics.stdev(rewards) + 1e-6 if scale and len(rewards) > 1 else 1.0
     return [(reward - mean) / deviation for reward in rewards]
@@ -148,8 +162,12 @@ def vapo_advantages() -> float:
     for one in MEMBERS:
         lam = max(0.0, 1 - 1 / (0.3 * len(ids(one))))
         wanted |= scalar_gae(one, 1.0, lam)
-        returns |= {token: number + VALUES[token].item() for token, number in scalar_gae(one, 1.0, 1.0).items()}
-        assert abs(returns[ids(one)[0]] - one.reward) < 1e-9  # with lambda 1 a return is what the episode earned
+        returns |= {
+            token: number + VALUES[token].item() for token, number in scalar_gae(one, 1.0, 1.0).items()
+        }
+        assert (
+            abs(returns[ids(one)[0]] - one.reward) < 1e-9
+        )  # with lambda 1 a return is what the episode earned
     return max(distance(batch.advantages_BT, batch, wanted), distance(batch.returns_BT, batch, returns))
 
 
@@ -171,7 +189,7 @@ def vapo_loss() -> float:
 
 
 def ppo_turns() -> float:
-    """GAE from rewards of turns, with a KL penalty at every token."""
+    """Compare GAE from rewards of turns, with a KL penalty at every token."""
     batch = assigned(PPO(gamma=0.97, lam=0.9, kl_coef=0.05))
     advantages = {}
     for one in MEMBERS:
@@ -194,7 +212,7 @@ def reinforce_pp_turns() -> float:
 
 
 def opmd() -> float:
-    """Both baselines, and the damped REINFORCE."""
+    """Compare both baselines and the damped REINFORCE."""
     worst, tau = 0.0, 0.7
     for baseline in ("mean", "logavgexp"):
         algorithm = OPMD(tau=tau, baseline=baseline)
@@ -211,19 +229,23 @@ def opmd() -> float:
 
 
 def remax() -> float:
-    """The greedy episode is the baseline."""
+    """Compare with the reward of the greedy episode as the baseline."""
     algorithm = ReMax()
     batch, wanted = assigned(algorithm), {}
     for group in GROUPS:
         for one in group.trajectories:
-            wanted |= {token: clipped(token, one.reward - group.baseline.reward, 0.2, 0.2) for token in ids(one)}
+            wanted |= {
+                token: clipped(token, one.reward - group.baseline.reward, 0.2, 0.2) for token in ids(one)
+            }
     return distance(losses(algorithm, batch), batch, wanted)
 
 
 def _covariances(batch: TrainBatch) -> dict[int, float]:
     advantage = _by_token(batch.advantages_BT, batch)
     means = statistics.fmean(OLD[list(advantage)].tolist()), statistics.fmean(advantage.values())
-    return {token: (OLD[token].item() - means[0]) * (number - means[1]) for token, number in advantage.items()}
+    return {
+        token: (OLD[token].item() - means[0]) * (number - means[1]) for token, number in advantage.items()
+    }
 
 
 def _by_token(x_BT: Tensor, batch: TrainBatch) -> dict[int, float]:
@@ -231,7 +253,7 @@ def _by_token(x_BT: Tensor, batch: TrainBatch) -> dict[int, float]:
 
 
 def kl_cov() -> float:
-    """The tokens with the highest covariance pay |log ratio|; nothing is clipped."""
+    """Compare with a loss in which tokens of the highest covariance pay |log ratio|, and nothing is clipped."""
     share, coef = 0.15, 0.5
     algorithm = KLCov(kl_share=share, cov_coef=coef)
     batch = assigned(algorithm)
@@ -245,7 +267,7 @@ def kl_cov() -> float:
 
 
 def clip_cov() -> float:
-    """Of the tokens with a high covariance, so many as the share says lose their gradient, and no others."""
+    """Compare with a loss in which a share of the tokens, all with a high covariance, loses its gradient."""
     algorithm = ClipCov(clip_share=0.1, cov_low=0.2, cov_high=2.0)
     batch = assigned(algorithm)
     covariances = _covariances(batch)
@@ -276,7 +298,7 @@ def _states(one: Trajectory) -> Iterator[tuple[int, ...]]:
 
 
 def gigpo() -> float:
-    """The episode's credit plus the comparison of turns that were taken from the same state."""
+    """Compare with the episode's credit plus the comparison of turns taken from the same state."""
     algorithm = GiGPO(step_coef=0.6, turn_discount=0.9)
     batch, wanted, recurring = assigned(algorithm), {}, 0
     for group in GROUPS:
@@ -287,7 +309,9 @@ def gigpo() -> float:
                 places[state].append((number, turn, still))
         for members in places.values():
             recurring += len(members) > 1
-            for (number, turn, _), step in zip(members, compared([still for *_, still in members]), strict=True):
+            for (number, turn, _), step in zip(
+                members, compared([still for *_, still in members]), strict=True
+            ):
                 credit = episode[number] + 0.6 * step
                 wanted |= dict.fromkeys(turns(group.trajectories[number])[turn], credit)
     assert recurring > len(GROUPS)
@@ -295,13 +319,15 @@ def gigpo() -> float:
 
 
 def turn_credits() -> float:
-    """Each turn is compared with the same turn of the others, by what was still to be earned."""
+    """Compare each turn with the same turn of the others, by its remaining return."""
     batch, wanted = assigned(GRPO(turn_discount=0.8)), {}
     for group in GROUPS:
         returns = [_returns(one, 0.8) for one in group.trajectories]
         for turn in range(3):
             there = [number for number, found in enumerate(returns) if len(found) > turn]
-            for number, credit in zip(there, compared([returns[i][turn] for i in there]) if there else [], strict=True):
+            for number, credit in zip(
+                there, compared([returns[i][turn] for i in there]) if there else [], strict=True
+            ):
                 wanted |= dict.fromkeys(turns(group.trajectories[number])[turn], credit)
     return distance(batch.advantages_BT, batch, wanted)
 
@@ -320,7 +346,7 @@ def explore_correction() -> float:
 
 
 def distillation() -> float:
-    """The log-ratio to the teacher at each token, and GRPO's credit beside it."""
+    """Compare with the log-ratio to the teacher at each token, plus GRPO's credit."""
     batch, wanted = assigned(Distill(teacher_path="t", reward_coef=0.5)), {}
     for group in GROUPS:
         credits = compared([one.reward for one in group.trajectories])
@@ -334,7 +360,9 @@ def batch_scale() -> float:
     batch, wanted = assigned(GRPO(scale_rewards="batch")), {}
     deviation = statistics.stdev([one.reward for one in MEMBERS]) + 1e-6
     for group in GROUPS:
-        for one, credit in zip(group.trajectories, compared([one.reward for one in group.trajectories], False), strict=True):
+        for one, credit in zip(
+            group.trajectories, compared([one.reward for one in group.trajectories], False), strict=True
+        ):
             wanted |= dict.fromkeys(ids(one), credit / deviation)
     return distance(batch.advantages_BT, batch, wanted)
 
@@ -359,7 +387,7 @@ def adaptive_kl() -> float:
 
 
 def truncated_and_equal() -> float:
-    """Who was cut off is compared with, but neither trains nor counts; nor do groups without a difference."""
+    """Compare truncated members as baselines only: they neither train nor count, and neither do equal groups."""
     algorithm = DAPO(mask_truncated=True)
     equal = Group("p9", tuple(_equal(GROUPS[0])))
     kept = [group for group in [*GROUPS, equal] if algorithm.keep(group)]
@@ -374,7 +402,9 @@ def truncated_and_equal() -> float:
     weights = {token: weight for one in trained for token in ids(one)}
     wanted = {}
     for group in GROUPS:
-        for one, credit in zip(group.trajectories, compared([one.reward for one in group.trajectories]), strict=True):
+        for one, credit in zip(
+            group.trajectories, compared([one.reward for one in group.trajectories]), strict=True
+        ):
             wanted |= dict.fromkeys(ids(one) if one in trained else [], credit)
     rounding = 1e-6  # `pack` gives float32
     apart = max(distance(batch.weights_BT, batch, weights), distance(batch.advantages_BT, batch, wanted))
@@ -398,17 +428,23 @@ def kto() -> float:
 
 
 def online_pairs() -> float:
-    """Of each group the best against the worst."""
+    """Compare the best with the worst of each group."""
     found, wanted = assigned_or_absent(OnlineDPO()), {}
     for group in GROUPS:
         ordered = sorted(group.trajectories, key=lambda one: one.reward)
         wanted |= dict.fromkeys(ids(ordered[-1]), 1.0) | dict.fromkeys(ids(ordered[0]), -1.0)
-    return max(abs(found[token] - wanted[token]) for token in wanted) if found.keys() == wanted.keys() else math.inf
+    return (
+        max(abs(found[token] - wanted[token]) for token in wanted)
+        if found.keys() == wanted.keys()
+        else math.inf
+    )
 
 
 def assigned_or_absent(algorithm: BaseAlgorithm) -> dict[int, float]:
-    """The credit of each token that trains."""
-    batching = Batching("packed", algorithm.aggregation, 0, 10**5, 10**5, whole_groups=algorithm.needs().whole_groups)
+    """Return the credit of each token that trains."""
+    batching = Batching(
+        "packed", algorithm.aggregation, 0, 10**5, 10**5, whole_groups=algorithm.needs().whole_groups
+    )
     model = TableBackend(OLD)
     preparation = Preparation(algorithm=algorithm, policy=model, reference=model, batching=batching)
     (batch,) = preparation.prepare(GROUPS, 0).updates[0].batches

@@ -31,7 +31,19 @@ LONGER = {"max_steps": 20}
 RECIPES: dict[str, Recipe] = {
     **{
         name: Recipe(invariance=(*SHARED, TURNS))
-        for name in ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "gmpo", "gspo", "gspo_token", "opmd", "rloo", "sapo")
+        for name in (
+            "bnpo",
+            "cispo",
+            "dapo",
+            "dr_grpo",
+            "grpo",
+            "gmpo",
+            "gspo",
+            "gspo_token",
+            "opmd",
+            "rloo",
+            "sapo",
+        )
     },
     "clip_cov": Recipe(
         invariance=({"clip_share": 0.1, "cov_low": 0.1}, *SHARED),

@@ -1,9 +1,11 @@
 """What algorithms need and refuse, and what groups teach them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rl4llm.algorithms import ALGORITHMS, DAPO, GRPO, register_algorithm
+from rl4llm.algorithms import ALGORITHMS, DAPO, GRPO, PPO, GiGPO, OnlineDPO, register_algorithm
 from rl4llm.algorithms.entropy_cov import ClipCov
 from rl4llm.algorithms.functional import clipped_share
 from rl4llm.algorithms.reinforce_pp import ReinforcePP
@@ -20,12 +22,46 @@ def test_a_group_of_one_gets_advantage_zero():
     assert GRPO().credits(group(5.0)).tolist() == [0.0]
 
 
-def test_a_group_whose_rewards_are_all_equal_teaches_nothing_and_is_dropped_by_dapo():
+def test_equal_rewards_teach_nothing_and_dapo_drops_the_group():
     equal = group(0.1, 0.1, 0.1)
     assert GRPO().credits(equal).abs().max() < 1e-9
     assert not DAPO().keep(equal)
     assert DAPO().keep(group(0.0, 1.0))
     assert GRPO().keep(equal)
+
+
+@pytest.mark.parametrize("equal", [(0.1 + 0.2, 0.3), (3.1415927, 3.1415925), (1e-17, 0.0), (-2.0, -2.0)])
+def test_rounding_is_no_difference_between_rewards(equal):
+    assert not DAPO().keep(group(*equal))
+    assert not OnlineDPO().keep(group(*equal))
+    assert DAPO().keep(group(1.0, 1.0001))
+    assert OnlineDPO().keep(group(1e-6, 0.0))
+
+
+def by_turns(*earned: tuple[float, ...]) -> Group:
+    turn = (TokenSpan.context([1]), TokenSpan((2,), "policy", (-0.5,), 0))
+    return Group(
+        "p",
+        tuple(
+            Trajectory("p", turn * len(turns), (), {}, sum(turns), "done", turn_rewards=turns)
+            for turns in earned
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DAPO(turn_discount=1.0),
+        GiGPO(filter_groups=True),
+        PPO(filter_groups=True),
+        ReinforcePP(filter_groups=True),
+    ],
+)
+def test_groups_that_differ_in_turns_are_kept_where_turns_count(algorithm):
+    assert algorithm.keep(by_turns((1.0, 0.0), (0.0, 1.0)))
+    assert not algorithm.keep(by_turns((0.5, 0.5), (0.5, 0.5)))
+    assert not DAPO().keep(by_turns((1.0, 0.0), (0.0, 1.0)))
 
 
 def test_only_the_options_in_use_are_needed():
@@ -37,13 +73,20 @@ def test_only_the_options_in_use_are_needed():
     assert GRPO(entropy_coef=0.01).needs().entropy
 
 
+@pytest.mark.parametrize("reason", ["length", "context", "max_steps", "done"])
+def test_episodes_that_met_a_token_limit_can_be_left_out(reason):
+    one = replace(group(1.0).trajectories[0], stop_reason=reason)
+    assert GRPO(mask_truncated=True).learns_from(one) == (reason in ("max_steps", "done"))
+    assert GRPO().learns_from(one)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "group_size", "word"),
     [
         (GRPO(), 1, "rollout.group_size=1"),
         (ClipCov(), 1, "algorithm.name='clip_cov'"),
         (GRPO(clip_low=-0.1), 8, "algorithm.clip_low"),
-        (GRPO(clip_high=0), 8, "algorithm.clip_high=0 is not accepted: above 0"),
+        (GRPO(clip_high=0), 8, "algorithm.clip_high=0 is not accepted: a finite number, above 0"),
         (ReinforcePP(gamma=1.5), 8, "algorithm.gamma"),
         (GRPO(kl_estimator="k4"), 8, "algorithm.kl_estimator"),
         (GRPO(scale_rewards="all"), 8, "algorithm.scale_rewards"),
@@ -55,7 +98,9 @@ def test_impossible_options_are_refused_by_name(algorithm, group_size, word):
 
 
 def test_an_unknown_name_is_answered_with_the_closest_one():
-    with pytest.raises(ConfigError, match=r"algorithm.name='gpro' is unknown. Known: .*Did you mean 'grpo'\?"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.name='gpro' is unknown. Known: .*Did you mean 'grpo'\?"
+    ):
         ALGORITHMS["gpro"]
 
 
@@ -71,6 +116,6 @@ def test_a_class_on_the_python_path_needs_no_registration():
 
 
 def test_the_clip_counts_only_where_it_cuts_the_gradient():
-    ratio_BT = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0]])
-    advantages_BT = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])
-    assert clipped_share(ratio_BT, advantages_BT, 0.2, 0.2).tolist() == [[1, 0, 0, 1, 0]]
+    ratio_BT = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1, 0.9, 1.0]])
+    advantages_BT = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]])
+    assert clipped_share(ratio_BT, advantages_BT, 0.2, 0.2).tolist() == [[1, 0, 0, 1, 0, 0, 0]]

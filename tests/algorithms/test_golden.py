@@ -20,19 +20,19 @@ TOLERANCE = 1e-9
 WRONG = [name for name in QUANTITIES if "_wrong_" in name]
 
 
-def test_every_stored_quantity_is_checked_or_known_as_a_mistake_or_left_out_with_a_reason():
+def test_every_stored_quantity_is_checked_or_has_a_reason():
     assert sorted([*CHECKS, *NOT_OFFERED, *WRONG]) == sorted(QUANTITIES)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_every_method_that_has_a_quantity_gives_its_numbers_wherever_the_tokens_stand(name):
+def test_methods_give_the_stored_numbers_in_any_arrangement(name):
     for method in CHECKS[name].methods:
         for layout in LAYOUTS:
             assert error(name, method, layout) < TOLERANCE, (method, layout)
 
 
 def difference(stored, base):
-    """The largest difference between a stored quantity and what the library gives for its base on the same case."""
+    """Return the largest difference between a stored quantity and what the library gives for its base on the same case."""
     check = CHECKS[base]
     method = next(iter(check.methods))
     found = check.compute(stored, method, check.methods[method], LAYOUTS[0], **dict(check.extra))
@@ -40,7 +40,7 @@ def difference(stored, base):
 
 
 def base_of(name):
-    """The entry that the library gives instead: the one of which this is a variant, in whichever case."""
+    """Return the entry that the library gives instead: the one that this is a variant of, in any case."""
     base = QUANTITIES[name]["variant_of"] or name
     for ending in (".equal_group", ".singleton_zero", ".singleton_group", "_ddof0", "_keep_mean"):
         base = base.removesuffix(ending)
@@ -58,7 +58,7 @@ def test_what_is_not_offered_is_not_given_by_accident(name):
 
 
 @pytest.mark.parametrize("name", [name for name in QUANTITIES if "singleton_raw" in name])
-def test_a_group_of_one_gets_nothing_where_others_pass_on_its_raw_reward(name):
+def test_a_group_of_one_has_zero_advantage(name):
     assert difference(name, base_of(name)) > 0.1
 
 
@@ -68,7 +68,7 @@ def test_a_mask_of_the_correction_does_not_shrink_the_divisor():
     assert abs(kept - ours) > 1e-3
 
 
-def test_k1_as_a_loss_keeps_its_value_and_takes_the_gradient_of_k2():
+def test_k1_as_a_loss_has_the_gradient_of_k2():
     def penalty(estimator):
         options = {"aggregation": "token", "kl_coef": 1.0, "kl_estimator": estimator}
         return loss(f"kl.{estimator}", "grpo", options, LAYOUTS[0], key=None)
@@ -80,7 +80,7 @@ def test_k1_as_a_loss_keeps_its_value_and_takes_the_gradient_of_k2():
     assert max(errors("kl.k2", k2).values()) < TOLERANCE
 
 
-def test_the_numbers_are_not_so_small_that_anything_would_equal_them():
+def test_the_stored_numbers_are_large_enough_to_compare():
     for name, entry in QUANTITIES.items():
         for part in entry["result"]:
             largest = max(map(abs, _numbers(entry["result"][part])))
@@ -88,7 +88,7 @@ def test_the_numbers_are_not_so_small_that_anything_would_equal_them():
     assert len(EXTRA["logits"]) == 5
 
 
-def test_every_method_is_checked_with_stored_numbers_or_with_an_oracle():
+def test_every_method_has_stored_numbers_or_an_oracle():
     checked = {method for check in CHECKS.values() for method in check.methods}
     assert not set(ALGORITHMS) - checked - set(ORACLES)
 

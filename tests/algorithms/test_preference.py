@@ -10,7 +10,8 @@ import torch
 from rl4llm.algorithms import DPO, KTO, SFT, OnlineDPO, RewardModel
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import pack
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "open.json").read_text())
 KINDS = ("dpo", "rm", "sft")
@@ -20,7 +21,7 @@ NUM_PAIRS = len(PAIRS["margin"])
 
 
 def batch_of(lengths, credits, groups, context=2):
-    """One row of trajectories behind one another, each with a few tokens of context before those of the policy."""
+    """Put trajectories into one row, each with a few tokens of context before those of the policy."""
     sizes = [context + length for length in lengths]
     owner_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(sizes))
     mask_T = torch.cat([torch.arange(size) >= context for size in sizes])
@@ -41,7 +42,7 @@ def batch_of(lengths, credits, groups, context=2):
 
 
 def spread(sums, batch):
-    """Numbers (1, T) on the policy's tokens whose sums over trajectories are `sums`; garbage on all other tokens."""
+    """Return numbers (1, T) on the policy's tokens whose sums over trajectories are `sums`; garbage on all other tokens."""
     numbers_BT = torch.full_like(batch.weights_BT, -7.0)
     for number, total in enumerate(sums, start=1):
         own_BT = batch.mask_BT & (batch.segment_ids_BT == number)
@@ -51,7 +52,7 @@ def spread(sums, batch):
 
 
 def by_trajectory(x_BT, batch):
-    """Of numbers that are the same on all of a trajectory's tokens of the policy, one for each trajectory."""
+    """Return one number per trajectory, from numbers that are equal on all its policy tokens."""
     found = []
     for number in range(1, int(batch.segment_ids_BT.max()) + 1):
         own_N = x_BT[batch.mask_BT & (batch.segment_ids_BT == number)]
@@ -96,7 +97,7 @@ def test_dpo_and_its_gradient_equal_the_reference(name, algorithm):
 
 
 @pytest.mark.parametrize("margin", [False, True])
-def test_the_loss_of_reward_models_and_its_gradient_equal_the_reference(margin):
+def test_reward_model_loss_and_gradient_equal_the_reference(margin):
     expected = QUANTITIES["rm.pairwise_margin" if margin else "rm.pairwise"]["result"]
     margins = PAIRS["margin"] if margin else [0.0] * NUM_PAIRS
     credits = [1 + one for one in margins] + [-1.0] * NUM_PAIRS
@@ -109,17 +110,21 @@ def test_the_loss_of_reward_models_and_its_gradient_equal_the_reference(margin):
 
 
 def main_trajectories():
-    """The reference's multi-turn conversations: tokens of the policy between tokens of others."""
+    """Return the reference's multi-turn conversations: tokens of the policy between tokens of others."""
     for number, case in enumerate(GOLDEN["cases"]["main"]["trajectories"]):
-        spans = [TokenSpan.context([9])]  # something to begin with, as the first token of some is the policy's
+        spans = [
+            TokenSpan.context([9])
+        ]  # something to begin with, as the first token of some is the policy's
         for sampled in case["mask"]:
             spans.append(TokenSpan((5,), "policy", (0.0,), 0) if sampled else TokenSpan.context([5]))
         yield Trajectory(f"{number}", tuple(spans), (), {}, 0.0, "done")
 
 
-@pytest.mark.parametrize(("name", "aggregation"), [("sft.token_mean", "token"), ("sft.seq_mean_token_mean", "sequence")])
+@pytest.mark.parametrize(
+    ("name", "aggregation"), [("sft.token_mean", "token"), ("sft.seq_mean_token_mean", "sequence")]
+)
 @pytest.mark.parametrize("budget", [20, 1000])
-def test_sft_of_packed_conversations_of_several_turns_equals_the_reference(name, aggregation, budget):
+def test_sft_of_packed_multi_turn_rows_equals_the_reference(name, aggregation, budget):
     found = list(main_trajectories())
     batches = pack(
         found, [float(i) for i in range(len(found))], max_tokens_per_batch=budget, layout="packed", aggregation=aggregation,
@@ -135,7 +140,9 @@ def test_sft_of_packed_conversations_of_several_turns_equals_the_reference(name,
             own_BT = batch.segment_ids_BT == segment
             owner = int(batch.credits_BT[own_BT & batch.mask_BT][0])
             logprobs_BT[own_BT] = torch.tensor([-3.0, *cases[owner]["new_logprobs"]], dtype=torch.float64)
-            wanted_BT[own_BT] = torch.tensor([0.0, *expected["grad_new_logprobs"][owner]], dtype=torch.float64)
+            wanted_BT[own_BT] = torch.tensor(
+                [0.0, *expected["grad_new_logprobs"][owner]], dtype=torch.float64
+            )
         batch.weights_BT = batch.weights_BT.double()
         loss, gradient_BT = value_and_gradient(SFT(aggregation=aggregation), batch, logprobs_BT)
         torch.testing.assert_close(gradient_BT, wanted_BT, atol=1e-8, rtol=0)  # weights are float32
@@ -157,7 +164,10 @@ def kto_oracle(drifts, labels, divergence, beta, desirable, undesirable):
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.33, 0.7)])
 @pytest.mark.parametrize("divergence", [0.0, 1.7])
 def test_kto_and_its_gradient_equal_the_formula(weights, divergence):
-    policy, reference = PAIRS["policy_chosen"] + PAIRS["policy_rejected"], PAIRS["ref_rejected"] + PAIRS["ref_chosen"]
+    policy, reference = (
+        PAIRS["policy_chosen"] + PAIRS["policy_rejected"],
+        PAIRS["ref_rejected"] + PAIRS["ref_chosen"],
+    )
     labels = [True, False, False] * 3 + [True]
     lengths = PAIRS["length_chosen"] + PAIRS["length_rejected"]
     batch = batch_of(lengths, [1.0 if good else -1.0 for good in labels], [*range(len(labels))])
@@ -171,26 +181,30 @@ def test_kto_and_its_gradient_equal_the_formula(weights, divergence):
     assert by_trajectory(gradient_BT, batch) == pytest.approx(slopes, abs=1e-9)
 
 
-def test_a_pair_that_stands_in_a_batch_twice_counts_as_two_equal_pairs():
+def test_a_repeated_pair_counts_as_two_pairs():
     once, logprobs_BT = pair_batch()
     twice = once.map(lambda x_BT: torch.cat([x_BT, x_BT]))
     twice.weights_BT = twice.weights_BT / 2
     for algorithm in (DPO(), DPO(loss="ipo"), DPO(nll_coef=0.3)):
         loss, gradient_BT = value_and_gradient(algorithm, once, logprobs_BT)
-        loss_of_both, gradients_BT = value_and_gradient(algorithm, twice, torch.cat([logprobs_BT, logprobs_BT]))
+        loss_of_both, gradients_BT = value_and_gradient(
+            algorithm, twice, torch.cat([logprobs_BT, logprobs_BT])
+        )
         assert loss_of_both == pytest.approx(loss, abs=1e-12)
         torch.testing.assert_close(gradients_BT[:1] + gradients_BT[1:], gradient_BT, atol=1e-12, rtol=0)
 
 
-def test_the_likelihood_of_the_chosen_answer_is_a_mean_over_its_tokens_and_over_pairs():
+def test_chosen_likelihood_is_a_mean_over_tokens_and_over_pairs():
     batch, logprobs_BT = pair_batch()
     without, _ = value_and_gradient(DPO(), batch, logprobs_BT)
     loss, _ = value_and_gradient(DPO(nll_coef=0.5), batch, logprobs_BT)
-    means = [total / length for total, length in zip(PAIRS["policy_chosen"], PAIRS["length_chosen"], strict=True)]
+    means = [
+        total / length for total, length in zip(PAIRS["policy_chosen"], PAIRS["length_chosen"], strict=True)
+    ]
     assert loss - without == pytest.approx(-0.5 * sum(means) / NUM_PAIRS, abs=1e-9)
 
 
-def test_metrics_of_pairs_are_means_over_pairs_however_long_their_answers():
+def test_pair_metrics_are_means_over_pairs_of_any_length():
     batch, logprobs_BT = pair_batch()
     _, metrics = DPO().token_losses(batch, logprobs_BT, None)
     found = {name: (metric_BT * batch.weights_BT).sum().item() for name, metric_BT in metrics.items()}
@@ -207,7 +221,7 @@ def group(*rewards):
     return Group("p", tuple(Trajectory("p", spans, (), {}, reward, "done") for reward in rewards))
 
 
-def test_online_dpo_compares_the_best_with_the_worst_and_leaves_the_others_out():
+def test_online_dpo_compares_only_the_best_with_the_worst():
     credits = OnlineDPO().credits(group(0.5, 2.0, 0.1, 2.0, 0.1)).tolist()
     assert credits[1:3] == [1.0, -1.0]
     assert all(math.isnan(credit) for credit in (credits[0], *credits[3:]))
@@ -219,14 +233,22 @@ def test_online_dpo_compares_the_best_with_the_worst_and_leaves_the_others_out()
     ("algorithm", "group_size", "word"),
     [
         (DPO(beta=0.0), 8, r"algorithm\.beta=0\.0"),
-        (DPO(loss="hinge"), 8, r"algorithm\.loss='hinge' is unknown. Known: ipo, sigmoid"),
+        (DPO(loss="hinge"), 8, r"algorithm\.loss='hinge' is not accepted: sigmoid or ipo\."),
         (DPO(label_smoothing=0.5), 8, r"algorithm\.label_smoothing=0\.5"),
-        (DPO(label_smoothing=0.1, loss="ipo"), 8, r"algorithm\.label_smoothing is for algorithm\.loss=sigmoid"),
+        (
+            DPO(label_smoothing=0.1, loss="ipo"),
+            8,
+            r"algorithm\.label_smoothing requires algorithm\.loss=sigmoid",
+        ),
         (DPO(nll_coef=-1.0), 8, r"algorithm\.nll_coef"),
         (OnlineDPO(), 1, r"rollout\.group_size=1"),
         (OnlineDPO(reference_every=-1), 2, r"algorithm\.reference_every"),
         (KTO(desirable_weight=0.0), 1, r"algorithm\.desirable_weight=0\.0"),
-        (SFT(learn="asistant"), 1, r"algorithm\.learn='asistant' is unknown.* Did you mean 'assistant'"),
+        (
+            SFT(learn="asistant"),
+            1,
+            r"algorithm\.learn='asistant' is not accepted: .* Did you mean 'assistant'",
+        ),
     ],
 )
 def test_impossible_options_are_refused_by_name(algorithm, group_size, word):

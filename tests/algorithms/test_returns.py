@@ -8,7 +8,7 @@ from rl4llm.core.types import Group, TokenSpan, Trajectory
 
 
 def record(*spans):
-    """Spans alternate context and policy."""
+    """Build a trajectory whose spans alternate between context and policy."""
     return tuple(
         TokenSpan(tuple(ids), "policy", (-0.5,) * len(ids), 0) if number % 2 else TokenSpan.context(ids)
         for number, ids in enumerate(spans)
@@ -16,8 +16,10 @@ def record(*spans):
 
 
 def group():
-    """An episode of two turns and a fork of one, beside one of a single turn."""
-    rewritten = Trajectory("p", record([1], [2], [3], [4]), (), {}, 1.0, "done", forks=(record([1, 2, 9], [5, 6]),))
+    """Return an episode of two turns and a fork of one, beside one of a single turn."""
+    rewritten = Trajectory(
+        "p", record([1], [2], [3], [4]), (), {}, 1.0, "done", forks=(record([1, 2, 9], [5, 6]),)
+    )
     return Group("p", (rewritten, Trajectory("p", record([1], [7]), (), {}, 0.25, "done")))
 
 
@@ -25,11 +27,11 @@ def numbers(values_GK):
     return [[value for value in row if value == value] for row in values_GK.tolist()]
 
 
-def test_every_record_of_an_episode_ends_with_what_the_episode_earned():
+def test_every_record_ends_with_the_return_of_its_episode():
     assert numbers(turn_rewards(group())) == [[0.0, 1.0, 1.0], [0.25]]
 
 
-def test_what_a_turn_has_still_to_earn_is_that_of_its_own_record():
+def test_turn_returns_use_the_record_of_the_turn():
     assert numbers(turn_returns(group(), 0.5)) == [[0.5, 1.0, 1.0], [0.25]]
 
 

@@ -7,12 +7,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rl4llm.backends.attention import rows_of, stream_attention, stream_of
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import pack
 
 
 def trajectory(prompt_id, *spans):
     found = [
-        TokenSpan(tuple(ids), "policy", (-1.0,) * len(ids), 0) if number % 2 else TokenSpan.context(tuple(ids))
+        TokenSpan(tuple(ids), "policy", (-1.0,) * len(ids), 0)
+        if number % 2
+        else TokenSpan.context(tuple(ids))
         for number, ids in enumerate(spans)
     ]
     return Trajectory(prompt_id, tuple(found), (), {}, 0.0, "stop")
@@ -40,14 +43,14 @@ GROUP = [
 
 
 @pytest.mark.parametrize("layout", ["sorted", "packed", "shared"])
-def test_a_stream_leaves_out_padding_and_what_follows_the_last_question(layout):
+def test_a_stream_omits_padding_and_tokens_nothing_depends_on(layout):
     stream = stream_of(batch_of(GROUP, layout))
     computed = sorted(stream.token_ids_1N[0].tolist())
     prompts = [1, 2, 3] if layout == "shared" else [1, 2, 3] * 3
     assert computed == sorted([*prompts, 11, 12, 13, 21, 22, 23, 4, 5, 41])
 
 
-def test_place_finds_each_token_of_the_batch_and_minus_one_those_not_computed():
+def test_place_is_minus_one_for_tokens_that_are_not_computed():
     batch = batch_of(GROUP)
     stream, rows = stream_of(batch), rows_of(batch)
     for found, ids in ((stream, stream.token_ids_1N.flatten()), (rows, rows.token_ids_RT.flatten())):
@@ -65,8 +68,8 @@ def test_rows_repeat_the_prompt_and_number_positions_from_zero():
     assert torch.equal(rows.position_ids_RT, torch.arange(6) * rows.attention_mask_RT)
 
 
-def reference(batch, stream, q, k, v, scaling, window=None):
-    """Attention with the mask spelled out, token by token: each sees itself and those before it, one after another."""
+def reference(batch, stream, q, k, v, scaling, window=None, sinks=None):
+    """Compute attention with the mask spelled out: each token sees itself and those before it."""
     total = q.shape[2]
     place, previous = stream.place_BT[0].tolist(), batch.previous_BT[0].tolist()
     allowed = torch.zeros(total, total, dtype=torch.bool)
@@ -77,12 +80,19 @@ def reference(batch, stream, q, k, v, scaling, window=None):
                 allowed[query, place[seen]] = True
                 seen = previous[seen]
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling).transpose(1, 2)
+    bias = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
+    if sinks is not None:  # a key of zeros whose score is the sink's, and whose value is zero
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        bias = torch.cat([bias.expand(len(sinks), -1, -1), sinks[:, None, None].expand(-1, total, 1)], -1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling).transpose(
+        1, 2
+    )
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_sees_the_shared_prompt_and_its_own_past_only(window, dtype):
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+def test_attention_sees_the_shared_prompt_and_its_own_past_only(window, dtype, sinks):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     group = [
@@ -93,9 +103,10 @@ def test_attention_sees_the_shared_prompt_and_its_own_past_only(window, dtype):
     assert stream.pad_M is not None and any(block.prompt_length for block in stream.blocks)
     total = stream.token_ids_1N.shape[1]
     q, k, v = (torch.randn(1, heads, total, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
-    out, _ = stream_attention(None, q, k, v, None, scaling=0.3, stream=stream, sliding_window=window)
+    options = {"scaling": 0.3, "stream": stream, "sliding_window": window, "s_aux": sinks}
+    out, _ = stream_attention(None, q, k, v, None, **options)
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    expected = reference(batch, stream, *exact, 0.3, window)
+    expected = reference(batch, stream, *exact, 0.3, window, sinks)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=0)
     weight = torch.randn_like(expected)
@@ -112,7 +123,7 @@ def test_without_a_stream_it_is_the_usual_attention():
     assert torch.equal(out, sdpa_attention_forward(module, q, k, v, None, scaling=0.5, is_causal=True)[0])
 
 
-@pytest.mark.parametrize("option", [{"softcap": 20.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+@pytest.mark.parametrize("option", [{"softcap": 20.0}, {"position_bias": torch.zeros(4)}, {"dropout": 0.1}])
 def test_variants_it_does_not_compute_are_refused_by_name(option):
     stream = stream_of(batch_of(GROUP))
     q = torch.randn(1, 4, stream.token_ids_1N.shape[1], 8)

@@ -31,9 +31,7 @@ def tensors(tokens=37, vocabulary=101, dtype=torch.float64):
 @pytest.mark.parametrize("tile_bytes", [37 * 4 * 7, 1 << 20])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, 0.0), (0.7, 0.0), (1.3, 3.0)])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_tiles_kept_or_not_give_the_naive_log_probs_entropies_and_gradients(
-    keep_bytes, tile_bytes, temperature, softcap, entropy
-):
+def test_tiles_equal_the_naive_log_probs_and_gradients(keep_bytes, tile_bytes, temperature, softcap, entropy):
     hidden_ND, weight_VD, bias_V, targets_N = tensors(dtype=torch.float32)
     output = OutputLayer(weight_VD, bias_V, softcap)
     logprobs_N, entropy_N = selected_logprobs(
@@ -47,7 +45,10 @@ def test_tiles_kept_or_not_give_the_naive_log_probs_entropies_and_gradients(
     loss, plain = (logprobs_N * scale_N).sum(), (expected[0] * scale_N).sum()
     if entropy:
         torch.testing.assert_close(entropy_N.double(), expected[1], atol=1e-6, rtol=1e-6)
-        loss, plain = loss + (entropy_N * scale_N.flip(0)).sum(), plain + (expected[1] * scale_N.flip(0)).sum()
+        loss, plain = (
+            loss + (entropy_N * scale_N.flip(0)).sum(),
+            plain + (expected[1] * scale_N.flip(0)).sum(),
+        )
     grads = torch.autograd.grad(loss, (hidden_ND, weight_VD, bias_V))
     for grad, wanted in zip(grads, torch.autograd.grad(plain, exact), strict=True):
         torch.testing.assert_close(grad.double(), wanted, atol=1e-6, rtol=1e-6)
@@ -85,7 +86,9 @@ def test_the_softmax_of_a_bf16_model_is_computed_in_fp32():
 
 def test_large_logits_do_not_overflow():
     hidden_ND, weight_VD, _, targets_N = tensors(dtype=torch.float32)
-    logprobs_N, entropy_N = selected_logprobs(hidden_ND, OutputLayer(weight_VD * 1e4), targets_N, entropy=True)
+    logprobs_N, entropy_N = selected_logprobs(
+        hidden_ND, OutputLayer(weight_VD * 1e4), targets_N, entropy=True
+    )
     grads = torch.autograd.grad(logprobs_N.sum() + entropy_N.sum(), (hidden_ND, weight_VD))
     assert logprobs_N.isfinite().all() and entropy_N.isfinite().all()
     assert all(grad.isfinite().all() for grad in grads)
@@ -108,14 +111,14 @@ def batch_of(segments, mask, previous=None):
     )  # fmt: skip
 
 
-def test_a_token_is_described_by_the_one_before_it_never_across_a_boundary():
+def test_a_token_is_predicted_within_its_trajectory_only():
     batch = batch_of([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], [[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
     asked_N, before_N = asked_tokens(batch)
     assert asked_N.tolist() == [1, 2, 4, 6]
     assert before_N.tolist() == [0, 1, 3, 5]
 
 
-def test_the_first_token_after_a_shared_prompt_is_described_by_the_prompts_last():
+def test_the_end_of_a_shared_prompt_predicts_each_first_token():
     batch = batch_of([[1, 1, 2, 2, 3]], [[0, 0, 1, 1, 1]], [[-1, 0, 1, 2, 1]])
     asked_N, before_N = asked_tokens(batch)
     assert asked_N.tolist() == [2, 3, 4]

@@ -15,7 +15,8 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TensorSpec
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import pack
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 
@@ -48,7 +49,7 @@ def logprobs(backend, batches):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_merged_weights_equal_pefts_own_merge_under_the_plain_models_names(build, trajectories, tmp_path, architecture):
+def test_merged_weights_equal_the_merge_of_peft(build, trajectories, tmp_path, architecture):
     plain = TorchBackend(load_model(build(architecture)), lr=1e-3).weight_specs()
     backend = adapted(build(architecture))
     assert type(backend.model) is type(build(architecture))
@@ -77,14 +78,16 @@ def test_the_exported_model_computes_what_the_adapted_one_does(build, trajectori
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(backend.model)
 
 
-def test_a_new_adapter_changes_nothing_and_only_it_gets_gradients(build, trajectories):
+def test_a_new_adapter_changes_nothing_and_alone_gets_gradients(build, trajectories):
     batches = batches_of(trajectories)
     plain, backend = TorchBackend(load_model(build()), lr=1e-3), adapted(build())
     assert torch.equal(logprobs(backend, batches), logprobs(plain, batches))
     assert backend.info()["batches as"] == plain.info()["batches as"]
     for batch in batches:
         backend.forward_backward(batch, policy_gradient)
-    with_gradient = {name for name, parameter in backend.model.named_parameters() if parameter.grad is not None}
+    with_gradient = {
+        name for name, parameter in backend.model.named_parameters() if parameter.grad is not None
+    }
     assert with_gradient == {name for name, parameter in backend.model.named_parameters() if "lora_" in name}
     assert len(with_gradient) == 2 * 7 * 2
     frozen = {name: tensor.clone() for name, tensor in backend.adapter.base_parameters()}
@@ -94,16 +97,24 @@ def test_a_new_adapter_changes_nothing_and_only_it_gets_gradients(build, traject
 
 
 @pytest.mark.parametrize("layout", ["sorted", "packed", "shared"])
-def test_the_adapters_gradient_is_that_of_peft_around_the_plain_model(build, trajectories, tmp_path, layout):
+def test_the_adapters_gradient_equals_that_of_peft(build, trajectories, tmp_path, layout):
     backend = adapted(build(), dtype=torch.float64)
     train(backend, batches_of(trajectories), steps=1)  # B is not zero any more
     backend.write_adapter(tmp_path)
     for batch in batches_of(trajectories, layout, budget=40):
         backend.forward_backward(batch, policy_gradient)
-    found = {name: parameter.grad for name, parameter in backend.model.named_parameters() if parameter.requires_grad}
-    whole = peft.PeftModel.from_pretrained(build().double(), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
+    found = {
+        name: parameter.grad
+        for name, parameter in backend.model.named_parameters()
+        if parameter.requires_grad
+    }
+    whole = peft.PeftModel.from_pretrained(
+        build().double(), tmp_path, is_trainable=True, autocast_adapter_dtype=False
+    )
     for batch in batches_of(trajectories, "sorted", budget=1000):
-        output = whole(batch.token_ids_BT, attention_mask=(batch.segment_ids_BT > 0).long()).logits.log_softmax(-1)
+        output = whole(
+            batch.token_ids_BT, attention_mask=(batch.segment_ids_BT > 0).long()
+        ).logits.log_softmax(-1)
         numbers_BT = output[:, :-1].gather(-1, batch.token_ids_BT[:, 1:, None]).squeeze(-1)
         (-batch.credits_BT * batch.weights_BT * batch.mask_BT)[:, 1:].mul(numbers_BT).sum().backward()
     expected = {name: item.grad for name, item in whole.named_parameters() if item.requires_grad}
@@ -112,18 +123,20 @@ def test_the_adapters_gradient_is_that_of_peft_around_the_plain_model(build, tra
         torch.testing.assert_close(gradient, expected[f"base_model.model.{name}"], atol=1e-7, rtol=1e-4)
 
 
-def test_gradient_checkpointing_reaches_the_adapters_although_the_embedding_is_frozen(build, trajectories):
+def test_gradient_checkpointing_reaches_the_adapters(build, trajectories):
     grads = []
     for checkpointing in (False, True):
         backend = adapted(build(), checkpointing=checkpointing)
         for batch in batches_of(trajectories):
             backend.forward_backward(batch, policy_gradient)
-        grads.append({name: item.grad for name, item in backend.model.named_parameters() if item.requires_grad})
+        grads.append(
+            {name: item.grad for name, item in backend.model.named_parameters() if item.requires_grad}
+        )
     for name, gradient in grads[0].items():
         torch.testing.assert_close(gradient, grads[1][name])
 
 
-def test_a_run_that_was_saved_goes_on_bit_for_bit(build, trajectories, tmp_path):
+def test_a_saved_run_resumes_bit_for_bit(build, trajectories, tmp_path):
     batches = batches_of(trajectories)
     backend = adapted(build(), seed=1)
     train(backend, batches)
@@ -138,7 +151,7 @@ def test_a_run_that_was_saved_goes_on_bit_for_bit(build, trajectories, tmp_path)
         assert torch.equal(tensor, again), name
 
 
-def test_a_checkpoint_beside_another_base_or_of_another_kind_is_refused(build, trajectories, tmp_path):
+def test_a_checkpoint_of_another_base_or_kind_is_refused(build, trajectories, tmp_path):
     backend = adapted(build())
     train(backend, batches_of(trajectories))
     backend.save(tmp_path)
@@ -153,7 +166,7 @@ def test_a_checkpoint_beside_another_base_or_of_another_kind_is_refused(build, t
         TorchBackend(load_model(build()), lr=1e-3).load(tmp_path)
 
 
-def test_the_frozen_model_is_the_reference_of_its_own_policy_whatever_the_adapter_learned(build, trajectories):
+def test_the_frozen_model_is_the_reference_of_its_policy(build, trajectories):
     batches = batches_of(trajectories)
     plain = TorchBackend(load_model(build()), lr=1e-3)
     backend, alone = adapted(build(), seed=1), adapted(build(), seed=1)
@@ -202,7 +215,7 @@ def test_a_bf16_model_has_an_fp32_adapter_and_publishes_bf16(build, trajectories
     adapted(build(), dtype="bfloat16").load(tmp_path)
 
 
-def test_a_critics_value_head_trains_and_is_saved_with_the_adapter(build, trajectories, tmp_path):
+def test_a_value_head_trains_and_is_saved_with_the_adapter(build, trajectories, tmp_path):
     backend = adapted(build(), value_head=ValueHead(32))
     train(backend, batches_of(trajectories))
     backend.save(tmp_path)
@@ -212,22 +225,27 @@ def test_a_critics_value_head_trains_and_is_saved_with_the_adapter(build, trajec
     assert torch.equal(other.value_head.linear.weight, backend.value_head.linear.weight)
 
 
-def test_only_the_layers_that_are_named_are_adapted_and_the_file_says_which(build, tmp_path):
+def test_only_named_layers_are_adapted_and_listed_in_the_file(build, tmp_path):
     backend = adapted(build(), targets=["v_proj", "q_proj"], alpha=3)
     backend.write_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["target_modules"], config["r"], config["lora_alpha"]) == (["q_proj", "v_proj"], 4, 3)
-    assert {name.split(".")[-3] for name in load_file(tmp_path / "adapter_model.safetensors")} == {"q_proj", "v_proj"}
+    assert {name.split(".")[-3] for name in load_file(tmp_path / "adapter_model.safetensors")} == {
+        "q_proj",
+        "v_proj",
+    }
 
 
 def test_what_cannot_be_adapted_is_refused_with_what_can(build, tmp_path):
     for targets in (["q_prj"], ["q_proj", "lm_head"], ["embed_tokens"]):
-        with pytest.raises(ConfigError, match=r"model.lora.targets=.*Accepted: down_proj, gate_proj, k_proj, o_proj"):
+        with pytest.raises(
+            ConfigError, match=r"model.lora.targets=.*Accepted: down_proj, gate_proj, k_proj, o_proj"
+        ):
             adapted(build(), targets=targets)
     with pytest.raises(ConfigError, match=r"model\.lora\.rank=0"):
         adapted(build(), rank=0)
     backend = adapted(build())
-    with pytest.raises(ConfigError, match="has an adapter already"):
+    with pytest.raises(ConfigError, match="already has an adapter"):
         add_adapter(copy.deepcopy(backend.model), rank=4)
-    with pytest.raises(ConfigError, match="no adapter to write"):
+    with pytest.raises(ConfigError, match="whole model and not an adapter"):
         TorchBackend(load_model(build()), lr=1e-3).write_adapter(tmp_path)

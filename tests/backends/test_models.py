@@ -26,7 +26,7 @@ def save_tokenizer(directory, **special):
     return directory
 
 
-def test_a_saved_model_comes_back_in_the_asked_dtype_without_training_mode(build, directory):
+def test_a_saved_model_loads_in_the_given_dtype_in_eval_mode(build, directory):
     model = load_model(directory, dtype="bfloat16")
     assert model.dtype == torch.bfloat16 and not model.training
     ids = torch.tensor([[5, 6, 7]])
@@ -36,7 +36,7 @@ def test_a_saved_model_comes_back_in_the_asked_dtype_without_training_mode(build
         )
 
 
-def test_dropout_is_off_even_where_checkpointing_needs_training_mode(build, tmp_path):
+def test_dropout_is_off_even_with_gradient_checkpointing(build, tmp_path):
     build("gpt2").save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["attn_pdrop"] == 0.1
     model = load_model(tmp_path, gradient_checkpointing=True)
@@ -81,7 +81,7 @@ def test_truncated_weights_are_an_error(directory):
         load_model(directory)
 
 
-def test_weights_that_the_checkpoint_lacks_are_not_filled_with_random_numbers(directory):
+def test_missing_weights_are_not_filled_with_random_numbers(directory):
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(directory / "model.safetensors")
@@ -99,7 +99,7 @@ def test_a_config_of_another_shape_is_an_error(directory):
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer, empty_model])
-def test_without_a_network_a_hub_name_is_refused_at_once_with_the_next_step(load, monkeypatch, caplog):
+def test_a_hub_name_without_a_network_is_refused_at_once(load, monkeypatch, caplog):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     started = time.monotonic()
     with pytest.raises(ModelError, match=r"Check the name and the network, or use a local copy"):
@@ -122,7 +122,7 @@ def test_a_tokenizer_without_pad_token_is_refused_with_the_fix(tmp_path):
 
 def test_a_pad_token_that_is_no_token_is_refused(tmp_path):
     save_tokenizer(tmp_path, eos_token="<end>")
-    with pytest.raises(ModelError, match=r"model\.pad_token='<nope>' is no token"):
+    with pytest.raises(ModelError, match=r"model\.pad_token='<nope>' is not a token"):
         load_tokenizer(tmp_path, pad_token="<nope>")
 
 

@@ -19,7 +19,7 @@ def test_the_warm_up_rises_to_lr_and_the_schedule_falls_to_zero():
     assert OptimizerOptions(lr=0.5).lr_at(10**6) == 0.5
 
 
-def test_a_large_gradient_is_clipped_and_its_norm_reported_unclipped():
+def test_a_large_gradient_is_clipped_and_its_full_norm_reported():
     named = parameters((4,), (2, 2))
     optimizer = Optimizer(named, OptimizerOptions(lr=1.0, max_grad_norm=1.0))
     for parameter in named.values():
@@ -27,7 +27,9 @@ def test_a_large_gradient_is_clipped_and_its_norm_reported_unclipped():
     metrics = optimizer.step()
     assert metrics == pytest.approx({"grad_norm": 800**0.5, "lr": 1.0})
     moments, _ = optimizer.state()
-    assert sum(moments[f"{name}.exp_avg"].square().sum() for name in named).sqrt() == pytest.approx(0.1, rel=1e-4)
+    assert sum(moments[f"{name}.exp_avg"].square().sum() for name in named).sqrt() == pytest.approx(
+        0.1, rel=1e-4
+    )
 
 
 def test_weight_decay_spares_vectors():
@@ -59,6 +61,42 @@ def test_a_skipped_step_does_not_advance_the_schedule():
     assert named["p0"].grad is None
 
 
+def quadratic(weight_NN, bias_N, step):
+    """Return a loss that is computed in bf16, with other inputs at each step."""
+    x_BN = torch.randn(8, len(bias_N), generator=torch.Generator().manual_seed(step)).bfloat16()
+    return (torch.tanh(x_BN @ weight_NN.bfloat16() + bias_N.bfloat16()) - 0.5).square().mean()
+
+
+def small_steps(dtype, make=None, lr=1e-5, steps=40):
+    """Take small steps from the same weights; return their start, and the weights and masters at the end."""
+    generator = torch.Generator().manual_seed(0)
+    start = {"w": torch.randn(32, 32, generator=generator), "b": torch.randn(32, generator=generator)}
+    start = {name: tensor.bfloat16().float() for name, tensor in start.items()}
+    named = {name: torch.nn.Parameter(tensor.to(dtype, copy=True)) for name, tensor in start.items()}
+    options = OptimizerOptions(lr=lr, weight_decay=0.1, max_grad_norm=0.1, schedule="cosine", total_steps=60)
+    optimizer = Optimizer(named, options) if make is None else make(named.values(), lr=lr)
+    for step in range(steps):
+        quadratic(named["w"], named["b"], step).backward()
+        optimizer.step()
+        optimizer.zero_grad() if make is not None else None
+    return start, named, getattr(optimizer, "masters", {})
+
+
+def flat(named):
+    return torch.cat([tensor.detach().float().flatten() for tensor in named.values()])
+
+
+def test_bf16_weights_are_rounded_fp32_ones_bit_for_bit():
+    start, full, none = small_steps(torch.float32)
+    _, half, masters = small_steps(torch.bfloat16)
+    assert not none and list(masters) == ["w", "b"]
+    for name, parameter in full.items():
+        assert torch.equal(masters[name], parameter) and not torch.equal(parameter, start[name])
+        assert torch.equal(half[name], parameter.bfloat16()) and half[name].dtype == torch.bfloat16
+    _, plain, _ = small_steps(torch.bfloat16, torch.optim.AdamW)
+    assert (flat(plain) != flat(start)).float().mean() < 0.02  # what the masters are for
+
+
 def test_the_state_of_other_parameters_is_refused():
     optimizer = Optimizer(parameters((2,)), OptimizerOptions(lr=1.0))
     with pytest.raises(CheckpointError, match="other"):
@@ -73,7 +111,7 @@ def test_the_state_of_other_parameters_is_refused():
         ({"lr": -1.0}, r"training\.lr=-1\.0"),
         ({"lr": 1.0, "betas": (0.9, 1.0)}, r"training\.betas"),
         ({"lr": 1.0, "schedule": "cosinus", "total_steps": 3}, r"Did you mean 'cosine'"),
-        ({"lr": 1.0, "schedule": "linear"}, "needs total_steps"),
+        ({"lr": 1.0, "schedule": "linear"}, "requires total_steps"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,9 +17,10 @@ from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
-from rl4llm.core.ranks import Ranks
 from rl4llm.core.types import TensorSpec
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import pack
+from rl4llm.runtime.ranks import Ranks
 
 SHARDS = ["ddp", "fsdp2"]
 KINDS = {
@@ -30,7 +32,13 @@ KINDS = {
     "checkpointed adapter": {"checkpointing": True, "rank": 4},
 }
 M_MMAP_THRESHOLD = -3
-LARGE = {"vocab_size": 61, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+LARGE = {
+    "vocab_size": 61,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 
 
 def losses(batch, numbers_BT, entropy_BT):
@@ -39,7 +47,9 @@ def losses(batch, numbers_BT, entropy_BT):
     return losses_BT - (0 if entropy_BT is None else 0.3 * entropy_BT), {"ratio/max": ratio_BT}
 
 
-def backend_of(ranks, model, shard="none", *, critic=False, rank=0, dtype="float32", checkpointing=False, **options):
+def backend_of(
+    ranks, model, shard="none", *, critic=False, rank=0, dtype="float32", checkpointing=False, **options
+):
     model = load_model(copy.deepcopy(model), dtype=dtype, gradient_checkpointing=checkpointing)
     adapter = add_adapter(model, rank=rank, seed=1) if rank else None
     head = None
@@ -59,7 +69,7 @@ def packed(trajectories, layout="shared", budget=40):
 
 
 def filler(batch):
-    """What a rank gives that has no batch left."""
+    """Return what a rank without a batch gives."""
     empty = batch.map(torch.clone)
     empty.mask_BT = torch.zeros_like(batch.mask_BT)
     empty.weights_BT = torch.zeros_like(batch.weights_BT)
@@ -67,7 +77,7 @@ def filler(batch):
 
 
 def split(batches, of_first):
-    """The batches of each of two ranks, the first `of_first` of them and the others, filled up to be as many."""
+    """Split batches over two ranks, `of_first` of them to the first; the shorter share is filled up."""
     first, second = batches[:of_first], batches[of_first:]
     most = max(len(first), len(second))
     return [part + [filler(batches[0])] * (most - len(part)) for part in (first, second)]
@@ -87,11 +97,15 @@ def step(backend, batches, **options):
 
 
 def trained(ranks, model, parts, shard, options, steps=3):
-    """Of some steps: loss and gradient of the first, metrics of the last, and the weights afterwards."""
+    """Take steps; return loss and gradient of the first, metrics of the last, and the weights afterwards."""
     backend = backend_of(ranks, model, shard, **options)
     taken = [step(backend, parts[ranks.rank]) for _ in range(steps)]
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
-    heads = {name: whole(item).clone() for name, item in backend._named_parameters().items() if "value_head" in name}
+    heads = {
+        name: whole(item).clone()
+        for name, item in backend._named_parameters().items()
+        if "value_head" in name
+    }
     loss = ranks.total(torch.tensor(taken[0][0], dtype=torch.float64)).item()
     return loss, taken[0][1], taken[-1][2], weights | heads
 
@@ -117,7 +131,7 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, build, trajectories, kind):
 
 
 def first_gradients(ranks, model, parts_of, shard, options, passes):
-    """Loss and gradient of each layout's batches, none of whose steps is taken."""
+    """Return loss and gradient of each layout's batches, without taking a step."""
     backend = backend_of(ranks, model, shard, **options)
     found = []
     for parts in parts_of:
@@ -170,14 +184,16 @@ def not_finite_on_the_second(ranks, model, parts, shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(on_ranks, build, trajectories, shard):
-    for metrics, same, after in on_ranks(not_finite_on_the_second, build(), split(packed(trajectories), 3), shard):
+    for metrics, same, after in on_ranks(
+        not_finite_on_the_second, build(), split(packed(trajectories), 3), shard
+    ):
         assert metrics["skipped"] == 1.0
         assert same
         assert "skipped" not in after  # nothing of it is left
 
 
 def only_broken_losses(ranks, model, batches, shard):
-    """Gradients where the second rank has no work, and losses that are not finite."""
+    """Return gradients where the second rank has no work, and losses that are not finite."""
 
     def broken(batch, numbers_BT, entropy_BT):
         return losses(batch, numbers_BT, None)[0] * (1.0 if batch.mask_BT.any() else float("nan")), {}
@@ -188,7 +204,7 @@ def only_broken_losses(ranks, model, batches, shard):
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_rank_without_work_adds_exactly_zero_whatever_its_losses(on_ranks, build, trajectories, shard):
+def test_a_rank_without_work_adds_exactly_zero(on_ranks, build, trajectories, shard):
     batches = packed(trajectories)
     expected = only_broken_losses(Ranks(), build(), batches, "none")
     for grads in on_ranks(only_broken_losses, build(), batches, shard):
@@ -205,7 +221,7 @@ def logprobs(ranks, model, parts, shard, options):
 
 
 @pytest.mark.parametrize(("shard", "share"), [("ddp", 1.0), ("fsdp2", 0.5)])
-def test_passes_without_a_gradient_measure_the_same_and_leave_weights_in_parts(on_ranks, build, trajectories, shard, share):
+def test_passes_without_a_gradient_leave_weights_sharded(on_ranks, build, trajectories, shard, share):
     model, parts = build("qwen2"), split(packed(trajectories), 4)
     for rank, (measured, found, weights, held) in enumerate(on_ranks(logprobs, model, parts, shard, {})):
         expected = logprobs(Ranks(), model, [parts[rank]], "none", {})
@@ -217,20 +233,67 @@ def test_passes_without_a_gradient_measure_the_same_and_leave_weights_in_parts(o
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("options", [{}, {"critic": True, "dtype": "bfloat16"}, {"rank": 4, "dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"critic": True, "dtype": "bfloat16"}, {"rank": 4, "dtype": "bfloat16"}]
+)
 def test_bf16_comes_close_to_that_of_one_rank(on_ranks, build, trajectories, shard, options):
     options = {"autocast": "bfloat16", "lr": 0.0, **options}
     batches = packed(trajectories)
     ((_, expected),) = first_gradients(Ranks(), build(), [[batches]], "none", options, {})
     for ((_, grads),) in on_ranks(first_gradients, build(), [split(batches, 4)], shard, options, {}):
-        assert {name: grad.dtype for name, grad in grads.items()} == {name: grad.dtype for name, grad in expected.items()}
-        one, other = (torch.cat([grad.float().flatten() for grad in named.values()]) for named in (grads, expected))
+        assert {name: grad.dtype for name, grad in grads.items()} == {
+            name: grad.dtype for name, grad in expected.items()
+        }
+        one, other = (
+            torch.cat([grad.float().flatten() for grad in named.values()]) for named in (grads, expected)
+        )
         assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.999
         assert one.norm().item() == pytest.approx(other.norm().item(), rel=0.02)
 
 
+def masters_of(backend):
+    return {name: whole(tensor).clone() for name, tensor in backend._optimizer.masters.items()}
+
+
+def small_bf16_steps(ranks, model, parts, shard, directory, steps=10):
+    """Take small steps and save; return the masters, and masters and weights after one more step, loaded or not."""
+    backend, loaded = (backend_of(ranks, model, shard, dtype="bfloat16", lr=1e-5) for _ in range(2))
+    for _ in range(steps):
+        step(backend, parts[ranks.rank])
+    backend.save(directory)
+    kept = masters_of(backend)
+    loaded.load(directory)
+    for one in (backend, loaded):
+        step(one, parts[ranks.rank])
+    after = [
+        (masters_of(one), {name: tensor.clone() for name, tensor in one.weights()})
+        for one in (backend, loaded)
+    ]
+    return kept, *after
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_ranks_keep_and_save_the_masters_of_bf16(on_ranks, build, trajectories, tmp_path, shard):
+    model, batches = build("qwen2"), packed(trajectories)
+    places = [tmp_path / name for name in ("of one", "of two")]
+    for place in places:
+        place.mkdir()
+    expected, *_ = small_bf16_steps(Ranks(), model, [batches], "none", places[0])
+    start = masters_of(backend_of(Ranks(), model, dtype="bfloat16"))
+    for kept, *after in on_ranks(small_bf16_steps, model, split(batches, 4), shard, places[1]):
+        assert_close(kept, load_file(places[1] / "weights.safetensors"), 0.0)
+        assert_close(after[1][0], after[0][0], 0.0)
+        assert any((tensor != kept[name]).any() for name, tensor in after[0][0].items())
+        for masters, weights in after:
+            assert_close(weights, {name: tensor.bfloat16() for name, tensor in masters.items()}, 0.0)
+        one, other = (
+            torch.cat([(named[name] - start[name]).flatten() for name in start]) for named in (kept, expected)
+        )
+        assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.99
+
+
 def saved_then_trained(ranks, model, parts, shard, options, directories, steps=2):
-    """Weights after `steps`, a save, and as many more; after a load of what was saved, the loss and the weights again."""
+    """Take `steps`, save, and take as many more; after a load, return the loss and the weights again."""
     backend = backend_of(ranks, model, shard, **options)
     for _ in range(steps):
         step(backend, parts[ranks.rank])
@@ -254,9 +317,7 @@ def resumed(ranks, model, parts, shard, options, directory):
 
 @pytest.mark.parametrize("kind", ["policy", "adapted critic"])
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_checkpoint_goes_on_bit_for_bit_on_two_ranks_and_alike_on_one_and_back(
-    on_ranks, build, trajectories, tmp_path, shard, kind
-):
+def test_a_checkpoint_resumes_on_one_rank_or_two(on_ranks, build, trajectories, tmp_path, shard, kind):
     model, batches, options = build("qwen2"), packed(trajectories), KINDS[kind]
     parts = split(batches, 4)
     places = [tmp_path / name for name in ("saved", "exported", "of one", "exported of one")]
@@ -278,7 +339,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_on_two_ranks_and_alike_on_one_and_back
 
 
 def failing_files(ranks, model, shard, here, full):
-    """What each rank is told: of a directory that the first cannot write to, and of one that the second cannot read."""
+    """Return each rank's error for a directory that the first cannot write, and one that the second cannot read."""
     backend = backend_of(ranks, model, shard)
     backend.save(here)
     told = []
@@ -294,11 +355,11 @@ def failing_files(ranks, model, shard, here, full):
 def test_a_file_that_fails_on_one_rank_is_an_error_on_all(on_ranks, build, tmp_path, shard):
     first, second = on_ranks(failing_files, build(), shard, tmp_path, tmp_path / "missing")
     assert first[0].startswith("FileNotFoundError") and first[1].startswith("CheckpointError: Another rank")
-    assert second[0].startswith("CheckpointError: The first rank") and "cannot be read" in second[1]
+    assert second[0].startswith("CheckpointError: Rank 0") and "cannot be read" in second[1]
 
 
 def what_is_held(ranks, model, shard):
-    """The share of the model here, whether specs say what weights are, and whether another model can take them."""
+    """Return this rank's share of the model, whether specs describe weights, and whether another model can take them."""
     backend = backend_of(ranks, model, shard)
     specs = backend.weight_specs()
     held = sum(part(item).numel() for item in backend.model.parameters())
@@ -308,13 +369,16 @@ def what_is_held(ranks, model, shard):
     with torch.no_grad():
         for parameter in other.model.parameters():
             parameter.zero_()
-    other.take_weights(backend.weights())
-    taken = all(torch.equal(one, two) for (_, one), (_, two) in zip(other.weights(), backend.weights(), strict=True))
-    return held / count, specs == found, taken
+    other.take_weights(backend.own_weights())
+    taken = all(
+        torch.equal(one, two) for (_, one), (_, two) in zip(other.weights(), backend.weights(), strict=True)
+    )
+    return held / count, specs == found == TorchBackend(model, lr=0.0).weight_specs(), taken
 
 
-def test_fsdp2_holds_half_of_the_model_and_gives_the_whole(on_ranks, build):
-    for held, alike, taken in on_ranks(what_is_held, build("gpt2"), "fsdp2"):
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe"])
+def test_fsdp2_holds_half_of_the_model_and_gives_the_whole(on_ranks, build, name):
+    for held, alike, taken in on_ranks(what_is_held, build(name), "fsdp2"):
         assert held == pytest.approx(0.5, abs=0.05)
         assert alike and taken
 
@@ -322,7 +386,9 @@ def test_fsdp2_holds_half_of_the_model_and_gives_the_whole(on_ranks, build):
 def peak_of_making_whole(ranks, count):
     """Memory that this rank needed beyond what it had, in bytes, to make a tensor of `count` rows of 1 MiB whole."""
     mesh = init_device_mesh("cpu", (ranks.size,))
-    tensor = distribute_tensor(torch.arange(count)[:, None].expand(count, 1 << 17), mesh, [Shard(0)], src_data_rank=None)
+    tensor = distribute_tensor(
+        torch.arange(count)[:, None].expand(count, 1 << 17), mesh, [Shard(0)], src_data_rank=None
+    )
     assert whole(tensor)[:, -1].tolist() == list(range(count))
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _status("VmRSS")
@@ -336,7 +402,7 @@ def _status(key):
 
 
 @pytest.mark.parametrize("count", [64, 63])
-def test_making_a_tensor_whole_needs_no_more_memory_than_the_tensor(on_ranks, count):
+def test_gathering_a_tensor_needs_only_the_tensors_memory(on_ranks, count):
     for peak in on_ranks(peak_of_making_whole, count):
         assert peak < 1.3 * (count << 20)
 
@@ -354,7 +420,7 @@ def test_cpu_offload_takes_the_same_steps(on_ranks, build, trajectories):
 
 
 def read_then_trained(ranks, path, parts, rank=0):
-    """What a rank knows of the model before its first step, and the weights and an adapter's base after it."""
+    """Return what a rank knows of the model before its first step, and the weights and an adapter's base after it."""
     model = load_model(path, shared_by=ranks if ranks.size > 1 else None)
     adapter = add_adapter(model, rank=rank, seed=1) if rank else None
     shard = "fsdp2" if ranks.size > 1 else "none"
@@ -369,8 +435,12 @@ def read_then_trained(ranks, path, parts, rank=0):
     return backend.info()["batches as"], digest, buffers, before, own
 
 
-@pytest.mark.parametrize(("name", "rank"), [("qwen2", 0), ("gemma2", 0), ("gpt2", 0), ("llama", 4)])
-def test_ranks_of_which_one_read_the_model_take_the_steps_of_one_rank(on_ranks, build, trajectories, tmp_path, name, rank):
+@pytest.mark.parametrize(
+    ("name", "rank"), [("qwen2", 0), ("gemma2", 0), ("gpt2", 0), ("qwen3_5", 0), ("llama", 4)]
+)
+def test_only_one_rank_reads_the_model_and_steps_stay_equal(
+    on_ranks, build, trajectories, tmp_path, name, rank
+):
     build(name).save_pretrained(tmp_path)
     batches = packed(trajectories)
     form, digest, *alone = read_then_trained(Ranks(), tmp_path, [batches], rank)
@@ -423,7 +493,9 @@ class TwoRanks(Ranks):
 
 
 def test_what_cannot_train_together_is_refused_by_name(build):
-    with pytest.raises(ConfigError, match=r"backend\.shard='none' is not accepted for 2 ranks.*ddp, or fsdp2"):
+    with pytest.raises(
+        ConfigError, match=r"backend\.shard='none' is not accepted for 2 ranks.*ddp, or fsdp2"
+    ):
         backend_of(TwoRanks(), build())
     with pytest.raises(ConfigError, match=r"backend\.cpu_offload=true.*'ddp' and 2 ranks.*shard=fsdp2"):
         backend_of(TwoRanks(), build(), "ddp", cpu_offload=True)

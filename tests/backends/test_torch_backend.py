@@ -1,5 +1,6 @@
-"""The update: whatever the layout, micro-batch or form of the model, the same loss and the same gradient."""
+"""Every layout, micro-batch and form of the model gives the same loss and the same gradient."""
 
+import copy
 import json
 
 import pytest
@@ -11,7 +12,9 @@ from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.core.types import TokenSpan, Trajectory
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import pack
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 
@@ -42,7 +45,7 @@ def backend_of(model, **options):
 
 
 def gradients(backend, batches, **options):
-    """(loss, gradient by name) of one optimizer step that is not taken."""
+    """Return (loss, gradient by name) of one optimizer step that is not taken."""
     loss = sum(backend.forward_backward(batch, policy_gradient, **options)["loss"] for batch in batches)
     found = {name: parameter.grad.clone() for name, parameter in backend.model.named_parameters()}
     backend.model.zero_grad()
@@ -50,7 +53,7 @@ def gradients(backend, batches, **options):
 
 
 def naive_gradients(model, trajectories, temperature=1.0, entropy=False):
-    """Each trajectory alone through the plain model, its logits at once, its loss spelled out."""
+    """Run each trajectory alone through the plain model, with all its logits and its loss spelled out."""
     total = 0.0
     for number, trajectory in enumerate(trajectories):
         ids = torch.tensor([trajectory.token_ids])
@@ -82,7 +85,7 @@ def assert_same(one, other, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_layout_gives_the_loss_and_gradient_of_the_plain_model(build, trajectories, architecture):
+def test_every_layout_gives_the_plain_models_loss_and_gradient(build, trajectories, architecture):
     model = load_model(build(architecture), dtype=torch.float64)  # so that rounding does not hide a mistake
     expected = naive_gradients(model, trajectories)
     backend = TorchBackend(model, lr=1e-3)
@@ -95,7 +98,7 @@ def test_the_llama_family_runs_as_one_row_without_padding(build, architecture):
     assert backend_of(build(architecture)).info()["batches as"] == "one row without padding"
 
 
-def test_a_model_that_caps_its_attention_scores_falls_back_to_padded_rows(build):
+def test_a_model_that_caps_attention_scores_uses_padded_rows(build):
     assert backend_of(build("gemma2")).info()["batches as"] == "padded rows"
 
 
@@ -113,6 +116,23 @@ def test_a_model_that_scales_its_logits_computes_them_itself(build, trajectories
     assert_same(found, expected)
 
 
+def test_recurrent_layers_share_prompts_in_every_layout(build, trajectories):
+    for length in (8, 7):  # prompts so similar that they are padded to one block
+        for new in (3, 4):
+            spans = (
+                TokenSpan.context(tuple(range(2, 2 + length))),
+                TokenSpan(tuple(range(20, 20 + new)), "policy", (-1.0,) * new, 0),
+            )
+            trajectories.append(Trajectory(f"q{length}", spans, (), {}, 0.0, "stop"))
+    expected = naive_gradients(build("qwen3_5"), trajectories)
+    for options in ({}, {"gradient_checkpointing": True}):
+        backend = TorchBackend(load_model(build("qwen3_5"), **options), lr=1e-3)
+        assert backend.info()["batches as"] == "one row without padding"
+        for layout in ("sorted", "packed", "shared"):
+            for budget in (64, 1000):
+                assert_same(gradients(backend, packed(trajectories, layout, budget)), expected, 2e-5)
+
+
 def test_micro_batch_size_and_order_do_not_change_the_gradient(build, trajectories):
     backend = backend_of(build())
     expected = gradients(backend, packed(trajectories, budget=1000))
@@ -124,7 +144,7 @@ def test_micro_batch_size_and_order_do_not_change_the_gradient(build, trajectori
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_leaving_out_trajectories_without_credit_does_not_change_the_gradient(build, trajectories, aggregation):
+def test_omitting_rows_without_credit_keeps_the_gradient(build, trajectories, aggregation):
     credits = [0.0 if number % 3 else 1.0 for number in range(len(trajectories))]
     options = {
         "max_tokens_per_batch": 64, "layout": "shared", "aggregation": aggregation,
@@ -161,7 +181,9 @@ def test_log_probs_equal_a_plain_log_softmax(build, trajectories):
             assert not logprobs_BT.requires_grad
     batch = packed(trajectories, "sorted", budget=1000)[0]
     with torch.no_grad():
-        logits_BTV = model(input_ids=batch.token_ids_BT, attention_mask=(batch.segment_ids_BT > 0).long()).logits / 1.3
+        logits_BTV = (
+            model(input_ids=batch.token_ids_BT, attention_mask=(batch.segment_ids_BT > 0).long()).logits / 1.3
+        )
     expected_BT = logits_BTV[:, :-1].log_softmax(-1).gather(2, batch.token_ids_BT[:, 1:, None])[..., 0]
     torch.testing.assert_close(
         backend.forward(batch, temperature=1.3)[:, 1:], expected_BT * batch.mask_BT[:, 1:], atol=2e-6, rtol=0
@@ -173,7 +195,7 @@ def test_every_trainable_parameter_gets_a_gradient(build, trajectories):
     assert all(grad.abs().max() > 0 for grad in grads.values())
 
 
-def test_metrics_are_means_over_the_policys_tokens_and_maxima_where_the_name_says_so(build, trajectories):
+def test_metrics_are_means_or_maxima_over_policy_tokens(build, trajectories):
     backend = backend_of(build())
     batch = packed(trajectories, "sorted", budget=1000)[0]
     ratio_BT = (backend.forward(batch) - batch.sampled_logprobs_BT).exp()[batch.mask_BT]
@@ -181,6 +203,22 @@ def test_metrics_are_means_over_the_policys_tokens_and_maxima_where_the_name_say
     assert metrics["tokens"] == batch.num_policy_tokens
     assert metrics["ratio/mean"] == pytest.approx(ratio_BT.mean().item(), rel=1e-5)
     assert metrics["ratio/max"] == pytest.approx(ratio_BT.max().item(), rel=1e-5)
+
+
+def test_measures_add_metrics_and_leave_the_gradient_alone(build, trajectories):
+    def twice(batch, logprobs_BT, metrics):
+        return {"twice/max": 2 * metrics["ratio/max"], "logprob": logprobs_BT}
+
+    batch = packed(trajectories, "sorted", budget=1000)[0]
+    plain, measured = backend_of(build()), backend_of(build())
+    expected = plain.forward_backward(batch, policy_gradient)
+    metrics = measured.forward_backward(batch, policy_gradient, measures=twice)
+    logprobs_BT = plain.forward(batch)[batch.mask_BT]
+    assert metrics.pop("twice/max") == 2 * expected["ratio/max"]
+    assert metrics.pop("logprob") == pytest.approx(logprobs_BT.mean().item(), rel=1e-5)
+    assert metrics == expected
+    for one, other in zip(plain.model.parameters(), measured.model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_bf16_autocast_comes_close_and_keeps_fp32_gradients(build, trajectories):
@@ -191,13 +229,85 @@ def test_bf16_autocast_comes_close_and_keeps_fp32_gradients(build, trajectories)
     assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.99
 
 
-def test_a_pure_bf16_model_trains(build, trajectories):
-    backend = TorchBackend(load_model(build(), dtype="bfloat16"), lr=1e-2)
-    before = [parameter.clone() for parameter in backend.model.parameters()]
-    for batch in packed(trajectories):
-        backend.forward_backward(batch, policy_gradient)
-    assert backend.optim_step()["grad_norm"] > 0
-    assert all((one != other).any() for one, other in zip(before, backend.model.parameters(), strict=True))
+def in_bf16(model, **options):
+    return TorchBackend(load_model(model, dtype="bfloat16"), **options)
+
+
+def masters(backend):
+    return {name: tensor.detach().clone() for name, tensor in backend._optimizer.masters.items()}
+
+
+def imitation(batch, logprobs_BT, entropy_BT):
+    return -logprobs_BT, {}
+
+
+def learned(backend, batches, optimizer=None, steps=40):
+    """Take small steps; return the fall of the loss with exact and with published weights, and how the exact ones moved."""
+    published = dict(backend.model.named_parameters())
+    exact = published | ({} if optimizer else backend._optimizer.masters)
+    start = {name: tensor.detach().clone() for name, tensor in exact.items()}
+    for _ in range(steps):
+        for batch in batches:
+            backend.forward_backward(batch, imitation)
+        backend.optim_step() if optimizer is None else (optimizer.step(), optimizer.zero_grad())
+    moved = torch.cat([(tensor.detach() - start[name]).float().flatten() for name, tensor in exact.items()])
+    before = loss_in_fp32(backend.model, start, batches)
+    return [before - loss_in_fp32(backend.model, named, batches) for named in (exact, published)], moved
+
+
+def loss_in_fp32(model, named, batches):
+    measured = TorchBackend(load_model(copy.deepcopy(model), dtype="float32"), trains=False)
+    measured.take_weights(iter(named.items()))
+    return sum(measured.forward_backward(batch, imitation)["loss"] for batch in batches)
+
+
+def test_bf16_learns_as_fp32_where_plain_adamw_stands_still(build, trajectories):
+    batches = packed(trajectories)
+    half, plain = (in_bf16(build(), lr=1e-5) for _ in range(2))
+    adam = torch.optim.AdamW(plain.model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0)
+    (expected, _), moved = learned(backend_of(build(), lr=1e-5), batches)
+    assert expected > 0.05
+    (exact, published), same = learned(half, batches)
+    assert exact == pytest.approx(expected, rel=0.01)
+    assert published > 0.8 * expected  # what is less than half of a bf16 number is not seen yet
+    assert torch.nn.functional.cosine_similarity(same, moved, dim=0) > 0.99
+    (lost, _), still = learned(plain, batches, adam)
+    assert lost < 0.1 * expected
+    assert torch.nn.functional.cosine_similarity(still, moved, dim=0) < 0.3
+
+
+def test_bf16_publishes_and_exports_rounded_masters(build, trajectories, tmp_path):
+    backend = in_bf16(build(), lr=1e-5)
+    train(backend, packed(trajectories), 3)
+    backend.export(tmp_path)
+    exported = load_file(tmp_path / "model.safetensors")
+    for name, tensor in backend.weights():
+        master = backend._optimizer.masters[name]
+        assert torch.equal(tensor, master.bfloat16()) and not torch.equal(tensor.float(), master)
+        assert torch.equal(exported[name], tensor) and exported[name].dtype == torch.bfloat16
+
+
+def test_weights_that_are_taken_become_the_masters(build, trajectories):
+    backend, other = in_bf16(build(), lr=1e-5), in_bf16(build(), lr=1e-3)
+    for one in (backend, other):
+        train(one, packed(trajectories), 2)
+    backend.take_weights(other.own_weights())
+    for name, tensor in other.weights():
+        assert torch.equal(backend._optimizer.masters[name], tensor.float())
+
+
+def test_a_bf16_checkpoint_without_masters_is_loaded(build, trajectories, tmp_path):
+    backend, loaded = in_bf16(build(), lr=1e-3), in_bf16(build(), lr=1e-3)
+    train(backend, packed(trajectories), 2)
+    backend.save(tmp_path)
+    for name in ("weights.safetensors", "optimizer.safetensors"):  # as they were before there were masters
+        tensors = {key: tensor.bfloat16() for key, tensor in load_file(tmp_path / name).items()}
+        save_file(tensors, tmp_path / name)
+    loaded.load(tmp_path)
+    for name, tensor in backend.weights():
+        assert torch.equal(loaded._optimizer.masters[name], tensor.float())
+    train(loaded, packed(trajectories), 1)
+    assert {tensor.dtype for tensor in loaded._optimizer.state()[0].values()} == {torch.float32}
 
 
 def train(backend, batches, steps):
@@ -207,10 +317,11 @@ def train(backend, batches, steps):
         backend.optim_step()
 
 
-def test_resuming_after_2_steps_and_taking_2_more_equals_4_steps_bit_for_bit(build, trajectories, tmp_path):
+@pytest.mark.parametrize("kind", [backend_of, in_bf16])
+def test_two_steps_resume_and_two_more_equal_four_bit_for_bit(build, trajectories, tmp_path, kind):
     batches = packed(trajectories)
-    options = {"schedule": "cosine", "total_steps": 10, "warmup_steps": 1, "weight_decay": 0.1}
-    whole, first, second = (backend_of(build(), **options) for _ in range(3))
+    options = {"schedule": "cosine", "total_steps": 10, "warmup_steps": 1, "weight_decay": 0.1, "lr": 1e-4}
+    whole, first, second = (kind(build(), **options) for _ in range(3))
     train(whole, batches, 4)
     train(first, batches, 2)
     first.save(tmp_path)
@@ -218,6 +329,7 @@ def test_resuming_after_2_steps_and_taking_2_more_equals_4_steps_bit_for_bit(bui
     train(second, batches, 2)
     for (name, one), (_, other) in zip(whole.weights(), second.weights(), strict=True):
         assert torch.equal(one, other), name
+    assert all(torch.equal(one, masters(second)[name]) for name, one in masters(whole).items())
 
 
 def test_loading_writes_into_the_tensors_that_an_engine_shares(build, trajectories, tmp_path):
@@ -239,7 +351,7 @@ def _qkv(model):
     return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(build, tmp_path):
+def test_another_models_checkpoint_is_refused_without_a_change(build, tmp_path):
     backend_of(build("llama")).save(tmp_path)
     backend = backend_of(build("qwen3"))
     before = {name: tensor.clone() for name, tensor in backend.weights()}
@@ -284,7 +396,7 @@ def test_an_exported_directory_holds_the_same_model(build, trajectories, tmp_pat
     assert "rl4llm" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
 
 
-def test_weights_come_under_their_hugging_face_names_and_tied_ones_once(build):
+def test_weights_have_hugging_face_names_and_tied_ones_come_once(build):
     names = [name for name, _ in backend_of(build("qwen2")).weights()]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     assert len(names) == len(set(names))

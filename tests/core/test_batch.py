@@ -15,10 +15,14 @@ def packed():
     return TrainBatch(ids_BT, ids_BT, ids_BT, ids_BT.bool(), zeros_BT, zeros_BT, zeros_BT)
 
 
-def test_a_tensor_that_is_not_filled_yet_is_asked_for_in_vain_and_says_who_fills_it():
+def test_reading_an_unfilled_tensor_raises_and_names_its_source():
     batch = packed()
-    for name, who in {"ref_logprobs_BT": "reference=True", "values_BT": "critic", "advantages_BT": "assign"}.items():
-        with pytest.raises(DataError, match=rf"TrainBatch\.{name} is not there yet: .*{who}"):
+    for name, who in {
+        "ref_logprobs_BT": "reference=True",
+        "values_BT": "critic",
+        "advantages_BT": "assign",
+    }.items():
+        with pytest.raises(DataError, match=rf"TrainBatch\.{name} is not set yet: .*{who}"):
             getattr(batch, name)
     with pytest.raises(DataError, match="`assign` fills it"):  # not an error of tensors, deep in a formula
         ALGORITHMS["opmd"](tau=1.0).token_losses(batch, torch.zeros(1, 3), None)
@@ -30,7 +34,9 @@ def test_a_batch_holds_what_was_filled_and_nothing_else():
     batch.advantages_BT = given
     assert batch.advantages_BT is batch.tensors()["advantages_BT"] is given
     doubled = batch.map(lambda x: x + x)
-    assert doubled.advantages_BT.tolist() == [[1.0] * 3] and doubled.tensors().keys() == batch.tensors().keys()
+    assert (
+        doubled.advantages_BT.tolist() == [[1.0] * 3] and doubled.tensors().keys() == batch.tensors().keys()
+    )
     changed = replace(batch, mask_BT=batch.mask_BT)
     changed.advantages_BT = 2 * given
     assert batch.advantages_BT is given  # a copy has its own

@@ -1,7 +1,10 @@
 """Names of a configuration, and what is found by its place."""
 
+import importlib
+import importlib.metadata
 import os
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -11,8 +14,10 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import Registry, imported
 
 
-def test_the_program_finds_modules_of_the_directory_that_it_is_run_in_behind_all_others(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_own_games.py").write_text("from rl4llm import BaseMDPEnv\n\n\nclass Guess(BaseMDPEnv):\n    pass\n")
+def test_modules_of_the_working_directory_are_found_last(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_own_games.py").write_text(
+        "from rl4llm import BaseMDPEnv\n\n\nclass Guess(BaseMDPEnv):\n    pass\n"
+    )
     before = [place for place in sys.path if place not in ("", str(tmp_path))]
     monkeypatch.setattr(sys, "path", list(before))
     monkeypatch.setattr(sys, "argv", ["rl4llm", "--version"])
@@ -21,21 +26,35 @@ def test_the_program_finds_modules_of_the_directory_that_it_is_run_in_behind_all
         with pytest.raises(SystemExit):
             program()
     assert sys.path == [*before, str(tmp_path)]
-    assert issubclass(Registry("env.name", BaseMDPEnv)["my_own_games:Guess"], BaseMDPEnv)
+    assert issubclass(
+        Registry("env.name", "rl4llm.core.base_env:BaseMDPEnv")["my_own_games:Guess"], BaseMDPEnv
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gues", r"env\.name='gues' is unknown\. .*Did you mean 'guess'\? One of your own is 'package\.module:Name'"),
-        ("nowhere:Guess", r"cannot be imported: No module named 'nowhere'.*the directory that the command is run in"),
+        (
+            "gues",
+            r"env\.name='gues' is unknown\. .*Did you mean 'guess'\? For a custom one, use 'package\.module:Name'",
+        ),
+        (
+            "nowhere:Guess",
+            r"cannot be imported: No module named 'nowhere'.*the directory that the command is run in",
+        ),
         ("pathlib:Pth", r"cannot be imported: module 'pathlib' has no attribute 'Pth'"),
-        ("pathlib:Path", r"env\.name='pathlib:Path' is <class 'pathlib.*'>\. Accepted: a subclass of BaseMDPEnv"),
-        ("os:getcwd", r"env\.name='os:getcwd' is <built-in function getcwd>\. Accepted: a subclass of BaseMDPEnv"),
+        (
+            "pathlib:Path",
+            r"env\.name='pathlib:Path' is <class 'pathlib.*'>\. Accepted: a subclass of BaseMDPEnv",
+        ),
+        (
+            "os:getcwd",
+            r"env\.name='os:getcwd' is <built-in function getcwd>\. Accepted: a subclass of BaseMDPEnv",
+        ),
     ],
 )
-def test_what_a_name_does_not_stand_for_is_told(name, message):
-    environments = Registry("env.name", BaseMDPEnv)
+def test_an_unknown_name_is_refused_with_the_known_ones(name, message):
+    environments = Registry("env.name", "rl4llm.core.base_env:BaseMDPEnv")
     environments.register("guess")(BaseMDPEnv)
     with pytest.raises(ConfigError, match=message):
         environments[name]
@@ -45,3 +64,54 @@ def test_a_function_is_named_by_its_place_alone():
     assert imported("env.agent", "os:getcwd") is os.getcwd
     with pytest.raises(ConfigError, match=r"env\.agent='getcwd' cannot be imported: there is no ':' in it"):
         imported("env.agent", "getcwd")
+
+
+def test_bare_decorator_registers_under_the_items_name():
+    rewards = Registry("rewards.name")
+
+    @rewards.register
+    class Exact:
+        pass
+
+    @rewards.register()
+    def short(completions):
+        return [1.0 for _ in completions]
+
+    assert isinstance(Exact, type) and rewards["Exact"] is Exact
+    assert rewards["short"] is short and short("ab") == [1.0, 1.0]
+    for nameless in (lambda completions: [], 3, ""):
+        with pytest.raises(
+            ConfigError, match=r"cannot be registered without a name\. Accepted: .*register\('name'\)"
+        ):
+            rewards.register(nameless)(Exact) if nameless == "" else rewards.register(nameless)
+    with pytest.raises(ConfigError, match="already registered"):
+        rewards.register(type("Exact", (), {}))
+    assert list(rewards) == ["Exact", "short"]
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return a registry with two entry points of an installed package, one of them broken."""
+    (tmp_path / "mine_for_registry.py").write_text("class Mine:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    points = [
+        EntryPoint("mine", "mine_for_registry:Mine", "rl4llm.tests"),
+        EntryPoint("lost", "mine_for_registry:Lost", "rl4llm.tests"),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    return Registry("env.name", group="rl4llm.tests")
+
+
+def test_an_installed_name_may_also_have_a_decorator(installed):
+    assert list(installed) == ["lost", "mine"]
+    mine = importlib.import_module("mine_for_registry").Mine
+    assert installed.register("mine")(mine) is mine is installed["mine"]
+    with pytest.raises(ConfigError, match="already registered"):
+        installed.register("mine")(type("Mine", (), {}))
+
+
+def test_a_broken_package_is_named_with_the_next_step(installed):
+    with pytest.raises(
+        ConfigError, match=r"env\.name='lost' is mine_for_registry:Lost of an installed .*uninstall it"
+    ):
+        installed["lost"]

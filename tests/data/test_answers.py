@@ -5,8 +5,7 @@ import json
 import pytest
 
 from rl4llm.core.errors import ConfigError, DataError
-from rl4llm.data.answers import label_group, pair_group, valued_at_the_end
-from rl4llm.data.demonstrations import demonstration_group
+from rl4llm.data.demonstrations import demonstration_group, label_group, pair_group, valued_at_the_end
 from rl4llm.data.load import load_rows
 from rl4llm.data.render import Renderer
 
@@ -22,7 +21,11 @@ def said(text):
 SYSTEM = {"role": "system", "content": "Be brief."}
 FORMS = {
     "texts": {"prompt": "What is 1+1?", "chosen": "2", "rejected": "3"},
-    "messages beside a prompt": {"prompt": [user("What is 1+1?")], "chosen": [said("2")], "rejected": [said("3")]},
+    "messages beside a prompt": {
+        "prompt": [user("What is 1+1?")],
+        "chosen": [said("2")],
+        "rejected": [said("3")],
+    },
     "beside messages": {"messages": [user("What is 1+1?")], "chosen": "2", "rejected": [said("3")]},
     "whole conversations": {
         "chosen": [user("What is 1+1?"), said("2")],
@@ -50,16 +53,33 @@ def test_every_form_of_a_pair_is_the_same_pair(form):
     assert row["prompt_id"] == load_rows([FORMS["texts"]], learns_from="pairs")[0]["prompt_id"]
 
 
-def test_what_two_conversations_share_is_their_prompt_up_to_the_answer_in_which_they_part():
+def test_the_prompt_of_a_pair_is_its_shared_conversation():
     start = [SYSTEM, user("1+1?"), said("2"), user("2+2?")]
     chosen, rejected = [*start, said("4")], [*start, said("5"), user("Sure?"), said("5")]
     (row,) = load_rows([{"chosen": chosen, "rejected": rejected, "margin": 2}], learns_from="pairs")
-    assert (row["messages"], row["chosen"], row["rejected"], row["margin"]) == (start, chosen[4:], rejected[4:], 2.0)
-    (row,) = load_rows([{"chosen": start[:3], "rejected": [*start, said("4")]}], learns_from="pairs")  # one goes on
+    assert (row["messages"], row["chosen"], row["rejected"], row["margin"]) == (
+        start,
+        chosen[4:],
+        rejected[4:],
+        2.0,
+    )
+    (row,) = load_rows(
+        [{"chosen": start[:3], "rejected": [*start, said("4")]}], learns_from="pairs"
+    )  # one goes on
     assert (row["messages"], row["chosen"]) == (start[:2], start[2:3])
 
 
-def test_a_system_prompt_and_a_template_are_put_around_the_prompt_of_a_pair():
+def test_an_empty_reply_may_be_the_bad_answer():
+    asked, empty = [user("p")], [said("b"), user("Sure?"), said("")]
+    (row,) = load_rows([{"chosen": [*asked, said("a")], "rejected": [*asked, said("")]}], learns_from="pairs")
+    assert row["rejected"] == [said("")]
+    rows = [{"prompt": asked, "completion": empty, "label": label} for label in (False, True)]
+    assert load_rows(rows[:1], learns_from="labels")[0]["completion"] == empty
+    with pytest.raises(DataError, match="message 3 of completion is an empty reply"):
+        load_rows(rows, learns_from="labels")
+
+
+def test_a_pairs_prompt_gets_system_prompt_and_template():
     options = {"system_prompt": "Be brief.", "prompt_template": "Q: {prompt}", "prompt_column": "question"}
     rows = load_rows([{"question": "1+1?", "chosen": "2", "rejected": "3"}], learns_from="pairs", **options)
     assert rows[0]["messages"] == [SYSTEM, user("Q: 1+1?")]
@@ -68,24 +88,47 @@ def test_a_system_prompt_and_a_template_are_put_around_the_prompt_of_a_pair():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "p", "chosen": "a"}, "there is no 'rejected' here. The row has: prompt, chosen"),
-        ({"prompt": "p", "rejected": "a"}, "there is no 'chosen' here"),
-        ({"prompt": "p", "chosen": "a", "rejected": None}, "there is no 'rejected' here"),
-        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
+        ({"prompt": "p", "chosen": "a"}, "the column 'rejected' is missing. The row has: prompt, chosen"),
+        ({"prompt": "p", "rejected": "a"}, "the column 'chosen' is missing"),
+        ({"prompt": "p", "chosen": "a", "rejected": None}, "the column 'rejected' is missing"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen and rejected are identical"),
         ({"prompt": "p", "chosen": "a", "rejected": " "}, "rejected is empty"),
         ({"prompt": "p", "chosen": "a", "rejected": []}, "rejected is empty"),
+        (
+            {"prompt": "p", "chosen": [said("b"), user("c"), said(" ")], "rejected": "a"},
+            "message 3 of chosen is an empty",
+        ),
+        (
+            {"chosen": [user("p"), said("")], "rejected": [user("p"), said("b")]},
+            "message 1 of chosen is an empty reply",
+        ),
         ({"prompt": "p", "chosen": "a", "rejected": 3}, "rejected must be a list of"),
-        ({"prompt": "p", "chosen": "a", "rejected": [{"role": "bot", "content": "x"}]}, "role='bot' is not accepted"),
+        (
+            {"prompt": "p", "chosen": "a", "rejected": [{"role": "bot", "content": "x"}]},
+            "role='bot' is not accepted",
+        ),
         ({"prompt": " ", "chosen": "a", "rejected": "b"}, "the prompt is empty"),
-        ({"chosen": "a", "rejected": "b"}, "there is no prompt. Accepted: a column 'prompt' or 'messages'"),
-        ({"chosen": [user("p"), said("a")], "rejected": [user("q"), said("b")]}, "prompts: they part at message 0"),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "the row has no prompt. Accepted: a column 'prompt' or 'messages'",
+        ),
+        (
+            {"chosen": [user("p"), said("a")], "rejected": [user("q"), said("b")]},
+            "prompts: they first differ at message 0",
+        ),
         (
             {"chosen": [SYSTEM, user("p"), said("a")], "rejected": [SYSTEM, user("q"), said("b")]},
-            "different prompts: they part at message 1",
+            "different prompts: they first differ at message 1",
         ),
-        ({"prompt": "other", "chosen": [user("p"), said("a")], "rejected": [user("p"), said("b")]}, "the row's prompt"),
-        ({"chosen": [user("p")], "rejected": [user("p"), said("b")]}, "chosen must go on with an answer"),
-        ({"prompt": "p", "chosen": [said("a")], "rejected": [user("p"), said("b")]}, "rejected must go on with an answer"),
+        (
+            {"prompt": "other", "chosen": [user("p"), said("a")], "rejected": [user("p"), said("b")]},
+            "the row's prompt",
+        ),
+        ({"chosen": [user("p")], "rejected": [user("p"), said("b")]}, "chosen must continue with an answer"),
+        (
+            {"prompt": "p", "chosen": [said("a")], "rejected": [user("p"), said("b")]},
+            "rejected must continue with an answer",
+        ),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": -1}, "margin=-1 is not accepted"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "margin='big' is not accepted"),
     ],
@@ -111,15 +154,18 @@ def test_labelled_answers_are_read_as_texts_or_messages():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "p", "label": True}, "there is no 'completion' here"),
+        ({"prompt": "p", "label": True}, "the column 'completion' is missing"),
         ({"prompt": "p", "completion": "a"}, "label=None is not accepted"),
         ({"prompt": "p", "completion": "a", "label": "yes"}, "label='yes' is not accepted"),
         ({"prompt": "p", "completion": "a", "label": 0.7}, "label=0.7 is not accepted"),
-        ({"completion": "a", "label": True}, "there is no prompt"),
-        ({"prompt": "p", "completion": [user("a")], "label": True}, "completion must go on with an answer"),
+        ({"completion": "a", "label": True}, "the row has no prompt"),
+        (
+            {"prompt": "p", "completion": [user("a")], "label": True},
+            "completion must continue with an answer",
+        ),
     ],
 )
-def test_a_row_without_a_labelled_answer_is_refused_with_its_line(row, reason, tmp_path):
+def test_a_row_without_a_label_is_refused_with_its_line(row, reason, tmp_path):
     path = jsonl(tmp_path / "labels.jsonl", row)
     with pytest.raises(DataError) as caught:
         load_rows(path, learns_from="labels")
@@ -130,7 +176,9 @@ def test_a_row_without_a_labelled_answer_is_refused_with_its_line(row, reason, t
 def test_a_generated_task_for_episodes_holds_no_pairs(model_dir, tmp_path):
     from rl4llm import DPOTrainer
 
-    with pytest.raises(ConfigError, match=r"data\.path='arithmetic' is a generated task for episodes.* learns from pairs"):
+    with pytest.raises(
+        ConfigError, match=r"data\.path='arithmetic' is a generated task for episodes.* learns from pairs"
+    ):
         DPOTrainer(str(model_dir), "arithmetic", output={"dir": str(tmp_path / "run")})
 
 
@@ -138,11 +186,12 @@ def texts(tokenizer, trajectory):
     return [(span.author, tokenizer.decode(span.token_ids)) for span in trajectory.spans]
 
 
-def test_both_answers_of_a_pair_follow_on_the_tokens_of_one_prompt(tokenizer):
+def test_both_answers_of_a_pair_share_one_prompts_tokens(tokenizer):
     renderer = Renderer(tokenizer)
     prompt = [user("1+1?"), said("2"), user("2+2?")]  # the assistant's turn in it is no answer of the pair
     (row,) = load_rows(
-        [{"prompt": prompt, "chosen": "4", "rejected": [said("5"), user("Sure?"), said("no")]}], learns_from="pairs"
+        [{"prompt": prompt, "chosen": "4", "rejected": [said("5"), user("Sure?"), said("no")]}],
+        learns_from="pairs",
     )
     chosen, rejected = pair_group(renderer, row, "a").trajectories
     start = ("context", tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
@@ -154,12 +203,14 @@ def test_both_answers_of_a_pair_follow_on_the_tokens_of_one_prompt(tokenizer):
 
 
 def test_a_labelled_answer_is_worth_1_or_minus_1(tokenizer):
-    rows = load_rows([{"prompt": "p", "completion": "a", "label": bool(i)} for i in range(2)], learns_from="labels")
+    rows = load_rows(
+        [{"prompt": "p", "completion": "a", "label": bool(i)} for i in range(2)], learns_from="labels"
+    )
     groups = [label_group(Renderer(tokenizer), row, "a") for row in rows]
     assert [group.trajectories[0].reward for group in groups] == [-1.0, 1.0]
 
 
-def test_a_conversation_that_is_valued_has_one_token_of_the_policy_behind_its_end(tokenizer):
+def test_a_valued_conversation_ends_with_one_policy_token(tokenizer):
     renderer = Renderer(tokenizer)
     (row,) = load_rows([FORMS["texts"]], learns_from="pairs")
     for plain in pair_group(renderer, row, "a").trajectories:
@@ -169,13 +220,21 @@ def test_a_conversation_that_is_valued_has_one_token_of_the_policy_behind_its_en
         assert (valued.reward, valued.spans[0], valued.num_policy_tokens) == (plain.reward, plain.spans[0], 1)
 
 
-CONVERSATION = [user("1+1?"), said("<call>"), {"role": "tool", "content": "2"}, said("It is 2."), user("Thanks.")]
+CONVERSATION = [
+    user("1+1?"),
+    said("<call>"),
+    {"role": "tool", "content": "2"},
+    said("It is 2."),
+    user("Thanks."),
+]
 
 
 @pytest.mark.parametrize("learned", ["assistant", "context", "all"])
 def test_who_wrote_the_tokens_that_are_learned_is_a_choice(learned, tokenizer):
     renderer = Renderer(tokenizer, roles=("tool", "user"))
-    (trajectory,) = demonstration_group(renderer, {"messages": CONVERSATION}, "a", learned=learned).trajectories
+    (trajectory,) = demonstration_group(
+        renderer, {"messages": CONVERSATION}, "a", learned=learned
+    ).trajectories
     found = texts(tokenizer, trajectory)
     tail = "<|im_start|>assistant\n"
     assert "".join(text for _, text in found).removesuffix(tail) == tokenizer.apply_chat_template(
@@ -183,10 +242,17 @@ def test_who_wrote_the_tokens_that_are_learned_is_a_choice(learned, tokenizer):
     ).removesuffix("" if learned != "assistant" else "\n")
     assert found[0][0] == "context"
     learnt = "".join(text for author, text in found if author == "policy")
-    for text, by in (("<call>", "assistant"), ("It is 2.", "assistant"), ("tool\n2", "context"), ("Thanks.", "context")):
+    for text, by in (
+        ("<call>", "assistant"),
+        ("It is 2.", "assistant"),
+        ("tool\n2", "context"),
+        ("Thanks.", "context"),
+    ):
         assert (text in learnt) == (learned in (by, "all"))
 
 
-def test_a_conversation_without_a_next_state_is_refused_with_its_row(tokenizer):
-    with pytest.raises(DataError, match=r"Row 'a7' \(.*\) has no message behind the first answer, so there is no next"):
+def test_a_row_without_a_next_state_is_refused_by_number(tokenizer):
+    with pytest.raises(
+        DataError, match=r"Row 'a7' \(.*\) has no message after the first answer, so there is no next"
+    ):
         demonstration_group(Renderer(tokenizer), {"messages": CONVERSATION[:2]}, "a7", learned="context")

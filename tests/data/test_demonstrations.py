@@ -2,14 +2,13 @@
 
 import copy
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.demonstrations import check_rows, demonstration, demonstration_group
+from rl4llm.data.demonstrations import demonstration, label_group, pair_group
 from rl4llm.data.render import Renderer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -19,7 +18,9 @@ OPENING_THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-THINKING_ALOUD = OPENING_THOUGHTS.replace("+ '<|im_end|>", "+ (m.tool_calls | tojson if m.tool_calls else '') + '<|im_end|>")
+THINKING_ALOUD = OPENING_THOUGHTS.replace(
+    "+ '<|im_end|>", "+ (m.tool_calls | tojson if m.tool_calls else '') + '<|im_end|>"
+)
 CUTTING = THINKING_ALOUD.replace("m.content", "(m.content[:11] if m.tool_calls else m.content)")
 ENDING_OTHERWISE = THINKING_ALOUD.replace("'<|im_end|>", "('<|eom|>' if m.tool_calls else '<|im_end|>') + '")
 
@@ -50,7 +51,9 @@ def texts(renderer, trajectory):
 
 def test_tool_calls_are_learned_as_the_template_writes_them(renderer):
     chatml = renderer("chatml_tools")
-    messages = conversation(ASKED, said("", CALL, CALL), {"role": "tool", "content": "85"}, said("Answer: 85"))
+    messages = conversation(
+        ASKED, said("", CALL, CALL), {"role": "tool", "content": "85"}, said("Answer: 85")
+    )
     (_, first), (author, calls), (_, reply), (_, answer) = texts(chatml, demonstration(chatml, messages, "a"))
     assert author == "policy"
     assert first + calls + "\n" == chatml._template.text(messages[:2], prompt=False)
@@ -58,7 +61,7 @@ def test_tool_calls_are_learned_as_the_template_writes_them(renderer):
     assert first + calls + reply + answer + "\n" == chatml._template.text(messages, prompt=False)
 
 
-def test_a_thought_before_a_tool_call_is_learned_behind_what_the_generation_prompt_opened(renderer):
+def test_a_thought_before_a_tool_call_follows_the_open_tag(renderer):
     opening = renderer(THINKING_ALOUD)
     messages = conversation(ASKED, said("<think>\nok\n</think>\n", CALL))
     (_, prompt), (_, answer) = texts(opening, demonstration(opening, messages, "a"))
@@ -71,7 +74,7 @@ def test_a_thought_before_a_tool_call_is_learned_behind_what_the_generation_prom
     [
         ("thinking_chatml", "", CALL, "leaves out a call of 'calculator'"),
         (OPENING_THOUGHTS, "<think>\nok", CALL, "leaves out a call of 'calculator'"),
-        (THINKING_ALOUD, "ok", CALL, "in another way than behind the generation prompt"),
+        (THINKING_ALOUD, "ok", CALL, "differently after the generation prompt"),
         (CUTTING, "<think>\nok, sum", CALL, "leaves out or alters"),
         (ENDING_OTHERWISE, "<think>\nok", CALL, "does not end in"),
         (
@@ -82,14 +85,16 @@ def test_a_thought_before_a_tool_call_is_learned_behind_what_the_generation_prom
         ),
     ],
 )
-def test_tool_calls_that_cannot_be_written_safely_are_refused_with_their_row(template, content, call, reason, renderer):
+def test_tool_calls_that_cannot_be_rendered_are_refused(template, content, call, reason, renderer):
     with pytest.raises(DataError, match=rf"(?s)Row 'a7' \(.*\) cannot be imitated.*message 1: .*{reason}"):
         demonstration(renderer(template), conversation(ASKED, said(content, call)), "a7")
 
 
-def test_a_thought_that_the_generation_prompt_opens_is_opened_once(renderer):
+def test_a_thought_opened_by_the_prompt_is_opened_only_once(renderer):
     opening = renderer(OPENING_THOUGHTS)
-    messages = conversation(ASKED, said("<think>\nok\n</think>\nhello"), ASKED, said("<think>\n</think>\nagain"))
+    messages = conversation(
+        ASKED, said("<think>\nok\n</think>\nhello"), ASKED, said("<think>\n</think>\nagain")
+    )
     spans = texts(opening, demonstration(opening, messages, "a"))
     assert [text for author, text in spans if author == "policy"] == [
         "ok\n</think>\nhello<|im_end|>",
@@ -101,30 +106,96 @@ def test_a_thought_that_the_generation_prompt_opens_is_opened_once(renderer):
 
 
 @pytest.mark.parametrize("content", ["hello", "<think>ok</think>hello", ""])
-def test_an_answer_without_the_thought_that_the_generation_prompt_opens_is_refused(content, renderer):
-    with pytest.raises(DataError, match=r"Row 'a7' \(.*\) cannot be imitated.* opens '<think>\\n', but message 1"):
+def test_an_answer_without_the_opened_thought_is_refused(content, renderer):
+    with pytest.raises(
+        DataError, match=r"Row 'a7' \(.*\) cannot be imitated.* opens '<think>\\n', but message 1"
+    ):
         demonstration(renderer(OPENING_THOUGHTS), conversation(ASKED, said(content)), "a7")
 
 
 def test_turns_that_depend_on_the_past_are_rendered_behind_it(renderer):
     late = "{% if add_generation_prompt and messages | length > 4 %}Again: {% endif %}"
-    dependent = renderer(OPENING_THOUGHTS.replace("<think>\n", "") + late)
+    again = "('Again: ' if m.role == 'assistant' and loop.index > 4 else '') + m.content"
+    dependent = renderer(OPENING_THOUGHTS.replace("<think>\n", "").replace("m.content", again) + late)
     messages = conversation(*[ASKED, said("85")] * 3)
     spans = texts(dependent, demonstration(dependent, messages, "a"))
     assert [text.endswith("Again: ") for author, text in spans if author != "policy"] == [False, False, True]
 
 
 def test_answers_in_a_row_are_refused_with_their_row(renderer):
-    with pytest.raises(DataError, match=r"Row 'a7' \(.*\) cannot be imitated.*must end with one to answer"):
+    with pytest.raises(
+        DataError, match=r"Row 'a7' \(.*\) cannot be imitated.*must end with a message to answer"
+    ):
         demonstration(renderer("chatml_tools"), conversation(ASKED, said("8"), said("5")), "a7")
     with pytest.raises(DataError, match=r"Row 'a7' \(.*\) has no assistant message"):
         demonstration(renderer("chatml_tools"), conversation(ASKED), "a7")
 
 
-def test_a_demonstration_longer_than_the_context_is_found_with_its_row_and_length(renderer):
-    chatml = renderer("chatml_tools")
-    rows = [{"prompt_id": name, "messages": [ASKED, said("85 " * n)]} for name, n in (("short", 1), ("long", 9))]
-    lengths = [demonstration(chatml, conversation(*row["messages"]), "a").num_tokens for row in rows]
-    check_rows(partial(demonstration_group, chatml), rows, lengths[1])
-    with pytest.raises(DataError, match=rf"Row 'long' \('What.*'\) is .* {lengths[1]} tokens.* context of {lengths[0]}"):
-        check_rows(partial(demonstration_group, chatml), rows, lengths[0])
+CHANNEL = (
+    "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{% if m.role == 'assistant' %}to user: {% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EMPTY_THOUGHT = CHANNEL.replace(
+    "to user: ", "{% if loop.last and 'think' not in m.content %}<think>\n</think>\n{% endif %}"
+)
+OTHERWISE_ASKED = CHANNEL.replace("assistant\n{%", "assistant\nthought: {%")
+CLOSED_THOUGHT = (
+    "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<|im_start|>none<|im_end|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said_first", "said_last"),
+    [
+        (CHANNEL, "to user: 85<|im_end|>", "to user: Yes.<|im_end|>"),
+        (EMPTY_THOUGHT, "<think>\n</think>\n85<|im_end|>", "<think>\n</think>\nYes.<|im_end|>"),
+        (CLOSED_THOUGHT, "85<|im_end|>", "Yes.<|im_end|>"),
+    ],
+)
+def test_a_turn_is_learned_as_the_template_writes_it(template, said_first, said_last, renderer):
+    rendering = renderer(template)
+    messages = conversation(ASKED, said("85"), {"role": "user", "content": "Sure?"}, said("Yes."))
+    spans = texts(rendering, demonstration(rendering, messages, "a"))
+    assert [text for author, text in spans if author == "policy"] == [said_first, said_last]
+    whole = rendering._template.text(messages, prompt=False)
+    assert whole.endswith(f"assistant\n{said_last}\n")
+    if template == CHANNEL:
+        assert "".join(text for _, text in spans) + "\n" == whole
+
+
+def test_all_readers_see_the_templates_rendering_of_a_turn(renderer):
+    rendering = renderer(CHANNEL, roles=())
+    prompt, row = [ASKED], {"messages": [ASKED], "chosen": [said("85")], "rejected": [said("84")]}
+    labelled = {"messages": prompt, "completion": [said("85")], "label": True}
+    pair, label = pair_group(rendering, row, "a"), label_group(rendering, labelled, "b")
+    for trajectory, answer in zip([*pair.trajectories, *label.trajectories], ["85", "84", "85"], strict=True):
+        whole = rendering._template.text(conversation(ASKED, said(answer)), prompt=False)
+        assert "".join(text for _, text in texts(rendering, trajectory)) + "\n" == whole
+
+
+def test_a_turn_that_the_template_asks_for_otherwise_is_refused(renderer):
+    with pytest.raises(
+        DataError, match=r"(?s)message 1: it asks with '.*thought: ', but .*to user: 85'.*Next step"
+    ):
+        demonstration(renderer(OTHERWISE_ASKED, roles=()), conversation(ASKED, said("85")), "a")
+    with pytest.raises(DataError, match="leaves out or alters"):
+        cutting = renderer(CHANNEL.replace("m.content +", "m.content[:30] +"), roles=())
+        demonstration(cutting, conversation(ASKED, said("1234567890" * 4)), "a")
+
+
+def test_white_space_is_what_the_template_makes_of_it(renderer):
+    trimming = renderer(CHANNEL.replace("m.content +", "m.content | trim +"))
+    spans = texts(trimming, demonstration(trimming, conversation(ASKED, said(" 85\n")), "a"))
+    assert spans[-1] == ("policy", "to user: 85<|im_end|>")
+
+
+def test_answers_of_tools_follow_the_calls_of_their_row(renderer):
+    answers = "{% if m.role == 'tool' %}{{ 'to ' ~ m.tool_call_id ~ ': ' }}{% endif %}"
+    calls = "{% for c in m.tool_calls or [] %}{{ c.id ~ c.function | tojson }}{% endfor %}"
+    showing = renderer(CHANNEL.replace("{{ m.content +", answers + calls + "{{ m.content +"))
+    tool = {"role": "tool", "content": "85", "tool_call_id": "c7"}
+    messages = conversation(ASKED, said("", CALL | {"id": "c7"}), tool, said("85"))
+    spans = texts(showing, demonstration(showing, messages, "a"))
+    assert "".join(text for _, text in spans) + "\n" == showing._template.text(messages, prompt=False)
+    assert "to c7: 85" in spans[2][1]

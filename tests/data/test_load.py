@@ -1,4 +1,4 @@
-"""Rows from every kind of source become prompts, and what is wrong with one is said with its place."""
+"""Rows from every kind of source become prompts, and an invalid row is refused with its place."""
 
 import csv
 import gzip
@@ -17,11 +17,14 @@ from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import load_rows
 from rl4llm.data.read import has_splits
 
-QA = [{"question": "What is 1+1?", "answer": "so #### 2"}, {"question": "What is 2+2?", "answer": "so #### 4"}]
+QA = [
+    {"question": "What is 1+1?", "answer": "so #### 2"},
+    {"question": "What is 2+2?", "answer": "so #### 4"},
+]
 COLUMNS = {"prompt_column": "question", "answer_column": "answer"}
 PATTERN = r"####\s*(.+)"
 READY = {"messages": [{"role": "user", "content": "What is 1+1?"}], "ground_truth": "2"}
-DATA = Path(os.environ.get("RL4LLM_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+DATA = Path(os.environ.get("RL4LLM_TEST_DATA", "RL4LLM_TEST_DATA"))
 
 
 def write(path, *lines):
@@ -130,7 +133,7 @@ def test_every_form_of_the_same_rows_gives_the_same_prompts(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_source_has_splits_exactly_when_an_unknown_split_is_refused(form, tmp_path):
+def test_a_source_with_splits_refuses_an_unknown_split(form, tmp_path):
     source = FORMS[form](tmp_path)
     try:
         load_rows(source, split="nowhere", **COLUMNS)
@@ -149,27 +152,34 @@ def test_the_split_names_a_file_of_a_directory(tmp_path):
     jsonl(tmp_path / "train.jsonl")
     jsonl(tmp_path / "test.jsonl", QA[:1])
     assert len(load_rows(tmp_path, split="test", **COLUMNS)) == 1
-    with pytest.raises(DataError, match=r"no validation\.jsonl .*it holds test\.jsonl, train\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"the split 'validation' was not found.*contains test\.jsonl, train\.jsonl"
+    ):
         load_rows(tmp_path, split="validation", **COLUMNS)
     save_csv(tmp_path / "test.csv")
-    with pytest.raises(DataError, match=r"test\.jsonl and test\.csv both hold"):
+    with pytest.raises(DataError, match=r"test\.jsonl and test\.csv both contain"):
         load_rows(tmp_path, split="test", **COLUMNS)
 
 
-def test_a_split_may_be_stored_in_several_files_of_which_none_is_missing(tmp_path):
+def test_a_split_may_have_several_files_if_none_is_missing(tmp_path):
     for number in (1, 0, 2):
-        jsonl(tmp_path / f"train-0000{number}-of-00003.jsonl", [{**READY, "id": f"{number}{row}"} for row in range(2)])
+        jsonl(
+            tmp_path / f"train-0000{number}-of-00003.jsonl",
+            [{**READY, "id": f"{number}{row}"} for row in range(2)],
+        )
     jsonl(tmp_path / "test-00000-of-00001.jsonl", [READY])
     assert [row["prompt_id"] for row in load_rows(tmp_path)] == ["00", "01", "10", "11", "20", "21"]
     assert len(load_rows(tmp_path, split="test")) == 1
     (tmp_path / "train-00001-of-00003.jsonl").rename(tmp_path / "train-00001-of-00002.jsonl")
-    with pytest.raises(DataError, match=r"of the split 'train' some are missing, or belong to others: train-00000-of-00003"):
+    with pytest.raises(
+        DataError, match=r"the shards of the split 'train' are incomplete or mixed: train-00000-of-00003"
+    ):
         load_rows(tmp_path)
     (tmp_path / "train-00001-of-00002.jsonl").unlink()
-    with pytest.raises(DataError, match=r"of the split 'train' some are missing"):
+    with pytest.raises(DataError, match=r"the shards of the split 'train' are incomplete"):
         load_rows(tmp_path)
     jsonl(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match="some are missing"):
+    with pytest.raises(DataError, match="are incomplete or mixed"):
         load_rows(tmp_path)
 
 
@@ -178,22 +188,34 @@ ASKED = {"role": "user", "content": "2+2?"}
 TOLD = {
     "texts": ({"prompt": "2+2?", "completion": "4"}, {}),
     "messages": ({"prompt": [ASKED], "completion": [SAID]}, {}),
-    "columns": ({"question": "2+2?", "output": "4"}, {"prompt_column": "question", "answer_column": "output"}),
-    "a template": ({"prompt": "2+2", "completion": "4"}, {"prompt_column": "prompt", "prompt_template": "{prompt}?"}),
+    "columns": (
+        {"question": "2+2?", "output": "4"},
+        {"prompt_column": "question", "answer_column": "output"},
+    ),
+    "a template": (
+        {"prompt": "2+2", "completion": "4"},
+        {"prompt_column": "prompt", "prompt_template": "{prompt}?"},
+    ),
 }
 
 
 @pytest.mark.parametrize("form", TOLD)
-def test_a_prompt_and_what_was_said_to_it_are_a_conversation(form):
+def test_a_prompt_and_its_completion_form_a_conversation(form):
     row, columns = TOLD[form]
     assert load_rows([row], learns_from="demonstrations", **columns)[0]["messages"] == [ASKED, SAID]
 
 
 NOT_TOLD = {
-    "no answer": ({"prompt": "2+2?"}, r"no conversation\. Accepted: .*'prompt' and 'completion'.*The row has: prompt\."),
+    "no answer": (
+        {"prompt": "2+2?"},
+        r"no conversation\. Accepted: .*'prompt' and 'completion'.*The row has: prompt\.",
+    ),
     "neither": ({"text": "2+2? 4"}, r"no conversation.*The row has: text"),
     "nothing said": ({"prompt": "2+2?", "completion": " "}, "completion is empty"),
-    "answers in the prompt": ({"prompt": [ASKED, SAID, ASKED], "completion": "4"}, "would be learned too. Use messages"),
+    "answers in the prompt": (
+        {"prompt": [ASKED, SAID, ASKED], "completion": "4"},
+        "would be learned too. Use a column",
+    ),
     "two in a row": ({"messages": [ASKED, SAID, SAID]}, "messages 2 and 3 are both the assistant's"),
 }
 
@@ -207,11 +229,18 @@ def test_what_is_no_conversation_is_refused_with_its_row(fault):
 
 def test_a_message_that_only_calls_a_tool_may_have_no_text():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    told = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}, SAID]
+    told = [
+        ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        SAID,
+    ]
     rows = load_rows([{"messages": told}], learns_from="demonstrations")
     assert rows[0]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(DataError, match="A message has no content"):
-        load_rows([{"messages": [ASKED, {"role": "assistant", "content": None}]}], learns_from="demonstrations")
+        load_rows(
+            [{"messages": [ASKED, {"role": "assistant", "content": None}]}], learns_from="demonstrations"
+        )
 
 
 def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
@@ -222,15 +251,17 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         load_rows(path, **COLUMNS, limit=0)
 
 
-def test_names_of_prompts_depend_on_what_is_asked_and_not_on_place_or_wording():
+def test_prompt_names_depend_only_on_the_question():
     rows = load_rows(QA, **COLUMNS)
-    other = load_rows(list(reversed(QA)), **COLUMNS, system_prompt="x", prompt_template="{prompt}!", answer_pattern=PATTERN)
+    other = load_rows(
+        list(reversed(QA)), **COLUMNS, system_prompt="x", prompt_template="{prompt}!", answer_pattern=PATTERN
+    )
     assert [row["prompt_id"] for row in rows] == [row["prompt_id"] for row in reversed(other)]
     assert len({row["prompt_id"] for row in rows}) == 2
     assert load_rows([READY])[0]["prompt_id"] == load_rows([{**READY, "level": 1}])[0]["prompt_id"]
 
 
-def test_equal_rows_get_names_of_their_own():
+def test_equal_rows_get_distinct_names():
     ids = [row["prompt_id"] for row in load_rows([QA[0], QA[1], QA[0], QA[0]], **COLUMNS)]
     assert ids[2:] == [f"{ids[0]}-2", f"{ids[0]}-3"]
     assert len(set(ids)) == 4
@@ -240,10 +271,10 @@ def test_given_ids_are_kept_and_may_not_repeat(tmp_path):
     assert load_rows([{**READY, "id": 0}])[0]["prompt_id"] == "0"
     assert load_rows([{**READY, "id": 0, "prompt_id": "a"}])[0]["prompt_id"] == "a"
     path = jsonl(tmp_path / "a.jsonl", [{**READY, "id": "a"}, {**READY, "id": "b"}, {**READY, "id": "a"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:3: the prompt_id 'a' is that of .*a\.jsonl:1 already"):
+    with pytest.raises(DataError, match=r"a\.jsonl:3: the prompt_id 'a' is already used by .*a\.jsonl:1"):
         load_rows(path)
     for value in (None, "", 1.5, True):
-        with pytest.raises(DataError, match="a text or a whole number"):
+        with pytest.raises(DataError, match="a string or an integer"):
             load_rows([{**READY, "id": value}])
 
 
@@ -252,21 +283,30 @@ BROKEN_FILES = {
     "broken line": ([GOOD, '{"question": '], r"a\.jsonl:2: not valid JSON at column 13"),
     "torn line": ([GOOD, GOOD[:20]], r"a\.jsonl:2: not valid JSON"),
     "other encoding": ([GOOD, b'{"question": "caf\xe9"}'], r"a\.jsonl:2: byte 17 .*0xe9.* is not UTF-8"),
-    "not an object": ([GOOD, "", "[1, 2]"], r"a\.jsonl:3: a row must have named columns"),
+    "not an object": ([GOOD, "", "[1, 2]"], r"a\.jsonl:3: a row must be a mapping of columns"),
     "other columns": (
         [GOOD, '{"questoin": "x", "answer": "y"}'],
         r"a\.jsonl:2: .*'question' is unknown.*Did you mean 'questoin'",
     ),
     "no answer": ([GOOD, '{"question": "x"}'], r"a\.jsonl:2: data\.answer_column='answer' is unknown"),
     "null answer": (['{"question": "x", "answer": null}'], r"a\.jsonl:1: column 'answer' is empty"),
-    "no match": ([GOOD, '{"question": "x", "answer": "7"}'], r"a\.jsonl:2: column 'answer' does not match .*'7'"),
+    "no match": (
+        [GOOD, '{"question": "x", "answer": "7"}'],
+        r"a\.jsonl:2: column 'answer' does not match .*'7'",
+    ),
     "number matched": (['{"question": "x", "answer": 7}'], r"a\.jsonl:1: column 'answer' does not match"),
     "empty prompt": ([GOOD, '{"question": " \\n", "answer": "#### 1"}'], r"a\.jsonl:2: the prompt is empty"),
-    "number asked": (['{"question": 5, "answer": "#### 1"}'], r"a\.jsonl:1: column 'question' must be a text"),
-    "half a surrogate": (['{"question": "\\ud83d!", "answer": "#### 1"}'], r"a\.jsonl:1: .* half of a surrogate pair"),
+    "number asked": (
+        ['{"question": 5, "answer": "#### 1"}'],
+        r"a\.jsonl:1: column 'question' must be a string",
+    ),
+    "half a surrogate": (
+        ['{"question": "\\ud83d!", "answer": "#### 1"}'],
+        r"a\.jsonl:1: .* a lone surrogate",
+    ),
     "surrogate elsewhere": (
         ['{"question": "x", "answer": "#### 1", "tags": [{"a": "\\udc00"}]}'],
-        r"a\.jsonl:1: .* half of a surrogate pair",
+        r"a\.jsonl:1: .* a lone surrogate",
     ),
     "empty": ([""], r"the dataset is empty \(split 'train'\)"),
     "deep": (["[" * 100_000], r"a\.jsonl:1: not readable as JSON"),
@@ -287,44 +327,52 @@ BROKEN_MESSAGES = {
     "none": ([], "the prompt is empty"),
     "no content": ([{"role": "user"}], "no content"),
     "unknown role": ([{"role": "robot", "content": "x"}], "'robot' is not accepted"),
-    "answered already": ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "to answer"),
+    "answered already": (
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+        "to answer",
+    ),
     "blank": ([{"role": "system", "content": "x"}, {"role": "user", "content": " "}], "the prompt is empty"),
-    "own system message": ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "of its own"),
+    "own system message": (
+        [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}],
+        "already has a system message",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN_MESSAGES)
-def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(fault):
+def test_messages_that_cannot_be_a_prompt_are_refused(fault):
     messages, message = BROKEN_MESSAGES[fault]
     with pytest.raises(DataError, match=rf"dataset\[1\]: .*{message}"):
         load_rows([READY, {**READY, "messages": messages}], system_prompt="Be brief.")
 
 
 def test_rows_without_messages_ask_for_a_prompt_column():
-    with pytest.raises(DataError, match=r"no column 'messages'.*data\.prompt_column.*there are: question, answer"):
+    with pytest.raises(
+        DataError, match=r"column 'messages' is missing.*data\.prompt_column.*The row has: question, answer"
+    ):
         load_rows(QA)
 
 
 def test_other_files_report_the_place_too(tmp_path):
     with pytest.raises(DataError, match=r"a\.json:3: not valid JSON"):
         load_rows(write(tmp_path / "a.json", "[", GOOD + ",", "oops]"), **COLUMNS)
-    with pytest.raises(DataError, match="must hold a list of rows"):
+    with pytest.raises(DataError, match="must contain a list of rows"):
         load_rows(write(tmp_path / "b.json", "5"), **COLUMNS)
-    with pytest.raises(DataError, match="no split 'train'; it has data"):
+    with pytest.raises(DataError, match=r"the split 'train' was not found\. Accepted: data"):
         load_rows(write(tmp_path / "c.json", '{"data": []}'), **COLUMNS)
-    with pytest.raises(DataError, match=r"a\.csv:3: this row has more or fewer fields"):
+    with pytest.raises(DataError, match=r"a\.csv:3: the row does not have"):
         load_rows(write(tmp_path / "a.csv", "question,answer", "x,y", "x"), **COLUMNS)
-    with pytest.raises(DataError, match=r"b\.csv:2: this row has more or fewer fields"):
+    with pytest.raises(DataError, match=r"b\.csv:2: the row does not have"):
         load_rows(write(tmp_path / "b.csv", "question,answer", "x,y,z"), **COLUMNS)
-    with pytest.raises(DataError, match=r"c\.csv: byte 19, 1 lines below .*UTF-8"):
+    with pytest.raises(DataError, match=r"c\.csv: byte 19, 1 lines further on, .*UTF-8"):
         load_rows(write(tmp_path / "c.csv", "question,answer", b"caf\xe9,y"), **COLUMNS)
     with pytest.raises(DataError, match="not a valid Parquet file"):
         load_rows(write(tmp_path / "a.parquet", "x"), **COLUMNS)
-    with pytest.raises(DataError, match="cannot be read beyond"):
+    with pytest.raises(DataError, match="cannot be read after"):
         load_rows(write(tmp_path / "a.jsonl.gz", gzip.compress(GOOD.encode())[:-12]), **COLUMNS)
     with pytest.raises(DataError, match="cannot be read"):
         load_rows(write(tmp_path / "b.jsonl.gz", GOOD), **COLUMNS)
-    with pytest.raises(DataError, match="files of this kind"):
+    with pytest.raises(DataError, match="this file type"):
         load_rows(write(tmp_path / "a.txt", GOOD), **COLUMNS)
 
 
@@ -332,7 +380,7 @@ def test_a_missing_path_names_its_neighbour(tmp_path):
     jsonl(tmp_path / "train.jsonl")
     with pytest.raises(DataError, match=r"does not exist\. Did you mean '.*train\.jsonl'"):
         load_rows(tmp_path / "trian.jsonl", **COLUMNS)
-    with pytest.raises(DataError, match=r"does not exist\. There is no directory"):
+    with pytest.raises(DataError, match=r"does not exist\. The directory"):
         load_rows(tmp_path / "nowhere" / "train.jsonl", **COLUMNS)
     with pytest.raises(DataError, match=r"does not exist.*Accepted: a \.jsonl"):
         load_rows("./data", **COLUMNS)
@@ -341,7 +389,7 @@ def test_a_missing_path_names_its_neighbour(tmp_path):
 def test_other_objects_are_refused():
     with pytest.raises(DataError, match="type int is not accepted"):
         load_rows(5)
-    with pytest.raises(DataError, match="no split 'test'; it has train"):
+    with pytest.raises(DataError, match=r"the split 'test' was not found\. Accepted: train"):
         load_rows({"train": QA}, split="test")
 
 
@@ -359,11 +407,13 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch, hub_is_there):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match=r"no file or directory here.*Couldn't reach.*'main'.*download it elsewhere"):
+    with pytest.raises(
+        DataError, match=r"not a local file or directory.*Couldn't reach.*'main'.*download it elsewhere"
+    ):
         load_rows("openai/gsm8k:main", **COLUMNS)
 
 
-def test_without_a_network_a_dataset_of_the_hub_is_refused_at_once(monkeypatch, caplog):
+def test_a_hub_dataset_without_a_network_is_refused_at_once(monkeypatch, caplog):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     started = time.monotonic()
@@ -391,7 +441,7 @@ OPTIONS = {
     "template with braces": ({"prompt_template": r"{prompt} \boxed{}"}, "braces other than"),
     "template with names": ({"prompt_template": "{prompt} {answer}"}, "braces other than"),
     "pattern without group": ({"answer_pattern": "####.*"}, "has no group"),
-    "pattern that is none": ({"answer_pattern": "("}, "not a regular expression"),
+    "invalid pattern": ({"answer_pattern": "("}, "not a regular expression"),
 }
 
 
@@ -403,14 +453,26 @@ def test_options_that_cannot_work_are_refused_before_any_row(case):
 
 
 def test_a_template_needs_a_column_to_be_put_around():
-    with pytest.raises(ConfigError, match=r"prompt_template needs data\.prompt_column"):
+    with pytest.raises(ConfigError, match=r"prompt_template requires data\.prompt_column"):
         load_rows([READY], prompt_template="{prompt}")
 
 
-@pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason=f"no GSM8K in {DATA}; set RL4LLM_TEST_DATA")
+@pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason="set RL4LLM_TEST_DATA to a directory with gsm8k")
 def test_gsm8k_is_read_with_every_answer():
     for split, count in {"train": 7473, "test": 1319}.items():
         rows = load_rows(DATA / "gsm8k", split=split, **COLUMNS, answer_pattern=PATTERN)
         assert len(rows) == count
         assert len({row["prompt_id"] for row in rows}) == count
     assert truths(rows[:2]) == ["18", "3"]
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": " \n"}]},
+    {"prompt": "1+1?", "completion": [{"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"},
+                                      {"role": "assistant", "content": ""}]},
+])  # fmt: skip
+def test_empty_replies_are_refused_with_file_and_line(row, tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n" + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"train\.jsonl:2: message [24] of messages is an empty reply"):
+        load_rows(file, learns_from="demonstrations")

@@ -28,28 +28,34 @@ def part_of(row, sizes=SIZES):
     raise AssertionError(row)
 
 
-def test_after_any_number_of_prompts_each_part_has_had_its_share_to_within_one():
+def test_each_part_always_has_its_share_to_within_one():
     prompts, counts = mixed(), Counter()
     total = sum(WEIGHTS.values())
     for number, row in enumerate((row for _ in range(100) for row in prompts.next_batch()), 1):
         counts[part_of(row)] += 1
-        assert all(abs(counts[name] - number * weight / total) < 1 + 1e-9 for name, weight in WEIGHTS.items()), number
+        assert all(
+            abs(counts[name] - number * weight / total) < 1 + 1e-9 for name, weight in WEIGHTS.items()
+        ), number
 
 
-def test_only_the_ratio_of_weights_counts_and_one_part_alone_is_its_own_stream():
-    assert mixed().next_batch(40) == mixed({name: 7 * weight for name, weight in WEIGHTS.items()}).next_batch(40)
+def test_only_the_ratio_of_weights_counts():
+    assert mixed().next_batch(40) == mixed({name: 7 * weight for name, weight in WEIGHTS.items()}).next_batch(
+        40
+    )
     alone = mixed({"sums": 5}, sizes={"sums": 10})
     assert alone.next_batch(25) == PromptStream(10, 1, seed=1).next_batch(25)
 
 
 def test_every_row_of_a_part_comes_once_in_an_epoch_of_that_part():
     rows = mixed().next_batch(55)
-    assert sorted(row for row in rows if row < 10)[::3] == list(range(10))  # 30 of 55 places are three epochs of 10
+    assert sorted(row for row in rows if row < 10)[::3] == list(
+        range(10)
+    )  # 30 of 55 places are three epochs of 10
     assert Counter(row for row in rows if 10 <= row < 17).most_common(1)[0][1] <= 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_any_number_of_ranks_plays_the_same_prompts_in_the_same_order(world_size):
+def test_any_number_of_ranks_plays_the_same_prompts_in_order(world_size):
     whole = mixed(batch_size=6, curriculum=0.1)
     each = {"batch_size": 6 // world_size, "world_size": world_size, "curriculum": 0.1}
     shared = [mixed(rank=rank, **each) for rank in range(world_size)]
@@ -64,7 +70,7 @@ def test_any_number_of_ranks_plays_the_same_prompts_in_the_same_order(world_size
         assert all(prompts.state() == whole.state() for prompts in shared)
 
 
-def test_a_resumed_mixture_goes_on_exactly_curriculum_and_all():
+def test_a_resumed_mixture_continues_with_its_curriculum():
     whole, cut = mixed(curriculum=0.2), mixed(curriculum=0.2)
     rows = []
     for prompts, steps in ((whole, 30), (cut, 13)):
@@ -91,7 +97,7 @@ def test_the_curriculum_is_its_formula():
     assert prompts.metrics()["part/sums/success"] == pytest.approx(0.4)
 
 
-def test_a_part_that_is_solved_gives_its_place_to_one_that_is_half_solved_and_comes_back_when_it_is_forgotten():
+def test_the_curriculum_prefers_half_solved_and_forgotten_parts():
     prompts = mixed({"sums": 1, "puzzles": 1}, curriculum=0.1, sizes={"sums": 10, "puzzles": 100})
     for _ in range(30):
         prompts.observe({"sums": (10, 10), "puzzles": (5, 10)})
@@ -107,7 +113,7 @@ def test_without_a_curriculum_nothing_is_watched():
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "2", None])
-def test_a_weight_that_is_no_number_above_0_is_refused_by_the_name_of_its_part(weight):
+def test_an_invalid_weight_is_refused_with_its_parts_name(weight):
     with pytest.raises(ConfigError, match=r"parts\.tools\.weight=.*a number above 0"):
         mixed({**WEIGHTS, "tools": weight})
 
@@ -121,7 +127,10 @@ def test_a_curriculum_outside_its_range_is_refused(curriculum):
 def test_a_state_of_other_parts_or_a_damaged_one_is_refused():
     state = json.loads(json.dumps(mixed(curriculum=0.5).state()))
     other = mixed({"sums": 1, "words": 1}, sizes={"sums": 10, "words": 3})
-    with pytest.raises(CheckpointError, match="parts of this run are sums, words, the checkpoint has sums, tools, puzzles"):
+    with pytest.raises(
+        CheckpointError,
+        match="parts of this run are sums, words, but the checkpoint has sums, tools, puzzles",
+    ):
         other.restore(state)
     with pytest.raises(CheckpointError, match="the checkpoint has no parts"):
         other.restore(PromptStream(10, 1).state())

@@ -8,13 +8,15 @@ import torch
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.pack import LAYOUTS, StepTotals, pack, plan_batches, totals_of
+from rl4llm.data.aggregation import StepTotals, totals_of
+from rl4llm.data.layouts import LAYOUTS
+from rl4llm.data.pack import pack, plan_batches
 
 LAYOUT_NAMES = ["sorted", "packed", "shared"]
 
 
 def trajectory(prompt_id, *spans):
-    """Spans alternate context and policy; ids are given, log-probs derived from them."""
+    """Build a trajectory whose spans alternate between context and policy; its log-probs are derived from the ids."""
     found = []
     for number, ids in enumerate(spans):
         if number % 2:
@@ -55,7 +57,7 @@ def packed(trajectories, credits=None, layout="sorted", budget=100, aggregation=
 
 
 def read_back(batch):
-    """The trajectories of a batch, each as the list of (token, position, sampled, log-prob, credit, weight)."""
+    """Return the trajectories of a batch, each as a list of (token, position, sampled, log-prob, credit, weight)."""
     columns = (
         batch.token_ids_BT, batch.position_ids_BT, batch.mask_BT,
         batch.sampled_logprobs_BT, batch.credits_BT, batch.weights_BT,
@@ -78,7 +80,7 @@ def read_back(batch):
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_every_trajectory_stands_in_exactly_one_batch_as_it_was_recorded(layout):
+def test_every_trajectory_is_in_exactly_one_batch_as_recorded(layout):
     trajectories = random_trajectories(groups=6, samples=4)
     credits = [0.1 * number - 1 for number in range(len(trajectories))]
     batches = packed(trajectories, credits, layout)
@@ -117,7 +119,7 @@ def test_padding_counts_nothing():
         assert not batch.token_ids_BT[padding_BT].any()
 
 
-def test_a_shared_prompt_stands_in_a_row_once_and_its_trajectories_begin_after_it():
+def test_a_shared_prompt_comes_once_before_its_trajectories():
     prompt = [11, 12, 13]
     one = [trajectory("a", prompt, [21, 22]), trajectory("a", prompt, [31]), trajectory("b", [11, 12], [41])]
     (batch,) = packed(one, layout="shared")
@@ -127,7 +129,7 @@ def test_a_shared_prompt_stands_in_a_row_once_and_its_trajectories_begin_after_i
     assert batch.segment_ids_BT.tolist() == [[1, 1, 1, 2, 2, 3, 4, 4, 4]]
 
 
-def test_a_group_beyond_the_budget_is_cut_and_each_part_has_the_prompt():
+def test_a_group_over_the_budget_is_split_with_its_prompt():
     prompt = list(range(10, 20))
     one = [trajectory("a", prompt, range(100 * number, 100 * number + 10)) for number in range(1, 6)]
     batches = packed(one, layout="shared", budget=30)
@@ -168,16 +170,19 @@ def test_weights_of_a_step_sum_to_one_however_it_is_cut(layout, aggregation):
     assert sum(batch.weights_BT.double().sum().item() for batch in batches) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_totals_of_ranks_add_up_so_that_their_weights_do():
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt"])
+def test_totals_of_ranks_add_up_so_that_their_weights_do(aggregation):
     one = random_trajectories(2, 3)
     other = [replace(item, prompt_id=f"other {item.prompt_id}") for item in random_trajectories(3, 2, seed=1)]
     totals = totals_of(one) + totals_of(other)
     assert totals == totals_of(one + other)
-    weights = [batch.weights_BT.double().sum() for part in (one, other) for batch in packed(part, totals=totals)]
-    assert sum(weights).item() == pytest.approx(1.0, abs=1e-6)
+    batches = [
+        batch for part in (one, other) for batch in packed(part, totals=totals, aggregation=aggregation)
+    ]
+    assert sum(batch.weights_BT.double().sum().item() for batch in batches) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_with_the_aggregation_prompt_every_prompt_counts_alike_however_many_tokens_it_has():
+def test_aggregation_prompt_weighs_all_prompts_equally():
     one = [trajectory("a", [1], [2, 3]), trajectory("a", [1], [4]), trajectory("b", [5], [6])]
     (batch,) = packed(one, aggregation="prompt")
     tokens = [token for chain in read_back(batch) for token in chain]
@@ -186,19 +191,41 @@ def test_with_the_aggregation_prompt_every_prompt_counts_alike_however_many_toke
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_each_role_of_a_prompt_is_a_group_of_its_own(layout):
+def test_each_role_of_a_prompt_is_a_separate_group(layout):
     plain = [trajectory("a", [1], [2, 3]), trajectory("a", [1], [4]), trajectory("a", [1], [6])]
     roles = [replace(one, role=role) for one, role in zip(plain, ("pro", "pro", "con"), strict=True)]
     assert totals_of(plain).prompts == 1
     assert totals_of(roles).prompts == 2
     (batch,) = packed(roles, aggregation="prompt", layout=layout)
-    groups = dict(zip(batch.token_ids_BT[batch.mask_BT].tolist(), batch.group_ids_BT[batch.mask_BT].tolist(), strict=True))
+    groups = dict(
+        zip(
+            batch.token_ids_BT[batch.mask_BT].tolist(),
+            batch.group_ids_BT[batch.mask_BT].tolist(),
+            strict=True,
+        )
+    )
     assert groups == {2: 0, 3: 0, 4: 0, 6: 1}
-    weights = dict(zip(batch.token_ids_BT[batch.mask_BT].tolist(), batch.weights_BT[batch.mask_BT].tolist(), strict=True))
+    weights = dict(
+        zip(batch.token_ids_BT[batch.mask_BT].tolist(), batch.weights_BT[batch.mask_BT].tolist(), strict=True)
+    )
     assert weights == pytest.approx({2: 1 / 6, 3: 1 / 6, 4: 1 / 6, 6: 1 / 2})
 
 
-def test_a_credit_may_be_one_number_per_turn_whatever_weights_wrote_it():
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_two_draws_of_a_prompt_are_two_groups(layout):
+    one, other = trajectory("a", [1], [2]), replace(trajectory("a", [1], [3, 4, 5]), draw=1)
+    totals = totals_of([one]) + totals_of([other])
+    assert totals == totals_of([one, other])
+    (batch,) = packed([one, other], aggregation="prompt", layout=layout)
+    apart = [packed([each], aggregation="prompt", layout=layout, totals=totals)[0] for each in (one, other)]
+    found, expected = (
+        [part.weights_BT[part.mask_BT].tolist() for part in parts] for parts in ([batch], apart)
+    )
+    assert sorted(found[0]) == sorted(expected[0] + expected[1]) == pytest.approx([1 / 6] * 3 + [1 / 2])
+    assert len(batch.group_ids_BT[batch.mask_BT].unique()) == 2
+
+
+def test_credits_per_turn_ignore_changes_of_weights_in_a_turn():
     spans = (
         TokenSpan.context((1,)),
         TokenSpan((2,), "policy", (0.0,), 0), TokenSpan((3,), "policy", (0.0,), 1),  # one turn of two versions
@@ -209,12 +236,14 @@ def test_a_credit_may_be_one_number_per_turn_whatever_weights_wrote_it():
 
 
 def forked(prompt_id, first, *others):
-    """An episode with several token records."""
-    return replace(trajectory(prompt_id, *first), forks=tuple(trajectory(prompt_id, *spans).spans for spans in others))
+    """Return an episode with several token records."""
+    return replace(
+        trajectory(prompt_id, *first), forks=tuple(trajectory(prompt_id, *spans).spans for spans in others)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_each_record_of_a_rewritten_history_is_a_sequence_with_the_credit_of_its_episode(layout):
+def test_each_record_is_a_sequence_with_its_episodes_credit(layout):
     one = forked("a", [[1], [2, 3]], [[1, 2, 3, 4], [5]], [[1, 6], [7], [8], [9, 10]])
     batches = packed([one, trajectory("a", [1], [11])], [0.5, -1.0], layout, budget=8)
     chains = {tuple(item[0] for item in chain): chain for batch in batches for chain in read_back(batch)}
@@ -225,7 +254,7 @@ def test_each_record_of_a_rewritten_history_is_a_sequence_with_the_credit_of_its
     assert {tokens: [item[4] for item in chain] for tokens, chain in chains.items()} == credits
 
 
-def test_credits_of_turns_go_through_the_records_of_an_episode_in_order():
+def test_turn_credits_follow_the_records_in_order():
     one = forked("a", [[1], [2], [3], [4]], [[1, 2, 5], [6]])
     (batch,) = packed([one], [(0.5, -2.0, 3.0)])
     assert batch.token_ids_BT.tolist() == [[1, 2, 3, 4], [1, 2, 5, 6]]
@@ -233,15 +262,17 @@ def test_credits_of_turns_go_through_the_records_of_an_episode_in_order():
 
 
 @pytest.mark.parametrize(("aggregation", "share"), [("sequence", 1 / 2), ("prompt", 1 / 2), ("token", 4 / 6)])
-def test_an_episode_weighs_no_more_for_having_rewritten_its_history(aggregation, share):
+def test_rewriting_its_history_gives_an_episode_no_more_weight(aggregation, share):
     trajectories = [forked("a", [[1], [2, 3]], [[4], [5]], [[6], [7]]), trajectory("b", [8], [9, 10])]
     (batch,) = packed(trajectories, aggregation=aggregation)
-    weights = dict(zip(batch.token_ids_BT.flatten().tolist(), batch.weights_BT.flatten().tolist(), strict=True))
+    weights = dict(
+        zip(batch.token_ids_BT.flatten().tolist(), batch.weights_BT.flatten().tolist(), strict=True)
+    )
     assert [weights[token] for token in (2, 3, 5, 7)] == pytest.approx([share / 4] * 4)
     assert batch.weights_BT.sum().item() == pytest.approx(1.0)
 
 
-def test_a_trajectory_without_a_credit_gets_no_place_but_counts_in_every_total():
+def test_trajectories_without_credit_count_only_in_totals():
     one = [trajectory("a", [1], [2, 3]), trajectory("a", [1], [4])]
     (batch,) = packed(one, credits=[1.0, None], aggregation="prompt")
     assert batch.token_ids_BT.tolist() == [[1, 2, 3]]
@@ -259,10 +290,16 @@ def test_whole_groups_stand_together(layout):
     assert sorted(group for groups in seen for group in groups) == list(range(6))
     assert sum(batch.weights_BT.double().sum().item() for batch in batches) == pytest.approx(1.0, abs=1e-6)
     with pytest.raises(ConfigError, match="all trajectories of a prompt together have"):
-        pack(trajectories, [1.0] * 12, totals=totals, whole_groups=True, **{**options, "max_tokens_per_batch": 20})
+        pack(
+            trajectories,
+            [1.0] * 12,
+            totals=totals,
+            whole_groups=True,
+            **{**options, "max_tokens_per_batch": 20},
+        )
 
 
-def test_trajectories_without_policy_tokens_get_no_place_but_count_in_the_totals():
+def test_trajectories_without_policy_tokens_count_in_totals():
     silent = Trajectory("a", (TokenSpan.context([1, 2]),), (), {}, 0.0, "error")
     spoke = trajectory("a", [1, 2], [3])
     (batch,) = packed([silent, spoke], aggregation="sequence")
@@ -271,23 +308,25 @@ def test_trajectories_without_policy_tokens_get_no_place_but_count_in_the_totals
     assert packed([silent]) == []
 
 
-def test_a_trajectory_beyond_the_budget_is_an_error_with_the_numbers():
+def test_a_trajectory_over_the_budget_raises_with_the_numbers():
     with pytest.raises(ConfigError, match=r"max_tokens_per_batch=8 .* 9 tokens"):
         packed([trajectory("a", range(4), range(5))], budget=8)
 
 
-def test_an_unknown_layout_or_aggregation_is_named_with_what_is_known():
+def test_an_unknown_layout_or_aggregation_is_refused():
     one = [trajectory("a", [1], [2])]
     with pytest.raises(ConfigError, match=r"training\.layout='sort' is unknown.*Did you mean 'sorted'"):
         packed(one, layout="sort")
-    with pytest.raises(ConfigError, match=r"algorithm\.aggregation='tokens' is unknown.*Did you mean 'token'"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.aggregation='tokens' is unknown.*Did you mean 'token'"
+    ):
         packed(one, aggregation="tokens")
-    with pytest.raises(ConfigError, match="constant_length is 0"):
+    with pytest.raises(ConfigError, match="constant_length=0"):
         packed(one, aggregation="constant", totals=StepTotals(1, 1))
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_the_plan_says_what_packing_does_to_the_longest_trajectories(layout):
+def test_the_plan_covers_the_longest_trajectories(layout):
     one = [trajectory(f"p{g}", range(20), range(30)) for g in range(6) for _ in range(4)]
     batches = packed(one, layout=layout, budget=230)
     planned = plan_batches(

@@ -1,4 +1,4 @@
-"""The prompt stream: shared out without gaps, in an order of its own, resumable."""
+"""The prompt stream is shared out without gaps, in an order of seed and epoch alone, and resumable."""
 
 import json
 from collections import Counter
@@ -11,15 +11,18 @@ from rl4llm.data.prompts import PromptStream
 
 
 def take(streams, batches):
-    """The prompts of all ranks in the order of the sequence."""
+    """Take the prompts of all ranks in the order of the sequence."""
     return [row for _ in range(batches) for stream in streams for row in stream.next_batch()]
 
 
 def ranks(world_size, *, num_rows=10, batch_size=2, **options):
-    return [PromptStream(num_rows, batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    return [
+        PromptStream(num_rows, batch_size, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
 
 
-def test_an_epoch_holds_every_row_once_and_the_shards_of_ranks_are_disjoint():
+def test_an_epoch_has_every_row_once_in_disjoint_shards():
     streams = ranks(3, num_rows=12, batch_size=2)
     shards = [list(chain(stream.next_batch(), stream.next_batch())) for stream in streams]
     assert sorted(chain(*shards)) == list(range(12))
@@ -45,7 +48,7 @@ def test_the_order_is_the_same_on_every_machine():
     assert PromptStream(8, 8, seed=42).next_batch() == [0, 1, 2, 3, 5, 7, 4, 6]
 
 
-def test_a_resumed_stream_goes_on_exactly():
+def test_a_resumed_stream_continues_exactly():
     whole, cut = PromptStream(10, 3), PromptStream(10, 3)
     expected = take([whole], 9)
     begun = take([cut], 4)
@@ -57,7 +60,7 @@ def test_a_resumed_stream_goes_on_exactly():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_any_number_of_prompts_is_shared_out_as_evenly_as_it_goes_and_in_the_same_order(world_size):
+def test_prompts_are_shared_evenly_and_in_the_same_order(world_size):
     (alone,), streams = ranks(1, batch_size=2 * world_size), ranks(world_size)
     for total in (None, 7, 1, 0, 4, None):
         shares = [stream.next_batch(total) for stream in streams]
@@ -68,7 +71,7 @@ def test_any_number_of_prompts_is_shared_out_as_evenly_as_it_goes_and_in_the_sam
 
 
 @pytest.mark.parametrize("later", [1, 3, 4])
-def test_a_change_of_ranks_or_batches_neither_skips_nor_repeats_a_prompt(later):
+def test_changing_ranks_or_batches_skips_and_repeats_no_prompt(later):
     expected = take(ranks(1, batch_size=60), 1)
     before = ranks(2, batch_size=3)
     begun = take(before, 2)
@@ -95,7 +98,9 @@ def test_a_damaged_cursor_is_refused(consumed):
         stream.restore({})
 
 
-@pytest.mark.parametrize("wrong", [{"num_rows": 0}, {"batch_size": 0}, {"world_size": 0}, {"rank": 1}, {"rank": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_rows": 0}, {"batch_size": 0}, {"world_size": 0}, {"rank": 1}, {"rank": -1}]
+)
 def test_impossible_sizes_are_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         PromptStream(**{"num_rows": 10, "batch_size": 2, **wrong})

@@ -22,7 +22,11 @@ TEMPLATES = Path(__file__).parent / "templates"
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "calculator", "description": "Sums.", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "calculator",
+            "description": "Sums.",
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
 ]
 CORPUS = [
@@ -33,7 +37,7 @@ CORPUS = [
 
 
 def train_tokenizer(template, specials, *, eos, bos=None, plain=(), metaspace=False):
-    """A small BPE tokenizer; `plain` tokens are added but not special, like <think> in many models."""
+    """Train a small BPE tokenizer; `plain` tokens are added but not special, like <think> in many models."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=metaspace))
     alphabet = [f"<0x{i:02X}>" for i in range(256)] if metaspace else []
     if metaspace:
@@ -50,7 +54,9 @@ def train_tokenizer(template, specials, *, eos, bos=None, plain=(), metaspace=Fa
         special_tokens=alphabet if metaspace else [],
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens([s if isinstance(s, AddedToken) else AddedToken(s, special=True) for s in specials])
+    tokenizer.add_special_tokens(
+        [s if isinstance(s, AddedToken) else AddedToken(s, special=True) for s in specials]
+    )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
     names = {"eos_token": eos, "pad_token": eos} | ({"bos_token": bos} if bos else {})
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
@@ -61,7 +67,9 @@ HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|e
 REASONER_NAMES = ["begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant"]
 OUTPUT_NAMES = ["tool▁outputs▁begin", "tool▁outputs▁end", "tool▁output▁begin", "tool▁output▁end"]
 REASONER = [f"<\uff5c{name}\uff5c>" for name in (*REASONER_NAMES, *OUTPUT_NAMES)]
-SWALLOWING = [AddedToken(t, special=True, rstrip=True) for t in ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")]
+SWALLOWING = [
+    AddedToken(t, special=True, rstrip=True) for t in ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+]
 THINK = ["<think>", "</think>"]
 SPECIALS = {
     "chatml_tools": {"specials": CHATML, "eos": "<|im_end|>", "plain": ["<tool_call>", "</tool_call>"]},
@@ -69,10 +77,17 @@ SPECIALS = {
     "headers_bos": {"specials": HEADERS, "eos": "<|eot_id|>", "bos": "<|begin_of_text|>"},
     "inst": {"specials": ["<s>", "</s>", "[INST]", "[/INST]"], "eos": "</s>", "bos": "<s>"},
     "inst_spaced": {"specials": ["<s>", "</s>"], "eos": "</s>", "bos": "<s>", "metaspace": True},
-    "start_of_turn": {"specials": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "eos": "<eos>", "bos": "<bos>"},
+    "start_of_turn": {
+        "specials": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+        "eos": "<eos>",
+        "bos": "<bos>",
+    },
     "reasoner": {"specials": REASONER, "eos": REASONER[1], "bos": REASONER[0], "plain": THINK},
     "swallowed_newline": {"specials": ["<|endoftext|>", *SWALLOWING], "eos": "<|endoftext|>"},
-    "channels": {"specials": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"], "eos": "<|return|>"},
+    "channels": {
+        "specials": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"],
+        "eos": "<|return|>",
+    },
     "counted_turns": {"specials": CHATML, "eos": "<|im_end|>"},
 }
 
@@ -83,7 +98,10 @@ SYSTEM_REFUSED = ["inst_spaced", "start_of_turn"]
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    return {name: train_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), **kind) for name, kind in SPECIALS.items()}
+    return {
+        name: train_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), **kind)
+        for name, kind in SPECIALS.items()
+    }
 
 
 def chatml(template, **kind):
@@ -95,13 +113,15 @@ def complete(token_ids, text=""):
 
 
 def play(renderer, messages, answers, replies):
-    """Spans of an episode and its messages; `answers` are (text, sampled ids), `replies` what follows each."""
+    """Return the spans and messages of an episode; `answers` are (text, sampled ids), `replies` what follows each."""
     messages = list(messages)
     spans = [TokenSpan.context(renderer.first(messages))]
     for (text, token_ids), new in zip(answers, replies, strict=True):
         spans.extend(TokenSpan.policy(complete(token_ids, text)))
         messages.append(ChatMessage("assistant", renderer.content(text)))
-        spans.append(TokenSpan.context(renderer.following(new, ended=renderer.ends_turn(token_ids), messages=messages)))
+        spans.append(
+            TokenSpan.context(renderer.following(new, ended=renderer.ends_turn(token_ids), messages=messages))
+        )
         messages += new
     return spans, messages
 
@@ -111,7 +131,7 @@ def ids_of(spans):
 
 
 def in_place(renderer, text, stop=True):
-    """The tokens of an answer as the tokenizer itself would cut them behind a special token, end of turn included."""
+    """Return the tokens of an answer as the tokenizer cuts them behind a special token, end of turn included."""
     stops = [renderer.stop_token_ids[0]]
     stop_text = renderer._template.tokenizer.convert_ids_to_tokens(stops)[0]
     return renderer.encode(stop_text + text)[1:] + (stops if stop else [])
@@ -134,7 +154,11 @@ def replies_for(name):
             [ChatMessage("user", "Go on.")],
             [ChatMessage("tool", "x")],
         ]
-    return [[ChatMessage("user", "And then?")], [ChatMessage("user", "é 🙂 go on.")], [ChatMessage("user", "x")]]
+    return [
+        [ChatMessage("user", "And then?")],
+        [ChatMessage("user", "é 🙂 go on.")],
+        [ChatMessage("user", "x")],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +170,7 @@ def replies_for(name):
         if name not in ("reasoner", "channels") and not (system and name in SYSTEM_REFUSED)
     ],
 )
-def test_appended_turns_are_the_tokens_of_the_templates_own_rendering(name, system, tokenizers):
+def test_appended_turns_equal_the_tokens_of_the_template(name, system, tokenizers):
     renderer = Renderer(tokenizers[name])
     texts = {"inst": " It is 85.", "inst_spaced": " It is 85. "}  # these models sample white space first
     text = texts.get(name, "It is 85.")
@@ -156,7 +180,7 @@ def test_appended_turns_are_the_tokens_of_the_templates_own_rendering(name, syst
 
 
 class Shout(str):
-    """A text with a method of its own, which is no business of a template."""
+    """A string with its own method, which a template must not call."""
 
     def upper(self):
         raise AssertionError("a template called a method of the caller's")
@@ -165,11 +189,17 @@ class Shout(str):
 CALL = {
     "id": "c1",
     "type": "function",
-    "function": {"name": Shout("calculator"), "arguments": {"expression": "37 + 48 < é", "digits": None, "n": np.int64(2)}},
+    "function": {
+        "name": Shout("calculator"),
+        "arguments": {"expression": "37 + 48 < é", "digits": None, "n": np.int64(2)},
+    },
 }
 CONVERSATIONS = [
     [ChatMessage("user", "Hi")],
-    [ChatMessage("system", "Be brief."), ChatMessage("user", Shout("  é 🙂 <|im_end|>\n{{ 1 }} <think>x</think> "))],
+    [
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", Shout("  é 🙂 <|im_end|>\n{{ 1 }} <think>x</think> ")),
+    ],
     [
         ChatMessage("user", "What is 37 + 48?"),
         ChatMessage("assistant", "<think>\nhm\n</think>\n\nSo", (CALL, CALL)),
@@ -183,34 +213,45 @@ CONVERSATIONS = [
 
 
 @pytest.mark.skipif(
-    not hasattr(chat_template_utils, "_plain_template_data"), reason="before 5.22 it refuses what is no plain data"
+    not hasattr(chat_template_utils, "_plain_template_data"),
+    reason="before 5.22 it refuses what is no plain data",
 )
 @pytest.mark.parametrize("name", SPECIALS)
 @pytest.mark.parametrize("args", [{}, {"enable_thinking": False, "documents": [{"title": "a", "text": "b"}]}])
-def test_the_compiled_template_renders_and_refuses_what_apply_chat_template_does(name, args, tokenizers):
+def test_the_compiled_template_equals_apply_chat_template(name, args, tokenizers):
     rendered = 0
     for tools in (None, TOOLS, [{**TOOLS[0], "odd": (1, np.float32(0.5))}]):
         template = ChatTemplate(tokenizers[name], tools, args)
         for messages, prompt in itertools.product(CONVERSATIONS, (False, True)):
             rows = [message.to_dict() for message in messages]
-            given = {"chat_template": template._source, "tools": tools, "add_generation_prompt": prompt, **args}
+            given = {
+                "chat_template": template._source,
+                "tools": tools,
+                "add_generation_prompt": prompt,
+                **args,
+            }
             try:
                 text = tokenizers[name].apply_chat_template(rows, tokenize=False, **given)
             except (jinja2.TemplateError, TypeError, ValueError) as error:
                 with pytest.raises(TemplateError, match=re.escape(str(error))):
                     template.text(messages, prompt=prompt)
             else:
-                assert template.text(messages, prompt=prompt) == text
+                assert template.special.plain(template.text(messages, prompt=prompt)) == text
                 rendered += 1
     assert rendered
 
 
 @pytest.mark.parametrize("name", SPECIALS)
-def test_tokens_are_decoded_as_the_tokenizer_does_without_tidying_up(name, tokenizers):
+def test_tokens_are_decoded_without_cleaning_up_spaces(name, tokenizers):
     tokenizer, rng = tokenizers[name], random.Random(name)
     tokenizer = copy.copy(tokenizer)
     tokenizer.clean_up_tokenization_spaces = True
-    texts = ["", " Hello , world . it 's  é 🙂", f"a{tokenizer.eos_token} b", tokenizer.decode(weird(tokenizer, rng))]
+    texts = [
+        "",
+        " Hello , world . it 's  é 🙂",
+        f"a{tokenizer.eos_token} b",
+        tokenizer.decode(weird(tokenizer, rng)),
+    ]
     for text in texts:
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         exactly = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -222,17 +263,21 @@ def test_a_template_cannot_reach_the_methods_of_what_it_is_shown(tokenizers):
     assert template.text([ChatMessage("user", Shout("loud"))]) == "LOUD"
 
 
-@pytest.mark.parametrize("name", ["tokenize", "tools", "messages", "add_generation_prompt", "continue_final_message"])
-def test_arguments_that_are_not_the_templates_are_refused_by_name(name, tokenizers):
+@pytest.mark.parametrize(
+    "name", ["tokenize", "tools", "messages", "add_generation_prompt", "continue_final_message"]
+)
+def test_unknown_template_arguments_are_refused_by_name(name, tokenizers):
     with pytest.raises(ConfigError, match=f"template_args: '{name}' is not accepted"):
         Renderer(tokenizers["chatml_tools"], template_args={name: True})
 
 
-def test_a_generation_prompt_that_opens_a_thought_is_repeated_in_every_turn(tokenizers):
+def test_every_turn_gets_the_prompt_that_opens_a_thought(tokenizers):
     tokenizer = tokenizers["reasoner"]
     renderer = Renderer(tokenizer)
     text = "Sum them.</think>85"
-    spans, messages = play(renderer, asked(True), [(text, in_place(renderer, text))], [[ChatMessage("user", "Sure?")]])
+    spans, messages = play(
+        renderer, asked(True), [(text, in_place(renderer, text))], [[ChatMessage("user", "Sure?")]]
+    )
     bos, eos, user, assistant = REASONER[:4]
     assert tokenizer.decode(ids_of(spans)) == (
         f"{bos}Be brief.{user}What is 37 + 48?{assistant}<think>\nSum them.</think>85{eos}{user}Sure?{assistant}<think>\n"
@@ -240,7 +285,7 @@ def test_a_generation_prompt_that_opens_a_thought_is_repeated_in_every_turn(toke
     assert messages[-2].content == "<think>\nSum them.</think>85"
 
 
-def test_a_sampled_end_stays_where_the_template_shows_another_one_in_the_past(tokenizers):
+def test_a_sampled_end_of_turn_stays_in_the_history(tokenizers):
     tokenizer = tokenizers["channels"]
     renderer = Renderer(tokenizer)
     sampled = renderer.encode("<|channel|>final<|message|>85<|return|>")
@@ -261,7 +306,9 @@ def test_the_loss_mask_is_exactly_the_sampled_tokens(name, tokenizers):
     stop = renderer.stop_token_ids[0]
     answers = [[*weird(tokenizer, rng), stop] for _ in range(3)]
     assert any(renderer.encode(tokenizer.decode(answer)) != answer for answer in answers)
-    spans, _ = play(renderer, asked(False), [(tokenizer.decode(ids), ids) for ids in answers], replies_for(name))
+    spans, _ = play(
+        renderer, asked(False), [(tokenizer.decode(ids), ids) for ids in answers], replies_for(name)
+    )
     assert [list(span.token_ids) for span in spans if span.author == "policy"] == answers
     plain, _ = play(renderer, asked(False), [("ok", in_place(renderer, "ok"))] * 3, replies_for(name))
     contexts = [[span for span in episode if span.author == "context"] for episode in (spans, plain)]
@@ -296,7 +343,7 @@ def test_sampled_thoughts_stay_though_the_template_strips_them(tokenizers):
 
 
 @pytest.mark.parametrize("name", SPECIALS)
-def test_a_turn_is_closed_exactly_once_whether_it_was_cut_off_or_not(name, tokenizers):
+def test_a_turn_is_closed_exactly_once_even_if_truncated(name, tokenizers):
     renderer = Renderer(tokenizers[name])
     new = replies_for(name)[0]
     messages = [*asked(False), ChatMessage("assistant", "It is 85.")]
@@ -316,7 +363,7 @@ def test_a_stop_string_does_not_end_the_turn(tokenizers):
     assert not renderer.ends_turn([])
 
 
-def test_tool_messages_in_a_row_share_one_turn_and_tools_stand_in_the_system_block(tokenizers):
+def test_tool_messages_share_one_turn_and_tools_come_first(tokenizers):
     tokenizer = tokenizers["chatml_tools"]
     renderer = Renderer(tokenizer, tools=TOOLS)
     assert '"name": "calculator"' in tokenizer.decode(renderer.first(asked(True)))
@@ -327,10 +374,12 @@ def test_tool_messages_in_a_row_share_one_turn_and_tools_stand_in_the_system_blo
     )
 
 
-def test_tools_that_change_nothing_behind_an_answer_are_not_rendered_there_and_others_are(tokenizers):
+def test_tools_are_rendered_again_only_if_they_change_a_turn(tokenizers):
     indifferent = Renderer(tokenizers["chatml_tools"], tools=TOOLS)
     said = "m.content + (' (one of ' ~ tools | length ~ ')' if tools and m.role == 'tool' else '')"
-    told = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + EACH.replace("m.content", said)
+    told = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + EACH.replace(
+        "m.content", said
+    )
     telling = Renderer(chatml(told + ASK), tools=TOOLS)
     new = [ChatMessage("tool", "85")]
     for renderer, text in ((indifferent, "85\n</tool_response>"), (telling, f"85 (one of {len(TOOLS)})")):
@@ -339,21 +388,24 @@ def test_tools_that_change_nothing_behind_an_answer_are_not_rendered_there_and_o
         assert ids_of([TokenSpan.context(delta)]) == renderer.encode(
             renderer._template.after_reply([*asked(True), ChatMessage("assistant", "so")], new)
         )
-    assert [renderer._way(("tool",)).template.tools is None for renderer in (indifferent, telling)] == [True, False]
+    assert [renderer._way(("tool",)).template.tools is None for renderer in (indifferent, telling)] == [
+        True,
+        False,
+    ]
 
 
-def test_the_generation_prompt_of_a_template_argument_comes_with_every_turn(tokenizers):
+def test_template_arguments_apply_to_every_generation_prompt(tokenizers):
     tokenizer = tokenizers["thinking_chatml"]
     renderer = Renderer(tokenizer, template_args={"enable_thinking": False})
     empty_thought = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert tokenizer.decode(renderer.first(asked(False))).endswith(empty_thought)
-    assert tokenizer.decode(renderer.following([ChatMessage("user", "x")], ended=True)).endswith(empty_thought)
+    assert tokenizer.decode(renderer.following([ChatMessage("user", "x")], ended=True)).endswith(
+        empty_thought
+    )
     assert renderer.content("85") == "85"
 
 
-def test_equal_follow_ups_are_rendered_once_and_what_one_caller_does_with_the_tokens_is_its_own_affair(
-    tokenizers, monkeypatch
-):
+def test_equal_follow_ups_are_rendered_once_and_never_aliased(tokenizers, monkeypatch):
     renderer, rendered = Renderer(tokenizers["chatml_tools"], tools=TOOLS), []
     after_reply = ChatTemplate.after_reply
 
@@ -374,14 +426,20 @@ def test_equal_follow_ups_are_rendered_once_and_what_one_caller_does_with_the_to
     assert real == [(ChatMessage("tool", "85"),), *map(tuple, others)]
 
 
-def test_messages_that_differ_in_their_calls_alone_are_told_apart(tokenizers):
+def test_messages_that_differ_only_in_calls_are_distinguished(tokenizers):
     renderer = Renderer(tokenizers["chatml_tools"], tools=TOOLS)
-    called = [ChatMessage("assistant", "", (call,)) for call in (CALL, {"function": {"name": "other", "arguments": {}}})]
-    found = [renderer.following([ChatMessage("user", "x"), call, ChatMessage("tool", "85")], ended=False) for call in called]
+    called = [
+        ChatMessage("assistant", "", (call,))
+        for call in (CALL, {"function": {"name": "other", "arguments": {}}})
+    ]
+    found = [
+        renderer.following([ChatMessage("user", "x"), call, ChatMessage("tool", "85")], ended=False)
+        for call in called
+    ]
     assert found[0] != found[1] and hash(called[0]) == hash(called[1])
 
 
-def test_white_space_that_a_special_token_swallows_is_swallowed_between_turns_too(tokenizers):
+def test_special_tokens_strip_white_space_between_turns_too(tokenizers):
     tokenizer = tokenizers["swallowed_newline"]
     delta = Renderer(tokenizer).following([ChatMessage("user", "x")], ended=True)
     assert tokenizer.convert_ids_to_tokens(delta) == ["<|user|>", "x", "<|end|>", "<|assistant|>"]
@@ -409,19 +467,20 @@ def test_messages_that_depend_on_the_past_are_rendered_behind_it(tokenizers):
         renderer.following(new, ended=True)
 
 
-def test_a_generation_prompt_that_depends_on_the_past_is_rendered_behind_it():
+def test_a_generation_prompt_may_depend_on_the_history():
     late = "{% if add_generation_prompt and messages | length > 4 %}<think>\n{% endif %}"
     renderer = Renderer(chatml(EACH + ASK + late))
     answer, new = ChatMessage("assistant", "85"), [ChatMessage("user", "x")]
     prompts = [
-        renderer.encode(f"\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{end}") for end in ("", "<think>\n")
+        renderer.encode(f"\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{end}")
+        for end in ("", "<think>\n")
     ]
     assert renderer.following(new, ended=True, messages=[*asked(False), answer]) == prompts[0]
     longer = [*asked(False), answer, ChatMessage("user", "y"), answer]
     assert renderer.following(new, ended=True, messages=longer) == prompts[1]
 
 
-def test_a_turn_that_ends_by_waiting_for_a_tool_is_not_closed_a_second_time():
+def test_a_turn_that_waits_for_a_tool_is_closed_only_once():
     template = (TEMPLATES / "headers_bos.jinja").read_text() + "{# <|eom_id|> #}"
     tokenizer = train_tokenizer(template, [*HEADERS, "<|eom_id|>"], eos="<|eot_id|>", bos="<|begin_of_text|>")
     renderer, waiting = Renderer(tokenizer, roles=("tool",)), tokenizer.convert_tokens_to_ids("<|eom_id|>")
@@ -442,7 +501,7 @@ def test_a_prompt_is_the_same_tokens_on_every_day(tokenizers):
 
 
 @pytest.mark.parametrize("name", ["inst", "inst_spaced", "start_of_turn", "swallowed_newline", "channels"])
-def test_a_template_without_tool_messages_serves_users_and_refuses_tools(name, tokenizers):
+def test_a_template_without_tool_messages_serves_only_users(name, tokenizers):
     renderer = Renderer(tokenizers[name])
     assert renderer.following([ChatMessage("user", "x")], ended=True)
     with pytest.raises(TemplateError, match=r"follow-ups \[tool\]"):
@@ -454,7 +513,7 @@ def test_a_template_without_tool_messages_serves_users_and_refuses_tools(name, t
 
 
 @pytest.mark.parametrize("name", SYSTEM_REFUSED)
-def test_a_template_without_system_prompt_says_so_when_one_comes(name, tokenizers):
+def test_a_template_without_system_prompts_refuses_one(name, tokenizers):
     renderer = Renderer(tokenizers[name])
     assert renderer.first(asked(False))
     with pytest.raises(TemplateError, match="with a system prompt"):
@@ -463,7 +522,7 @@ def test_a_template_without_system_prompt_says_so_when_one_comes(name, tokenizer
         renderer.prompt_too_long(asked(True), 1000)
 
 
-def test_two_users_in_a_row_are_refused_where_roles_must_alternate(tokenizers):
+def test_two_user_turns_are_refused_where_roles_must_alternate(tokenizers):
     renderer = Renderer(tokenizers["start_of_turn"])
     with pytest.raises(TemplateError, match="must alternate"):
         renderer.following([ChatMessage("user", "x"), ChatMessage("user", "y")], ended=True)
@@ -478,48 +537,58 @@ UNSAFE = {
         "the first prompt: rendered as",
     ),
     "newest first": (EACH.replace("in messages", "in messages[::-1]") + ASK, "moves what the assistant said"),
-    "number of messages": ("{{ messages | length }} messages\n" + EACH + ASK, "when the conversation goes on"),
+    "number of messages": (
+        "{{ messages | length }} messages\n" + EACH + ASK,
+        "when the conversation continues",
+    ),
     "date in each message": (
         EACH.replace("m.content", "strftime_now('%H:%M ') + m.content") + ASK,
         "the current date or time",
     ),
-    "answers left out": (EACH.replace(" %}{{", " if m.role != 'assistant' %}{{") + ASK, "what the assistant said"),
-    "users cut short": (EACH.replace("m.content", "(m.content | truncate(9, true))") + ASK, "leaves out what the user"),
+    "answers left out": (
+        EACH.replace(" %}{{", " if m.role != 'assistant' %}{{") + ASK,
+        "what the assistant said",
+    ),
+    "users cut short": (
+        EACH.replace("m.content", "(m.content | truncate(9, true))") + ASK,
+        "leaves out what the user",
+    ),
     "no token ends a turn": (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}",
         "no end-of-turn token",
     ),
-    "the next header ends a turn": (
-        "{% for m in messages %}{{ " + START + " + m.content }}{% endfor %}" + ASK,
-        "no end-of-turn token",
-    ),
     "asked for in another way": (EACH + ASK.replace("assistant", "bot"), "is asked for with"),
-    "asked for in front": (ASK + EACH, "the generation prompt is not put at the end"),
-    "words behind the answer": (EACH.replace("m.content +", "m.content + ' (' + m.role + ')' +") + ASK, "end-of-turn"),
+    "asked for in front": (ASK + EACH, "the generation prompt is not at the end"),
+    "words behind the answer": (
+        EACH.replace("m.content +", "m.content + ' (' + m.role + ')' +") + ASK,
+        "end-of-turn",
+    ),
     "does not compile": ("{% for m in messages %}", "endfor"),
 }
 
 
 @pytest.mark.parametrize("kind", UNSAFE)
-def test_a_template_that_cannot_be_extended_is_refused_with_the_reason(kind):
+def test_a_template_that_cannot_be_extended_is_refused(kind):
     template, reason = UNSAFE[kind]
     with pytest.raises(TemplateError, match="Next step") as error:
         Renderer(chatml(template))
     assert reason in str(error.value)
 
 
-def test_a_system_prompt_that_moves_along_with_the_last_turn_is_refused():
+def test_a_system_prompt_that_moves_is_refused():
     last = START + " + (messages[0].content if loop.last and messages[0].role == 'system' else '')"
     each = EACH.replace(" %}{{", " if m.role != 'system' %}{{", 1).replace(START, last)
     renderer = Renderer(chatml(each + ASK))
     assert renderer.first(asked(False))
-    with pytest.raises(TemplateError, match="goes on"):
+    with pytest.raises(TemplateError, match="continues"):
         renderer.first(asked(True))
 
 
-def test_an_end_of_turn_that_the_tokenizer_merges_with_text_is_refused():
-    tokenizer = chatml(EACH + ASK, specials=[*CHATML[::2], AddedToken("<|im_end|>", special=True, single_word=True)])
+def test_an_end_of_turn_that_merges_with_text_is_refused():
+    tokenizer = chatml(
+        EACH + ASK, specials=[*CHATML[::2], AddedToken("<|im_end|>", special=True, single_word=True)]
+    )
     with pytest.raises(TemplateError, match="merges the end-of-turn token"):
         Renderer(tokenizer)
 
@@ -529,11 +598,11 @@ def test_one_turn_needs_no_extension():
     renderer = Renderer(chatml(template), roles=())
     assert renderer.first(asked(False))
     assert renderer.stop_token_ids
-    with pytest.raises(TemplateError, match="goes on"):
+    with pytest.raises(TemplateError, match="continues"):
         renderer.following([ChatMessage("user", "x")], ended=True)
 
 
-def test_tokenizers_without_template_or_pad_token_are_refused_with_a_way_out():
+def test_a_missing_template_or_pad_token_is_refused():
     with pytest.raises(TemplateError, match=r"has no chat template.*tokenizer\.chat_template"):
         Renderer(chatml(None))
     tokenizer = chatml(EACH + ASK)
@@ -549,9 +618,9 @@ def test_conversations_without_anything_to_answer_are_refused(tokenizers):
         with pytest.raises(DataError, match="must end with a message to answer"):
             renderer.first(messages)
     for new in ([], [ChatMessage("user", "x"), answer]):
-        with pytest.raises(EnvError, match="must end with one to answer"):
+        with pytest.raises(EnvError, match="must end with a message to answer"):
             renderer.following(new, ended=True)
-    with pytest.raises(ConfigError, match="'robot' is not accepted"):
+    with pytest.raises(ConfigError, match="'robot' is not a role"):
         Renderer(tokenizers["chatml_tools"], roles=["robot"])
 
 

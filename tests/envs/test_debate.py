@@ -1,4 +1,4 @@
-"""Debates and other episodes of several roles: who speaks when, who hears what, who plays whom, what becomes of faults."""
+"""Debates and other episodes of several roles: who speaks when, what each receives, who plays whom, how faults end."""
 
 import asyncio
 import threading
@@ -55,7 +55,9 @@ def play(tokenizer):
     """Plays a rollout of an environment of roles, by default without a model."""
     runner, envs = asyncio.Runner(), []
 
-    def run(env_class=Talk, client=None, rewards=None, group_size=1, params=None, max_failed_share=1.0, **options):
+    def run(
+        env_class=Talk, client=None, rewards=None, group_size=1, params=None, max_failed_share=1.0, **options
+    ):
         client = client or ScriptedClient(tokenizer, lines)
         runner.run(client.load(WeightRef(0)))
         env = env_class(dataset(), tokenizer, rewards or [Length()], 2, group_size, **options)
@@ -74,7 +76,7 @@ def conversation(result, role, prompt_id="p0"):
     return [(message.role, message.content) for message in found[0].messages]
 
 
-def test_roles_speak_in_turn_and_each_hears_what_the_other_said_since(play):
+def test_roles_take_turns_and_receive_the_lines_since_their_last(play):
     result = play(max_steps=2)
     assert conversation(result, "pro") == [
         ("user", "Number 0?"),
@@ -91,12 +93,12 @@ def test_roles_speak_in_turn_and_each_hears_what_the_other_said_since(play):
     assert {item.stop_reason for item in result.trajectories} == {"done"}
 
 
-def test_of_three_roles_each_hears_both_others_by_name(play):
+def test_three_roles_receive_the_lines_of_both_others_by_name(play):
     result = play(roles=["pro", "con", "host"], max_steps=2)
     assert conversation(result, "pro")[2] == ("user", "con: con speaks\n\nhost: host speaks")
 
 
-def test_in_a_debate_everybody_is_instructed_and_lines_bear_their_speaker(play):
+def test_debate_instructs_each_role_and_lines_name_their_speaker(play):
     result = play(DebateEnv, rewards=[QUIET], max_steps=1, instructions={"con": "Be {mood}, {role}."})
     opening = conversation(result, "pro")[0]
     assert opening[0] == "system"
@@ -108,21 +110,21 @@ def test_in_a_debate_everybody_is_instructed_and_lines_bear_their_speaker(play):
     ]
 
 
-def test_an_instruction_stands_before_the_tasks_own_system_message(tokenizer):
+def test_instruction_precedes_the_system_message_of_the_task(tokenizer):
     env = Talk(dataset(), tokenizer, [Length()], 1, 1, instructions={"pro": "You are {role}."})
     task = [ChatMessage("system", "Be brief."), ChatMessage("user", "Why?")]
     assert env.opening("pro", task, {}) == [ChatMessage("system", "You are pro.\n\nBe brief."), task[1]]
     assert env.opening("con", task, {}) == task
 
 
-def test_what_is_thought_nobody_else_hears(play, tokenizer):
+def test_thoughts_of_a_role_are_hidden_from_the_others(play, tokenizer):
     client = ScriptedClient(tokenizer, {"": ["<think>I bluff.</think> I have an ace."]})
     result = play(client=client, max_steps=1)
     assert conversation(result, "con")[0] == ("user", "Number 0?\n\nI have an ace.")
     assert "bluff" in conversation(result, "pro")[1][1]
 
 
-def test_a_game_may_end_early_and_who_never_spoke_has_no_trajectory(play):
+def test_role_that_never_spoke_has_no_trajectory(play):
     class FirstMoveWins(Talk):
         def next_role(self, episode):
             return None if episode.said else "con"
@@ -143,7 +145,7 @@ def test_a_role_has_at_most_max_steps_turns(play):
 
 
 @pytest.mark.parametrize("continues", [True, False])
-def test_a_line_that_is_cut_off_is_heard_and_ends_the_episode_where_it_should(play, tokenizer, continues):
+def test_truncated_line_ends_the_episode_unless_env_continues(play, tokenizer, continues):
     kind = type("Cut", (Talk,), {"continue_truncated": continues})
     result = play(kind, params=SamplingParams(max_tokens=2), max_steps=1)
     reasons = {item.role: item.stop_reason for item in result.trajectories}
@@ -159,19 +161,27 @@ def test_a_full_context_ends_the_episode_for_all(play, tokenizer):
 
 BROKEN = {
     "raises": (lambda self, episode: 1 / 0, "next_role raised ZeroDivisionError", "env/raised"),
-    "is unknown": (lambda self, episode: "judge", "'judge' is none of the roles: pro, con", "env/raised"),
-    "speaks again": (lambda self, episode: "pro", "it is the turn of 'pro' again", "env/raised"),
+    "is unknown": (
+        lambda self, episode: "judge",
+        "next_role returned 'judge'. Accepted: one of pro, con",
+        "env/raised",
+    ),
+    "speaks again": (lambda self, episode: "pro", "role 'pro' would speak twice in a row", "env/raised"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_turn_fails_its_episode_and_says_so(play, case):
+def test_broken_turn_fails_its_episode_with_the_cause(play, case):
     next_role, message, kind = BROKEN[case]
 
     class Broken(Talk):
         def next_role(self, episode):
             seat = episode.seats["pro"]
-            return next_role(self, episode) if episode.said and seat.prompt_id == "p0" else super().next_role(episode)
+            return (
+                next_role(self, episode)
+                if episode.said and seat.prompt_id == "p0"
+                else super().next_role(episode)
+            )
 
     result = play(Broken)
     assert {(sample.prompt_id, sample.role) for sample in result.failed} == {("p0", "pro"), ("p0", "con")}
@@ -180,18 +190,18 @@ def test_a_broken_turn_fails_its_episode_and_says_so(play, case):
     assert {group.prompt_id for group in result.groups} == {"p1"}
 
 
-def test_hearing_what_is_no_text_fails_the_episode(play):
+def test_lines_to_receive_must_be_strings(play):
     class Mute(Talk):
         def hears(self, role, episode):
             return None
 
-    assert "hears('pro') must return a text, not None" in play(Mute).failed[0].failure
+    assert "hears('pro') must return a string, not None" in play(Mute).failed[0].failure
 
 
 # Opponents
 
 
-def test_an_opponent_speaks_from_its_own_side_and_none_of_its_tokens_is_the_policys(play):
+def test_opponent_has_its_own_view_and_adds_no_policy_tokens(play):
     seen = []
 
     def rival(messages):
@@ -207,7 +217,7 @@ def test_an_opponent_speaks_from_its_own_side_and_none_of_its_tokens_is_the_poli
     assert len(policy) == 4
 
 
-def test_an_opponent_may_speak_first_and_be_async_and_has_a_seed_for_each_line(play):
+def test_async_opponent_may_speak_first_with_a_seed_per_line(play):
     seeds, left = [], []
 
     class Rival(BaseOpponent):
@@ -235,11 +245,11 @@ def raises(messages):
     ("reply", "message", "kind"),
     [
         (raises, "raised UnreachableError: nobody there", "opponent/raised"),
-        (lambda messages: None, "a line must be a text, not None", "opponent/raised"),
-        (lambda messages: 7, "a line must be a text, not 7", "opponent/raised"),
+        (lambda messages: None, "a line must be a string, not None", "opponent/raised"),
+        (lambda messages: 7, "a line must be a string, not 7", "opponent/raised"),
     ],
 )
-def test_a_fault_of_an_opponent_is_tried_again_then_left_out_and_scores_nothing(play, reply, message, kind):
+def test_opponent_fault_is_retried_once_and_drops_the_episode(play, reply, message, kind):
     calls = []
 
     def rival(messages):
@@ -278,7 +288,7 @@ def test_an_opponent_that_hangs_fails_at_its_deadline(play):
     assert {sample.failure_class for sample in result.failed} == {"opponent/timeout"}
 
 
-def test_a_line_of_10_mb_is_cut_and_halves_of_characters_are_replaced(play):
+def test_long_lines_are_cut_and_lone_surrogates_replaced(play):
     result = play(opponents={"con": lambda messages: "\ud800" + "x" * 10_000_000}, max_steps=2)
     heard = conversation(result, "pro")[2][1]
     assert heard == "?" + "x" * (len(heard) - 1)
@@ -299,7 +309,7 @@ def verdict_of(value):
     return Judge("judge"), asked
 
 
-def test_a_judge_scores_all_roles_of_an_episode_at_once_from_what_was_said(play):
+def test_judge_scores_all_roles_at_once_from_the_transcript(play):
     judge, asked = verdict_of({"pro": 1.0, "con": 0.25})
     result = play(rewards=[judge], max_steps=1)
     assert {item.role: item.reward for item in result.trajectories} == {"pro": 1.0, "con": 0.25}
@@ -317,7 +327,7 @@ def test_a_judge_scores_all_roles_of_an_episode_at_once_from_what_was_said(play)
         (lambda: 1 / 0, "judge/raised"),
     ],
 )
-def test_a_judge_without_a_verdict_leaves_the_episode_out_for_all_roles(play, value, kind):
+def test_judge_without_a_verdict_drops_the_episode_of_all_roles(play, value, kind):
     result = play(rewards=[verdict_of(value)[0]], max_steps=1)
     assert not result.groups
     assert {sample.failure_class for sample in result.failed} == {kind}
@@ -330,39 +340,46 @@ def test_a_judge_without_a_verdict_leaves_the_episode_out_for_all_roles(play, va
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"frozen": "con"}, "env.frozen='con' is not accepted: a list of roles."),
+        ({"frozen": "con"}, "env.frozen='con' is not accepted. Accepted: a list of roles."),
         ({"frozen": ["cno"]}, "env.frozen='cno' is unknown. Known: con, pro. Did you mean 'con'?"),
         ({"frozen": ["pro", "con"]}, "no role would learn"),
-        ({"opponents": ["con"]}, "env.opponents=['con'] is not accepted: a mapping by role."),
+        (
+            {"opponents": ["con"]},
+            "env.opponents=['con'] is not accepted. Accepted: a mapping by role.",
+        ),
         ({"opponents": {"judge": print}}, "env.opponents='judge' is unknown"),
         ({"opponents": {"con": 7}}, "env.opponents.con=7 is not accepted"),
         ({"opponents": {"con": print, "pro": print}}, "no role would learn"),
-        ({"roles": ["solo"]}, "two or more"),
+        ({"roles": ["solo"]}, "two roles or more"),
         ({"instructions": {"judge": "Hi."}}, "env.instructions='judge' is unknown"),
     ],
 )
-def test_what_cannot_be_played_is_refused_with_what_would_be_right(play, options, message):
+def test_invalid_role_options_are_refused_with_the_accepted_ones(play, options, message):
     with pytest.raises(ConfigError) as error:
         play(**options)
     assert message in str(error.value)
 
 
-def test_an_instruction_that_names_no_column_is_refused_with_those_there_are(play):
-    with pytest.raises(ConfigError, match=r"env.instructions.pro: KeyError: 'goal'.*ground_truth, mood, prompt_id, role"):
+def test_instruction_with_an_unknown_column_lists_the_known_ones(play):
+    with pytest.raises(
+        ConfigError, match=r"env.instructions.pro: KeyError: 'goal'.*ground_truth, mood, prompt_id, role"
+    ):
         play(instructions={"pro": "You want {goal}."})
 
 
 def test_a_judge_of_roles_is_refused_where_only_one_speaks(tokenizer):
     from rl4llm.envs import ChatEnv
 
-    with pytest.raises(ConfigError, match="reward 'winner' judges several roles, and here is one"):
+    with pytest.raises(
+        ConfigError, match="reward 'winner' judges several roles, but this environment has one"
+    ):
         ChatEnv(dataset(), tokenizer, [Winner()], 1, 1)
 
 
 # With a model
 
 
-def test_the_logprobs_of_every_role_are_those_of_the_model_on_its_own_tokens(play, model, tokenizer):
+def test_logprobs_of_each_role_equal_the_models_on_its_tokens(play, model, tokenizer):
     import torch
 
     client = LocalClient(model, tokenizer, deterministic=True, stall_timeout_s=20)
@@ -380,7 +397,7 @@ def test_the_logprobs_of_every_role_are_those_of_the_model_on_its_own_tokens(pla
                 at += 1
 
 
-def test_a_deterministic_engine_waits_for_one_role_of_each_episode(play, model, tokenizer):
+def test_deterministic_engine_waits_for_one_role_per_episode(play, model, tokenizer):
     def slow(messages):
         threading.Event().wait(0.01 * (len(messages[0].content) % 3))
         return "Hm."
@@ -415,7 +432,7 @@ def test_check_env_finds_a_role_whose_opening_depends_on_chance(tokenizer):
         check_env(Moody(dataset(), tokenizer, [Length()], 1, 1))
 
 
-def test_check_env_finds_turns_that_depend_on_what_was_played_before(tokenizer):
+def test_check_env_finds_turns_that_depend_on_earlier_episodes(tokenizer):
     played = []
 
     class Forgets(Talk):
@@ -427,7 +444,7 @@ def test_check_env_finds_turns_that_depend_on_what_was_played_before(tokenizer):
         check_env(Forgets(dataset(), tokenizer, [Length()], 1, 1))
 
 
-def test_check_env_finds_a_loop_that_lets_one_role_fall_while_others_go_on(tokenizer):
+def test_check_env_finds_a_loop_that_hides_a_failed_role(tokenizer):
     class Careless(Talk):
         async def _policys_line(self, seat, llm, sampling_params):
             line = await super()._policys_line(seat, llm, sampling_params)

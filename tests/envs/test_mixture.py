@@ -51,10 +51,12 @@ class Breaking(BaseMDPEnv):
 
 
 class OwnLoop(BaseMDPEnv):
-    """Plays all episodes in one go, and says so."""
+    """Plays all episodes in one go, with a stop reason that shows it."""
 
     def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
-        for sample, reply in zip(env_state.sample_states, llm.chat(env_state.sample_states, sampling_params), strict=True):
+        for sample, reply in zip(
+            env_state.sample_states, llm.chat(env_state.sample_states, sampling_params), strict=True
+        ):
             sample.messages.append(reply)
             sample.finish("own")
         return env_state
@@ -79,7 +81,11 @@ def mix(tokenizer):
             transform = weighted_sum({reward.name: 2.0 for reward in own}) if len(own) > 1 else None
             env = env_class(rows(size, name), tokenizer, own, 2, 2, reward_transform_fn=transform, **options)
             renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles)
-            given = {"part": name, "sampling": (sampling or {}).get(name), "max_failed_share": max_failed_share}
+            given = {
+                "part": name,
+                "sampling": (sampling or {}).get(name),
+                "max_failed_share": max_failed_share,
+            }
             rollouts.append(Rollout(env, client, renderer, runner, seed=0, **given))
         return MixedRollout(rollouts), client
 
@@ -95,20 +101,22 @@ PARTS = {
 PARAMS = SamplingParams(max_tokens=2000)
 
 
-def test_rows_are_numbered_through_the_parts_and_each_is_played_by_its_own_environment(mix):
+def test_row_numbers_run_across_parts_to_the_right_environment(mix):
     script = {"": ["85"], "0/tools/1/0": [CALL, "85"], "0/tools/1/1": [CALL, "85"]}
     mixed, _ = mix(PARTS, script, rewards={"asking": [Says(), Turns()]})
     assert (mixed.num_rows, mixed.group_size, mixed.count_groups([0, 3, 5])) == (6, 2, 3)
     result = mixed.play([5, 0, 3], step=0, sampling_params=PARAMS)
     assert [group.prompt_id for group in result.groups] == ["plain/0", "tools/1", "asking/0"]
-    assert [[item.part for item in group.trajectories] for group in result.groups] == [[name] * 2 for name in PARTS]
+    assert [[item.part for item in group.trajectories] for group in result.groups] == [
+        [name] * 2 for name in PARTS
+    ]
     assert [group.trajectories[0].num_turns for group in result.groups] == [1, 2, 2]
     rewards = [{"says": 1.0}, {"says": 1.0}, {"says": 1.0, "turns": 2.0}]
     assert [group.trajectories[0].rewards for group in result.groups] == rewards
     assert [group.rewards_G.tolist() for group in result.groups] == [[1.0, 1.0], [1.0, 1.0], [6.0, 6.0]]
 
 
-def test_all_parts_are_played_at_once_and_announced_before_any_begins(mix):
+def test_parts_are_played_at_once_and_announced_first(mix):
     met = threading.Barrier(2, timeout=20)
 
     class Meeting(BaseMDPEnv):
@@ -124,14 +132,14 @@ def test_all_parts_are_played_at_once_and_announced_before_any_begins(mix):
     assert asked == set(client.expected[:2]) == {"0/one/0/0", "0/two/0/0"}
 
 
-def test_an_environment_with_a_loop_of_its_own_takes_part(mix):
+def test_environment_with_a_custom_loop_can_be_a_part(mix):
     mixed, _ = mix({"own": (OwnLoop, 1, {}), **PARTS}, {"": ["85"]})
     result = mixed.play(range(7), step=0, sampling_params=PARAMS)
     assert len(result.groups) == 7
     assert [item.stop_reason for item in result.groups[0].trajectories] == ["own", "own"]
 
 
-def test_parts_may_sample_in_their_own_way_beside_what_their_environment_wants(mix):
+def test_part_sampling_is_combined_with_that_of_its_environment(mix):
     sampling = {"tools": {"max_tokens": 7, "stop": ("Z",)}, "plain": {"top_k": 3}}
     tools = (ToolMDPEnv, 3, {"describe_tools": False, "max_calls": 1})
     mixed, client = mix({**PARTS, "tools": tools}, {"": ["8"]}, sampling=sampling)
@@ -140,10 +148,12 @@ def test_parts_may_sample_in_their_own_way_beside_what_their_environment_wants(m
     assert (asked["plain"].max_tokens, asked["plain"].top_k, asked["plain"].stop) == (2000, 3, ())
     assert (asked["tools"].max_tokens, asked["tools"].stop, asked["tools"].top_k) == (7, ("Z",), 0)
     assert set(asked["tools"].stop_token_ids) > set(asked["plain"].stop_token_ids)  # the end of a call
-    assert asked["asking"] == PARAMS.replace(seed=asked["asking"].seed, stop_token_ids=asked["asking"].stop_token_ids)
+    assert asked["asking"] == PARAMS.replace(
+        seed=asked["asking"].seed, stop_token_ids=asked["asking"].stop_token_ids
+    )
 
 
-def test_what_is_sampled_depends_on_the_part_and_its_prompt_and_on_no_neighbour(mix):
+def test_samples_of_a_part_do_not_depend_on_other_parts(mix):
     def seeds(parts, played):
         mixed, client = mix(parts, {"": ["8"]})
         mixed.play(played, step=3, sampling_params=PARAMS)
@@ -158,10 +168,13 @@ def test_what_is_sampled_depends_on_the_part_and_its_prompt_and_on_no_neighbour(
 def test_a_row_that_other_ranks_play_too_gets_other_samples(mix):
     mixed, _ = mix(PARTS, {"": ["8"]})
     result = mixed.play([2, 5], step=0, sampling_params=PARAMS, earlier={2: 1, 0: 3})
-    assert [[item.extras["sample"] for item in group.trajectories] for group in result.groups] == [[2, 3], [0, 1]]
+    assert [[item.extras["sample"] for item in group.trajectories] for group in result.groups] == [
+        [2, 3],
+        [0, 1],
+    ]
 
 
-def test_what_fails_in_a_part_is_counted_under_its_name_and_costs_the_others_nothing(mix, tmp_path):
+def test_failures_of_a_part_count_for_it_and_spare_the_others(mix, tmp_path):
     parts = {"good": (BaseMDPEnv, 2, {}), "bad": (Breaking, 1, {})}
     mixed, client = mix(parts, {"": ["85"]})
     result = mixed.play([0, 1, 2], step=0, sampling_params=PARAMS)
@@ -170,7 +183,11 @@ def test_what_fails_in_a_part_is_counted_under_its_name_and_costs_the_others_not
     assert (metrics["part/bad/failures"], metrics["part/bad/failures/env/raised"]) == (2.0, 2.0)
     assert metrics["part/good/failures"] == 0.0
     assert (metrics["part/bad/trajectories"], metrics["part/good/trajectories"]) == (0.0, 4.0)
-    assert (metrics["part/good/accuracy"], metrics["part/good/reward/mean"], metrics["part/good/share"]) == (1.0, 1.0, 1.0)
+    assert (metrics["part/good/accuracy"], metrics["part/good/reward/mean"], metrics["part/good/share"]) == (
+        1.0,
+        1.0,
+        1.0,
+    )
     assert [call.session for call in client.calls].count("0/bad/0/0") == 2  # once more, from its seed
     log = EpisodeLog(tmp_path)
     log.log(1, result.groups, result.failed)
@@ -179,16 +196,20 @@ def test_what_fails_in_a_part_is_counted_under_its_name_and_costs_the_others_not
     assert "the house is on fire" in stored[0]["failure"]
 
 
-def test_too_many_failures_stop_the_run_with_the_name_of_the_part(mix):
-    mixed, _ = mix({"good": (BaseMDPEnv, 2, {}), "bad": (Breaking, 1, {})}, {"": ["85"]}, max_failed_share=0.1)
-    with pytest.raises(TooManyFailuresError, match=r"2 of 6 episodes failed.*2 x bad: env/raised: .*on fire") as caught:
+def test_too_many_failures_stop_the_run_and_name_the_part(mix):
+    mixed, _ = mix(
+        {"good": (BaseMDPEnv, 2, {}), "bad": (Breaking, 1, {})}, {"": ["85"]}, max_failed_share=0.1
+    )
+    with pytest.raises(
+        TooManyFailuresError, match=r"2 of 6 episodes failed.*2 x bad: env/raised: .*on fire"
+    ) as caught:
         mixed.play([0, 1, 2], step=0, sampling_params=PARAMS)
-    assert {sample.part for sample in caught.value.failed} == {"bad"}
+    assert {sample.special.part for sample in caught.value.failed} == {"bad"}
 
 
-def test_a_loop_that_raises_ends_all_parts_and_names_its_environment(mix):
+def test_raising_loop_ends_all_parts_and_names_its_environment(mix):
     class Broken(BaseMDPEnv):
-        async def _run_turns(self, sample, llm, sampling_params):
+        async def _run_episode(self, sample, llm, sampling_params):
             raise KeyError("oops")
 
     mixed, _ = mix({**PARTS, "broken": (Broken, 1, {})}, {"": ["85"]})
@@ -203,7 +224,9 @@ def test_success_is_judged_by_each_parts_own_reward():
         spans = (TokenSpan.context([1]), TokenSpan((2,), "policy", (0.0,), 0))
         return Group(f"{part}/0", (Trajectory(f"{part}/0", spans, (), rewards, 0.5, "done", part=part),))
 
-    metrics = summarize([group("a", {"math": 1.0}), group("b", {"length": 0.0, "accuracy": 1.0}), group("c", {"code": 0.5})])
+    metrics = summarize(
+        [group("a", {"math": 1.0}), group("b", {"length": 0.0, "accuracy": 1.0}), group("c", {"code": 0.5})]
+    )
     assert metrics["accuracy"] == pytest.approx(2 / 3)
     assert [metrics[f"part/{name}/accuracy"] for name in "abc"] == [1.0, 1.0, 0.0]
 

@@ -25,7 +25,7 @@ class Length(BaseRewardFunction):
 
 
 class Talk(BaseMDPEnv):
-    """The asker says something, the answerer hears it and answers: a loop of one's own over roles."""
+    """The asker says something, the answerer receives it and answers: a custom loop over roles."""
 
     roles = ("asker", "answerer")
 
@@ -41,7 +41,9 @@ class Talk(BaseMDPEnv):
     async def talk(self, asker, answerer, llm, params):
         await llm.reply(asker, params)
         if not asker.done:
-            answerer.messages[-1] = ChatMessage("user", f"{answerer.messages[-1].content} {asker.last_message.content}")
+            answerer.messages[-1] = ChatMessage(
+                "user", f"{answerer.messages[-1].content} {asker.last_message.content}"
+            )
             await llm.reply(answerer, params)
 
 
@@ -74,7 +76,7 @@ def play(tokenizer):
     runner.close()
 
 
-def test_each_role_of_a_prompt_is_a_group_with_its_own_tokens_and_rewards(play, tokenizer):
+def test_each_role_is_a_group_with_its_own_tokens_and_rewards(play, tokenizer):
     groups = play().groups
     assert [(group.prompt_id, group.role) for group in groups] == [
         (prompt, role) for prompt in ("p0", "p1") for role in ("asker", "answerer")
@@ -87,7 +89,7 @@ def test_each_role_of_a_prompt_is_a_group_with_its_own_tokens_and_rewards(play, 
             assert trajectory.num_turns == 1
 
 
-def test_who_speaks_second_shares_the_tokens_before_what_was_said_and_none_is_lost(play, tokenizer):
+def test_roles_share_a_prefix_up_to_the_first_line(play, tokenizer):
     for group in play().groups:
         starts = [tokenizer.decode(trajectory.spans[0].token_ids) for trajectory in group.trajectories]
         assert len(set(starts)) == 1
@@ -101,7 +103,7 @@ def test_who_speaks_second_shares_the_tokens_before_what_was_said_and_none_is_lo
             assert heard[-8:] not in starts[0]
 
 
-def test_roles_of_one_attempt_are_sampled_with_seeds_of_their_own(play, tokenizer):
+def test_roles_of_one_sample_have_different_seeds(play, tokenizer):
     client = ScriptedClient(tokenizer, replies)
     play(client=client)
     assert len({call.params.seed for call in client.calls}) == len(client.calls) == 8
@@ -140,11 +142,15 @@ def test_a_failed_episode_is_played_again_with_all_its_roles(play):
     result = play(StumblesOnce)
     assert not result.failed
     assert all(len(group.trajectories) == 2 for group in result.groups)
-    again = {(t.prompt_id, t.role, t.extras["sample"]) for t in result.trajectories if "played_again_after" in t.extras}
+    again = {
+        (t.prompt_id, t.role, t.extras["sample"])
+        for t in result.trajectories
+        if "played_again_after" in t.extras
+    }
     assert again == {("p1", "asker", 0), ("p1", "answerer", 0)}
 
 
-def test_an_episode_of_which_one_role_cannot_be_scored_is_left_out_whole(play):
+def test_episode_is_dropped_if_one_role_cannot_be_scored(play):
     class OnlyAskers(Length):
         def score_batch(self, samples):
             broken = [sample.role == "answerer" and sample.index == 0 for sample in samples]
@@ -166,7 +172,7 @@ def test_a_role_that_had_nothing_to_say_is_no_failure(play):
     assert {group.role for group in result.groups} == {"asker"}
 
 
-def test_rewards_are_told_the_role_and_what_was_said(play):
+def test_rewards_receive_the_role_and_the_transcript(play):
     seen = []
 
     class Told(Length):
@@ -178,11 +184,16 @@ def test_rewards_are_told_the_role_and_what_was_said(play):
     assert {role for role, _ in seen} == {"asker", "answerer"}
 
 
-def test_metrics_are_of_the_roles_that_learn_and_of_each_role(play):
+def test_metrics_cover_the_learning_roles_and_each_role(play):
     result = play(frozen=("answerer",))
     assert [group.frozen for group in result.groups] == [False, True, False, True]
     metrics = summarize(result.groups)
-    assert metrics["trajectories"] == metrics["role/asker/trajectories"] == metrics["role/answerer/trajectories"] == 4
+    assert (
+        metrics["trajectories"]
+        == metrics["role/asker/trajectories"]
+        == metrics["role/answerer/trajectories"]
+        == 4
+    )
     assert metrics["reward/mean"] == metrics["role/asker/reward/mean"] != metrics["role/answerer/reward/mean"]
     assert not any(name.startswith("role/") for name in summarize([Group("p", (trajectory(),))]))
 
@@ -200,7 +211,10 @@ def trajectory(role=""):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"frozen": ("asked",)}, "env.frozen='asked' is unknown. Known: answerer, asker. Did you mean 'asker'?"),
+        (
+            {"frozen": ("asked",)},
+            "env.frozen='asked' is unknown. Known: answerer, asker. Did you mean 'asker'?",
+        ),
         ({"opponents": {"nobody": object()}}, "env.opponents='nobody' is unknown"),
         ({"frozen": ("asker", "answerer")}, "no role would learn"),
         ({"frozen": ("asker",), "opponents": {"answerer": object()}}, "no role would learn"),
@@ -214,7 +228,7 @@ def test_roles_that_cannot_be_are_refused(play, attributes, message):
     assert message in str(error.value)
 
 
-def test_columns_that_rewards_would_mistake_for_the_role_are_refused(tokenizer):
+def test_dataset_columns_named_like_the_role_are_refused(tokenizer):
     rows = [{**row, "role": "x"} for row in dataset()]
-    with pytest.raises(DataError, match=r"columns \['role'\] need other names"):
+    with pytest.raises(DataError, match=r"rename the columns \['role'\]"):
         Talk(rows, tokenizer, [Length()], 1, 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import inspect
 import itertools
 import signal
 import subprocess
@@ -46,7 +47,10 @@ def dataset(size=2):
     return [
         {
             "prompt_id": f"p{i}",
-            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"How many are {i}?"}],
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": f"How many are {i}?"},
+            ],
             "ground_truth": i,
         }
         for i in range(size)
@@ -61,12 +65,16 @@ def play(model, tokenizer):
     runner.run(client.load(WeightRef(0)))
     envs = []
 
-    def run(env_class, *, rows=(0, 1), group_size=3, max_steps=3, params=PARAMS, rewards=None, **options):
+    def run(
+        env_class, *, rows=(0, 1), group_size=3, max_steps=3, params=PARAMS, rewards=None, how=None, **options
+    ):
         rewards = rewards or [Length()]
-        env = env_class(dataset(), tokenizer, rewards, batch_size=2, group_size=group_size, max_steps=max_steps)
+        env = env_class(
+            dataset(), tokenizer, rewards, batch_size=2, group_size=group_size, max_steps=max_steps
+        )
         envs.append(env)
         rollout = Rollout(env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=1, **options)
-        return rollout.play(rows, step=0, sampling_params=params)
+        return rollout.play(rows, step=0, sampling_params=params, **(how or {}))
 
     yield run
     for env in envs:
@@ -84,7 +92,12 @@ def play_scripted(tokenizer):
         runner.run(client.load(WeightRef(0)))
         env = env_class(dataset(prompts), tokenizer, rewards or [Length()], 1, 1, max_steps=max_steps)
         rollout = Rollout(
-            env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=1, max_failed_share=max_failed_share
+            env,
+            client,
+            Renderer(tokenizer, roles=("user", "tool")),
+            runner,
+            seed=1,
+            max_failed_share=max_failed_share,
         )
         return rollout.play(range(prompts), step=0, sampling_params=SamplingParams(), group_size=group_size)
 
@@ -96,7 +109,7 @@ def alternating(trajectory):
     return [span.author for span in trajectory.spans]
 
 
-def test_a_trajectory_alternates_between_context_and_exactly_what_was_sampled(play, tokenizer):
+def test_trajectory_alternates_context_and_the_sampled_tokens(play, tokenizer):
     result = play(ThreeTurns)
     assert len(result.groups) == 2
     for trajectory in result.trajectories:
@@ -114,7 +127,7 @@ def test_a_group_shares_its_prompt_and_nothing_else(play):
         assert len({trajectory.spans[1] for trajectory in group.trajectories}) > 1
 
 
-def test_the_logprobs_of_a_trajectory_are_those_of_the_model_on_its_very_tokens(play, model):
+def test_trajectory_logprobs_equal_the_models_on_its_tokens(play, model):
     for trajectory in play(ThreeTurns).trajectories:
         token_ids = torch.tensor([trajectory.token_ids])
         with torch.no_grad():
@@ -144,7 +157,7 @@ class AppendsOnly(ThreeTurns):
         return env_state
 
 
-def test_a_loop_that_only_appends_messages_gives_the_same_tokens_as_the_default_loop(play):
+def test_loop_that_appends_messages_gives_the_default_tokens(play):
     default, own = play(ThreeTurns), play(AppendsOnly)
     for expected, found in zip(default.trajectories, own.trajectories, strict=True):
         assert alternating(found) == alternating(expected)
@@ -160,7 +173,9 @@ class PutsWordsIntoItsMouth(AppendsOnly):
             sample.messages.append(ChatMessage("assistant", "Answer: 7, as I said"))
             sample.messages.append(ChatMessage("user", "Go on."))
         for sample, reply in zip(
-            env_state.sample_states, llm.chat([s.messages for s in env_state.sample_states], sampling_params), strict=True
+            env_state.sample_states,
+            llm.chat([s.messages for s in env_state.sample_states], sampling_params),
+            strict=True,
         ):
             sample.messages.append(reply)
             sample.done = True
@@ -225,10 +240,12 @@ class Stumbles(ThreeTurns):
         return super().respond(sample)
 
 
-def test_a_sample_whose_environment_stumbled_is_played_again_from_its_seed(play):
+def test_sample_is_replayed_from_its_seed_after_an_env_error(play):
     stumbled, smooth = play(Stumbles), play(ThreeTurns)
     assert not stumbled.failed
-    again = [t.extras["played_again_after"] for t in stumbled.trajectories if "played_again_after" in t.extras]
+    again = [
+        t.extras["played_again_after"] for t in stumbled.trajectories if "played_again_after" in t.extras
+    ]
     assert again and set(again) == {"env/raised"}
     assert [t.token_ids for t in stumbled.trajectories] == [t.token_ids for t in smooth.trajectories]
 
@@ -263,7 +280,7 @@ class Worth(BaseRewardFunction):
         return [turn + 1.0 for turn in range(len(said))]
 
 
-def test_a_reward_of_turns_reaches_the_turns_of_the_trajectory_and_adds_to_its_reward(play):
+def test_turn_rewards_reach_the_turns_and_add_to_the_reward(play):
     for trajectory in play(ThreeTurns, rewards=[Worth("worth"), Length()]).trajectories:
         assert trajectory.turn_rewards == (1.0, 2.0, 3.0) and trajectory.rewards["worth"] == 6.0
         assert trajectory.reward == trajectory.rewards["length"] + 6.0
@@ -280,7 +297,7 @@ class PutsWordsInItsMouth(ThreeTurns):
         return env_state
 
 
-def test_a_reward_of_turns_that_the_policy_did_not_take_fails_the_sample(play):
+def test_rewards_for_turns_not_sampled_fail_the_sample(play):
     result = play(PutsWordsInItsMouth, rewards=[Worth("worth")], max_failed_share=1.0)
     assert {sample.failure_class for sample in result.failed} == {"env/contract"} and len(result.failed) == 6
 
@@ -293,10 +310,12 @@ class Capricious(Length):
 
     def __call__(self, sample):
         missing = RewardFailure(f"no worker for {id(sample)}")
-        return [missing, float("nan"), None, missing, 1.0, 1.0][sample.index + 3 * int(sample.prompt_id == "p1")]
+        return [missing, float("nan"), None, missing, 1.0, 1.0][
+            sample.index + 3 * int(sample.prompt_id == "p1")
+        ]
 
 
-def test_failures_of_rewards_count_and_the_causes_are_named_by_class_with_counts(play):
+def test_reward_failures_are_reported_by_class_with_counts(play):
     said = (
         r"4 of 6 episodes failed.*max_failed_share=0.5 allows. Most frequent: "
         r"2 x length/unavailable: reward 'length' could not .*; 2 x length/invalid: reward 'length' returned nan"
@@ -347,11 +366,22 @@ def test_a_loop_of_ones_own_that_raises_is_named(play):
         play(Raises)
 
 
-def test_a_prompt_that_comes_twice_in_a_rollout_becomes_two_groups_of_different_draws(play):
+def test_prompt_drawn_twice_becomes_two_groups_with_new_samples(play):
     result = play(ThreeTurns, rows=(0, 0), group_size=2)
     assert [len(group.trajectories) for group in result.groups] == [2, 2]
     assert len({t.spans[1] for t in result.trajectories}) > 2
     assert [trajectory.extras["sample"] for trajectory in result.trajectories] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_a_row_on_two_ranks_is_sampled_as_twice_on_one(play, baseline):
+    both = play(ThreeTurns, rows=(0, 0), group_size=2, how={"greedy_baseline": baseline})
+    first = play(ThreeTurns, rows=(0,), group_size=2, how={"greedy_baseline": baseline})
+    second = play(ThreeTurns, rows=(0,), group_size=2, how={"greedy_baseline": baseline, "earlier": {0: 1}})
+    apart = [*first.trajectories, *second.trajectories]
+    assert [t.extras["sample"] for t in apart] == [t.extras["sample"] for t in both.trajectories]
+    assert [t.token_ids for t in apart] == [t.token_ids for t in both.trajectories]
+    assert len({t.spans[1] for t in second.trajectories} - {t.spans[1] for t in first.trajectories}) == 2
 
 
 def test_results_do_not_depend_on_the_order_of_prompts(play):
@@ -398,9 +428,7 @@ def other_tokens(tokenizer):
 
 
 @pytest.mark.parametrize("env_class", [ThreeTurns, AppendsOnly])
-def test_tokens_stay_as_sampled_where_the_tokenizer_would_have_split_the_text_otherwise(
-    play_scripted, tokenizer, env_class
-):
+def test_sampled_tokens_are_kept_if_retokenizing_would_differ(play_scripted, tokenizer, env_class):
     client = SaysItOtherwise(tokenizer)
     said = (*client.sampled, tokenizer.eos_token_id)
     for trajectory in play_scripted(env_class, client, max_steps=3).trajectories:
@@ -408,6 +436,28 @@ def test_tokens_stay_as_sampled_where_the_tokenizer_would_have_split_the_text_ot
     prompts = [list(call.prompt_ids) for call in client.calls if call.session == "0/p1/2"]
     for earlier, later in itertools.pairwise(prompts):
         assert later[: len(earlier) + len(said)] == [*earlier, *said]
+
+
+class Swaps(AppendsOnly):
+    """Gives each attempt the reply that was sampled for the next one of its prompt."""
+
+    @torch.inference_mode()
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        samples = env_state.sample_states
+        replies = llm.chat([sample.messages for sample in samples], sampling_params)
+        for place, sample in enumerate(samples):
+            first = place - place % 3
+            sample.messages.append(replies[first + (place + 1) % 3])
+            sample.done = True
+        return env_state
+
+
+def test_siblings_that_swap_what_was_sampled_keep_its_tokens(play):
+    own, swapped = play(AppendsOnly, max_steps=1), play(Swaps, max_steps=1)
+    for group, given in zip(own.groups, swapped.groups, strict=True):
+        expected = [trajectory.token_ids for trajectory in group.trajectories]
+        assert len(set(map(tuple, expected))) == 3
+        assert [trajectory.token_ids for trajectory in given.trajectories] == [*expected[1:], expected[0]]
 
 
 class Edits(AppendsOnly):
@@ -419,20 +469,22 @@ class Edits(AppendsOnly):
         return env_state
 
 
-def test_a_loop_that_edits_what_was_sampled_is_told_so(play_scripted, tokenizer):
+def test_loop_that_edits_sampled_text_fails_with_advice(play_scripted, tokenizer):
     result = play_scripted(Edits, ScriptedClient(tokenizer, {"": ["85"]}))
     causes = {sample.failure for sample in result.failed}
-    said = "Edits ended the episode with no assistant message that is the text that was sampled; append it unchanged"
+    said = "Edits ended the episode without the sampled text as an assistant message; append it unchanged"
     assert causes == {said} and not result.trajectories
 
 
-def test_a_loop_that_never_asks_the_policy_is_told_so(play_scripted, tokenizer):
+def test_loop_that_never_asks_the_policy_fails_with_the_cause(play_scripted, tokenizer):
     class Silent(ThreeTurns):
         def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
             return env_state
 
     result = play_scripted(Silent, ScriptedClient(tokenizer, {"": ["85"]}))
-    assert {sample.failure for sample in result.failed} == {"Silent ended the episode before the policy said anything"}
+    assert {sample.failure for sample in result.failed} == {
+        "Silent ended the episode before the policy took a turn"
+    }
 
 
 class GivesUp(ScriptedClient):
@@ -460,18 +512,18 @@ class AnswersThePolicyAlone(ThreeTurns):
 
 @pytest.mark.parametrize("env_class", [AnswersThePolicyAlone, AppendsOnly])
 @pytest.mark.parametrize("times", [1, 100])
-def test_a_reply_that_the_engine_gave_up_fails_its_sample_which_is_played_once_more(
-    play_scripted, tokenizer, env_class, times
-):
+def test_sample_is_played_once_more_after_an_aborted_reply(play_scripted, tokenizer, env_class, times):
     result = play_scripted(env_class, GivesUp(tokenizer, times))
     failed = {(sample.prompt_id, sample.index): sample.failure for sample in result.failed}
     cause = "the engine aborted a reply of the policy after 1 of at most 256 tokens"
     assert failed == ({} if times == 1 else {("p1", 2): cause})
     for trajectory in result.trajectories:
-        assert [message.content for message in trajectory.messages if message.role == "assistant"] == ["Answer: 85"] * 2
+        assert [message.content for message in trajectory.messages if message.role == "assistant"] == [
+            "Answer: 85"
+        ] * 2
 
 
-def test_every_sample_has_a_thread_of_its_own_however_many_are_played(play_scripted, tokenizer):
+def test_every_sample_has_its_own_thread_however_many_there_are(play_scripted, tokenizer):
     class Meets(ThreeTurns):
         all_of_them = threading.Barrier(12)
 
@@ -494,9 +546,10 @@ class TimesOutAsync(ThreeTurns):
 
 
 @pytest.mark.parametrize("env_class", [TimesOut, TimesOutAsync])
-def test_a_timeout_inside_an_environment_is_not_taken_for_the_deadline(play_scripted, tokenizer, env_class):
+def test_timeout_inside_an_environment_is_not_the_deadline(play_scripted, tokenizer, env_class):
     result = play_scripted(env_class, ScriptedClient(tokenizer, {"": ["85"]}))
-    cause = f"{env_class.__name__}.respond raised TimeoutError: the shop did not answer"
+    where = f"tests/envs/test_rollout.py:{inspect.getsourcelines(env_class.respond)[1] + 1}"
+    cause = f"{env_class.__name__}.respond raised TimeoutError: the shop did not answer ({where})"
     assert {sample.failure for sample in result.failed} == {cause}
 
 
@@ -533,7 +586,11 @@ print(result.failed[0].failure)
 
 def test_an_environment_that_hangs_does_not_keep_the_process(model_dir):
     ended = subprocess.run(
-        [sys.executable, "-c", HANGS_FOREVER, str(model_dir)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", HANGS_FOREVER, str(model_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "Hangs.respond took more than 0.1 s"
@@ -560,17 +617,17 @@ class HangsOn(Length):
         return 1.0
 
 
-def test_a_reward_that_hangs_fails_its_samples_at_its_deadline_and_scores_none_of_them(play_scripted, tokenizer):
+def test_reward_that_hangs_fails_all_its_samples_at_its_deadline(play_scripted, tokenizer):
     reward = HangsOn(prompt=0)
     result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["85"]}), rewards=[reward])
     reward.released.set()
-    assert {sample.failure for sample in result.failed} == {"reward 'length' took more than 0.3 s on 6 samples"}
+    assert {sample.failure for sample in result.failed} == {
+        "reward 'length' took more than 0.3 s on 6 samples"
+    }
     assert not result.trajectories
 
 
-def test_the_deadline_of_a_reward_holds_for_all_samples_together_when_they_are_asked_one_by_one(
-    play_scripted, tokenizer
-):
+def test_reward_deadline_covers_all_samples_scored_one_by_one(play_scripted, tokenizer):
     reward = HangsOn(prompt=1, first=ValueError("not this batch"))
     result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["85"]}), rewards=[reward], prompts=3)
     waiting = [thread for thread in threading.enumerate() if thread.name == "rl4llm-reward-length"]
@@ -585,17 +642,19 @@ class SetsSignals(Length):
         return 1.0
 
 
-def test_a_reward_that_needs_the_main_thread_says_so_and_can_have_it(play_scripted, tokenizer):
+def test_reward_for_the_main_thread_is_named_and_can_run_there(play_scripted, tokenizer):
     client = ScriptedClient(tokenizer, {"": ["85"]})
     result = play_scripted(ThreeTurns, client, rewards=[SetsSignals()])
-    assert all("with score_timeout_s = None it runs in the main thread" in sample.failure for sample in result.failed)
+    assert all(
+        "with score_timeout_s = None it runs in the main thread" in sample.failure for sample in result.failed
+    )
     assert len(result.failed) == 6
     unlimited = SetsSignals()
     unlimited.score_timeout_s = None
     assert not play_scripted(ThreeTurns, client, rewards=[unlimited]).failed
 
 
-def test_a_sample_that_no_server_answers_is_asked_again_and_then_left_out_while_the_others_go_on(tokenizer, play_scripted):
+def test_unanswered_sample_is_retried_and_then_dropped_alone(tokenizer, play_scripted):
     class Unreachable(ScriptedClient):
         """Never answers the second sample of the first prompt, nor the first request for the third."""
 
@@ -615,6 +674,6 @@ def test_a_sample_that_no_server_answers_is_asked_again_and_then_left_out_while_
 
 
 @pytest.mark.parametrize("steps", [0, 1.5, "abc", None])
-def test_a_number_of_turns_that_is_none_is_refused_by_name(tokenizer, steps):
-    with pytest.raises(ConfigError, match=r"max_steps=.* is not accepted: a whole number"):
+def test_invalid_max_steps_is_refused_by_name(tokenizer, steps):
+    with pytest.raises(ConfigError, match=r"max_steps=.* is not accepted\. Accepted: a whole number"):
         ThreeTurns(dataset(), tokenizer, [Length()], batch_size=1, group_size=2, max_steps=steps)

@@ -1,14 +1,10 @@
 """Tiny random models of many architectures, and the plain forward loop that the engine must agree with."""
 
-import copy
-
 import pytest
 import torch
 import transformers
-from vowels import WHOLE, check_learned, learn_vowels
 
-from rl4llm.core.ranks import Ranks
-from rl4llm.inference.sampling import uniforms
+from rl4llm.inference.embedded.sampling import uniforms
 
 SMALL = {
     "hidden_size": 32,
@@ -46,19 +42,21 @@ def make_model(name, vocab_size, **changes):
     kind, options = ARCHITECTURES[name]
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = getattr(transformers, f"{kind}Config")(**{**options, "vocab_size": vocab_size, **ends, **changes})
+    config = getattr(transformers, f"{kind}Config")(
+        **{**options, "vocab_size": vocab_size, **ends, **changes}
+    )
     head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
     return getattr(transformers, kind + head)(config).eval()
 
 
 @pytest.fixture
 def build(tokenizer):
-    """Builds a model by the name of its architecture."""
+    """Build a model by the name of its architecture."""
     return lambda name, **changes: make_model(name, len(tokenizer), **changes)
 
 
 def kept(probs, params):
-    """The reference for top-k and top-p, token by token."""
+    """Filter by top-k and top-p, token by token, as the reference."""
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     order = order[: params.top_k or len(order)]
     total = sum(probs[token] for token in order)
@@ -72,7 +70,7 @@ def kept(probs, params):
 
 
 def plain_loop(model, prompt_ids, params, stop_ids=()):
-    """The tokens and log-probs of a loop that runs the model's own forward over everything, for each token."""
+    """Sample in a loop that runs the model's own forward over all tokens for each new one; return tokens and log-probs."""
     ids, logprobs = list(prompt_ids), []
     while len(logprobs) < params.max_tokens:
         with torch.inference_mode():
@@ -80,7 +78,9 @@ def plain_loop(model, prompt_ids, params, stop_ids=()):
         logprobs_V = (logits / (params.temperature or 1.0)).log_softmax(-1)
         token = int(logits.argmax())
         if params.temperature:
-            cdf = torch.tensor(kept(logprobs_V.exp().double().tolist(), params), dtype=torch.float64).cumsum(-1)
+            cdf = torch.tensor(kept(logprobs_V.exp().double().tolist(), params), dtype=torch.float64).cumsum(
+                -1
+            )
             target = float(uniforms([params.seed], [len(logprobs)], 1)[0, 0]) * cdf[-1]
             token = int((cdf <= target).sum())
         ids.append(token)
@@ -98,42 +98,3 @@ def reference():
 @pytest.fixture
 def reference_filter():
     return kept
-
-
-ADAPTER = {
-    "training.lr": 1e-2,
-    "max_steps": 16,
-    "model.lora.rank": 8,
-    "algorithm": {"scale_rewards": "none", "entropy_coef": 0.005},  # without, one run in six rests at every second letter
-}
-
-
-@pytest.fixture
-def adaptable(tokenizer, tmp_path):
-    """Writes a copy of a model in which an adapter can learn, and returns its directory.
-
-    The output layer of a random model is so quiet that what comes before it cannot make a token likely, and it is frozen.
-    Louder than this, a policy is certain of what it says from the first step on, and one odd sample throws it over.
-    """
-
-    def write(model):
-        model = copy.deepcopy(model)
-        with torch.no_grad():
-            model.model.norm.weight *= 30 / model.config.hidden_size**0.5
-        model.save_pretrained(tmp_path / "adaptable")
-        tokenizer.save_pretrained(tmp_path / "adaptable")
-        return tmp_path / "adaptable"
-
-    return write
-
-
-@pytest.fixture
-def learns():
-    """Trains a small model through a server, publishing one way, and checks that it learned from proven weights."""
-
-    def check(model_dir, directory, inference, way):
-        keys = ADAPTER if way == "lora" else WHOLE
-        learn_vowels(Ranks(), model_dir, directory, inference, sync={"name": way}, **keys)
-        check_learned(directory, keys["max_steps"])
-
-    return check

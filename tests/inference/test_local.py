@@ -6,22 +6,33 @@ import torch
 from safetensors.torch import load_file
 
 from rl4llm.core.errors import EngineError
+from rl4llm.core.model_memory import EngineLoad, Precision
 from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.inspect.plan.shape import shape_of
+from rl4llm.inference.embedded.engine import Engine
 from rl4llm.inference.local import LocalClient
 from rl4llm.testing import check_client
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 9, 40, 33, 7], [8, 100], [61], [12, 12, 13, 200, 4, 4, 90, 31, 77, 2, 6], [5, 9, 40, 33, 8]]
-BOTH_PATHS = [("qwen2", "fast"), ("qwen3", "fast"), ("llama", "fast"), ("llama3", "fast"), ("mistral", "fast")] + [
-    (name, "model") for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gpt2", "gemma2", "llama_dynamic")
-]
-WAYS = [("fast", 1), ("fast", 10**9), ("model", 1)]  # prompts read in place, prompts copied, the model's own forward
+BOTH_PATHS = [
+    ("qwen2", "fast"),
+    ("qwen3", "fast"),
+    ("llama", "fast"),
+    ("llama3", "fast"),
+    ("mistral", "fast"),
+] + [(name, "model") for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gpt2", "gemma2", "llama_dynamic")]
+WAYS = [
+    ("fast", 1),
+    ("fast", 10**9),
+    ("model", 1),
+]  # prompts read in place, prompts copied, the model's own forward
 
 
 @pytest.fixture
 def make(build, tokenizer):
-    """Builds a client and says which model it serves."""
+    """Build a client and name the model that it serves."""
 
     def make_client(name="qwen3", **options):
         client = LocalClient(build(name), tokenizer, **options)
@@ -39,17 +50,26 @@ def generate(client, prompts, params, sessions=None):
     async def run():
         names = sessions or [""] * len(prompts)
         requests = zip(prompts, params, names, strict=True)
-        return await asyncio.gather(*(client.generate(ids, item, session=name) for ids, item, name in requests))
+        return await asyncio.gather(
+            *(client.generate(ids, item, session=name) for ids, item, name in requests)
+        )
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize(("name", "path"), BOTH_PATHS)
 @pytest.mark.parametrize("share_from", [1, 10**9])
-def test_greedy_and_seeded_tokens_equal_a_plain_forward_loop(build, tokenizer, reference, name, path, share_from):
+def test_greedy_and_seeded_tokens_equal_a_plain_forward_loop(
+    build, tokenizer, reference, name, path, share_from
+):
     model = build(name)
     client = LocalClient(model, tokenizer, path=path, share_from=share_from)
-    params = [GREEDY, SAMPLED.replace(seed=3), SAMPLED.replace(seed=4, top_p=0.8, temperature=0.7), SAMPLED.replace(top_k=5)]
+    params = [
+        GREEDY,
+        SAMPLED.replace(seed=3),
+        SAMPLED.replace(seed=4, top_p=0.8, temperature=0.7),
+        SAMPLED.replace(top_k=5),
+    ]
     cases = [(prompt, item) for prompt in PROMPTS for item in params]
     found = generate(client, *zip(*cases, strict=True))
     for (prompt, item), completion in zip(cases, found, strict=True):
@@ -71,11 +91,13 @@ def test_scores_equal_the_models_forward(build, tokenizer, path):
     with torch.inference_mode():
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [float(logprobs[place, token]) for place, token in enumerate(ids[1:])]
-    assert asyncio.run(LocalClient(model, tokenizer, path=path).score(ids)) == pytest.approx(expected, abs=1e-5)
+    assert asyncio.run(LocalClient(model, tokenizer, path=path).score(ids)) == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(("path", "share_from"), WAYS)
-def test_a_half_precision_model_gives_the_log_probs_of_its_own_forward(build, tokenizer, path, share_from):
+def test_a_half_precision_model_gives_the_log_probs_of_forward(build, tokenizer, path, share_from):
     model = build("qwen3").to(torch.bfloat16)
     client = LocalClient(model, tokenizer, path=path, share_from=share_from)
     for completion in generate(client, [PROMPTS[3]] * 4, [SAMPLED.replace(seed=seed) for seed in range(4)]):
@@ -86,12 +108,14 @@ def test_a_half_precision_model_gives_the_log_probs_of_its_own_forward(build, to
         assert completion.logprobs == pytest.approx(expected.tolist(), abs=0.2)
 
 
-def test_a_samples_stream_depends_on_its_identity_not_on_neighbours_or_order(make):
+def test_a_samples_stream_depends_on_its_identity_alone(make):
     client = make()
     params = [SAMPLED.replace(seed=seed) for seed in range(6)]
     group = generate(client, [PROMPTS[0]] * 6, params)
     alone = [generate(client, [PROMPTS[0]], [item])[0] for item in params]
-    mixed = generate(client, [PROMPTS[3], *[PROMPTS[0]] * 6], [GREEDY.replace(max_tokens=3), *reversed(params)])
+    mixed = generate(
+        client, [PROMPTS[3], *[PROMPTS[0]] * 6], [GREEDY.replace(max_tokens=3), *reversed(params)]
+    )
     tokens = [completion.token_ids for completion in group]
     assert len(set(tokens)) == 6
     assert [completion.token_ids for completion in alone] == tokens
@@ -109,14 +133,14 @@ def test_a_groups_prompt_is_prefilled_once(make, path, share_from):
 
 
 @pytest.mark.parametrize(("path", "share_from"), WAYS)
-def test_a_late_member_of_a_group_takes_the_prompt_from_the_rows_that_have_it(make, path, share_from):
+def test_a_late_member_of_a_group_reuses_the_cached_prompt(make, path, share_from):
     client = make(max_rows=4, path=path, share_from=share_from)
     generate(client, [PROMPTS[0]] * 7, [SAMPLED.replace(seed=seed, max_tokens=3 + seed) for seed in range(7)])
     assert health(client)["prefill_tokens"] == len(PROMPTS[0]) - 1
 
 
 @pytest.mark.parametrize(("path", "share_from"), WAYS)
-def test_a_session_gives_the_same_results_as_no_cache_and_computes_only_what_is_new(make, path, share_from):
+def test_a_session_computes_only_what_is_new_with_equal_results(make, path, share_from):
     def play(keep):
         client, conversations = make(path=path, share_from=share_from), [list(PROMPTS[0]) for _ in range(3)]
         for turn in range(3):
@@ -132,14 +156,19 @@ def test_a_session_gives_the_same_results_as_no_cache_and_computes_only_what_is_
     assert without[1] == 4 + 3 * (15 + 26)
 
 
-@pytest.mark.parametrize(("path", "share_from", "reused"), [("fast", 1, 0), ("fast", 10**9, 6), ("model", 1, 6)])
-def test_a_prompt_that_diverges_from_its_session_reuses_at_most_what_is_equal(make, path, share_from, reused):
+@pytest.mark.parametrize(
+    ("path", "share_from", "reused"), [("fast", 1, 0), ("fast", 10**9, 6), ("model", 1, 6)]
+)
+def test_a_diverging_prompt_reuses_only_the_equal_tokens(make, path, share_from, reused):
     client = make(path=path, share_from=share_from)
     prompt = PROMPTS[3]
     generate(client, [prompt, prompt], [SAMPLED] * 2, ["s", "t"])
     other = [*prompt[:6], 250, *prompt[7:]]
     before = health(client)["prefill_tokens"]
-    assert generate(client, [other], [GREEDY], ["s"])[0].token_ids == generate(make(), [other], [GREEDY])[0].token_ids
+    assert (
+        generate(client, [other], [GREEDY], ["s"])[0].token_ids
+        == generate(make(), [other], [GREEDY])[0].token_ids
+    )
     assert health(client)["prefill_tokens"] - before == len(other) - 1 - reused
 
 
@@ -194,7 +223,7 @@ def test_parked_sessions_make_way_for_requests_the_oldest_first(make):
 
 
 @pytest.mark.parametrize(("path", "share_from"), WAYS)
-def test_any_traffic_through_few_rows_gives_what_a_fresh_engine_gives(make, path, share_from):
+def test_any_traffic_through_few_rows_equals_a_fresh_engine(make, path, share_from):
     chance = random.Random(0)
     client = make(path=path, max_rows=6, share_from=share_from)
 
@@ -225,7 +254,9 @@ def test_a_late_short_request_does_not_wait_for_long_ones(make):
     client = make()
 
     async def run():
-        long = [asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=80))) for _ in range(3)]
+        long = [
+            asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=80))) for _ in range(3)
+        ]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await client.generate(PROMPTS[1], SAMPLED.replace(max_tokens=2))
@@ -271,7 +302,9 @@ def test_the_engine_sees_the_trainers_parameters_and_copies_none(build, tokenize
     after = generate(client, PROMPTS, [GREEDY] * 5, list("abcde"))
     assert model.training
     model.eval()
-    assert [list(item.token_ids) for item in after] == [reference(model, prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert [list(item.token_ids) for item in after] == [
+        reference(model, prompt, GREEDY)[0] for prompt in PROMPTS
+    ]
     assert after[0].token_ids != before[0].token_ids
     assert {item.version for item in after} == {1}
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
@@ -285,7 +318,7 @@ def test_a_model_with_an_engine_still_saves(make, build, tokenizer, tmp_path):
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 
 
-def test_requests_under_way_at_a_load_go_on_with_the_new_weights_and_the_old_version(make):
+def test_a_load_moves_requests_to_new_weights_as_the_old_version(make):
     client = make()
 
     async def run():
@@ -306,7 +339,9 @@ def test_stop_tokens_end_a_completion_and_are_kept(make, tokenizer):
     client = make()
     free = generate(client, [PROMPTS[0]], [GREEDY.replace(max_tokens=30)])[0].token_ids
     cases = [(free[4],), (free[9], 299), (free[0],)]
-    found = generate(client, [PROMPTS[0]] * 3, [GREEDY.replace(max_tokens=30, stop_token_ids=stops) for stops in cases])
+    found = generate(
+        client, [PROMPTS[0]] * 3, [GREEDY.replace(max_tokens=30, stop_token_ids=stops) for stops in cases]
+    )
     for stops, completion in zip(cases, found, strict=True):
         end = min(free.index(stop) for stop in stops if stop in free)
         assert completion.token_ids == free[: end + 1]
@@ -318,7 +353,9 @@ def test_the_end_token_stops_unless_it_is_ignored(build, tokenizer):
     client = LocalClient(model, tokenizer)
     free = generate(client, [PROMPTS[0]], [GREEDY])[0].token_ids
     with torch.no_grad():  # the head of the end token becomes the one of the third token that comes up
-        model.lm_head.weight[[tokenizer.eos_token_id, free[2]]] = model.lm_head.weight[[free[2], tokenizer.eos_token_id]]
+        model.lm_head.weight[[tokenizer.eos_token_id, free[2]]] = model.lm_head.weight[
+            [free[2], tokenizer.eos_token_id]
+        ]
     stopped, ignored = generate(client, [PROMPTS[0]] * 2, [GREEDY.replace(ignore_eos=False), GREEDY])
     assert stopped.token_ids == (*free[:2], tokenizer.eos_token_id)
     assert stopped.finish_reason == "stop"
@@ -326,7 +363,7 @@ def test_the_end_token_stops_unless_it_is_ignored(build, tokenizer):
     assert (len(ignored.token_ids), ignored.finish_reason) == (8, "length")
 
 
-def test_a_stop_string_over_several_tokens_keeps_the_tokens_and_cuts_the_text(make, tokenizer):
+def test_a_stop_string_keeps_its_tokens_and_cuts_the_text(make, tokenizer):
     client = make()
     params = SAMPLED.replace(max_tokens=40, seed=2)
     free = generate(client, [PROMPTS[0]], [params])[0]
@@ -343,7 +380,7 @@ def test_a_stop_string_over_several_tokens_keeps_the_tokens_and_cuts_the_text(ma
         assert found[1].token_ids == free.token_ids
 
 
-def test_a_stop_string_that_is_a_special_token_stops_at_that_token(make, tokenizer):
+def test_a_stop_string_may_be_a_special_token(make, tokenizer):
     stop = (tokenizer.eos_token,)
     rule = make()._engine.request(PROMPTS[0], SAMPLED.replace(stop=stop), "").rule
     assert rule == (frozenset([tokenizer.eos_token_id]), ())
@@ -358,7 +395,7 @@ def test_a_stop_string_that_is_a_special_token_stops_at_that_token(make, tokeniz
         ([1] * 96, "96 tokens leaves no room in the context of 96 .max_position_embeddings"),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_before_anything_runs(make, prompt, message):
+def test_an_impossible_request_is_refused_at_once(make, prompt, message):
     client = make()
     with pytest.raises(EngineError, match=message):
         generate(client, [prompt], [GREEDY])
@@ -377,7 +414,9 @@ def test_max_tokens_is_cut_to_the_room_in_the_context(make, reference, build, to
 def test_the_context_can_be_used_to_its_last_token(build, tokenizer, reference, name):
     model = build(name)
     prompt = [7, 8] * 20
-    completions = generate(LocalClient(model, tokenizer), [prompt, PROMPTS[0]], [GREEDY.replace(max_tokens=999)] * 2)
+    completions = generate(
+        LocalClient(model, tokenizer), [prompt, PROMPTS[0]], [GREEDY.replace(max_tokens=999)] * 2
+    )
     assert [len(item.token_ids) for item in completions] == [56, 91]
     assert list(completions[0].token_ids) == reference(model, prompt, GREEDY.replace(max_tokens=56))[0]
 
@@ -414,7 +453,9 @@ def test_a_cancelled_request_frees_its_row(make):
     client = make(max_rows=2)
 
     async def run():
-        tasks = [asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=90))) for _ in range(3)]
+        tasks = [
+            asyncio.create_task(client.generate(PROMPTS[0], SAMPLED.replace(max_tokens=90))) for _ in range(3)
+        ]
         for _ in range(4):
             await asyncio.sleep(0)
         tasks[0].cancel()
@@ -452,7 +493,9 @@ def conversations(client, delays, count=6, turns=3):
     async def episode(name):
         ids, record = list(PROMPTS[len(name) % 5]), []
         for turn in range(turns):
-            completion = await client.generate(ids, SAMPLED.replace(seed=turn, max_tokens=3 + len(name)), session=name)
+            completion = await client.generate(
+                ids, SAMPLED.replace(seed=turn, max_tokens=3 + len(name)), session=name
+            )
             record.append(completion)
             ids += [*completion.token_ids, 30 + turn]
             await asyncio.sleep(delays.random() / 50)
@@ -471,13 +514,13 @@ def conversations(client, delays, count=6, turns=3):
 
 
 @pytest.mark.parametrize(("max_rows", "share_from"), [(4, 10**9), (64, 1)])
-def test_deterministic_runs_are_bit_equal_however_long_tools_take(make, max_rows, share_from):
+def test_deterministic_runs_are_bit_equal_with_slow_tools(make, max_rows, share_from):
     options = {"deterministic": True, "max_rows": max_rows, "share_from": share_from}
     runs = [conversations(make(**options), random.Random(seed)) for seed in (1, 2, 3)]
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_a_session_that_was_parked_is_not_waited_for_and_keeps_its_cache(make):
+def test_a_parked_session_keeps_its_cache_without_a_wait(make):
     client = make(deterministic=True, stall_timeout_s=5)
 
     async def turn(ids, session):
@@ -500,7 +543,7 @@ def test_a_session_that_was_parked_is_not_waited_for_and_keeps_its_cache(make):
     assert prefilled < length - len(PROMPTS[0])
 
 
-def test_a_session_that_never_comes_back_is_an_error_with_its_name(make):
+def test_a_session_that_never_returns_is_an_error_with_its_name(make):
     client = make(deterministic=True, stall_timeout_s=0.05)
 
     async def run():
@@ -512,7 +555,7 @@ def test_a_session_that_never_comes_back_is_an_error_with_its_name(make):
         asyncio.run(run())
 
 
-def test_a_paused_engine_goes_on_where_it_was(make):
+def test_a_paused_engine_continues_where_it_stopped(make):
     client = make()
 
     async def run():
@@ -549,10 +592,12 @@ def test_sleep_gives_the_cache_back_and_wake_serves_again(make):
     with pytest.raises(EngineError, match="call wake"):
         generate(client, PROMPTS, [SAMPLED] * 5)
     asyncio.run(client.wake())
-    assert [item.token_ids for item in generate(client, PROMPTS, [SAMPLED] * 5)] == [item.token_ids for item in expected]
+    assert [item.token_ids for item in generate(client, PROMPTS, [SAMPLED] * 5)] == [
+        item.token_ids for item in expected
+    ]
 
 
-def test_a_closed_engine_says_so_to_old_and_new_requests(make):
+def test_a_closed_engine_fails_old_and_new_requests(make):
     client = make()
 
     async def run():
@@ -569,3 +614,17 @@ def test_a_closed_engine_says_so_to_old_and_new_requests(make):
 def test_weights_from_files_are_refused_with_the_way_out(make):
     with pytest.raises(EngineError, match="kind='memory'"):
         asyncio.run(make().load(WeightRef(3, "full", "/nowhere")))
+
+
+def test_the_cache_is_no_larger_than_the_engine_says(build, tokenizer):
+    model = build("llama")
+    engine = Engine(model, tokenizer, 16, None, "auto")
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine.waiting = [engine.request([5] * 40, params, f"s{i}") for i in range(6)]
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, engine.describe()["cache_bytes"])
+    load = EngineLoad(sequences=6, held_out=0, ranks=1, prompt_tokens=40, longest=48)
+    planned = LocalClient.memory(shape_of(model), Precision(), {}, load)["KV cache"]
+    assert 0.3 * planned <= most <= planned

@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from rl4llm.core.errors import EngineError
-from rl4llm.inference.llama_decode import LlamaDecoder
-from rl4llm.inference.model_decode import ModelDecoder
+from rl4llm.inference.embedded.llama_decode import LlamaDecoder
+from rl4llm.inference.embedded.model_decode import ModelDecoder
+from rl4llm.inference.local import LocalClient
 from rl4llm.inference.paths import choose_decoder, context_limit, prove
 
 
@@ -18,13 +19,13 @@ def test_the_llama_family_takes_the_fast_path(build, name, dtype):
 def test_other_architectures_take_their_own_forward_and_say_why(build, name):
     choice = choose_decoder(build(name), "auto", 64)
     assert choice.decoder.name == "model"
-    assert "fast path does not fit" in choice.reason
+    assert "the fast path does not fit, since" in choice.reason
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gemma2", "llama_dynamic"])
 def test_the_models_own_forward_over_our_cache_is_proven_too(build, name):
     model = build(name)
-    assert prove(model, ModelDecoder(model), 64) < 1e-5
+    assert prove(model, ModelDecoder(model), 64).difference < 1e-5
 
 
 class DoubledOutput(nn.Linear):
@@ -46,7 +47,9 @@ def change_the_attention_scale_of_one_layer(model):
 
 
 def scale_the_embedding_in_forward(model):
-    model.model.embed_tokens.__class__ = type("Scaled", (nn.Embedding,), {"forward": lambda self, x: self.weight[x] * 2})
+    model.model.embed_tokens.__class__ = type(
+        "Scaled", (nn.Embedding,), {"forward": lambda self, x: self.weight[x] * 2}
+    )
 
 
 def change_the_activation(model):
@@ -63,9 +66,11 @@ def change_the_activation(model):
         change_the_activation,
     ],
 )
-def test_an_altered_model_falls_back_to_its_own_forward(build, alter):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_altered_model_falls_back_to_its_own_forward(build, alter, dtype):
     model = build("qwen3")
     alter(model)
+    model.to(dtype)
     assert choose_decoder(model, "auto", 96).decoder.name == "model"
     with pytest.raises(EngineError, match="path='fast' is impossible"):
         choose_decoder(model, "fast", 96)
@@ -73,7 +78,7 @@ def test_an_altered_model_falls_back_to_its_own_forward(build, alter):
 
 def test_a_decoder_notices_that_modules_were_replaced(build):
     model = build("qwen3")
-    decoder = LlamaDecoder(model)
+    decoder = LlamaDecoder(model, 96)
     assert decoder.serves(model)
     model.lm_head.weight.data = model.lm_head.weight.data + 1
     assert decoder.serves(model)
@@ -86,22 +91,36 @@ def test_an_unknown_path_is_refused_with_a_suggestion(build):
         choose_decoder(build("qwen3"), "fats", 96)
 
 
-def test_a_sliding_window_limits_the_context(build):
-    assert context_limit(build("mistral", sliding_window=40), None) == (40, "sliding_window")
-    with pytest.raises(EngineError, match="sliding_window of the model allows 40"):
-        context_limit(build("mistral", sliding_window=40), 64)
+def test_a_window_shortens_no_context_but_leaves_the_fast_path(build):
+    model = build("mistral", sliding_window=40)
+    assert context_limit(model, None) == (96, "max_position_embeddings")
+    assert choose_decoder(model, "auto", 40).decoder.name == "fast"
+    choice = choose_decoder(model, "auto", 41)
+    assert choice.decoder.name == "model"
+    assert "its window of 40 tokens is shorter than the context of 41" in choice.reason
 
 
 def test_the_context_is_at_most_what_the_model_allows(build):
     assert context_limit(build("qwen2"), None) == (96, "max_position_embeddings")
     assert context_limit(build("qwen2"), 50) == (50, "context_length")
-    with pytest.raises(EngineError, match="max_position_embeddings of the model allows 96"):
+    with pytest.raises(EngineError, match="max_position_embeddings of the model allows at most 96"):
         context_limit(build("qwen2"), 97)
 
 
-def test_a_recurrent_model_is_refused_by_name():
-    from transformers import MambaConfig, MambaForCausalLM
+def test_layers_that_the_engine_cannot_cache_are_refused_by_name():
+    from transformers import FalconH1Config, FalconH1ForCausalLM, MambaConfig, MambaForCausalLM
 
-    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50))
-    with pytest.raises(EngineError, match="MambaForCausalLM keeps"):
-        context_limit(model, 64)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 50}
+    both = FalconH1ForCausalLM(FalconH1Config(**small, num_attention_heads=2, num_key_value_heads=2))
+    with pytest.raises(EngineError, match="FalconH1ForCausalLM uses hybrid, which the embedded engine"):
+        context_limit(both, 64)
+    with pytest.raises(EngineError, match=r"the model path.*MambaForCausalLM"):  # it takes no past_key_values
+        choose_decoder(MambaForCausalLM(MambaConfig(**small)), "auto", 64)
+
+
+def test_a_slower_path_that_nobody_chose_is_reported(build, tokenizer):
+    for name, path, lines in (("gpt2", "auto", 1), ("gpt2", "model", 0), ("llama", "auto", 0)):
+        warned = []
+        LocalClient(build(name), tokenizer, path=path).report_to(warned.append)
+        assert len(warned) == lines, name
+        assert all("GPT2LMHeadModel is not one of LlamaForCausalLM" in text for text in warned)

@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from rl4llm.core.types import SamplingParams
-from rl4llm.inference.sampling import Sampler, keep_likely, uniforms
+from rl4llm.inference.embedded.sampling import LARGE, Sampler, draw, keep_likely, uniforms
 
 
 def one_by_one(seed, token):
-    """splitmix64 in plain integers."""
+    """Compute splitmix64 in plain integers."""
 
     def mix(state):
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
@@ -18,7 +18,7 @@ def one_by_one(seed, token):
     return (mix((mix(seed % 2**64 ^ golden) + (token + 1) * golden) % 2**64) >> 11) / 2**53
 
 
-def test_the_number_of_a_token_depends_on_its_seed_and_its_index_alone():
+def test_a_tokens_number_depends_on_its_seed_and_index_alone():
     seeds, starts = [0, 1, 2**63 - 1, 5], [0, 3, 100, 0]
     found = uniforms(seeds, starts, 7)
     for row, (seed, start) in enumerate(zip(seeds, starts, strict=True)):
@@ -34,7 +34,7 @@ def test_streams_of_neighbouring_seeds_are_uniform_and_unrelated():
     assert len(np.unique(numbers)) == numbers.size
 
 
-def test_a_stream_goes_on_where_it_was_when_the_rows_change():
+def test_a_stream_continues_unchanged_when_the_rows_change():
     logits = torch.randn(40, 2, 50)
     params = [SamplingParams(seed=seed) for seed in (3, 4)]
     whole = Sampler(params, [0, 0], torch.device("cpu"))
@@ -43,12 +43,16 @@ def test_a_stream_goes_on_where_it_was_when_the_rows_change():
     assert [second(step[1:])[0].item() for step in logits[7:]] == [tokens[1] for tokens in expected[7:]]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.9), (3, 1.0), (5, 0.7), (1, 0.1), (50, 0.999), (0, 1.0)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.5), (0, 0.9), (3, 1.0), (5, 0.7), (1, 0.1), (50, 0.999), (0, 1.0)]
+)
 def test_top_k_and_top_p_keep_what_the_reference_keeps(top_k, top_p, reference_filter):
     probs = (2 * torch.randn(6, 50, dtype=torch.float64)).softmax(-1)
     found = keep_likely(probs, torch.tensor([top_k] * 6), torch.tensor([top_p] * 6, dtype=torch.float64))
     for row in range(6):
-        assert found[row].tolist() == reference_filter(probs[row].tolist(), SamplingParams(top_k=top_k, top_p=top_p))
+        assert found[row].tolist() == reference_filter(
+            probs[row].tolist(), SamplingParams(top_k=top_k, top_p=top_p)
+        )
 
 
 def test_tokens_come_as_often_as_the_filtered_softmax_says():
@@ -63,7 +67,7 @@ def test_tokens_come_as_often_as_the_filtered_softmax_says():
     assert torch.allclose(logprobs, probs.log()[tokens], atol=1e-6)
 
 
-def test_rows_with_different_parameters_are_what_they_would_be_alone():
+def test_rows_with_different_parameters_do_not_interact():
     logits = 3 * torch.randn(5, 30)
     params = [
         SamplingParams(seed=1),
@@ -84,3 +88,21 @@ def test_nan_logits_give_nan_log_probs():
     logits[1, 3] = float("nan")
     _, logprobs = Sampler([SamplingParams()] * 2, [0, 0], torch.device("cpu"))(logits)
     assert logprobs.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("vocabulary", [49152, 151936, LARGE + 1])  # slices of 256 and 128 tokens, and none
+@pytest.mark.parametrize("spread", [0.0, 4.0])
+def test_slices_draw_what_the_whole_vocabulary_draws(vocabulary, spread):
+    torch.manual_seed(0)
+    weights = (torch.randn(64, vocabulary) * spread).softmax(-1)
+    weights[:, torch.rand(vocabulary) < 0.99] = 0.0
+    weights[0], weights[1, :-1] = float("nan"), 0.0
+    weights[1, -1] = 1.0
+    numbers = torch.rand(64, 1, dtype=torch.float64)
+    numbers[2:4], numbers[4:6] = 0.0, 1 - 2**-53
+    drawn = draw(weights, numbers)
+    whole = weights.cumsum(-1, dtype=torch.float64)
+    expected = torch.searchsorted(whole, numbers * whole[:, -1:], right=True)
+    assert (drawn >= 0).all() and (drawn < vocabulary).all()
+    assert (weights[1:].gather(1, drawn[1:]) > 0).all()
+    assert torch.equal(drawn[1:], expected[1:])

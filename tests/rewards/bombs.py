@@ -1,5 +1,7 @@
 """Answers that were made to hang, crash or feed the grader of mathematics; none of them is right."""
 
+import random
+
 BOMBS = [
     "9^{9^9}",
     "9^{9^{9^{9}}}",
@@ -62,3 +64,145 @@ BOMBS = [
     "\U0001d7d9" * 300,
     "\\begin{cases}" * 20 + "x" + "\\end{cases}" * 20,
 ]
+
+
+def _polynomials(rng):
+    a, b, c, d = (rng.randint(2, 99) for _ in range(4))
+    yield f"(x+{a})^{{30}}(x+{b})^{{30}}(x+{c})^{{30}}(x+{d})^{{30}}"
+    yield f"({'+'.join('abcdefgh')}+{a})^{{29}}({'+'.join('ijkl')})^{{29}}"
+    yield f"(x+{a})^{{{rng.randint(14, 30)}}}(y-{b})^{{{rng.randint(14, 30)}}}"
+    yield f"x^{{{rng.randint(300, 9999)}}}-{a}"
+    yield f"x^{{{rng.randint(100, 300)}}}-{a}x^{{{rng.randint(50, 99)}}}+{b}"
+    yield "".join(f"(x-{n + a})" for n in range(rng.randint(10, 60)))
+    yield "+".join(f"\\frac{{{a + n}}}{{x+{n}}}" for n in range(rng.randint(5, 20)))
+    yield f"\\frac{{x^{{{a + 100}}}-1}}{{x^{{{b}}}-1}}"
+
+
+def _roots(rng):
+    a, b = rng.randint(2, 999), rng.randint(100, 9999)
+    yield f"\\sqrt{{2^{{{b}}}+{a}}}"
+    yield f"\\sqrt[{rng.randint(2, 99)}]{{3^{{{b}}}+{a}}}"
+    yield "\\sqrt{" + "".join(f"{a + n}+\\sqrt{{" for n in range(rng.randint(3, 12))) + "2" + "}" * 40
+    yield "\\sqrt{" * (n := rng.randint(4, 10)) + f"{a}" + "}" * n
+    yield "+".join(f"\\sqrt{{{a + n}}}" for n in range(rng.randint(5, 40)))
+    yield "".join(f"(\\sqrt{{{a + n}}}+{n})" for n in range(rng.randint(4, 30)))
+    yield "\\frac{1}{" + "+".join(f"\\sqrt{{{a + 2 * n}}}" for n in range(rng.randint(3, 12))) + "}"
+    yield "".join(f"(1+\\sqrt[{n + 3}]{{{a}}})^{{9}}" for n in range(rng.randint(2, 9)))
+
+
+def _powers(rng):
+    a, b, c = rng.randint(2, 9), rng.randint(100, 9999), rng.randint(2, 99)
+    yield f"{a}^{{{b}^{{{c}}}}}"
+    yield f"((((1/{a})^{b})^{b})^{b})^{c}"
+    yield f"{a}^{{{b}}} + {c}^{{{b}}}"
+    yield f"({a}^{{{b}}})^{{{c}}}"
+    yield "\\cdot".join(f"{a + n}^{{{b}}}" for n in range(rng.randint(2, 9)))
+    yield f"x^{{y^{{{a}z}}}}" * rng.randint(5, 30)
+    yield f"e^{{e^{{e^{{{a}{'x' * rng.randint(0, 5)}}}}}}}"
+    yield f"0.{'1' * rng.randint(1, 50)}e{b}"
+    yield f"\\frac{{{a}^{{{b}}}-1}}{{{c}^{{{b}}}+1}}"
+
+
+def _functions(rng):
+    a, b = rng.randint(2, 999), rng.randint(100, 9999)
+    inner = "\\cos(" * (n := rng.randint(2, 9)) + f"{a}x" + ")" * n
+    yield inner
+    yield f"{inner[:60]}^{{{rng.randint(2, 29)}}}" * rng.randint(1, 5)
+    yield f"\\tan(10^{{{b}}})"
+    yield f"\\sin(\\frac{{\\pi}}{{{b}}})"
+    yield "+".join(f"\\cos(\\frac{{{n}\\pi}}{{{a}}})" for n in range(1, rng.randint(3, 15)))
+    yield f"\\log_{{{a}}}({a + 1}^{{{b}}})"
+    yield f"\\ln({a}^{{{b}}}+1)"
+    yield f"\\arctan(\\tan({b}^{{{rng.randint(2, 20)}}}))"
+    yield f"\\lfloor \\pi^{{{b}}} \\rfloor"
+    yield f"\\sin^{{{rng.randint(20, 99)}}}({a}x)\\cos^{{{rng.randint(20, 99)}}}(x)"
+    yield f"|{'|'.join(f'x-{a + n}' for n in range(rng.randint(2, 20)))}|"
+
+
+def _counts(rng):
+    a, b = rng.randint(2, 99), rng.randint(10**3, 10**12)
+    yield f"{b}!"
+    yield f"(({a}!)!)!"
+    yield f"{a}{'!' * rng.randint(2, 9)}"
+    yield f"\\sum_{{n=1}}^{{{b}}} \\frac{{1}}{{n^{{{a}}}}}"
+    yield f"\\prod_{{k={a}}}^{{{b}}} k"
+    yield f"\\int_0^{{{a}}} x^{{x^{{x}}}} dx"
+    yield f"\\lim_{{x \\to 0}} \\frac{{\\sin^{{{a}}} x}}{{x^{{{a}}}}}"
+    yield f"\\binom{{{b}}}{{{b // 2}}}"
+    yield f"{a}^{{{b}}} \\bmod {a + 1}"
+    yield f"F_{{{b}}}"
+
+
+def _collections(rng):
+    a, n = rng.randint(2, 9999), rng.randint(3, 60)
+    yield "\\{" + ", ".join(f"x_{{{a + k}}}" for k in range(n)) + "\\}"
+    yield "\\{" + ", ".join(f"\\sqrt{{{a + k}}}" for k in range(n)) + "\\}"
+    yield f"({a}, {a + 1}) \\cup " * (n // 2) + "(1, 2)"
+    yield "[" + ",".join(f"x+{a + k}" for k in range(n)) + "]"
+    rows = " \\\\ ".join(" & ".join(str(a + i * k) for i in range(7)) for k in range(1, 7))
+    yield f"\\begin{{pmatrix}} {rows} \\end{{pmatrix}}^{{{n}}}"
+    yield f"\\begin{{pmatrix}} {rows} \\end{{pmatrix}}^{{-1}}"
+    yield " \\pm ".join(str(a + k) for k in range(n // 3 + 2))
+    yield f"x^{{{n}}}+{a}x+1=0"
+    yield f"x^5-{a}x+{n} < \\sin x"
+
+
+def _markup(rng):
+    n, a = rng.randint(20, 2000), rng.randint(2, 99)
+    for opens, closes in (
+        ("\\boxed{", "}"),
+        ("(", ")"),
+        ("{", "}"),
+        ("\\left(", "\\right)"),
+        ("\\frac{1}{", "}"),
+    ):
+        yield opens * n + str(a) + closes * n
+    for repeated in (
+        "}",
+        "\\",
+        "a_",
+        "1+",
+        "--",
+        "\\text{",
+        "|",
+        "\u0660",
+        "\U0001d7d9",
+        "\x00",
+        "\ud800",
+        "1",
+        "x",
+    ):
+        yield repeated * n + str(a)
+
+
+def _replies(rng):
+    n = rng.randint(10**4, 10**6)
+    for repeated in (
+        "\\boxed{",
+        "The answer is 17. ",
+        "<think>",
+        "#### ",
+        "1",
+        " ",
+        "```python\n",
+        "<tool_call>",
+        "$$",
+    ):
+        yield repeated * n
+
+
+_FAMILIES = (_polynomials, _roots, _powers, _functions, _counts, _collections, _markup)
+_GOLDS = ("2\\sqrt{3}", "x^2+1", "18", "\\frac{7}{3}", "\\{1, 2\\}", "(0, 1]", "\\sqrt{2}+\\sqrt{5}", "x=3")
+
+
+def hostile(count, seed=0):
+    """Return `count` replies of every family with a ground truth that each of them misses; no two ask the same question."""
+    rng = random.Random(seed)
+    drawn = {}
+    while len(drawn) < count:
+        boxed = [f"\\boxed{{{answer}}}" for family in _FAMILIES for answer in family(rng)]
+        for reply in boxed + (
+            [f"\\boxed{{{bomb}}}" for bomb in BOMBS] + list(_replies(rng)) if not drawn else []
+        ):
+            drawn.setdefault(reply, rng.choice(_GOLDS))
+    return rng.sample(list(drawn.items()), count) if count else []

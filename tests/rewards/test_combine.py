@@ -19,10 +19,12 @@ def test_a_weight_of_zero_only_logs_a_reward():
     assert weighted_sum({"math": 1, "format": 0})(REWARDS).tolist() == [1.0, 0.0, 1.0]
 
 
-def test_a_reward_without_weight_and_a_weight_without_reward_are_refused():
+def test_rewards_and_weights_must_have_the_same_names():
     with pytest.raises(RewardError, match=r"no weight for 'format'.*Give 0"):
         weighted_sum({"math": 1.0})(REWARDS)
-    with pytest.raises(RewardError, match=r"reward='fromat' is unknown. Known: format, math. Did you mean 'format'"):
+    with pytest.raises(
+        RewardError, match=r"reward='fromat' is unknown. Known: format, math. Did you mean 'format'"
+    ):
         weighted_sum({"math": 1.0, "format": 1.0, "fromat": 1.0})(REWARDS)
 
 

@@ -103,13 +103,16 @@ def test_what_only_computer_algebra_can_tell_is_left_open(gold, answer):
 
 
 @pytest.mark.parametrize(
-    "text", ["1e5", "\u0661\u0668", "1,23,4", "--5", "$-$5", "1/0", "\\frac{1}{0}", "9" * 51, "", ".", "x", "1 2"]
+    "text",
+    ["1e5", "\u0661\u0668", "1,23,4", "--5", "$-$5", "1/0", "\\frac{1}{0}", "9" * 51, "", ".", "x", "1 2"],
 )
 def test_what_is_not_plainly_a_number_is_none(text):
     assert number(text) is None
 
 
-@pytest.mark.parametrize("unit", ["1", "1,", "(", "\\frac{1}", "18 ab ", " ", "\\text{", "\\text{a}", "a.", "-", "1/", "^2"])
+@pytest.mark.parametrize(
+    "unit", ["1", "1,", "(", "\\frac{1}", "18 ab ", " ", "\\text{", "\\text{a}", "a.", "-", "1/", "^2"]
+)
 def test_hostile_repetition_is_compared_without_harm(unit):
     assert same("18", unit * 200_000) is not True
     assert same("18", unit * (480 // len(unit))) is not True

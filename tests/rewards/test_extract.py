@@ -80,7 +80,7 @@ def test_the_last_number_is_read_whole(text, number):
     assert final_answer(text, "last_number") == number
 
 
-def test_auto_prefers_box_then_hash_then_words_then_the_last_number():
+def test_auto_prefers_box_then_hash_then_words_then_number():
     assert final_answer("the answer is 3\n#### 2\n\\boxed{1} 4") == "1"
     assert final_answer("the answer is 3\n#### 2\n 4") == "2"
     assert final_answer("the answer is 3\n 4") == "3"
@@ -96,13 +96,15 @@ def test_reasoning_is_no_answer():
     assert after_thinking("plain") == "plain"
 
 
-def test_an_answer_beyond_the_limit_comes_back_longer_than_the_limit():
+def test_an_answer_over_the_limit_stays_over_the_limit():
     boxes = ["\\boxed{" + "1" * 1000 + "}", "\\boxed{18" + " " * 1000 + "}"]
     for text in [*boxes, "#### " + "1" * 5000, "#### " + "1 " * 5000]:
         assert len(final_answer(text, max_chars=50)) > 50
 
 
-@pytest.mark.parametrize("unit", ["\\boxed{", "\\boxed{1}", "answer", "answer is ", "#### ", "1,", "<think>", "{", "$"])
+@pytest.mark.parametrize(
+    "unit", ["\\boxed{", "\\boxed{1}", "answer", "answer is ", "#### ", "1,", "<think>", "{", "$"]
+)
 def test_hostile_repetition_is_read_without_harm(unit):
     text = unit * (2_000_000 // len(unit))
     answer = final_answer(text)

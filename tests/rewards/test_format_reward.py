@@ -55,7 +55,7 @@ def test_every_departure_from_the_layout_scores_zero(reply):
     assert grade(reply) == 0.0
 
 
-def test_a_template_that_opened_the_reasoning_leaves_the_rest_to_the_reply():
+def test_think_opened_expects_no_opening_tag_in_the_reply():
     assert grade("a</think><answer>b</answer>", think_opened=True) == 1.0
     assert grade("<think>a</think><answer>b</answer>", think_opened=True) == 0.0
 
@@ -71,7 +71,10 @@ def test_tags_and_score_are_options():
 
 
 def test_only_the_last_reply_of_the_policy_counts():
-    right, wrong = ChatMessage("assistant", "<think>a</think><answer>b</answer>"), ChatMessage("assistant", "b")
+    right, wrong = (
+        ChatMessage("assistant", "<think>a</think><answer>b</answer>"),
+        ChatMessage("assistant", "b"),
+    )
     user = ChatMessage("user", "?")
     samples = [
         SampleState("p", 0, [user, wrong, user, right], None, init_msg_size=1),
@@ -81,12 +84,16 @@ def test_only_the_last_reply_of_the_policy_counts():
     assert FormatReward().score_batch(samples) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("options", [{}, {"think_opened": True}, {"answer": ""}, {"score": 0.2, "think": "plan"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"think_opened": True}, {"answer": ""}, {"score": 0.2, "think": "plan"}]
+)
 def test_the_examples_hold(options):
     check_examples([FormatReward(**options)])
 
 
-@pytest.mark.parametrize("options", [{"think": ""}, {"think": "a b"}, {"answer": "<answer>"}, {"answer": "think"}])
+@pytest.mark.parametrize(
+    "options", [{"think": ""}, {"think": "a b"}, {"answer": "<answer>"}, {"answer": "think"}]
+)
 def test_impossible_tags_are_refused(options):
     with pytest.raises(ConfigError, match=r"rewards\.format"):
         FormatReward(**options)

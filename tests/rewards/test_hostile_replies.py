@@ -7,7 +7,7 @@ import pytest
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.types import TokenSpan
 from rl4llm.rewards import as_reward_function
-from rl4llm.rewards.score import score
+from rl4llm.rewards.scoring import score
 
 REWARDS = [
     "math",
@@ -43,7 +43,9 @@ def reward(request):
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_hostile_reply_gets_a_finite_score(reward, name):
-    sample = SampleState("p", 0, [ChatMessage("user", "?"), ChatMessage("assistant", REPLIES[name])], "18", init_msg_size=1)
+    sample = SampleState(
+        "p", 0, [ChatMessage("user", "?"), ChatMessage("assistant", REPLIES[name])], "18", init_msg_size=1
+    )
     sample.spans = [TokenSpan.context([1]), TokenSpan((2,) * 5000, "policy", (-1.0,) * 5000, 0)]
     earned = score([sample], [reward]).reward.item()
     assert sample.failure is None and math.isfinite(earned)

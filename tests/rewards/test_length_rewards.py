@@ -8,11 +8,11 @@ from rl4llm.core.types import TokenSpan
 from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.length import LengthReward
 from rl4llm.rewards.overlong import OverlongPenalty
-from rl4llm.rewards.score import score
+from rl4llm.rewards.scoring import score
 
 
 def spoken(*turns):
-    """A sample whose policy sampled turns of so many tokens, each followed by ten tokens of context."""
+    """Return a sample with policy turns of the given lengths, each followed by ten tokens of context."""
     spans = [TokenSpan.context(range(10))]
     for length in turns:
         spans += [TokenSpan(tuple(range(length)), "policy", (0.0,) * length, 0), TokenSpan.context(range(10))]
@@ -39,14 +39,29 @@ def test_overlong_scales_with_its_factor_and_stops_at_it():
     assert [penalty.at(length) for length in lengths] == pytest.approx(expected, abs=1e-12)
 
 
-def test_overlong_counts_the_tokens_that_the_policy_sampled_over_all_turns():
+def test_overlong_counts_the_policys_tokens_over_all_turns():
     penalty = OverlongPenalty(max_length=100, buffer=20)
-    assert score([spoken(80), spoken(40, 50), spoken(200), spoken()], [penalty]).reward.tolist() == [0.0, -0.5, -1.0, 0.0]
+    assert score([spoken(80), spoken(40, 50), spoken(200), spoken()], [penalty]).reward.tolist() == [
+        0.0,
+        -0.5,
+        -1.0,
+        0.0,
+    ]
 
 
-def test_a_length_within_bounds_gets_the_full_score_and_falls_over_the_margin():
+def test_the_length_score_falls_linearly_outside_the_bounds():
     reward = LengthReward(min_length=10, max_length=20, margin=4)
-    assert [reward.at(length) for length in (5, 6, 8, 10, 20, 21, 22, 24, 99)] == [0, 0, 0.5, 1, 1, 0.75, 0.5, 0, 0]
+    assert [reward.at(length) for length in (5, 6, 8, 10, 20, 21, 22, 24, 99)] == [
+        0,
+        0,
+        0.5,
+        1,
+        1,
+        0.75,
+        0.5,
+        0,
+        0,
+    ]
 
 
 def test_without_a_margin_the_score_is_a_step():
@@ -54,9 +69,11 @@ def test_without_a_margin_the_score_is_a_step():
     assert [reward.at(length) for length in (0, 20, 21)] == [0.0, 0.0, -1.0]
 
 
-def test_tokens_are_those_of_the_policy_and_characters_those_it_said():
+def test_lengths_count_only_the_policys_tokens_and_characters():
     assert LengthReward(max_length=20).score_batch([spoken(20), spoken(10, 11)]) == [1.0, 0.0]
-    assert LengthReward(max_length=6, unit="chars").score_batch([said("abc", "def"), said("abc", "defg")]) == [1.0, 0.0]
+    assert LengthReward(max_length=6, unit="chars").score_batch(
+        [said("abc", "def"), said("abc", "defg")]
+    ) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [LengthReward(max_length=5), OverlongPenalty(max_length=5, buffer=2)])
@@ -67,18 +84,31 @@ def test_token_counts_cannot_come_from_messages(reward):
 
 @pytest.mark.parametrize("unit", ["chars", "tokens"])
 def test_the_examples_hold(unit):
-    check_examples([LengthReward(max_length=30, margin=7, unit=unit), OverlongPenalty(max_length=5, buffer=2)])
+    check_examples(
+        [LengthReward(max_length=30, margin=7, unit=unit), OverlongPenalty(max_length=5, buffer=2)]
+    )
 
 
-@pytest.mark.parametrize("bounds", [(3, 4, 0), (3, 0, -1), (-1, 0, 0)])
-def test_impossible_bounds_are_refused(bounds):
+@pytest.mark.parametrize(
+    ("bounds", "says"),
+    [
+        ((3, 4, 0), "min_length <= max_length"),
+        ((-1, 0, 0), "min_length <= max_length"),
+        ((3, 0, -1), r"length\.margin=-1 is not accepted: a whole number, 0 or above"),
+        ((3, -1, 0), r"length\.min_length=-1 is not accepted"),
+    ],
+)
+def test_impossible_bounds_are_refused(bounds, says):
     max_length, min_length, margin = bounds
-    with pytest.raises(ConfigError, match="min_length <= max_length"):
+    with pytest.raises(ConfigError, match=says):
         LengthReward(max_length=max_length, min_length=min_length, margin=margin)
 
 
 def test_an_unknown_unit_is_refused():
-    with pytest.raises(ConfigError, match=r"rewards\.length\.unit='token' is unknown.*Did you mean 'tokens'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rewards\.length\.unit='token' is not accepted: tokens or chars\. Did you mean 'tokens'",
+    ):
         LengthReward(max_length=3, unit="token")
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from bombs import BOMBS
+from bombs import BOMBS, hostile
 
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, DataError, RewardError
@@ -21,7 +21,8 @@ from rl4llm.rewards import math as math_module
 from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.score import score
+from rl4llm.rewards.replies import as_sample
+from rl4llm.rewards.scoring import score
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +61,29 @@ def in_loop(work):
 
 
 @pytest.mark.parametrize("run", [here, in_thread, in_loop])
-def test_bombs_score_exactly_zero_wherever_they_are_graded_and_leave_the_grader_alive(reward, run):
+def test_bombs_score_zero_and_leave_the_grader_alive(reward, run):
     gold = "2\\sqrt{3}"
     scores = run(lambda: reward.score_batch([finished(f"\\boxed{{{bomb}}}", gold) for bomb in BOMBS]))
     assert len(BOMBS) == 60 and scores == [0.0] * 60
     assert run(lambda: grade(reward, "\\sqrt{12}", gold)) == 1.0
 
 
+def test_hostile_replies_of_many_families_earn_nothing(reward, monkeypatch):
+    monkeypatch.setattr(reward.pool, "timeout_s", 0.2)
+    drawn = hostile(24)
+    assert len(dict(drawn)) == 24
+    scores = [
+        reward.score_batch([as_sample([ChatMessage("assistant", reply)], gold, {})])[0]
+        for reply, gold in drawn
+    ]
+    assert all(isinstance(score, RewardFailure) or score == 0.0 for score in scores)
+
+
 def test_a_grader_that_hangs_is_a_zero_with_a_reason_and_a_count(tmp_path, monkeypatch):
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\ndef same_answer(gold, answer):\n    time.sleep(600 * ('y' in answer))\n    return True\n")
+    slow.write_text(
+        "import time\ndef same_answer(gold, answer):\n    time.sleep(600 * ('y' in answer))\n    return True\n"
+    )
     monkeypatch.setattr(math_module, "_VERIFIER", f"{slow}:same_answer")
     reward = MathReward(timeout_s=2.0)
     samples = [finished("\\boxed{2y}", "2z"), finished("\\boxed{2x}", "2z")]
@@ -80,7 +94,7 @@ def test_a_grader_that_hangs_is_a_zero_with_a_reason_and_a_count(tmp_path, monke
     reward.close()
 
 
-def test_a_grader_that_cannot_start_fails_the_sample_and_never_scores_it(tmp_path, monkeypatch):
+def test_a_grader_that_cannot_start_fails_the_sample(tmp_path, monkeypatch):
     broken = tmp_path / "broken.py"
     broken.write_text("import a_module_that_is_not_there")
     monkeypatch.setattr(math_module, "_VERIFIER", f"{broken}:same_answer")
@@ -88,7 +102,9 @@ def test_a_grader_that_cannot_start_fails_the_sample_and_never_scores_it(tmp_pat
     samples = [finished("\\boxed{2y}", "2z"), finished("\\boxed{18}", "18")]
     scores = score(samples, [reward])
     assert scores.reward[0].isnan() and scores.reward[1] == 1.0
-    assert "could not be computed" in samples[0].failure and "a_module_that_is_not_there" in samples[0].failure
+    assert (
+        "could not be computed" in samples[0].failure and "a_module_that_is_not_there" in samples[0].failure
+    )
     assert samples[1].failure is None
     with pytest.raises(RewardFailure, match="a_module_that_is_not_there"):
         grade(reward, "2y", "2z")
@@ -186,7 +202,11 @@ def test_different_answers_are_wrong_however_close_they_look(reward, answer, gol
         ("\\boxed{18}, that is \\boxed{18.0}", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
         ("\\boxed{x(x+1)}, so \\boxed{x^2+x}", "x+x^2", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 0.0}),
         ("\\boxed{x+y}, so \\boxed{x^2+x}", "x+x^2", {"last": 1.0, "first": 0.0, "all": 0.0, "none": 0.0}),
-        ("".join(f"\\boxed{{{n}}} " for n in range(19)), "18", {"last": 1.0, "first": 0.0, "all": 0.0, "none": 0.0}),
+        (
+            "".join(f"\\boxed{{{n}}} " for n in range(19)),
+            "18",
+            {"last": 1.0, "first": 0.0, "all": 0.0, "none": 0.0},
+        ),
         ("\\boxed{18}", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
         ("The answer is 18.", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
     ],
@@ -204,12 +224,20 @@ def policies():
         reward.close()
 
 
-def test_boxes_play_no_part_where_answers_are_looked_for_elsewhere():
+def test_boxes_are_ignored_if_extract_is_hash():
     reward = MathReward(extract="hash", several_boxed="none")
     assert reward([ChatMessage("assistant", "\\boxed{1} \\boxed{2}\n#### 18")], "18") == 1.0
 
 
-def test_reasons_for_zero_are_noted_but_a_plain_wrong_answer_needs_none(reward):
+def test_boxes_in_boxes_are_not_compared_one_by_one(policies, monkeypatch):
+    asked = []
+    monkeypatch.setattr(math_module, "same", lambda gold, answer: asked.append(answer))
+    nested = "\\boxed{" * 1000 + "1" + "}" * 1000
+    assert policies["all"]([ChatMessage("assistant", nested + "\\boxed{" * 1000)], "2") == 0.0
+    assert len(asked) < 100
+
+
+def test_reasons_for_zero_are_noted_unless_the_answer_is_wrong(reward):
     samples = [finished("no idea", "x"), finished("\\boxed{9^{9^9}}", "x+1"), finished("\\boxed{17}", "18")]
     scores = score(samples, [reward])
     assert scores.reward.tolist() == [0.0, 0.0, 0.0]
@@ -219,27 +247,32 @@ def test_reasons_for_zero_are_noted_but_a_plain_wrong_answer_needs_none(reward):
 
 
 def test_only_what_the_policy_wrote_is_graded(reward):
-    shots = [ChatMessage("user", "1+1?"), ChatMessage("assistant", "\\boxed{2}"), ChatMessage("user", "again?")]
+    shots = [
+        ChatMessage("user", "1+1?"),
+        ChatMessage("assistant", "\\boxed{2}"),
+        ChatMessage("user", "again?"),
+    ]
     silent = SampleState("p", 0, shots, "2", init_msg_size=3)
     assert score([silent], [reward]).reward.tolist() == [0.0]
 
 
-def test_a_message_of_the_environment_after_the_answer_does_not_hide_it(reward):
+def test_a_later_environment_message_does_not_hide_the_answer(reward):
     sample = finished("\\boxed{18}", "18")
     sample.messages.append(ChatMessage("user", "Thank you, 17 was expected."))
     assert score([sample], [reward]).reward.tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
-    "gold", ["18", 18, 18.0, "#### 18", "She has 9 * 2 = 18.\n#### 18", "so \\boxed{18}", ["17", "18"], ("18",)]
+    "gold",
+    ["18", 18, 18.0, "#### 18", "She has 9 * 2 = 18.\n#### 18", "so \\boxed{18}", ["17", "18"], ("18",)],
 )
-def test_ground_truths_may_be_strings_numbers_solutions_and_lists(reward, gold):
+def test_ground_truth_may_be_string_number_solution_or_list(reward, gold):
     assert grade(reward, "18", gold) == 1.0
     assert grade(reward, "19", gold) == 0.0
 
 
 @pytest.mark.parametrize("gold", [None, "", "  ", [], [None], True, {"answer": 1}, "####", "x" * 5000])
-def test_a_ground_truth_that_is_none_fails_its_sample_alone(reward, gold):
+def test_an_invalid_ground_truth_fails_its_sample_alone(reward, gold):
     with pytest.raises(DataError, match="ground_truth="):
         grade(reward, "18", gold)
     samples = [finished("\\boxed{18}", gold), finished("\\boxed{18}", "18")]
@@ -256,17 +289,20 @@ def test_equal_questions_are_asked_once():
 
 def test_numbers_need_no_worker_at_all():
     reward = MathReward()
-    assert reward.score_batch([finished("\\boxed{1,234}", "1234"), finished("Answer: 17", "18")]) == [1.0, 0.0]
+    assert reward.score_batch([finished("\\boxed{1,234}", "1234"), finished("Answer: 17", "18")]) == [
+        1.0,
+        0.0,
+    ]
     assert reward.pool.pids() == []
 
 
 @pytest.mark.parametrize("options", [{"extract": "box"}, {"several_boxed": "all_equal"}])
 def test_unknown_options_are_refused_with_what_is_known(options):
-    with pytest.raises(ConfigError, match=rf"rewards\.math\.{next(iter(options))}=.*Known: "):
+    with pytest.raises(ConfigError, match=rf"rewards\.math\.{next(iter(options))}=.* is not accepted: "):
         MathReward(**options)
 
 
-def test_mathematics_is_right_against_itself_and_wrong_against_another(reward):
+def test_each_expression_equals_itself_and_no_other(reward):
     answers = [answer for row in known("math/train.jsonl.gz") if (answer := row["ground_truth"]).strip()]
     drawn = random.Random(0).sample(answers, 300)
     replies = [f"Therefore $x=\\boxed{{{answer}}}$." for answer in drawn]
@@ -276,7 +312,7 @@ def test_mathematics_is_right_against_itself_and_wrong_against_another(reward):
     assert sum(reward.score_batch([finished(*pair) for pair in others])) <= 1
 
 
-def test_every_gsm8k_answer_is_right_against_itself_and_wrong_against_another():
+def test_each_gsm8k_answer_equals_itself_and_no_other():
     solutions = [row["answer"] for row in known("gsm8k/test.jsonl")]
     reward = MathReward()
     for form in ("{}", "\\boxed{{{}}}", "The answer is ${}.", "#### {}"):
@@ -284,7 +320,9 @@ def test_every_gsm8k_answer_is_right_against_itself_and_wrong_against_another():
         own = [finished(reply, solution) for reply, solution in zip(replies, solutions, strict=True)]
         assert reward.score_batch(own) == [1.0] * len(solutions)
     others = [finished(solution, other) for solution, other in pairwise(solutions)]
-    expected = [float(_number(sample.messages[1].content) == _number(sample.ground_truth)) for sample in others]
+    expected = [
+        float(_number(sample.messages[1].content) == _number(sample.ground_truth)) for sample in others
+    ]
     assert reward.score_batch(others) == expected
     assert reward.pool.pids() == []
 
@@ -294,9 +332,9 @@ def _number(solution):
 
 
 def known(name):
-    """The rows of a file of problems that is not part of this repository."""
-    data = Path(os.environ.get("RL4LLM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / name
+    """Return the rows of a file of problems that is not part of this repository."""
+    data = Path(os.environ.get("RL4LLM_TEST_DATA", "RL4LLM_TEST_DATA")) / name
     if not data.exists():
-        pytest.skip(f"no {data}; set RL4LLM_TEST_DATA to a directory with {name}")
+        pytest.skip(f"set RL4LLM_TEST_DATA to a directory with {name}")
     with (gzip.open if data.suffix == ".gz" else open)(data, "rt") as file:
         return [json.loads(line) for line in file]

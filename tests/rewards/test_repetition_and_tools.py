@@ -1,4 +1,4 @@
-"""The penalty of repetition and the reward of tool use: bounded, and not to be had by writing what looks like it."""
+"""The repetition penalty and the tool-use reward are bounded, and text that imitates a tool call earns nothing."""
 
 import pytest
 
@@ -6,17 +6,25 @@ from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.core.types import TokenSpan
 from rl4llm.rewards import RepetitionPenalty, ToolUseReward, check_examples
-from rl4llm.rewards.score import score
+from rl4llm.rewards.scoring import score
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
 
 
 def said(*turns):
-    """A sample of (text of the policy, answers of tools) for each turn, after a prompt in which a tool was used."""
-    shown = [ChatMessage("user", "1+1?"), ChatMessage("assistant", CALL), ChatMessage("tool", "2"), ChatMessage("user", "?")]
+    """Return a sample of (text of the policy, answers of tools) per turn, after a prompt in which a tool was used."""
+    shown = [
+        ChatMessage("user", "1+1?"),
+        ChatMessage("assistant", CALL),
+        ChatMessage("tool", "2"),
+        ChatMessage("user", "?"),
+    ]
     sample = SampleState("p", 0, shown, "85", init_msg_size=len(shown))
     for text, answers in turns:
-        sample.messages += [ChatMessage("assistant", text), *(ChatMessage("tool", answer) for answer in answers)]
+        sample.messages += [
+            ChatMessage("assistant", text),
+            *(ChatMessage("tool", answer) for answer in answers),
+        ]
     return sample
 
 
@@ -39,11 +47,11 @@ def sampled(*turns):
         ([(CALL * 100 + " Tool: 85 <tool_response>85</tool_response>", [])], 0.0),
     ],
 )
-def test_tool_use_counts_what_the_environment_answered_and_is_bounded(turns, expected):
+def test_tool_use_counts_answered_calls_up_to_a_bound(turns, expected):
     assert score([said(*turns)], [ToolUseReward(max_calls=4)]).reward.tolist() == pytest.approx([expected])
 
 
-def test_turns_share_the_reward_of_tool_use_by_their_calls_that_worked():
+def test_turns_share_the_tool_reward_by_successful_calls():
     sample = said((CALL, ["85", "Error: no"]), (CALL, ["85"]), ("85", []))
     scores = score([sample], [ToolUseReward(per_turn=True)])
     assert sample.turn_rewards == pytest.approx({0: 1 / 3, 1: 1 / 3, 2: 0.0})
@@ -61,12 +69,12 @@ def test_turns_share_the_reward_of_tool_use_by_their_calls_that_worked():
         ([[7, 8] * 50_000], -(1 - 2 / 99_999)),
     ],
 )
-def test_repetition_costs_the_share_of_ngrams_that_were_there_before(turns, expected):
+def test_the_penalty_is_the_share_of_repeated_ngrams(turns, expected):
     penalty = RepetitionPenalty(n=2, allowed=0.0)
     assert score([sampled(*turns)], [penalty]).reward.tolist() == pytest.approx([expected])
 
 
-def test_a_little_repetition_is_allowed_and_the_penalty_has_a_bound():
+def test_a_little_repetition_is_free_and_the_penalty_bounded():
     penalty = RepetitionPenalty(n=1, allowed=0.5, factor=2.0)
     assert [penalty.at([1, 2, 1, 2]), penalty.at([1, 1, 1, 2])] == [0.0, 0.0]
     assert penalty.at([1, 1, 1, 1]) == pytest.approx(-1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from rl4llm.core.base_env import ChatMessage, SampleState
-from rl4llm.info import _first_sentence
+from rl4llm.extensions.inspect.info.inventory import first_sentence
 from rl4llm.rewards import REWARDS, as_reward_function, check_examples, score, weighted_sum
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 def test_the_table_has_every_reward_with_its_first_sentence():
     ours = [name for name in REWARDS if REWARDS[name].__module__.startswith("rl4llm.")]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE)
-    assert rows == [(name, _first_sentence(REWARDS[name])) for name in ours]
+    assert rows == [(name, first_sentence(REWARDS, name)) for name in ours]
 
 
 def test_the_rewards_of_its_code_hold_and_score(monkeypatch):

@@ -14,7 +14,7 @@ from rl4llm.core.errors import RewardError
 from rl4llm.rewards import RewardFailure
 from rl4llm.rewards.combine import weighted_sum
 from rl4llm.rewards.examples import check_examples
-from rl4llm.rewards.score import score
+from rl4llm.rewards.scoring import score
 
 
 class Told(BaseRewardFunction):
@@ -46,10 +46,31 @@ def same(left, right):
     return torch.allclose(left, torch.tensor(right, dtype=left.dtype), equal_nan=True)
 
 
-def test_scores_are_kept_by_name_and_one_reward_needs_no_transform():
+def test_scores_have_names_and_one_reward_needs_no_transform():
     scores = score(samples("a", "b"), [Told({"a": 0.1, "b": True})])
     assert scores.rewards["told"].tolist() == [0.1, 1.0] and scores.reward.tolist() == [0.1, 1.0]
     assert scores.reward.shape == (2,)
+
+
+def test_a_reward_that_edits_messages_does_not_affect_the_rest():
+    class Edits(BaseRewardFunction):
+        def __call__(self, messages, ground_truth, **kwargs):
+            messages[-1].tool_calls[0]["function"]["arguments"] = {"x": 1}
+            del messages[:]
+            return 0.0
+
+    class Looks(BaseRewardFunction):
+        def __call__(self, messages, ground_truth, **kwargs):
+            return float(messages == expected)
+
+    def conversation():
+        call = {"function": {"name": "add", "arguments": '{"x": 1}'}}
+        return [ChatMessage("user", "?"), ChatMessage("assistant", "", (call,))]
+
+    (sample,), expected = [SampleState("p", 0, conversation(), "", init_msg_size=1)], conversation()
+    scores = score([sample], [Edits("edits"), Looks("looks")], weighted_sum({"edits": 1.0, "looks": 1.0}))
+    assert scores.reward.tolist() == [1.0]
+    assert sample.messages == expected
 
 
 def test_a_transform_combines_several_rewards():
@@ -63,16 +84,18 @@ def test_no_samples_give_no_scores():
     assert score([], [Told({})]).reward.shape == (0,)
 
 
-def test_a_reward_that_raises_on_one_sample_fails_that_sample_alone():
+def test_a_reward_that_raises_fails_only_that_sample():
     batch = samples("a", "b", "c")
     scores = score(batch, [Told({"a": 1.0, "b": ValueError("no digits"), "c": 0.0})])
     assert same(scores.reward, [1.0, math.nan, 0.0])
-    assert batch[1].failure == "reward 'told' raised ValueError: no digits"
+    assert batch[1].failure.startswith(
+        "reward 'told' raised ValueError: no digits (tests/rewards/test_score.py:"
+    )
     assert batch[1].done and batch[1].stop_reason == "failed"
     assert batch[0].failure is None and batch[2].failure is None
 
 
-def test_a_reward_that_raises_is_asked_once_more_and_then_fails_the_sample_by_class():
+def test_a_reward_that_raises_is_retried_once():
     class Stumbles(Told):
         def __call__(self, messages, ground_truth, **kwargs):
             first = messages[-1].content not in self.seen
@@ -87,14 +110,14 @@ def test_a_reward_that_raises_is_asked_once_more_and_then_fails_the_sample_by_cl
     assert [sample.failure_class for sample in batch] == ["", "", "told/raised"]
 
 
-def test_a_reward_that_says_it_cannot_be_computed_is_not_asked_again():
+def test_a_reward_failure_is_not_retried():
     batch, told = samples("a"), Told({"a": RewardFailure("no worker")})
     told.score_batch = lambda samples: [told.seen.append("a") or RewardFailure("no worker")]
     assert score(batch, [told]).reward.isnan().all()
     assert batch[0].failure_class == "told/unavailable" and told.seen == ["a"]
 
 
-def test_an_async_reward_scores_all_samples_at_once_and_one_that_raises_fails_alone():
+def test_an_async_reward_scores_all_samples_at_once():
     class Later(Told):
         async def __call__(self, messages, ground_truth, **kwargs):
             waiting.append(messages)
@@ -105,7 +128,9 @@ def test_an_async_reward_scores_all_samples_at_once_and_one_that_raises_fails_al
     waiting, batch = [], samples("a", "b", "c")
     scores = score(batch, [Later({"a": 1.0, "b": ValueError("no digits"), "c": 0.0})])
     assert same(scores.reward, [1.0, math.nan, 0.0])
-    assert batch[1].failure == "reward 'told' raised ValueError: no digits"
+    assert batch[1].failure.startswith(
+        "reward 'told' raised ValueError: no digits (tests/rewards/test_score.py:"
+    )
 
 
 def conversation(*turns):
@@ -122,7 +147,7 @@ class Turns(Told):
         return [self.table[message.content] for message in messages if message.role == "assistant"]
 
 
-def test_a_reward_of_turns_goes_to_the_turns_and_not_through_the_transform():
+def test_turn_rewards_bypass_the_transform():
     batch = [conversation("a", "b"), conversation("b")]
     batch[0].reward_turn(0.25)
     turns, whole = Turns({"a": 0.5, "b": -1.0}, "turns"), Told({"noted": 2.0}, "whole")
@@ -144,7 +169,7 @@ def test_turns_of_a_sample_that_any_reward_failed_earn_nothing(value):
 
 
 @pytest.mark.parametrize("returned", [[1.0], [1.0] * 3, 1.0, None])
-def test_a_reward_of_turns_has_one_number_for_each_turn_of_the_policy(returned):
+def test_turn_rewards_have_one_number_per_policy_turn(returned):
     class Other(Turns):
         def __call__(self, messages, ground_truth, **kwargs):
             return returned
@@ -154,7 +179,7 @@ def test_a_reward_of_turns_has_one_number_for_each_turn_of_the_policy(returned):
     assert "for 2 turns of the policy; a list with a number for each is accepted" in batch[0].failure
 
 
-def test_a_reward_that_exits_fails_the_sample_and_not_the_trainer():
+def test_a_reward_that_exits_fails_only_the_sample():
     batch = samples("a", "b")
     assert same(score(batch, [Told({"a": SystemExit(0), "b": 1.0})]).reward, [math.nan, 1.0])
     assert "sys.exit" in batch[0].failure
@@ -165,7 +190,7 @@ def test_ctrl_c_in_a_reward_is_not_swallowed():
         score(samples("a"), [Told({"a": KeyboardInterrupt()})])
 
 
-def test_a_reward_that_always_raises_fails_every_sample_and_scores_none_of_them():
+def test_a_reward_that_always_raises_fails_every_sample():
     batch = samples("a", "b")
     scores = score(batch, [Told({"a": KeyError("x"), "b": KeyError("y")})])
     assert scores.reward.isnan().all() and all("raised KeyError" in sample.failure for sample in batch)
@@ -261,7 +286,7 @@ def test_a_reward_error_of_a_reward_stops_the_run():
         score(samples("a"), [Told({"a": RewardError("asks for a column")})])
 
 
-def test_a_reward_beyond_its_time_limit_fails_its_samples_by_name():
+def test_a_reward_over_its_time_limit_fails_its_samples():
     release = threading.Event()
 
     class Hangs(Told):
@@ -307,7 +332,7 @@ def test_examples_that_hold_pass_in_silence():
     check_examples([Told({"a": 0.3, "b": 0.0}, examples=[example("a", 0.3), example("b", 0.0)]), Told({})])
 
 
-def test_examples_that_do_not_hold_are_listed_with_expected_and_got():
+def test_failed_examples_are_listed_with_expected_and_actual():
     table = {"a": 0.0, "b": 0.0, "c": ValueError("cannot"), "d": math.nan}
     examples = [example("a", 1.0), example("b", 0.0), example("c", 1.0), example("d", 1.0)]
     with pytest.raises(RewardError) as caught:

@@ -14,16 +14,36 @@ import psutil
 import pytest
 
 from rl4llm.core.errors import ConfigError
+from rl4llm.rewards import pool as pool_module
+from rl4llm.rewards.fork_server import ForkServer
 from rl4llm.rewards.pool import Crash, RewardFailure, Timeout, Unavailable, VerifierPool
 
 FUNCTIONS = """
 import os, signal, sys, time
 
+def note(what):
+    with open(__file__ + "." + what, "a") as file:
+        file.write(what)
+
+note("import")
+
 def act(what, value=0):
     if what == "sleep":
+        note("sleep")
         time.sleep(value)
     elif what == "burn":
         9 ** 9 ** 9
+    elif what == "burn_and_die":
+        while time.process_time() < value:
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "yield":
+        if os.path.exists(value):
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        started = time.process_time()
+        while time.process_time() < started + 0.05:
+            pass
     elif what == "eat":
         return len(bytearray(value))
     elif what == "die":
@@ -85,7 +105,12 @@ def wait_until_gone(pids, seconds=20.0):
 
 
 def children():
-    return psutil.Process().children()
+    return psutil.Process().children(recursive=True)
+
+
+def times(entry, what):
+    """Return how often a process noted that."""
+    return Path(entry.replace(":act", f".{what}")).read_text().count(what)
 
 
 def test_results_come_back_in_the_order_of_the_tasks(pool):
@@ -106,11 +131,125 @@ def test_work_is_spread_over_the_workers(pool):
 
 
 @pytest.mark.parametrize("bomb", [["sleep", 600], ["burn"]])
-def test_a_task_that_hangs_is_a_timeout_and_leaves_the_others_alone(hasty_pool, bomb):
+def test_a_task_that_hangs_times_out_without_affecting_others(hasty_pool, bomb):
     outcomes = hasty_pool.map([["give", 1], bomb, ["give", 2], ["give", 3]])
     assert outcomes == [1, Timeout("took more than 1.5 s"), 2, 3]
     assert hasty_pool.map([["give", 4]]) == [4]
     assert hasty_pool.counts["timeout"] == 1
+
+
+def test_a_killed_worker_is_replaced_without_an_import(pool, entry):
+    before = {child.pid for child in children()}
+    for round_ in range(3):
+        assert isinstance(pool.map([["die", int(signal.SIGKILL)]])[0], Crash)
+        assert pool.map([["give", round_], ["give", 1]]) == [round_, 1]
+    assert pool.counts["started"] > 6 and times(entry, "import") == 1
+    pool.warm_up()
+    expected = 1 + pool.workers + 1  # the process that forks, the workers, and one in reserve
+    deadline = time.monotonic() + 20
+    while (
+        len(running := {child.pid for child in children()} - before) < expected
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    assert len(running) == expected and all(alive(pid) for pid in running)
+
+
+def test_a_timeout_is_remembered_and_not_computed_again(hasty_pool, entry):
+    for other in range(2):
+        outcomes = hasty_pool.map([["sleep", 600], ["give", other], ["sleep", 0]])
+        assert outcomes == [Timeout("took more than 1.5 s"), other, 0]
+    assert times(entry, "sleep") == 3
+    assert (hasty_pool.counts["timeout"], hasty_pool.counts["remembered"]) == (2, 1)
+
+
+def test_the_oldest_timeouts_are_forgotten_first(entry, monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_REMEMBERED", 1)
+    pool = VerifierPool(entry, workers=1, timeout_s=0.5)
+    for seconds in (600, 601, 601, 600):
+        assert isinstance(pool.map([["sleep", seconds]])[0], Timeout)
+    assert times(entry, "sleep") == 3 and pool.counts["remembered"] == 1
+    pool.close()
+
+
+def test_a_killed_process_that_forks_workers_is_replaced(pool, entry):
+    pool.warm_up()
+    before = pool.pids()
+    server = psutil.Process(before[0]).parent()
+    assert server.pid != os.getpid()
+    server.kill()
+    assert pool.map([["sleep", 0.2], ["give", 1], ["sleep", 0.2]]) == [0.2, 1, 0.2]
+    assert pool.map([["die", int(signal.SIGKILL)], ["give", 2]])[1] == 2
+    assert times(entry, "import") == 2 and wait_until_gone([*before, server.pid]) == []
+
+
+def test_the_forking_process_found_dead_during_the_last_task(pool, entry, monkeypatch):
+    pool.warm_up()
+    found_dead = iter([False, True])  # at the second look every task is under way, and none waits
+    monkeypatch.setattr(ForkServer, "died", property(lambda server: next(found_dead, False)))
+    assert pool.map([["give", 1], ["sleep", 0.5]]) == [1, 0.5]
+    assert times(entry, "import") == 2
+
+
+@pytest.fixture
+def busy_processor(tmp_path, monkeypatch):
+    """Create a file; while it exists, tasks "yield" to a process that keeps their processor busy."""
+    code = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    marker = tmp_path / "busy"
+    marker.touch()
+    monkeypatch.setattr(pool_module, "PATIENCE", 6)
+    yield marker
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processor time is read from /proc")
+def test_a_task_kept_from_running_gets_more_time(entry, busy_processor):
+    pool = VerifierPool(entry, workers=1, timeout_s=0.4)
+    pool.warm_up()
+    (pid,) = pool.pids()
+
+    def let_run():
+        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setaffinity(pid, os.sched_getaffinity(0))
+
+    timer = threading.Timer(0.8, let_run)
+    timer.start()
+    assert pool.map([["yield", str(busy_processor)]]) == [str(busy_processor)]
+    timer.join()
+    assert pool.counts["started"] == 1
+    pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processor time is read from /proc")
+def test_a_task_that_never_ran_is_unavailable_and_asked_again(entry, busy_processor):
+    pool = VerifierPool(entry, workers=1, timeout_s=0.2)
+    (outcome,) = pool.map([["yield", str(busy_processor)]])
+    assert isinstance(outcome, Unavailable) and "processor time in" in outcome.reason
+    busy_processor.unlink()
+    assert pool.map([["yield", str(busy_processor)]]) == [str(busy_processor)]
+    pool.close()
+
+
+def test_both_attempts_at_a_task_share_one_limit(entry):
+    pool = VerifierPool(entry, workers=1, timeout_s=1.0)
+    assert pool.map([["burn_and_die", 0.6]]) == [Timeout("took more than 1 s")]
+    pool.close()
+
+
+def test_no_answer_waits_until_a_killed_worker_is_gone(entry):
+    pool = VerifierPool(entry, workers=2, timeout_s=0.5)
+    pool.warm_up()
+    server = psutil.Process(pool.pids()[0]).parent()
+    server.suspend()
+    try:
+        assert pool.map([["sleep", 600], ["give", 1]]) == [Timeout("took more than 0.5 s"), 1]
+    finally:
+        server.resume()
+    pool.warm_up()
+    assert psutil.Process(pool.pids()[0]).parent() == server
+    pool.close()
 
 
 def test_a_task_that_eats_memory_gets_no_more_than_the_limit(entry):
@@ -121,7 +260,7 @@ def test_a_task_that_eats_memory_gets_no_more_than_the_limit(entry):
     pool.close()
 
 
-def test_a_task_that_kills_its_process_every_time_is_a_crash_that_names_the_signal(pool):
+def test_a_task_that_always_crashes_names_the_signal(pool):
     outcomes = pool.map([["die", int(signal.SIGSEGV)], ["give", 1]])
     assert outcomes[0] == Crash("the worker process died 2 times, at last: killed by SIGSEGV")
     assert outcomes[1] == 1
@@ -232,7 +371,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_workers(pool):
     assert all(os.getpgid(pid) != os.getpgid(0) for pid in pool.pids())
 
 
-def test_a_forked_child_gets_workers_of_its_own_and_leaves_those_of_its_parent(pool):
+def test_a_forked_child_starts_new_workers(pool):
     pool.warm_up()
     before = pool.pids()
     answers = []
@@ -255,7 +394,7 @@ def test_a_forked_child_gets_workers_of_its_own_and_leaves_those_of_its_parent(p
     assert pool.pids() == before
 
 
-def test_a_worker_that_cannot_start_is_unavailable_with_the_reason(tmp_path):
+def test_a_worker_that_cannot_start_reports_the_reason(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import a_module_that_is_not_there")
     pool = VerifierPool(f"{broken}:act")
@@ -291,6 +430,11 @@ def test_workers_get_no_keys_and_no_accelerator_and_hash_alike(pool, monkeypatch
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["PYTHONHASHSEED"] == "0"
 
 
+def test_a_search_path_may_hold_what_python_ignores(pool, monkeypatch):
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
+    assert pool.map([["give", 2]]) == [2]
+
+
 def test_close_ends_all_processes_and_reaps_them(pool):
     pool.warm_up()
     pids = pool.pids()
@@ -308,11 +452,14 @@ def test_a_forgotten_pool_ends_its_processes(entry):
 
 
 PARENT = """
-import json, sys, threading
+import json, sys, time, psutil
 from rl4llm.rewards.pool import VerifierPool
 pool = VerifierPool(sys.argv[1], workers=2, timeout_s=60.0)
 pool.warm_up()
-print(json.dumps(pool.pids()), flush=True)
+deadline = time.monotonic() + 20
+while len(children := psutil.Process().children(recursive=True)) < 4 and time.monotonic() < deadline:
+    time.sleep(0.01)  # the process that forks, the workers, and one in reserve
+print(json.dumps([child.pid for child in children]), flush=True)
 if sys.argv[2] == "busy":
     pool.map([["burn"], ["sleep", 600]])
 elif sys.argv[2] == "idle":
@@ -324,10 +471,14 @@ elif sys.argv[2] == "idle":
 def test_no_worker_outlives_a_parent_that_was_killed(entry, state):
     root = Path(__file__).parents[2]
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, entry, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, text=True
+        [sys.executable, "-c", PARENT, entry, state],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=root,
+        text=True,
     )
     pids = json.loads(parent.stdout.readline())
-    assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    assert len(pids) == 4 and all(alive(pid) for pid in pids)
     time.sleep(0.3)
     parent.kill()
     parent.communicate()
@@ -336,14 +487,18 @@ def test_no_worker_outlives_a_parent_that_was_killed(entry, state):
 
 def test_no_worker_outlives_a_parent_that_ends_without_closing(entry):
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", PARENT, entry, "end"], capture_output=True, cwd=root, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, entry, "end"], capture_output=True, cwd=root, text=True, check=True
+    )
     assert wait_until_gone(json.loads(done.stdout)) == []
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("limits", [{"workers": 0}, {"timeout_s": 0}, {"memory_bytes": -1}, {"start_timeout_s": 0}])
+@pytest.mark.parametrize(
+    "limits", [{"workers": 0}, {"timeout_s": 0}, {"memory_bytes": -1}, {"start_timeout_s": 0}]
+)
 def test_limits_that_cannot_work_are_refused_by_name(limits):
-    with pytest.raises(ConfigError, match=f"{next(iter(limits))}=.* above 0"):
+    with pytest.raises(ConfigError, match=rf"VerifierPool\.{next(iter(limits))}=.*(above 0|1 or above)\."):
         VerifierPool("operator:add", **limits)
 
 

@@ -8,7 +8,7 @@ import torch
 from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.rewards import Clip, Gate, RewardFailure, Scale, Threshold, as_reward_function, check_examples
-from rl4llm.rewards.score import score
+from rl4llm.rewards.scoring import score
 
 
 class Number(BaseRewardFunction):
@@ -66,7 +66,12 @@ def test_scores_are_changed_as_the_wrapper_says(make, expected):
 
 
 def test_a_configuration_may_nest_them():
-    spec = {"name": "gate", "reward": {"name": "scale", "reward": "format", "factor": 0.5}, "by": "math", "label": "layout"}
+    spec = {
+        "name": "gate",
+        "reward": {"name": "scale", "reward": "format", "factor": 0.5},
+        "by": "math",
+        "label": "layout",
+    }
     wrapped = as_reward_function(spec)
     reply = "<think>9*2</think><answer>{}</answer>"
     batch = samples(reply.format("18"), reply.format("17"), "18")
@@ -79,7 +84,12 @@ def test_a_configuration_may_nest_them():
 
 @pytest.mark.parametrize("value", [RewardFailure("no worker"), math.nan, None, "1", ValueError("broken")])
 @pytest.mark.parametrize(
-    "make", [lambda inner: Clip(inner, 0, 1), lambda inner: Threshold(inner, 0.5), lambda inner: Gate(Number(), inner)]
+    "make",
+    [
+        lambda inner: Clip(inner, 0, 1),
+        lambda inner: Threshold(inner, 0.5),
+        lambda inner: Gate(Number(), inner),
+    ],
 )
 def test_what_fails_inside_fails_the_sample_and_is_never_a_score(make, value):
     class Fails(Number):
@@ -98,7 +108,7 @@ def test_tensors_are_changed_too():
     assert score(samples("1", "2"), [Clip(halves, 0, 1)]).reward.tolist() == [1.0, 1.0]
 
 
-def test_turns_are_changed_one_by_one_and_a_shut_gate_gives_none_of_them_anything():
+def test_wrappers_apply_to_each_turn_and_a_gate_zeroes_all():
     batch = samples("1", "2")
     for sample in batch:
         sample.messages += [ChatMessage("tool", "?"), ChatMessage("assistant", sample.messages[-1].content)]
@@ -133,7 +143,10 @@ def test_examples_of_what_is_wrapped_are_checked_too():
         (lambda: Gate(Number(), Number(turns=True)), "a reward of whole episodes"),
         (lambda: as_reward_function({"name": "clip", "reward": "format", "hi": 1}), "Did you mean 'high'"),
         (lambda: as_reward_function({"name": "clip", "high": 1}), "needs the option reward"),
-        (lambda: as_reward_function({"name": "gate", "reward": "format", "by": "mth"}), "Did you mean 'math'"),
+        (
+            lambda: as_reward_function({"name": "gate", "reward": "format", "by": "mth"}),
+            "Did you mean 'math'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):

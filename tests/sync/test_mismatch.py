@@ -7,7 +7,7 @@ import torch
 
 from rl4llm.core.errors import MismatchError
 from rl4llm.core.types import TrainBatch
-from rl4llm.sync.mismatch import check_mismatch, summarize_mismatch, token_mismatch
+from rl4llm.sync.verify import check_mismatch, summarize_mismatch, token_mismatch
 
 
 def batch(sampled_BT):
@@ -17,14 +17,22 @@ def batch(sampled_BT):
 
 
 def means(sampled, trained):
-    """What a backend makes of the metrics of each token: means, and a maximum."""
+    """Reduce the metrics of each token as a backend does: means, and a maximum."""
     metrics = token_mismatch(batch(torch.tensor([sampled])), torch.tensor([trained]))
-    return {name: (values.max() if name.endswith("/max") else values.mean()).item() for name, values in metrics.items()}
+    return {
+        name: (values.max() if name.endswith("/max") else values.mean()).item()
+        for name, values in metrics.items()
+    }
 
 
 def test_equal_log_probs_are_no_mismatch():
     found = summarize_mismatch(means([-1.0, -2.0], [-1.0, -2.0]))
-    assert found == {"mismatch/mean": 0, "mismatch/max": 0, "mismatch/k3": 0, "mismatch/ess": pytest.approx(1)}
+    assert found == {
+        "mismatch/mean": 0,
+        "mismatch/max": 0,
+        "mismatch/k3": 0,
+        "mismatch/ess": pytest.approx(1),
+    }
 
 
 def test_each_number_is_what_its_definition_says():
@@ -33,12 +41,16 @@ def test_each_number_is_what_its_definition_says():
     assert found["loss"] == 3.0
     assert found["mismatch/mean"] == pytest.approx(0.2)
     assert found["mismatch/max"] == pytest.approx(0.3)
-    assert found["mismatch/k3"] == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 2, rel=1e-5)
-    assert found["mismatch/ess"] == pytest.approx(sum(ratios) ** 2 / (2 * sum(ratio**2 for ratio in ratios)), rel=1e-5)
+    assert found["mismatch/k3"] == pytest.approx(
+        sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 2, rel=1e-5
+    )
+    assert found["mismatch/ess"] == pytest.approx(
+        sum(ratios) ** 2 / (2 * sum(ratio**2 for ratio in ratios)), rel=1e-5
+    )
     assert not any("weight" in name for name in found)
 
 
-def test_k3_estimates_the_divergence_of_the_trainer_from_the_engine_that_sampled():
+def test_k3_estimates_the_divergence_of_trainer_and_engine():
     torch.manual_seed(0)
     engine_V, trainer_V = torch.randn(2, 8).log_softmax(-1)
     tokens = torch.multinomial(engine_V.exp(), 200_000, replacement=True)
@@ -50,12 +62,12 @@ def test_k3_estimates_the_divergence_of_the_trainer_from_the_engine_that_sampled
 
 
 @pytest.mark.parametrize("mean", [0.0101, math.inf, math.nan])
-def test_a_mean_beyond_the_limit_stops_and_the_message_has_both_numbers(mean):
+def test_a_mismatch_beyond_the_limit_stops_with_both_numbers(mean):
     with pytest.raises(MismatchError, match=r"mismatch.stop_above=0.01 \(largest 0.5\).*Next:"):
         check_mismatch({"mismatch/mean": mean, "mismatch/max": 0.5}, 0.01)
 
 
-def test_within_the_limit_without_one_and_without_tokens_training_goes_on():
+def test_a_mismatch_within_the_limit_does_not_stop_training():
     check_mismatch({"mismatch/mean": 0.01, "mismatch/max": 0.5}, 0.01)
     check_mismatch({"mismatch/mean": 9.0, "mismatch/max": 9.0}, None)
     check_mismatch({"update/empty": 1.0}, 0.01)

@@ -12,10 +12,12 @@ import pytest
 
 
 class Screen:
-    """Runs a command in a terminal of so many columns; `lines()` is what stands on its screen when it has ended."""
+    """Runs a command in a terminal of `columns` columns; `lines()` is its screen when it has ended."""
 
     def __init__(self, command, columns=80, rows=40, **environ):
-        pyte = pytest.importorskip("pyte", reason="pip install 'rl4llm[dev]' brings pyte, which reads the screen")
+        pyte = pytest.importorskip(
+            "pyte", reason="pip install 'rl4llm[dev]' brings pyte, which reads the screen"
+        )
         self.columns = columns
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
@@ -43,7 +45,7 @@ class Screen:
         os.write(self._ours, text.encode())
 
     def ended(self):
-        """The exit code."""
+        """Return the exit code."""
         while self._read():
             pass
         os.close(self._ours)

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from rl4llm.tracking.alerts import CALM, RULES, Alerts
+from rl4llm.tracking.alerts import CALM, COLLAPSED, LARGE, RULES, TRUNCATED, Alerts
+from rl4llm.tracking.glossary import find
 
 HEALTHY = {
     "groups/zero_spread": 0.4,
@@ -26,7 +27,7 @@ LEARNED = [  # the first steps of a quickstart, and then some of its later ones
 
 
 def told(rows):
-    """What is said of these steps: (step, name, until when it was there if it is over)."""
+    """Return the alerts of these steps: (step, name, last step if it is over)."""
     alerts, found = Alerts(), []
     for step, row in enumerate(rows, 1):
         found += [(step, alert.name, alert.until) for alert in alerts.take(step, HEALTHY | row)]
@@ -40,12 +41,14 @@ SICK = {
     "growing mismatch": {"mismatch/mean": 0.05},
     "no gradient": {"grad_norm": 0.0},
     "failing part": {"part/web/failures": 6.0, "part/web/trajectories": 2.0, "part/sums/trajectories": 120.0},
+    "broken tool": {"tool/sql/calls": 40.0, "tool/sql/raised/NameError at sql.py:9": 36.0},
+    "failing calls": {"env/tool_calls": 0.25, "env/tool_errors": 0.25},
     "timeouts": {"failures/math/timeout": 2.0, "played_again/llm_judge/timeout": 3.0, "failures": 2.0},
 }
 
 
 @pytest.mark.parametrize("name", SICK)
-def test_a_run_that_falls_ill_is_told_once_and_once_when_it_is_well_again(name):
+def test_an_alert_is_reported_once_when_it_begins_and_ends(name):
     begin, sick = 6, 12
     found = told([{}] * begin + [SICK[name]] * sick + [{}] * 10)
     assert [(other, until) for _, other, until in found] == [(name, None), (name, begin + sick)]
@@ -54,7 +57,7 @@ def test_a_run_that_falls_ill_is_told_once_and_once_when_it_is_well_again(name):
 
 
 @pytest.mark.parametrize("name", SICK)
-def test_a_sign_that_comes_and_goes_is_not_told(name):
+def test_a_sign_that_comes_and_goes_raises_no_alert(name):
     assert told([{}] * 6 + [SICK[name], SICK[name], {}] * 20) == []
 
 
@@ -62,22 +65,40 @@ def test_all_rules_have_a_sick_run_here():
     assert {rule.name for rule in RULES} == SICK.keys()
 
 
+def test_the_glossary_explains_the_metric_of_each_rule():
+    metrics = {rule.name: find(rule.metric) for rule in RULES}
+    assert {name: metric.name for name, metric in metrics.items()} == {
+        rule.name: rule.metric for rule in RULES
+    }
+    assert all(metric.healthy for metric in metrics.values())
+    assert metrics["everything truncated"].healthy == f"below {TRUNCATED}, where an alert begins"
+    assert metrics["growing mismatch"].healthy.endswith(f"an alert begins above {LARGE}")
+    assert metrics["entropy collapse"].healthy == f"above {COLLAPSED * 100:g} % of its first values"
+    assert find("surprise").healthy == metrics["entropy collapse"].healthy
+
+
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"surprise": nats, "accuracy": share, "reward/mean": share} for nats, share in LEARNED + LEARNED[-1:] * 9],
+        [
+            {"surprise": nats, "accuracy": share, "reward/mean": share}
+            for nats, share in LEARNED + LEARNED[-1:] * 9
+        ],
         [{"groups/zero_spread": 1.0, "groups/count": 2.0}] * 31,  # 62 groups of a hard task, by chance
         [{"mismatch/mean": 3e-7 * (step + 1)} for step in range(60)],  # fp32: grows, and is nothing
         [{"mismatch/mean": 0.05}] * 60,  # a quantized engine, as it always was
         [{"grad_norm": None, "critic/grad_norm": 0.2}] * 60,  # the critic warms up
         [{"grad_norm": None, "skipped": 1.0}] * 60,  # told, and stopped, by another rule
         [{"truncated": 0.9, "failures/env/raised": 12.0, "failures": 12.0}] * 60,
+        [{"env/tool_calls": 2.0, "env/tool_errors": 1.9, "tool/sql/calls": 40.0}] * 60,
+        [{"tool/sql/calls": 40.0, "tool/sql/raised/KeyError at sql.py:9": 12.0}] * 60,
+        [{"env/tool_calls": 1 / 64, "env/tool_errors": 1 / 64}] * 39,  # of 128 attempts, two call
         [{"part/web/failures": 2.0, "part/web/trajectories": 6.0, "failures": 2.0}] * 60,
         [{"failures/math/timeout": 1.0, "failures": 1.0}] * 60,  # of 128
         [{"reward/mean": math.nan, "mismatch/mean": math.nan, "surprise": math.nan, "truncated": None}] * 60,
     ],
 )
-def test_what_is_well_is_not_told(rows):
+def test_healthy_metrics_raise_no_alert(rows):
     assert told([{}] * 5 * ("mismatch/mean" not in rows[0]) + rows) == []
 
 
@@ -88,16 +109,29 @@ def test_a_run_without_groups_or_rollouts_is_watched_too():
     assert [(alert.name, alert.step, alert.since) for alert in found] == [("no gradient", 5, 1)]
 
 
-def test_an_alert_says_what_was_seen_since_when_why_it_matters_and_where_to_look():
+def test_an_alert_has_what_since_when_why_and_where_to_look():
     alerts = Alerts()
     found = [alert for step in range(1, 9) for alert in alerts.take(step, HEALTHY | SICK["constant reward"])]
     text = str(found[0])
-    for part in ("since step 1", "all attempts earn the same, 0.5", "Nothing can be learned", "rollout.group_size"):
+    for part in (
+        "since step 1",
+        "all samples of every group have the same reward, 0.5",
+        "Zero-variance groups teach nothing",
+        "rollout.group_size",
+    ):
         assert part in text
     assert alerts.open == {"constant reward": 1}
 
 
-def test_a_resumed_run_that_is_shown_its_earlier_steps_says_nothing_twice():
+@pytest.mark.parametrize("begin", ["", "part/web/"])
+def test_a_broken_tool_is_named_with_its_error_and_line(begin):
+    sick = {f"{begin}{name}": value for name, value in SICK["broken tool"].items()}
+    alerts = Alerts()
+    found = [alert for step in range(1, 9) for alert in alerts.take(step, HEALTHY | sick)]
+    assert [alert.seen for alert in found] == ["90% of the calls of tool sql raise NameError at sql.py:9"]
+
+
+def test_a_resumed_run_repeats_no_alert():
     sick = HEALTHY | SICK["everything truncated"]
     whole, first = Alerts(), Alerts()
     rows = [HEALTHY] * 5 + [sick] * 8 + [HEALTHY] * 5

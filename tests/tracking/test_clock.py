@@ -1,6 +1,6 @@
 import pytest
 
-from rl4llm.tracking.clock import Clock
+from rl4llm.tracking.resources import PhaseClock
 
 
 class Hands:
@@ -15,7 +15,7 @@ class Hands:
 
 def test_phases_add_up_nest_and_start_again_after_a_lap():
     hands = Hands()
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with clock("step"):
         for _ in range(2):
             with clock("update"):
@@ -26,9 +26,9 @@ def test_phases_add_up_nest_and_start_again_after_a_lap():
     assert clock.lap() == {}
 
 
-def test_a_phase_inside_itself_counts_once_and_one_that_fails_counts_too():
+def test_a_nested_phase_counts_once_and_a_failed_one_counts():
     hands = Hands()
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with pytest.raises(ValueError), clock("update"):
         hands.time += 1
         with clock("update"):
@@ -37,9 +37,9 @@ def test_a_phase_inside_itself_counts_once_and_one_that_fails_counts_too():
     assert clock.lap() == {"time/update": 2.0}
 
 
-def test_a_phase_that_is_still_open_counts_in_the_lap_that_it_ends_in():
+def test_an_open_phase_counts_in_the_lap_in_which_it_ends():
     hands = Hands()
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with clock("save"):
         hands.time += 1
         assert clock.lap() == {}
@@ -51,20 +51,22 @@ def memory(lap):
     return {name: gb for name, gb in lap.items() if name.startswith("memory/")}
 
 
-def test_the_memory_of_a_phase_is_the_most_that_it_and_those_inside_it_took_and_nothing_from_before():
-    taken = iter([9.0, 3.0, 8.0, 2.0, 7.0, 1.0])  # until step, until rollout, until its end, until that of the step, ...
-    clock = Clock(peak=lambda: next(taken))
+def test_a_phases_memory_is_the_peak_of_it_and_its_inner_phases():
+    taken = iter(
+        [9.0, 3.0, 8.0, 2.0, 7.0, 1.0]
+    )  # until step, until rollout, until its end, until that of the step, ...
+    clock = PhaseClock(peak=lambda: next(taken))
     with clock("step"), clock("rollout"):
         pass
     assert memory(clock.lap()) == {"memory/step": 8.0, "memory/rollout": 8.0}
     with clock("step"):
         assert memory(clock.lap()) == {}
     assert memory(clock.lap()) == {"memory/step": 1.0}
-    assert memory(Clock().lap()) == {}
+    assert memory(PhaseClock().lap()) == {}
 
 
-def test_whoever_listens_hears_each_phase_as_it_begins():
+def test_a_listener_receives_each_phase_as_it_begins():
     heard = []
-    clock = Clock(on_phase=heard.append)
+    clock = PhaseClock(on_phase=heard.append)
     with clock("step"), clock("rollout"):
         assert heard == ["step", "rollout"]

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from rl4llm.tracking.console import Console
-from rl4llm.tracking.progress import Progress, duration
+from rl4llm.tracking.console import Console, RunProgress, duration
 
 
 class Hands:
@@ -47,7 +46,7 @@ def run(console, steps, hands=None, seconds=1.0):
         console.step(step, {"reward/mean": step / 10, "tokens/s": 4100.0})
 
 
-def test_a_file_gets_the_first_the_last_and_every_kth_step_as_plain_lines():
+def test_a_file_gets_the_first_last_and_every_kth_step():
     file, hands = io.StringIO(), Hands()
     with Console(20, every=8, file=file, now=hands) as console:
         console.evaluation(0, {"accuracy": 0.125})
@@ -61,7 +60,7 @@ def test_a_file_gets_the_first_the_last_and_every_kth_step_as_plain_lines():
     ]
 
 
-def test_slow_steps_are_told_at_least_every_ten_seconds():
+def test_slow_steps_print_a_line_at_least_every_ten_seconds():
     file, hands = io.StringIO(), Hands()
     with Console(1000, every=500, file=file, now=hands) as console:
         run(console, range(1, 13), hands, seconds=4)
@@ -69,7 +68,7 @@ def test_slow_steps_are_told_at_least_every_ten_seconds():
     assert told == ["step 1", "step 4", "step 7", "step 10"]
 
 
-def test_a_file_hears_of_each_phase_once():
+def test_a_file_gets_each_phase_once():
     file = io.StringIO()
     with Console(2, file=file) as console:
         for phase in ("rollout", "update", "rollout", "update"):
@@ -131,7 +130,7 @@ def test_a_terminal_is_given_back_whatever_happens(monkeypatch, error):
     terminal.file.write("afterwards\n")
 
 
-def test_a_terminal_shows_phase_step_numbers_and_time_left_in_a_panel_that_fits(monkeypatch):
+def test_a_terminal_shows_progress_in_a_panel_that_fits(monkeypatch):
     terminal, hands = Terminal(monkeypatch, columns=90), Hands()
     with Console(10, title="runs/a [b]", file=terminal.file, now=hands) as console:
         console.evaluation(0, {"accuracy": 0.25})
@@ -140,7 +139,16 @@ def test_a_terminal_shows_phase_step_numbers_and_time_left_in_a_panel_that_fits(
         console.phase("update")
         console.note("a [bold]note[/]")
     last = terminal.text().replace("\r", "").split("╭")[-1]
-    for shown in ("runs/a [b]", "update", "step 2/10", "20%", "1:00", "4:00 left", "reward 0.200", "tokens/s 4100"):
+    for shown in (
+        "runs/a [b]",
+        "update",
+        "step 2/10",
+        "20%",
+        "1:00",
+        "4:00 left",
+        "reward 0.200",
+        "tokens/s 4100",
+    ):
         assert shown in last
     assert "held-out 50.0% (step 2, from 25.0%)" in last
     assert "a [bold]note[/]" in terminal.text()
@@ -154,9 +162,9 @@ def test_a_table_on_a_terminal_keeps_long_cells_in_one_piece(monkeypatch):
     assert f"curve  {path}" in terminal.text()
 
 
-def test_the_time_left_is_the_median_pace_so_that_one_slow_step_does_not_frighten():
+def test_one_slow_step_does_not_change_the_time_left():
     hands = Hands()
-    progress = Progress(total_steps=100, now=hands)
+    progress = RunProgress(total_steps=100, now=hands)
     assert progress.seconds_left is None
     progress.start()
     for step, seconds in enumerate((2, 2, 60, 2, 2), start=1):
@@ -169,7 +177,7 @@ def test_the_time_left_is_the_median_pace_so_that_one_slow_step_does_not_frighte
 
 def test_a_resumed_run_counts_only_the_steps_that_remain():
     hands = Hands()
-    progress = Progress(total_steps=100, now=hands)
+    progress = RunProgress(total_steps=100, now=hands)
     progress.start()
     hands.time += 3
     progress.take_step(91, {})

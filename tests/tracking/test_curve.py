@@ -19,7 +19,7 @@ def has_colour(picture, colour):
     return bool((abs(picture[..., :3] - wanted) < 0.01).all(-1).any())
 
 
-def test_both_curves_are_in_the_picture_and_a_missing_one_leaves_one_panel(tmp_path):
+def test_the_picture_has_one_panel_per_available_curve(tmp_path):
     metrics = write(tmp_path / "m.jsonl", [{"step": step, "reward/mean": step / 30} for step in range(1, 31)])
     evaluations = [{"step": step, "accuracy": step / 30} for step in (0, 10, 20, 30)]
     assert plot_learning_curve(metrics, evaluations, tmp_path / "both.png")
@@ -50,7 +50,7 @@ def test_smoothing_keeps_length_and_level_and_calms_noise():
     assert len(calm) == 100 and max(calm) - min(calm) < 0.4
 
 
-def test_matplotlib_and_the_trackers_packages_are_imported_only_when_they_are_used():
+def test_tracker_packages_are_imported_only_when_used():
     code = (
         "import sys, rl4llm.tracking.run;"
         "print([name for name in ('matplotlib', 'tensorboard', 'wandb', 'mlflow', 'trackio') if name in sys.modules])"

@@ -8,9 +8,9 @@ import torch
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
-from rl4llm.data.pack import pack, totals_of
-from rl4llm.tracking.episodes import EpisodeLog, read_episodes
-from rl4llm.tracking.tokens import TrainedTokens
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import pack
+from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, read_episodes
 
 MESSAGES = (ChatMessage("user", "6 x 7?"), ChatMessage("assistant", "42", tool_calls=({"name": "f"},)))
 
@@ -25,12 +25,20 @@ def trajectory(prompt_id="p", sample=0, **extras):
 def failed(prompt_id="p"):
     spans = [TokenSpan.context([1, 2])]
     return SampleState(
-        prompt_id, 3, [ChatMessage("user", "\ud800?")], "42", stop_reason="failed", failure="the tool broke", spans=spans
+        prompt_id,
+        3,
+        [ChatMessage("user", "\ud800?")],
+        "42",
+        stop_reason="failed",
+        failure="the tool broke",
+        spans=spans,
     )
 
 
 def groups(count, size=2):
-    return [Group(f"p{i}", tuple(trajectory(f"p{i}", sample) for sample in range(size))) for i in range(count)]
+    return [
+        Group(f"p{i}", tuple(trajectory(f"p{i}", sample) for sample in range(size))) for i in range(count)
+    ]
 
 
 def packed(trajectories, layout):
@@ -51,7 +59,7 @@ def names(directory):
     return sorted(os.listdir(directory))
 
 
-def test_an_episode_comes_back_with_every_token_its_author_and_its_worth(tmp_path):
+def test_an_episode_keeps_every_token_its_author_and_advantage(tmp_path):
     EpisodeLog(tmp_path).log(12, [Group("p", (trajectory(sample=4, seed=9),))], credits=[[0.25]])
     assert read_episodes(tmp_path / "step-000012.jsonl") == [
         {
@@ -78,7 +86,7 @@ def test_an_episode_comes_back_with_every_token_its_author_and_its_worth(tmp_pat
     ]
 
 
-def test_what_is_short_comes_first_so_that_a_row_is_listed_without_reading_all_of_it(tmp_path):
+def test_long_fields_come_last_in_a_row(tmp_path):
     EpisodeLog(tmp_path).log(3, [Group("p", (trajectory(),))], [failed()], credits=[[0.25]])
     for line in (tmp_path / "step-000003.jsonl").read_text().splitlines():
         names = list(json.loads(line))
@@ -86,7 +94,7 @@ def test_what_is_short_comes_first_so_that_a_row_is_listed_without_reading_all_o
         assert {"step", "sample", "stop_reason", "turns", "tokens"} < set(names[:-4])
 
 
-def test_tokens_that_trained_have_the_trainers_numbers_and_the_row_the_worst_difference(tmp_path):
+def test_trained_tokens_have_the_trainers_log_probs(tmp_path):
     quiet, taught = trajectory(sample=0), trajectory(sample=1)
     trained = TrainedTokens()
     batch = packed([taught], "packed")
@@ -101,7 +109,7 @@ def test_tokens_that_trained_have_the_trainers_numbers_and_the_row_the_worst_dif
     assert (span["weight"], span["clipped"]) == (0.5, [1])
 
 
-def test_the_records_of_a_rewritten_history_are_stored_beside_the_first(tmp_path):
+def test_records_of_a_rewritten_history_are_stored_in_the_row(tmp_path):
     one = trajectory()
     forked = replace(one, forks=((TokenSpan.context([1, 2, 5, 6, 7]), one.spans[1]),))
     EpisodeLog(tmp_path).log(1, [Group("p", (forked, one))])
@@ -111,7 +119,7 @@ def test_the_records_of_a_rewritten_history_are_stored_beside_the_first(tmp_path
     assert "forks" not in second and first["spans"] == second["spans"]
 
 
-def test_a_failed_attempt_is_stored_with_its_reason_and_without_a_reward(tmp_path):
+def test_a_failed_attempt_has_a_reason_and_no_reward(tmp_path):
     EpisodeLog(tmp_path).log(1, groups(1), [failed()])
     first, *others = read_episodes(tmp_path / "step-000001.jsonl")
     assert (first["failure"], first["sample"], first["stop_reason"]) == ("the tool broke", 3, "failed")
@@ -119,14 +127,14 @@ def test_a_failed_attempt_is_stored_with_its_reason_and_without_a_reward(tmp_pat
     assert len(others) == 2
 
 
-def test_whatever_an_environment_attached_is_stored_as_json_or_as_text(tmp_path):
+def test_extras_are_stored_as_json_or_as_text(tmp_path):
     extras = {"board": {(0, 1): "x"}, "when": {1, 2}, "plain": [1, None], "nan": float("nan")}
     EpisodeLog(tmp_path).log(1, [Group("p", (trajectory(**extras),))])
     stored = read_episodes(tmp_path / "step-000001.jsonl")[0]["extras"]
     assert stored["board"] == {"(0, 1)": "x"} and stored["when"] == "{1, 2}" and stored["plain"] == [1, None]
 
 
-def test_steps_between_are_left_out_evaluations_never_and_zero_stores_nothing(tmp_path):
+def test_every_k_skips_steps_but_never_evaluations(tmp_path):
     log = EpisodeLog(tmp_path / "some", every=5)
     for step in range(1, 11):
         log.log(step, groups(1))
@@ -142,7 +150,7 @@ def test_a_limit_keeps_failures_first_and_then_whole_groups(tmp_path):
     assert [row["prompt_id"] for row in rows] == ["p", "p0", "p0", "p1", "p1"]
 
 
-def test_a_resumed_run_drops_the_episodes_of_steps_that_it_takes_again(tmp_path):
+def test_a_resumed_run_drops_the_episodes_of_repeated_steps(tmp_path):
     log = EpisodeLog(tmp_path)
     for step in (1, 2, 3):
         log.log(step, groups(1))
@@ -153,14 +161,14 @@ def test_a_resumed_run_drops_the_episodes_of_steps_that_it_takes_again(tmp_path)
     assert names(tmp_path) == []
 
 
-def test_each_rank_has_files_of_its_own(tmp_path):
+def test_each_rank_writes_separate_files(tmp_path):
     for rank in (0, 1):
         EpisodeLog(tmp_path, rank=rank, resume_step=0).log(1, groups(1))
     assert names(tmp_path) == ["step-000001-rank1.jsonl", "step-000001.jsonl"]
     assert len(read_episodes(tmp_path)) == 4
 
 
-def test_a_torn_last_line_is_left_out_and_a_path_without_episodes_is_an_error(tmp_path):
+def test_a_torn_last_line_is_skipped_and_an_empty_path_refused(tmp_path):
     EpisodeLog(tmp_path).log(1, groups(2))
     file = tmp_path / "step-000001.jsonl"
     os.truncate(file, file.stat().st_size - 20)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rl4llm.core.errors import DataError
-from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
+from rl4llm.tracking.tracker import JsonlTracker, read_jsonl
 
 
 def write(path, steps, resume_step=-1):
@@ -25,7 +25,7 @@ def test_a_row_is_there_as_soon_as_it_is_logged(tmp_path):
     assert read_jsonl(tmp_path / "logs" / "metrics.jsonl") == [{"step": 1, "loss": 0.25, "count": 3.0}]
 
 
-def test_a_number_that_is_not_finite_is_null_so_that_every_json_reader_can_read_on(tmp_path):
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
     tracker.log(1, {"loss": math.nan, "kl": math.inf, "lr": 1.0})
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": None, "kl": None, "lr": 1.0}]
@@ -33,7 +33,7 @@ def test_a_number_that_is_not_finite_is_null_so_that_every_json_reader_can_read_
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 6, "reward', b"\x00\x00\x00", b'{"step": 3}'])
 @pytest.mark.parametrize("resume_step", [-1, 0, 3, 5, 9])
-def test_a_resumed_run_has_every_step_once_whatever_the_killed_one_left(tmp_path, resume_step, torn):
+def test_a_resumed_log_has_every_step_once(tmp_path, resume_step, torn):
     path = tmp_path / "m.jsonl"
     write(path, range(6))
     with open(path, "ab") as file:
@@ -49,7 +49,7 @@ def test_several_rows_of_one_step_stay_together_over_a_resume(tmp_path):
     assert steps(path) == [1, 2, 2, 3]
 
 
-def test_a_reader_leaves_out_a_torn_last_line_and_names_any_other_broken_one(tmp_path):
+def test_a_reader_skips_a_torn_last_line_and_refuses_others(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert steps(path) == [1, 2]
@@ -59,7 +59,7 @@ def test_a_reader_leaves_out_a_torn_last_line_and_names_any_other_broken_one(tmp
     assert read_jsonl(tmp_path / "absent.jsonl") == []
 
 
-def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path, files_of_at_most):
+def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part(tmp_path, files_of_at_most):
     path = tmp_path / "m.jsonl"
     tracker = JsonlTracker(path)
     tracker.log(1, {"loss": 1.0})

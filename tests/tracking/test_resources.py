@@ -5,7 +5,7 @@ import torch
 from rl4llm.tracking.resources import Resources
 
 
-def test_memory_that_was_taken_shows_in_use_and_after_it_was_given_back_in_the_peak():
+def test_freed_memory_still_shows_in_the_peak():
     resources = Resources()
     before = resources.metrics()
     block = torch.ones(50_000_000)  # 0.2 GB
@@ -17,7 +17,7 @@ def test_memory_that_was_taken_shows_in_use_and_after_it_was_given_back_in_the_p
     assert after["resources/peak_rss_gb"] >= during["resources/rss_gb"] - 0.01
 
 
-def test_a_phase_is_charged_with_what_it_gave_back_and_the_next_one_is_not():
+def test_a_phases_peak_includes_memory_that_it_freed():
     resources = Resources()
     resources.peak_gb()
     before = resources.metrics()["resources/rss_gb"]

@@ -3,16 +3,18 @@ import os
 
 import pytest
 
-from rl4llm.core.run_dir import RunDir
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
-from rl4llm.tracking.jsonl import read_jsonl
+from rl4llm.extensions.view.run import find_runs
+from rl4llm.runs.run_dir import RunDir
 from rl4llm.tracking.run import RunTracker
-from rl4llm.view import find_runs
+from rl4llm.tracking.tracker import read_jsonl
 
 
 def group(reward):
     spans = (TokenSpan.context([1, 2]), *TokenSpan.policy(Completion("a", (5, 6), (-0.1, -0.2), "stop", 1)))
-    return Group("p", (Trajectory("p", spans, (ChatMessage("user", "?"),), {"accuracy": reward}, reward, "done"),))
+    return Group(
+        "p", (Trajectory("p", spans, (ChatMessage("user", "?"),), {"accuracy": reward}, reward, "done"),)
+    )
 
 
 def pair(*rewards):
@@ -27,7 +29,10 @@ def open_run(path, total_steps=4):
 def report(tracker, step):
     with tracker.clock("step"), tracker.clock("rollout"):
         pass
-    updates = [{"loss": 1.0, "ratio/max": 2.0, "update/tokens": 3.0}, {"loss": 3.0, "ratio/max": 1.0, "update/tokens": 4.0}]
+    updates = [
+        {"loss": 1.0, "ratio/max": 2.0, "update/tokens": 3.0},
+        {"loss": 3.0, "ratio/max": 1.0, "update/tokens": 4.0},
+    ]
     tracker.step(step, [group(1.0)], [], updates, tokens=2)
     tracker.evaluation(step, [group(step / 10)], [])
 
@@ -36,7 +41,7 @@ def steps(path, name):
     return [row["step"] for row in read_jsonl(path / "metrics.jsonl") if name in row]
 
 
-def test_a_run_that_is_resumed_has_every_step_and_evaluation_once_in_all_of_its_logs(tmp_path):
+def test_a_resumed_run_has_every_row_once_in_all_logs(tmp_path):
     first = open_run(tmp_path)
     first.begin(-1)
     for step in (1, 2, 3):
@@ -54,7 +59,7 @@ def test_a_run_that_is_resumed_has_every_step_and_evaluation_once_in_all_of_its_
     assert (tmp_path / "learning_curve.png").stat().st_size > 1000
 
 
-def test_a_resumed_run_says_how_far_it_has_come_since_its_first_start(tmp_path, capsys):
+def test_a_resumed_run_reports_progress_since_its_first_start(tmp_path, capsys):
     first = open_run(tmp_path)
     first.begin(-1)
     report(first, 10)
@@ -67,7 +72,7 @@ def test_a_resumed_run_says_how_far_it_has_come_since_its_first_start(tmp_path, 
     assert "held-out 0.0% (step 11, from 100.0%)" in capsys.readouterr().out
 
 
-def test_optimizer_steps_become_one_row_with_sums_maxima_and_means(tmp_path):
+def test_optimizer_steps_become_one_row_of_sums_maxima_and_means(tmp_path):
     tracker = open_run(tmp_path)
     tracker.begin(-1)
     report(tracker, 1)
@@ -75,11 +80,20 @@ def test_optimizer_steps_become_one_row_with_sums_maxima_and_means(tmp_path):
     row = read_jsonl(tmp_path / "metrics.jsonl")[0]
     assert (row["loss"], row["ratio/max"], row["update/tokens"]) == (2.0, 2.0, 7.0)
     assert row["reward/mean"] == 1.0
-    assert {"time/step", "time/rollout", "memory/step", "memory/rollout", "tokens/s", "resources/rss_gb"} <= row.keys()
+    assert {
+        "time/step",
+        "time/rollout",
+        "memory/step",
+        "memory/rollout",
+        "tokens/s",
+        "resources/rss_gb",
+    } <= row.keys()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer also says it
-def test_training_goes_on_while_nothing_can_be_written_and_each_log_says_so_once(tmp_path, capsys, files_of_at_most):
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # TensorBoard's writer also says it
+def test_training_continues_when_logs_cannot_be_written(tmp_path, capsys, files_of_at_most):
     tracker = open_run(tmp_path)
     with files_of_at_most(0):
         tracker.begin(-1)
@@ -92,7 +106,7 @@ def test_training_goes_on_while_nothing_can_be_written_and_each_log_says_so_once
     assert steps(tmp_path, "loss") == [3]
 
 
-def test_a_run_that_is_sick_is_told_once_and_its_records_say_so_also_after_it_was_resumed(tmp_path, capsys):
+def test_alerts_are_recorded_once_even_after_a_resume(tmp_path, capsys):
     first = open_run(tmp_path, total_steps=12)
     first.begin(-1)
     for step in range(1, 6):
@@ -105,14 +119,17 @@ def test_a_run_that_is_sick_is_told_once_and_its_records_say_so_also_after_it_wa
     again.close()
     begun, over = [line for line in capsys.readouterr().out.splitlines() if "constant reward" in line]
     assert begun.startswith("Warning: constant reward since step 1: ")
-    assert over == "constant reward is over: it was there from step 1 to 4."
+    assert over == "constant reward is over; it lasted from step 1 to 4."
     (viewed,) = find_runs([str(tmp_path)])
     (alert,) = [alert for alert in viewed.about()["alerts"] if alert["name"] == "constant reward"]
     assert (alert["since"], alert["until"]) == (1, 4)
-    assert "all attempts earn the same" in alert["seen"] and "rollout.group_size" in alert["look_at"]
+    assert (
+        "all samples of every group have the same reward" in alert["seen"]
+        and "rollout.group_size" in alert["look_at"]
+    )
 
 
-def test_closing_lets_the_directory_go_even_when_the_logs_are_gone(tmp_path):
+def test_closing_frees_the_directory_even_if_the_logs_are_gone(tmp_path):
     tracker = open_run(tmp_path / "run")
     tracker.begin(-1)
     report(tracker, 1)

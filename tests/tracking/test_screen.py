@@ -36,7 +36,7 @@ def panel_of(lines):
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 160])
-def test_whatever_is_said_stands_above_one_whole_panel_also_when_the_process_is_killed(columns):
+def test_output_appears_above_one_whole_panel_even_when_killed(columns):
     screen = Screen.of(PANEL.format(mode="auto", end="os.kill(os.getpid(), 9)"), columns=columns)
     assert screen.ended() == -9
     above, panel = panel_of(screen.lines())
@@ -46,9 +46,19 @@ def test_whatever_is_said_stands_above_one_whole_panel_also_when_the_process_is_
         for how in ("logged", "printed", "written"):
             assert said.count(f"{how} in step {step}") == 1
     assert "held-out success at step 3: 25.0%" in said and "the disk is nearly full" in said
-    assert all(line[0] in "╭│╰" and line[-1] in "╮│╯" and len(line) == len(panel[0]) <= columns for line in panel)
+    assert all(
+        line[0] in "╭│╰" and line[-1] in "╮│╯" and len(line) == len(panel[0]) <= columns for line in panel
+    )
     shown = " ".join(" ".join(panel).replace("│", " ").split())
-    for fact in ("step 3/100", "3%", "reward 0.400", "tokens/s 41.0k", "failures 2", "left", "constant reward since step 2"):
+    for fact in (
+        "step 3/100",
+        "3%",
+        "reward 0.400",
+        "tokens/s 41.0k",
+        "failures 2",
+        "left",
+        "constant reward since step 2",
+    ):
         assert fact in shown
     if columns > 60:
         assert "rank 0 waits for the others in prepare, for 0:45 rank 1 is in rollout, for 0:45" in shown
@@ -66,7 +76,7 @@ def test_without_colours_there_are_none():
 
 
 @pytest.mark.parametrize(("mode", "panels", "steps"), [("plain", 0, 2), ("quiet", 0, 0), ("verbose", 1, 3)])
-def test_a_terminal_can_have_plain_lines_warnings_only_or_more_of_each_step(mode, panels, steps):
+def test_the_screen_level_selects_how_much_is_printed(mode, panels, steps):
     screen = Screen.of(PANEL.format(mode=mode, end="pass"), columns=100)
     assert screen.ended() == 0
     text = "\n".join(screen.lines())
@@ -84,7 +94,7 @@ def test_errors_that_go_to_a_file_do_not_come_to_the_terminal(tmp_path):
     assert (tmp_path / "err").read_text().count("in step") == 6
 
 
-def test_ctrl_c_in_a_terminal_finishes_the_step_saves_and_leaves_a_whole_screen(model_dir, tmp_path):
+def test_ctrl_c_finishes_the_step_saves_and_restores_the_screen(model_dir, tmp_path):
     small = SmallRun.at(tmp_path, model_dir)
     words = small.into("run", "max_steps=100000", "timeout_s=300")
     screen = Screen([sys.executable, "-m", "rl4llm", "train", *words], columns=100)
@@ -93,7 +103,7 @@ def test_ctrl_c_in_a_terminal_finishes_the_step_saves_and_leaves_a_whole_screen(
     assert screen.ended() == 75
     above, panel = panel_of(screen.lines())
     text = "\n".join([*above, *panel])
-    assert "SIGINT: finishing step" in text and "The same command goes on" in text and "Traceback" not in text
+    assert "SIGINT: finishing step" in text and "The same command resumes" in text and "Traceback" not in text
     end = next(number for number, line in enumerate(panel) if line.startswith("╰"))
     assert all(line[0] in "╭│╰" for line in panel[: end + 1])
     assert screen.shows_cursor

@@ -61,28 +61,32 @@ def test_p90_is_a_length_that_nine_of_ten_do_not_exceed():
     assert summarize([Group("p", members)])["completion_length/p90"] == 18.0
 
 
-def test_a_turn_that_two_versions_of_the_weights_wrote_is_one_turn():
+def test_a_turn_of_two_weight_versions_counts_as_one():
     assert summarize([Group("p", (trajectory(1.0, policy(2, 3), policy(2, 4)),))])["turns"] == 1.0
 
 
-def test_accuracy_is_that_of_the_reward_with_this_name_or_else_of_the_first():
+def test_accuracy_is_the_reward_accuracy_or_the_first_one():
     named = trajectory(2.0, policy(1), rewards={"format": 1.0, "accuracy": 0.9})
     first = trajectory(0.0, policy(1), rewards={"exact": 1.0, "length": 0.2})
     assert summarize([Group("p", (named,))])["accuracy"] == 0.0
     assert summarize([Group("p", (first,))])["accuracy"] == 1.0
 
 
-def test_rewards_whose_names_are_taken_do_not_hide_the_combined_reward():
+def test_reward_names_do_not_hide_the_combined_reward():
     one = trajectory(3.0, policy(1), rewards={"mean": 1.0, "std": 2.0})
     metrics = summarize([Group("p", (one,))])
     assert [metrics[f"reward/{name}"] for name in ("mean", "std", "mean_", "std_")] == [3.0, 0.0, 1.0, 2.0]
 
 
-def test_a_rollout_in_which_everything_failed_has_counts_and_no_invented_means():
-    assert summarize([], [failed(), failed()]) == {"trajectories": 0.0, "failures": 2.0, "failures/env/raised": 2.0}
+def test_a_rollout_that_failed_completely_has_only_counts():
+    assert summarize([], [failed(), failed()]) == {
+        "trajectories": 0.0,
+        "failures": 2.0,
+        "failures/env/raised": 2.0,
+    }
 
 
-def test_what_made_rewards_zero_and_what_was_played_again_is_counted():
+def test_reward_faults_and_retries_are_counted():
     noted = {"reward_notes": {"math": "timeout: took more than 2 s"}, "played_again_after": "engine/aborted"}
     members = [replace(trajectory(0.0, policy(1)), extras=extras) for extras in (noted, noted, {})]
     metrics = summarize([Group("p", tuple(members))])

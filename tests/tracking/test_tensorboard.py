@@ -27,24 +27,48 @@ def points(directory, name="reward/mean"):
 
 def test_a_killed_and_resumed_run_shows_every_step_once(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "logged\n"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    for file in tmp_path.iterdir():  # it ran a while ago: TensorBoard reads files in the order of the seconds in their names
+    for file in (
+        tmp_path.iterdir()
+    ):  # it ran a while ago: TensorBoard reads files in the order of the seconds in their names
         file.rename(file.with_name(file.name.replace("tfevents.1", "tfevents.0", 1)))
     assert points(tmp_path) == [(step, step / 10) for step in range(7)]
     tracker = TensorBoardTracker(tmp_path, resume_step=4)
     for step in (5, 6, 7):
         tracker.log(step, {"reward/mean": 1.0})
     tracker.close()
-    assert points(tmp_path) == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 1.0), (6, 1.0), (7, 1.0)]
+    assert points(tmp_path) == [
+        (0, 0.0),
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.4),
+        (5, 1.0),
+        (6, 1.0),
+        (7, 1.0),
+    ]
 
 
-def test_a_fresh_start_in_a_used_directory_shows_nothing_of_before(tmp_path):
+def test_a_fresh_start_in_a_used_directory_hides_old_events(tmp_path):
     for value in (0.25, 0.75):
         tracker = TensorBoardTracker(tmp_path, resume_step=-1)
         tracker.log(0, {"reward/mean": value})
         tracker.close()
     assert points(tmp_path) == [(0, 0.75)]
+
+
+def test_a_curve_has_the_description_of_its_metric(tmp_path):
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log(1, {"reward/math": 0.5, "unheard_of": 1.0})
+    tracker.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    assert points(tmp_path, "unheard_of") == [(1, 1.0)]
+    assert "reward NAME" in accumulator.SummaryMetadata("reward/math").summary_description

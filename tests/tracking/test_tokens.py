@@ -2,8 +2,10 @@ import pytest
 import torch
 
 from rl4llm.core.types import ChatMessage, Completion, TokenSpan, Trajectory
-from rl4llm.data.pack import LAYOUTS, pack, totals_of
-from rl4llm.tracking.tokens import TrainedTokens
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.layouts import LAYOUTS
+from rl4llm.data.pack import pack
+from rl4llm.tracking.episodes import TrainedTokens
 
 PROMPT = TokenSpan.context([1, 2, 3])
 
@@ -20,13 +22,15 @@ def episode(prompt_id, *spans, forks=()):
 TRAJECTORIES = [
     episode("a", PROMPT, *spoken(10, 11), TokenSpan.context([4]), *spoken(12)),
     episode("a", PROMPT, *spoken(20)),
-    episode("b", TokenSpan.context([5]), *spoken(30, 31, 32), forks=[(TokenSpan.context([6, 7]), *spoken(33, 34))]),
+    episode(
+        "b", TokenSpan.context([5]), *spoken(30, 31, 32), forks=[(TokenSpan.context([6, 7]), *spoken(33, 34))]
+    ),
     episode("b", TokenSpan.context([5]), *spoken(40)),
 ]
 
 
 def of_token(ids_BT, scale):
-    """A number that tells which token it belongs to."""
+    """Return a number that identifies its token."""
     return ids_BT.float() / scale
 
 
@@ -44,13 +48,15 @@ def noted(layout, budget, passes=1):
         ):
             batch.advantages_BT = batch.credits_BT
             ids_BT = batch.token_ids_BT
-            trained.add(records, batch, -of_token(ids_BT, 100) - number, (ids_BT == 31 + number) | (ids_BT == 12))
+            trained.add(
+                records, batch, -of_token(ids_BT, 100) - number, (ids_BT == 31 + number) | (ids_BT == 12)
+            )
     return trained.by_span()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [7, 8, 100])
-def test_however_tokens_are_packed_each_span_gets_the_numbers_of_its_own_tokens(layout, budget):
+def test_each_span_gets_its_numbers_in_every_packing(layout, budget):
     notes = noted(layout, budget)
     for trajectory, advantage in zip(TRAJECTORIES, [0.5, 1.5, 1.0, -2.0], strict=True):
         for span in trajectory.policy_spans:
@@ -64,14 +70,14 @@ def test_however_tokens_are_packed_each_span_gets_the_numbers_of_its_own_tokens(
             assert note.clipped == [i for i, token in enumerate(span.token_ids) if token in (31, 12)]
 
 
-def test_a_token_that_trains_again_keeps_its_first_numbers_and_every_clip():
+def test_a_retrained_token_keeps_first_numbers_and_every_clip():
     note = noted("shared", 100, passes=2)[id(TRAJECTORIES[2].spans[1])]
     assert note.logprobs == [-0.3, -0.31, -0.32]
     assert note.clipped == [1, 2]
 
 
 def test_batches_that_only_keep_ranks_in_step_are_passed_over():
-    from rl4llm.trainers.prepare import filler
+    from rl4llm.data.pack import filler
 
     trained = TrainedTokens()
     trained.add([], filler(0), torch.zeros(1, 2))

@@ -1,12 +1,12 @@
+import sys
 
 import pytest
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.tracking.jsonl import JsonlTracker, read_jsonl
-from rl4llm.tracking.tracker import Tolerant, Trackers
+from rl4llm.tracking.tracker import JsonlTracker, Tolerant, Trackers, check_installed, read_jsonl
 
 
-def test_a_tracker_on_a_full_disk_is_told_once_and_holds_up_neither_the_others_nor_training(tmp_path, files_of_at_most):
+def test_a_full_disk_is_reported_once_and_stops_nothing(tmp_path, files_of_at_most):
     warnings = []
     tolerant = Tolerant(warnings.append)
     full = JsonlTracker(tmp_path / "full.jsonl")
@@ -26,3 +26,19 @@ def test_a_tracker_on_a_full_disk_is_told_once_and_holds_up_neither_the_others_n
 def test_only_failures_of_writing_are_tolerated():
     with pytest.raises(ConfigError), Tolerant(lambda text: None)("log"):
         raise ConfigError("wrong")
+
+
+def test_a_tracker_without_its_package_is_refused_at_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"tracking\.wandb=true.*rl4llm\[wandb\]"):
+        check_installed(["tensorboard", "wandb"])
+
+
+def test_a_tracker_without_its_folder_is_refused_in_one_line(monkeypatch):
+    for module in [name for name in sys.modules if name.startswith("rl4llm.extensions.trackers.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "rl4llm.extensions.trackers", None)
+    with pytest.raises(
+        ConfigError, match=r"tracking\.mlflow=true needs rl4llm/extensions/trackers, which is missing"
+    ):
+        check_installed(["mlflow"])

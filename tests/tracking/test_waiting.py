@@ -2,12 +2,12 @@ import time
 
 import pytest
 
-from rl4llm.core.ranks import Ranks
+from rl4llm.runtime.ranks import Ranks
 from rl4llm.tracking.waiting import Waiting
 
 
 class One(Ranks):
-    """One of three."""
+    """Stand for one rank of three."""
 
     size = 3
 
@@ -32,7 +32,7 @@ def until(lines, expected):
         time.sleep(0.02)
 
 
-def test_a_phase_that_takes_long_shows_where_each_rank_is_until_it_goes_on(tmp_path, three):
+def test_a_slow_phase_shows_where_each_rank_is(tmp_path, three):
     first, second, third = three
     for one in three:
         one.phase("rollout")
@@ -44,9 +44,9 @@ def test_a_phase_that_takes_long_shows_where_each_rank_is_until_it_goes_on(tmp_p
     until(moment, slow)
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
-        second.phase("prepare")  # it goes on
+        second.phase("prepare")  # it is running again
         time.sleep(0.05)
-    assert moment()[1] == "rank 1 goes on"
+    assert moment()[1] == "rank 1 is running"
     first.phase("update")
     assert first.lines() == []
     for one in three:
@@ -54,7 +54,7 @@ def test_a_phase_that_takes_long_shows_where_each_rank_is_until_it_goes_on(tmp_p
     assert not list(tmp_path.glob(".waiting-*"))
 
 
-def test_one_process_alone_says_in_plain_lines_that_it_still_lives_ever_more_rarely(tmp_path, monkeypatch):
+def test_one_process_logs_long_waits_at_growing_intervals(tmp_path, monkeypatch):
     monkeypatch.setattr("rl4llm.tracking.waiting.FIRST_LINE_S", 0.1)
     said = []
     waiting = Waiting(tmp_path, Ranks(), said.append, slow_s=0.05)
@@ -63,5 +63,5 @@ def test_one_process_alone_says_in_plain_lines_that_it_still_lives_ever_more_rar
     until(lambda: len(said), 3)
     assert waiting.lines() == []
     waiting.stop()
-    assert all(text.startswith("still in rollout, for 0:0") for text in said)
+    assert all(text.startswith("still in rollout after 0:0") for text in said)
     assert time.time() - waiting._since >= 0.4  # 0.1, 0.2, 0.4

@@ -4,15 +4,13 @@ import importlib.util
 import json
 
 from rl4llm import GRPOTrainer
-from rl4llm.view import find_runs
+from rl4llm.extensions.view.run import find_runs
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {n}."}], "ground_truth": str(n)} for n in range(16)]
 EXTRAS = [name for name in ("wandb", "mlflow") if importlib.util.find_spec(name)]
 
 
-def test_a_run_whose_reward_never_differs_says_so_and_every_tracker_has_its_episodes(
-    model_dir, tmp_path, monkeypatch, capsys
-):
+def test_equal_rewards_raise_an_alert_and_episodes_are_logged(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
@@ -38,7 +36,9 @@ def test_a_run_whose_reward_never_differs_says_so_and_every_tracker_has_its_epis
     assert [line.split(" since")[0] for line in output.splitlines() if line.startswith("Warning")] == [
         f"Warning: {row['name']}" for row in rows
     ]
-    assert {alert["name"] for alert in find_runs([str(run)])[0].about()["alerts"]} == {row["name"] for row in rows}
+    assert {alert["name"] for alert in find_runs([str(run)])[0].about()["alerts"]} == {
+        row["name"] for row in rows
+    }
     assert any(path.stat().st_size for path in (run / "tensorboard").iterdir())
     if "wandb" in EXTRAS:
         assert list((run / "wandb").glob("offline-run-*/files/media/table/eval/*.json"))

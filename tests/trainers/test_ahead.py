@@ -44,7 +44,7 @@ class Breaks(GRPO):
 
 
 def step_of(sample):
-    """How many steps were done before the one that the episode is for."""
+    """Return how many steps were done before the one that the episode is for."""
     return int(sample.session.partition("/")[0])
 
 
@@ -72,7 +72,7 @@ class Fails(BaseMDPEnv):
 
 
 class Endless(BaseMDPEnv):
-    """Has no end from the second step on."""
+    """Never end from the second step on."""
 
     continue_truncated = True
 
@@ -85,7 +85,7 @@ class Endless(BaseMDPEnv):
 
 @pytest.fixture(scope="module")
 def served(tokenizer, tmp_path_factory):
-    """A directory of a model and the address of a server that has it, over HTTP, in a thread of its own."""
+    """Return the directory of a model and the address of a server that has it, over HTTP, in a separate thread."""
     directory, model = tmp_path_factory.mktemp("base"), small_model(tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -101,16 +101,28 @@ def served(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def trainer(served, tmp_path):
-    """trainer("name", key=value): a run in a directory of that name, which may be there."""
+    """Return trainer("name", key=value): a run in a directory of that name, which may exist."""
     begun.clear()
     trained.clear()
     played_by.clear()
     directory, url = served
 
     def make(name, env=BaseMDPEnv, **options):
-        rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(6)]
-        keys = {"rollout.ahead": True, "checkpoint.every": 3, "max_steps": 6, "training.lr": 3e-3, "deterministic": True}
-        keys |= {"inference": {"name": "sglang", "url": url}, "output.dir": str(tmp_path / name), "eval.every": 0}
+        rows = [
+            {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(6)
+        ]
+        keys = {
+            "rollout.one_step_off_policy": True,
+            "checkpoint.every": 3,
+            "max_steps": 6,
+            "training.lr": 3e-3,
+            "deterministic": True,
+        }
+        keys |= {
+            "inference": {"name": "sglang", "url": url},
+            "output.dir": str(tmp_path / name),
+            "eval.every": 0,
+        }
         keys |= {"rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 6}
         return GRPOTrainer(str(directory), rows, [Vowels()], env=env, **(keys | options))
 
@@ -129,27 +141,36 @@ def test_the_next_episodes_play_while_a_step_trains(trainer, tmp_path):
     trainer("run", Asks, algorithm={"name": f"{__name__}:Meets"}, **{"env.max_steps": 2}, max_steps=3).train()
     assert trained.is_set()
     assert [row["staleness"] for row in steps_of(tmp_path / "run")] == [0, 1, 1]
-    assert len(played_by) == 1 and threading.get_ident() not in played_by  # what a thread started may die with it
+    assert (
+        len(played_by) == 1 and threading.get_ident() not in played_by
+    )  # what a thread started may die with it
 
 
 def test_without_it_they_wait(trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.WAIT_S", 1.0)
     with pytest.raises(AssertionError, match="wait for this step"):
-        trainer("run", Asks, algorithm={"name": f"{__name__}:Meets"}, **{"env.max_steps": 2, "rollout.ahead": False}).train()
+        trainer(
+            "run",
+            Asks,
+            algorithm={"name": f"{__name__}:Meets"},
+            **{"env.max_steps": 2, "rollout.one_step_off_policy": False},
+        ).train()
 
 
-def test_what_plays_ahead_is_one_step_old_but_for_what_follows_a_checkpoint(trainer, tmp_path):
+def test_playing_ahead_is_one_step_old_except_after_checkpoints(trainer, tmp_path):
     trainer("run").train()
     rows = steps_of(tmp_path / "run")
     assert [row["staleness"] for row in rows] == [0, 1, 1, 0, 1, 1]
     measured = ["mismatch/max" in row for row in rows]
     assert measured == [True, False, False, True, False, False]  # where both have the same weights
     assert all(row["mismatch/max"] < 1e-4 for row in rows if "mismatch/max" in row)
-    episodes = [json.loads(line) for file in (tmp_path / "run" / "episodes").glob("*.jsonl") for line in file.open()]
+    episodes = [
+        json.loads(line) for file in (tmp_path / "run" / "episodes").glob("*.jsonl") for line in file.open()
+    ]
     assert episodes
 
 
-def test_a_run_that_breaks_off_goes_on_bit_for_bit_and_one_that_is_stopped_skips_no_prompt(trainer, tmp_path):
+def test_an_interrupted_run_resumes_and_skips_no_prompt(trainer, tmp_path):
     whole = weights_of(trainer("whole").train())
     Breaks.steps = 0
     with pytest.raises(Interrupted):
@@ -187,16 +208,22 @@ def test_a_run_that_ends_gives_up_what_plays_ahead(trainer, tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout ahead"]
 
 
-def test_it_needs_servers_of_their_own(trainer):
+def test_playing_ahead_needs_servers(trainer):
     for inference in ({"name": "local"}, {"name": "sglang", "cohost": True}):
-        with pytest.raises(ConfigError, match=r"rollout\.ahead=true does not go with inference.*sglang or vllm"):
+        with pytest.raises(
+            ConfigError,
+            match=r"rollout\.one_step_off_policy=true cannot be combined with inference.*sglang or vllm",
+        ):
             trainer("run", inference=inference)
 
 
-def test_log_probs_that_are_computed_again_need_a_correction_for_older_weights(trainer, tmp_path):
+def test_recomputed_log_probs_need_a_correction_for_old_weights(trainer, tmp_path):
     recomputed = {"name": "grpo", "old_logprobs": "recomputed"}
-    with pytest.raises(ConfigError, match=r"rollout\.ahead=true .*old_logprobs=recomputed.* Set algorithm\.correction"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.one_step_off_policy=true .*old_logprobs=recomputed.* Set algorithm\.correction",
+    ):
         trainer("run", algorithm=recomputed)
     assert not (tmp_path / "run").exists()
     trainer("ahead", algorithm={**recomputed, "correction": "tis"}).trainer.close()
-    trainer("by turns", algorithm=recomputed, **{"rollout.ahead": False}).trainer.close()
+    trainer("by turns", algorithm=recomputed, **{"rollout.one_step_off_policy": False}).trainer.close()

@@ -1,6 +1,6 @@
 """A policy that only cheats: whole training runs in which scripted replies try every known hack of the rewards.
 
-A suite is what rewards are configured, and what is said to each prompt: `FAMILIES[name]` holds the ground truth and the
+A suite has the configured rewards and the replies to each prompt: `FAMILIES[name]` holds the ground truth and the
 replies, each a list of turns; the samples of a prompt take them in turn.
 """
 
@@ -131,7 +131,12 @@ SUITES = {
         rewards=[
             MATH,
             {"name": "format", "weight": 0.2},
-            {"name": "gate", "reward": {"name": "length", "max_length": 400, "unit": "chars"}, "by": MATH, "weight": 0.1},
+            {
+                "name": "gate",
+                "reward": {"name": "length", "max_length": 400, "unit": "chars"},
+                "by": MATH,
+                "weight": 0.1,
+            },
             {"name": "gate", "reward": {"name": "tool_use", "per_turn": True}, "by": MATH, "weight": 0.5},
         ],
         families=ANSWERS,
@@ -167,20 +172,23 @@ class Scripted(LocalClient):
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_policy_that_only_cheats_earns_nothing_and_training_goes_on(name, model_dir, tmp_path):
+def test_a_cheating_policy_earns_nothing_and_training_continues(name, model_dir, tmp_path):
     suite = SUITES[name]
     asked = {**suite.families, "honest": suite.honest}
     Scripted.script = {family: replies for family, (_, replies) in asked.items()}
     prompt = [{"role": "user", "content": "Write #### and then the answer."}]
     rows = [
-        {"prompt_id": family, "messages": prompt, "ground_truth": gold}
-        for family, (gold, _) in asked.items()
+        {"prompt_id": family, "messages": prompt, "ground_truth": gold} for family, (gold, _) in asked.items()
     ]
     GRPOTrainer(
         str(model_dir),
         rows,
         rewards=suite.rewards,
-        rollout={"prompts": len(rows), "group_size": max(map(len, Scripted.script.values())), "max_tokens": 300},
+        rollout={
+            "prompts": len(rows),
+            "group_size": max(map(len, Scripted.script.values())),
+            "max_tokens": 300,
+        },
         inference={"name": f"{__name__}:Scripted"},
         max_steps=STEPS,
         output={"dir": str(tmp_path)},
@@ -193,6 +201,8 @@ def test_a_policy_that_only_cheats_earns_nothing_and_training_goes_on(name, mode
         file = tmp_path / "episodes" / f"step-{step + 1:06d}.jsonl"
         episodes = [json.loads(line) for line in file.read_text().splitlines()]
         hacks = [episode for episode in episodes if episode["prompt_id"] != "honest"]
-        assert [(hack["prompt_id"], hack["messages"][-1]["content"]) for hack in hacks if hack["reward"] != 0.0] == []
+        assert [
+            (hack["prompt_id"], hack["messages"][-1]["content"]) for hack in hacks if hack["reward"] != 0.0
+        ] == []
         assert {hack["prompt_id"] for hack in hacks} == set(suite.families)
         assert {round(e["reward"], 6) for e in episodes if e["prompt_id"] == "honest"} == {suite.worth}

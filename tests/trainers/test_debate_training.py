@@ -46,12 +46,20 @@ class Vowels(BaseJudge):
         super().__init__(name)
 
     def judge(self, transcript, ground_truth, **columns):
-        said = {role: "".join(line.text.lower() for line in transcript if line.role == role) for role in Talk.roles}
-        shares = {role: sum(letter in "aeiou" for letter in text) / max(len(text), 1) for role, text in said.items()}
+        said = {
+            role: "".join(line.text.lower() for line in transcript if line.role == role)
+            for role in Talk.roles
+        }
+        shares = {
+            role: sum(letter in "aeiou" for letter in text) / max(len(text), 1) for role, text in said.items()
+        }
         if self.con_earns is not None:
             return {"pro": shares["pro"], "con": self.con_earns(said["con"])}
         lead = shares["pro"] - shares["con"]
-        return {"pro": 0.5 + 0.5 * (lead > 0) - 0.5 * (lead < 0), "con": 0.5 + 0.5 * (lead < 0) - 0.5 * (lead > 0)}
+        return {
+            "pro": 0.5 + 0.5 * (lead > 0) - 0.5 * (lead < 0),
+            "con": 0.5 + 0.5 * (lead < 0) - 0.5 * (lead > 0),
+        }
 
 
 def train(model_dir, directory, rewards=None, algorithm=None, **options):
@@ -64,10 +72,12 @@ def train(model_dir, directory, rewards=None, algorithm=None, **options):
         **options,
     }
     rewards = rewards or [Vowels()]
-    return GRPOTrainer(str(model_dir), PROMPTS, rewards, env=Talk, output={"dir": str(directory)}, **settings).train()
+    return GRPOTrainer(
+        str(model_dir), PROMPTS, rewards, env=Talk, output={"dir": str(directory)}, **settings
+    ).train()
 
 
-def test_the_configuration_for_debates_trains_both_roles_and_resumes_to_the_same_weights(model_dir, tmp_path):
+def test_the_debate_configuration_trains_both_roles_and_resumes(model_dir, tmp_path):
     base = [*SMALL, f"model.path={model_dir}"]
     assert main(["train", str(CONFIG), *base, f"output.dir={tmp_path / 'whole'}"]) == 0
     assert main(["train", str(CONFIG), *base, f"output.dir={tmp_path / 'parts'}", "max_steps=1"]) == 0
@@ -85,10 +95,16 @@ def test_the_configuration_for_debates_trains_both_roles_and_resumes_to_the_same
     assert held_out["eval/role/con/trajectories"] == 2
 
 
-def test_the_policy_learns_to_win_against_a_model_that_stays_as_it_is(model_dir, tmp_path):
+def test_the_policy_learns_to_win_against_a_frozen_model(model_dir, tmp_path):
     rival = {"con": {"name": "model", "path": str(model_dir)}}
     rollout = {"prompts": 4, "group_size": 16, "max_tokens": 6}
-    options = {"max_steps": 12, "rollout": rollout, "training.lr": 4e-3, "env.opponents": rival, "env.max_steps": 1}
+    options = {
+        "max_steps": 12,
+        "rollout": rollout,
+        "training.lr": 4e-3,
+        "env.opponents": rival,
+        "env.max_steps": 1,
+    }
     train(model_dir, tmp_path / "run", **options)
     rewards = [row["role/pro/reward/mean"] for row in metrics(tmp_path / "run") if "reward/mean" in row]
     assert not any("role/con/reward/mean" in row for row in metrics(tmp_path / "run"))
@@ -96,11 +112,13 @@ def test_the_policy_learns_to_win_against_a_model_that_stays_as_it_is(model_dir,
     assert sum(rewards[-3:]) / 3 > 0.7
 
 
-def test_what_a_frozen_role_earns_changes_no_weight_and_is_measured(model_dir, tmp_path):
+def test_a_frozen_roles_reward_is_logged_and_changes_no_weight(model_dir, tmp_path):
     def run(name, con_earns, **options):
         judge = Vowels()
         judge.con_earns = con_earns
-        train(model_dir, tmp_path / name, rewards=[judge], **options).save_pretrained(tmp_path / name / "model")
+        train(model_dir, tmp_path / name, rewards=[judge], **options).save_pretrained(
+            tmp_path / name / "model"
+        )
         return weights(tmp_path / name)
 
     frozen = {"env.frozen": ["con"], "max_steps": 1}
@@ -109,19 +127,23 @@ def test_what_a_frozen_role_earns_changes_no_weight_and_is_measured(model_dir, t
     (row,) = [row for row in metrics(tmp_path / "short") if "reward/mean" in row]
     assert row["trajectories"] == row["role/con/trajectories"] == 16
     assert row["reward/mean"] == row["role/pro/reward/mean"] != row["role/con/reward/mean"]
-    assert {item["frozen"] for item in episodes(tmp_path / "short", "step-000001.jsonl") if item["role"] == "con"} == {True}
+    assert {
+        item["frozen"] for item in episodes(tmp_path / "short", "step-000001.jsonl") if item["role"] == "con"
+    } == {True}
 
 
-def test_groups_of_a_role_that_teach_nothing_are_replaced_until_there_is_one_for_each_prompt_and_role(model_dir, tmp_path):
+def test_dynamic_sampling_fills_every_prompt_and_role(model_dir, tmp_path):
     judge = Vowels()
     judge.con_earns = lambda text: 1.0  # all alike: never kept
-    train(model_dir, tmp_path, rewards=[judge], algorithm={"name": "dapo", "refills": 2}, max_steps=1)
+    train(
+        model_dir, tmp_path, rewards=[judge], algorithm={"name": "dapo", "resampling_rounds": 2}, max_steps=1
+    )
     (row,) = [row for row in metrics(tmp_path) if "reward/mean" in row]
     assert row["groups/refills"] == 2  # 4 prompts x 2 roles are never reached, with 4, 2 and 1 groups kept
     assert row["trajectories"] == 4 * 2 * (4 + 2 + 1)
 
 
-def test_a_server_that_is_not_there_is_found_before_anything_starts(model_dir, tmp_path):
+def test_a_missing_server_is_found_before_anything_starts(model_dir, tmp_path):
     gone = {"con": {"url": "http://127.0.0.1:9/v1", "model": "rival", "attempts": 1}}
     with pytest.raises(ConfigError, match="Next step: start the server"):
         train(model_dir, tmp_path / "run", **{"env.opponents": gone})
@@ -135,21 +157,26 @@ def loses_its_voice(messages):
 @pytest.mark.parametrize(
     ("opponents", "message"),
     [
-        ({"con": {"name": "sevrer", "url": "x"}}, "env.opponents.name='sevrer' is unknown. Known: model, server"),
+        (
+            {"con": {"name": "sevrer", "url": "x"}},
+            "env.opponents.name='sevrer' is unknown. Known: model, server",
+        ),
         ({"con": {"urll": "x"}}, "env.opponents.con option='urll' is unknown"),
         ({"con": 7}, "env.opponents.con=7 is not accepted"),
         ({"judge": "test_debate_training:loses_its_voice"}, "env.opponents='judge' is unknown"),
         ({"con": "no.such.module:it"}, "cannot be imported"),
     ],
 )
-def test_opponents_that_cannot_be_are_refused_before_anything_starts(model_dir, tmp_path, opponents, message, monkeypatch):
+def test_invalid_opponents_are_refused_before_anything_starts(
+    model_dir, tmp_path, opponents, message, monkeypatch
+):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     with pytest.raises(ConfigError) as error:
         train(model_dir, tmp_path / "run", **{"env.opponents": opponents})
     assert message in str(error.value)
 
 
-def test_an_opponent_that_always_fails_stops_the_run_with_the_reason(model_dir, tmp_path, monkeypatch):
+def test_an_opponent_that_always_fails_stops_the_run(model_dir, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     opponents = {"con": "test_debate_training:loses_its_voice", "pro": "policy"}
     reason = r"16 of 16 episodes failed.*the opponent that plays 'con' raised OSError: gone"

@@ -8,13 +8,18 @@ from vowels import Vowels
 
 from rl4llm.api import DAPOTrainer
 from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.tracking.episodes import read_episodes
 
 
 class SomeEqual(Vowels):
     """All answers to odd prompts are worth the same."""
 
     def __call__(self, messages, ground_truth, **kwargs):
-        return 0.7 if int(ground_truth) % 2 else super().__call__(messages, ground_truth) + 1e-3 * len(messages[-1].content)
+        return (
+            0.7
+            if int(ground_truth) % 2
+            else super().__call__(messages, ground_truth) + 1e-3 * len(messages[-1].content)
+        )
 
 
 class AllEqual(BaseRewardFunction):
@@ -27,12 +32,12 @@ class AllEqual(BaseRewardFunction):
         return 0.7
 
 
-def run(model_dir, directory, reward, max_steps=2, **algorithm):
+def made(model_dir, directory, reward, max_steps=1, num_rows=8, **algorithm):
     rows = [
         {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
-        for i in range(8)
+        for i in range(num_rows)
     ]
-    made = DAPOTrainer(
+    return DAPOTrainer(
         str(model_dir),
         rows,
         [reward],
@@ -43,30 +48,43 @@ def run(model_dir, directory, reward, max_steps=2, **algorithm):
         max_steps=max_steps,
         deterministic=True,
     )
-    before = {name: tensor.clone() for name, tensor in made.trainer.backend.weights()}
-    made.train()
-    moved = any(not torch.equal(tensor, before[name]) for name, tensor in made.trainer.backend.weights())
+
+
+def run(model_dir, directory, reward, max_steps=2, **algorithm):
+    trainer = made(model_dir, directory, reward, max_steps, **algorithm)
+    before = {name: tensor.clone() for name, tensor in trainer.trainer.backend.weights()}
+    trainer.train()
+    moved = any(not torch.equal(tensor, before[name]) for name, tensor in trainer.trainer.backend.weights())
     return moved, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("refills", [0, 1, 3])
-def test_where_no_group_ever_differs_a_step_ends_after_so_many_rounds_and_says_so(model_dir, tmp_path, refills):
-    moved, metrics = run(model_dir, tmp_path, AllEqual(), refills=refills)
+def episodes(directory, step):
+    return list(read_episodes(directory / "episodes" / f"step-{step:06d}.jsonl"))
+
+
+@pytest.mark.parametrize("resampling_rounds", [0, 1, 3])
+def test_dynamic_sampling_ends_after_the_maximum_of_rounds(model_dir, tmp_path, resampling_rounds):
+    moved, metrics = run(model_dir, tmp_path, AllEqual(), resampling_rounds=resampling_rounds)
     assert not moved
     assert len(metrics) == 2
     for row in metrics:
-        assert row["trajectories"] == (1 + refills) * 4 * 4
+        assert row["trajectories"] == (1 + resampling_rounds) * 4 * 4
         assert row["reward/mean"] == pytest.approx(0.7)  # of what was sampled, not 0 of what was kept
         assert row["groups/zero_spread"] == 1
         assert row["update/empty"] == 1
         assert "loss" not in row
-        if refills:
-            assert row["groups/refills"] == refills
-            assert row["groups/dropped"] == (1 + refills) * 4
+        if resampling_rounds:
+            assert row["groups/refills"] == resampling_rounds
+            assert row["groups/dropped"] == (1 + resampling_rounds) * 4
+        drawn = episodes(tmp_path, row["step"])
+        assert len(drawn) == row["trajectories"]
+        assert len({(one["prompt_id"], one["sample"]) for one in drawn}) == len(
+            drawn
+        )  # no sample is drawn twice
 
 
-def test_dropped_groups_are_replaced_until_the_step_has_its_prompts(model_dir, tmp_path):
-    moved, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=3, refills=10)
+def test_dropped_groups_are_replaced_until_the_step_is_full(model_dir, tmp_path):
+    moved, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=3, resampling_rounds=10)
     assert moved
     for row in metrics:
         played = row["trajectories"] / 4
@@ -76,8 +94,8 @@ def test_dropped_groups_are_replaced_until_the_step_has_its_prompts(model_dir, t
         assert "update/empty" not in row
 
 
-def test_the_reward_that_is_logged_is_that_of_all_that_was_sampled(model_dir, tmp_path):
-    _, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=1, refills=10)
+def test_the_logged_reward_includes_dropped_groups(model_dir, tmp_path):
+    _, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=1, resampling_rounds=10)
     (row,) = metrics
     dropped = row["groups/dropped"] / (row["trajectories"] / 4)
     assert dropped > 0
@@ -85,7 +103,7 @@ def test_the_reward_that_is_logged_is_that_of_all_that_was_sampled(model_dir, tm
 
 
 def test_without_refills_a_step_trains_on_what_is_left(model_dir, tmp_path):
-    moved, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=1, refills=0)
+    moved, metrics = run(model_dir, tmp_path, SomeEqual(), max_steps=1, resampling_rounds=0)
     assert moved
     (row,) = metrics
     assert row["trajectories"] == 16
@@ -93,9 +111,23 @@ def test_without_refills_a_step_trains_on_what_is_left(model_dir, tmp_path):
     assert 0 < row["groups/zero_spread"] < 1
 
 
-def test_a_step_that_drops_everything_does_not_divide_by_what_is_not_there(model_dir, tmp_path):
+def test_a_step_that_filters_all_groups_does_not_divide_by_zero(model_dir, tmp_path):
     for number, aggregation in enumerate(("token", "sequence", "prompt", "constant")):
-        options = {"aggregation": aggregation, "whiten": True, "scale_rewards": "batch", "refills": 1}
+        options = {
+            "aggregation": aggregation,
+            "whiten": True,
+            "scale_rewards": "batch",
+            "resampling_rounds": 1,
+        }
         moved, metrics = run(model_dir, tmp_path / str(number), AllEqual(), max_steps=1, **options)
         assert not moved
         assert metrics[0]["update/empty"] == 1
+
+
+def test_no_two_draws_of_a_row_in_a_step_are_the_same_draw(model_dir, tmp_path):
+    loop = made(model_dir, tmp_path, AllEqual(), num_rows=2, resampling_rounds=2).trainer
+    loop.publish()
+    members = [member for group in loop.collect().groups for member in group.trajectories]
+    loop.close()
+    assert len(members) == 3 * 4 * 4
+    assert len({(member.prompt_id, member.extras["sample"]) for member in members}) == len(members)

@@ -12,8 +12,9 @@ from mixture_parts import parts, rows
 from rl4llm.api import GRPOTrainer, SFTTrainer
 from rl4llm.cli import main
 from rl4llm.config import load_config
-from rl4llm.core.checkpoint import latest_checkpoint
+from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError, DataError, RL4LLMError, RunDirError
+from rl4llm.runs.checkpoint import latest_checkpoint
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixture_grpo.yaml"
 SMALL = {
@@ -25,7 +26,9 @@ SMALL = {
 
 def train(model_dir, directory, out, **options):
     own = options.pop("parts", None) or parts(directory)
-    return GRPOTrainer(str(model_dir), parts=own, output={"dir": str(directory / out)}, **{**SMALL, **options}).train()
+    return GRPOTrainer(
+        str(model_dir), parts=own, output={"dir": str(directory / out)}, **{**SMALL, **options}
+    ).train()
 
 
 def weights(run):
@@ -37,13 +40,13 @@ def metrics(directory, name="metrics.jsonl"):
 
 
 def played(directory):
-    """Which samples of which prompts were played, in which step."""
+    """Return the samples of each prompt that every step played."""
     files = (directory / "episodes").glob("step-*.jsonl")
     found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return {(row["step"], row["part"], row["prompt_id"], row["sample"]) for row in found}
 
 
-def test_the_configuration_of_several_environments_trains_end_to_end(model_dir, tmp_path):
+def test_the_mixture_configuration_trains_end_to_end(model_dir, tmp_path):
     pytest.importorskip("reasoning_gym", reason="the package reasoning-gym is not installed")
     small = [
         "model.autocast=none", "rollout.prompts=4", "rollout.group_size=2", "rollout.max_tokens=6", "max_steps=2",
@@ -51,11 +54,15 @@ def test_the_configuration_of_several_environments_trains_end_to_end(model_dir, 
         "parts.tools.env.describe_tools=false", "parts.tools.rollout.max_tokens=5", "parts.puzzles.rollout.max_tokens=4",
         "parts.puzzles.data.limit=8", "parts.puzzles.env.task=basic_arithmetic",
     ]  # fmt: skip
-    assert main(["train", str(CONFIG), *small, f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]) == 0
+    assert (
+        main(["train", str(CONFIG), *small, f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]) == 0
+    )
     steps = [row for row in metrics(tmp_path / "run") if "part/sums/share" in row]
     shares = [[row[f"part/{name}/share"] for name in ("sums", "tools", "puzzles")] for row in steps]
     assert shares == [[0.5, 0.25, 0.25]] * 2
-    longest = [(row["part/sums/completion_length/max"], row["part/puzzles/completion_length/max"]) for row in steps]
+    longest = [
+        (row["part/sums/completion_length/max"], row["part/puzzles/completion_length/max"]) for row in steps
+    ]
     assert all(sums <= 6 and puzzles <= 4 for sums, puzzles in longest)
     assert {"reward/reasoning_gym", "reward/math", "part/tools/reward/tool_use"} <= set(steps[0])
     held_out = metrics(tmp_path / "run", "eval.jsonl")[-1]
@@ -68,7 +75,11 @@ def test_both_parts_are_learned(model_dir, tmp_path):
         "words": {"data": rows(tmp_path, "words", 2), "rewards": ["mixture_parts:Vowels"]},
         "talk": {"data": rows(tmp_path, "talk", 2), "rewards": [short]},
     }
-    options = {"rollout": {"prompts": 4, "group_size": 16, "max_tokens": 8}, "training": {"lr": 1e-2}, "max_steps": 20}
+    options = {
+        "rollout": {"prompts": 4, "group_size": 16, "max_tokens": 8},
+        "training": {"lr": 1e-2},
+        "max_steps": 20,
+    }
     train(model_dir, tmp_path, "run", parts=own, curriculum=None, **options)
     taught = metrics(tmp_path / "run")
     for name in own:
@@ -77,7 +88,7 @@ def test_both_parts_are_learned(model_dir, tmp_path):
         assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, (name, rewards)
 
 
-def test_a_run_that_is_killed_goes_on_with_each_parts_next_prompts_and_ends_with_the_same_weights(model_dir, tmp_path):
+def test_a_killed_run_resumes_each_part_with_the_same_weights(model_dir, tmp_path):
     killer = tmp_path / "killer"
     config = {"model": {"path": str(model_dir)}, "parts": parts(tmp_path, str(killer)), **SMALL}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -94,30 +105,38 @@ def test_a_run_that_is_killed_goes_on_with_each_parts_next_prompts_and_ends_with
     ends = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "killed")]
     assert ends[0] == ends[1]
     assert played(tmp_path / "killed") == played(tmp_path / "whole")
-    states = [latest_checkpoint(tmp_path / out / "checkpoints").state["prompts"] for out in ("whole", "killed")]
+    states = [
+        latest_checkpoint(tmp_path / out / "checkpoints").state["prompts"] for out in ("whole", "killed")
+    ]
     assert states[0] == states[1]
     assert sum(stream["consumed"] for stream in states[0]["parts"].values()) == 12
 
 
 def weights_of(ranks, model_dir, directory, out):
-    shared = {**SMALL, "rollout": {"prompts": 4 // ranks.size, "group_size": 4, "max_tokens": 6}, "max_steps": 3}
+    shared = {
+        **SMALL,
+        "rollout": {"prompts": 4 // ranks.size, "group_size": 4, "max_tokens": 6},
+        "max_steps": 3,
+    }
     run = train(model_dir, directory, out, **shared)
     return weights(run) if ranks.is_first else None
 
 
-def test_two_ranks_play_the_same_prompts_of_each_part_and_end_with_the_same_weights_as_one(model_dir, tmp_path, on_ranks):
-    from rl4llm.core.ranks import Ranks
+def test_two_ranks_end_with_the_same_weights_as_one(model_dir, tmp_path, on_ranks):
+    from rl4llm.runtime.ranks import Ranks
 
     alone = weights_of(Ranks(), model_dir, tmp_path, "one")
     shared, _ = on_ranks(weights_of, model_dir, tmp_path, "two")
     assert played(tmp_path / "one") == played(tmp_path / "two")
     for name, tensor in alone.items():
-        torch.testing.assert_close(tensor, shared[name], atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor, shared[name], atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
     shares = [[row.get("part/talk/weight") for row in metrics(tmp_path / out)] for out in ("one", "two")]
     assert shares[0] == shares[1]
 
 
-def test_another_weight_is_another_run_and_another_held_out_set_is_not(model_dir, tmp_path):
+def test_a_new_weight_makes_another_run_but_eval_rows_do_not(model_dir, tmp_path):
     train(model_dir, tmp_path, "run", max_steps=1)
     changed = parts(tmp_path)
     changed["words"]["weight"] = 3
@@ -132,40 +151,60 @@ def test_another_weight_is_another_run_and_another_held_out_set_is_not(model_dir
     ("override", "message"),
     [
         ("parts.sums.dta.path=x", "parts.sums: the key='dta' is unknown.*Did you mean 'data'"),
-        ("parts.sums.data.pth=x", r"parts\.sums: Unknown configuration key 'data\.pth'. Did you mean 'data\.path'"),
-        ("parts.sums.rollout.max_token=5", "parts.sums.rollout: the key='max_token' is unknown.*'max_tokens'"),
-        ("parts.sums.rollout.temperature=1", r"rollout: the key='temperature' is unknown.*Others are the run's"),
-        ("parts.sums.rollout.max_tokens=0", r"parts\.sums: rollout\.max_tokens=0 is not accepted: 1 or above"),
+        (
+            "parts.sums.data.pth=x",
+            r"parts\.sums: Unknown configuration key 'data\.pth'. Did you mean 'data\.path'",
+        ),
+        (
+            "parts.sums.rollout.max_token=5",
+            "parts.sums.rollout: the key='max_token' is unknown.*'max_tokens'",
+        ),
+        (
+            "parts.sums.rollout.temperature=1",
+            r"rollout: the key='temperature' is unknown.*Other keys are set once",
+        ),
+        (
+            "parts.sums.rollout.max_tokens=0",
+            r"parts\.sums: rollout\.max_tokens=0 is not accepted: a whole number, 1 or above",
+        ),
         ("parts.sums.training.lr=1", "parts.sums: the key='training' is unknown"),
-        ("parts.sums=5", r"parts\.sums=5 is not accepted: a mapping"),
-        ("parts.a b.weight=1", "the name 'a b' is not accepted: letters, digits"),
+        ("parts.sums=5", r"parts\.sums=5 is not accepted\. Accepted: a mapping"),
+        ("parts.a b.weight=1", "the name 'a b' is not accepted. Accepted: letters, digits"),
         ("parts=3", "parts"),
     ],
 )
-def test_a_part_that_says_what_it_cannot_is_refused_with_what_would_be_right(override, message):
+def test_an_option_that_a_part_cannot_have_is_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(CONFIG, [override])
 
 
 def test_a_name_twice_and_a_curriculum_of_nothing_are_refused(tmp_path):
-    (tmp_path / "twice.yaml").write_text("model: {path: m}\nparts:\n  a: {weight: 1}\n  b: {weight: 2}\n  a: {weight: 3}\n")
+    (tmp_path / "twice.yaml").write_text(
+        "model: {path: m}\nparts:\n  a: {weight: 1}\n  b: {weight: 2}\n  a: {weight: 3}\n"
+    )
     with pytest.raises(ConfigError, match="duplicate key a"):
         load_config(tmp_path / "twice.yaml")
-    with pytest.raises(ConfigError, match=r"curriculum=0.1 is not accepted without `parts`"):
+    with pytest.raises(ConfigError, match=r"curriculum=0.1 requires `parts`"):
         load_config(overrides=["model.path=m", "data.path=d", "curriculum=0.1"])
 
 
 BAD_ROWS = {
     "empty": (b"", "the dataset is empty"),
     "broken": (b'{"prompt": "a", "ground_truth": "b"}\n{"prompt": \n', r"bad\.jsonl:2: not valid JSON"),
-    "latin": ('{"prompt": "é", "ground_truth": "b"}\n'.encode("latin-1"), r"bad\.jsonl:1: byte 12.*is not UTF-8"),
-    "twice": (b'{"id": 1, "prompt": "a", "ground_truth": "b"}\n' * 2, r"bad\.jsonl:2: the prompt_id '1' is that of"),
+    "latin": (
+        '{"prompt": "é", "ground_truth": "b"}\n'.encode("latin-1"),
+        r"bad\.jsonl:1: byte 12.*is not UTF-8",
+    ),
+    "twice": (
+        b'{"id": 1, "prompt": "a", "ground_truth": "b"}\n' * 2,
+        r"bad\.jsonl:2: the prompt_id '1' is already used by",
+    ),
     "missing": (b'{"prompt": "a"}\n', r"bad\.jsonl:1: data\.answer_column='ground_truth' is unknown"),
 }
 
 
 @pytest.mark.parametrize("fault", BAD_ROWS)
-def test_rows_that_cannot_be_used_are_refused_by_the_name_of_the_part_the_file_and_the_line(fault, model_dir, tmp_path):
+def test_invalid_rows_are_refused_with_part_file_and_line(fault, model_dir, tmp_path):
     content, message = BAD_ROWS[fault]
     (tmp_path / "bad.jsonl").write_bytes(content)
     own = parts(tmp_path)
@@ -178,16 +217,19 @@ def test_rows_that_cannot_be_used_are_refused_by_the_name_of_the_part_the_file_a
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": 0}, r"parts\.talk\.weight=0 is not accepted: a number above 0"),
+        ({"weight": 0}, r"parts\.talk\.weight=0 is not accepted\. Accepted: a number above 0"),
         ({"weight": float("nan")}, r"parts\.talk\.weight=nan is not accepted"),
         ({"data": {}}, r"parts\.talk: data\.path is not set"),
         ({"env": {"name": "tol"}}, r"parts\.talk: env\.name='tol' is unknown.*Did you mean 'tool'"),
-        ({"env": {"name": "chat", "max_stps": 2}}, r"parts\.talk: env option='max_stps' is unknown.*'max_steps'"),
+        (
+            {"env": {"name": "chat", "max_stps": 2}},
+            r"parts\.talk: env option='max_stps' is unknown.*'max_steps'",
+        ),
         ({"rewards": [{"name": "mth"}]}, r"parts\.talk: .*'mth' is unknown.*'math'"),
         ({"rollout": {"top_p": 0}}, r"parts\.talk: rollout\.top_p=0.* is not accepted"),
     ],
 )
-def test_a_part_that_cannot_be_played_is_refused_before_anything_starts(change, message, model_dir, tmp_path):
+def test_an_invalid_part_is_refused_before_anything_starts(change, message, model_dir, tmp_path):
     own = parts(tmp_path)
     own["talk"] |= change
     with pytest.raises(RL4LLMError, match=message):
@@ -195,8 +237,50 @@ def test_a_part_that_cannot_be_played_is_refused_before_anything_starts(change, 
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_of_one_environment_does_not_go_with_parts(model_dir, tmp_path):
-    with pytest.raises(ConfigError, match="dataset is of one environment, but there are parts"):
-        GRPOTrainer(str(model_dir), [{"messages": [], "ground_truth": ""}], parts=parts(tmp_path), max_steps=1)
+def test_keys_of_one_environment_are_refused_beside_parts(model_dir, tmp_path):
+    with pytest.raises(ConfigError, match="dataset cannot be combined with parts"):
+        GRPOTrainer(
+            str(model_dir), [{"messages": [], "ground_truth": ""}], parts=parts(tmp_path), max_steps=1
+        )
     with pytest.raises(ConfigError, match=r"algorithm\.name='sft' learns from demonstrations"):
         SFTTrainer(str(model_dir), parts=parts(tmp_path), max_steps=1)
+
+
+class Even(BaseRewardFunction):
+    """Give 1.0 for a reply of even length, always to the pool "solved"; it cannot score the pool "lost"."""
+
+    def __init__(self, name="even"):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, level, **kwargs) -> float:
+        if level == "lost":
+            raise ValueError("cannot be scored")
+        return float(level == "solved" or len(messages[-1].content) % 2 == 0)
+
+
+def test_pools_of_a_dataset_are_drawn_by_their_success(model_dir, tmp_path):
+    levels = ["lost", *["open", "solved"] * 6]
+    data = [
+        {"messages": [{"role": "user", "content": f"Say {number}."}], "ground_truth": "", "level": level}
+        for number, level in enumerate(levels)
+    ]
+    options = {
+        "rollout": {"prompts": 4, "group_size": 4, "max_tokens": 6, "max_failed_share": 1.0},
+        "eval": {"every": 2}, "curriculum": "level", "max_steps": 6, "output": {"dir": str(tmp_path / "run")},
+    }  # fmt: skip
+    GRPOTrainer(
+        str(model_dir), data, reward_functions=[Even()], eval_dataset=data[:4], **{**SMALL, **options}
+    ).train()
+    steps = [row for row in metrics(tmp_path / "run") if "part/solved/weight" in row]
+    assert all(row["part/solved/success"] == 1.0 for row in steps)
+    assert steps[-1]["part/open/weight"] > 2 * steps[-1]["part/solved/weight"] > 0
+    assert any(row["part/lost/failures"] for row in steps if "part/lost/failures" in row)
+    assert not any("part/lost/success" in row for row in steps), "a failed sample is neither right nor wrong"
+    held_out = metrics(tmp_path / "run", "eval.jsonl")[-1]
+    assert held_out["part/solved/accuracy"] == 1.0 and held_out["part/open/trajectories"] == 2.0
+
+
+def test_pools_are_refused_where_nothing_is_sampled(model_dir):
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    with pytest.raises(ConfigError, match=r"curriculum is not accepted with algorithm\.name='sft'"):
+        SFTTrainer(str(model_dir), [{"messages": talk}], curriculum="level", max_steps=1)

@@ -15,7 +15,7 @@ from rl4llm.core.types import SamplingParams
 
 
 class TwoTurns(BaseMDPEnv):
-    """Asks for more once."""
+    """Ask for more once."""
 
     continue_truncated = True
 
@@ -24,7 +24,7 @@ class TwoTurns(BaseMDPEnv):
 
 
 class PaidTurns(TwoTurns):
-    """Pays 1 for the first turn and 0.25 for the second, before the reward of the episode."""
+    """Pay 1 for the first turn and 0.25 for the second, before the reward of the episode."""
 
     def respond(self, sample):
         sample.reward_turn([1, 0.25][sample.current_step - 1])
@@ -54,7 +54,9 @@ def trainer(model_dir, directory, algorithm, env=TwoTurns, **overrides):
         "max_steps": 4,
     }
     output = {"dir": str(directory)}
-    return Any(str(model_dir), rows(), [Vowels()], algorithm=algorithm, env=env, output=output, **options | overrides)
+    return Any(
+        str(model_dir), rows(), [Vowels()], algorithm=algorithm, env=env, output=output, **options | overrides
+    )
 
 
 def weights(backend):
@@ -66,7 +68,10 @@ def metrics(directory):
 
 
 def episodes(directory, step):
-    return [json.loads(line) for line in (directory / "episodes" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (directory / "episodes" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    ]
 
 
 def assert_same(left, right):
@@ -92,8 +97,10 @@ def test_in_the_warm_up_only_the_critic_learns(model_dir, tmp_path):
     assert all("critic/value_loss" in row and "policy_loss" not in row for row in metrics(tmp_path))
 
 
-@pytest.mark.parametrize("algorithm", [PPO, {"name": "grpo", "kl_coef": 0.1, "reference_every": 3}], ids=["ppo", "grpo"])
-def test_a_resumed_run_has_its_critic_its_reference_and_its_coefficient_again(model_dir, tmp_path, algorithm):
+@pytest.mark.parametrize(
+    "algorithm", [PPO, {"name": "grpo", "kl_coef": 0.1, "reference_every": 3}], ids=["ppo", "grpo"]
+)
+def test_a_resumed_run_restores_critic_reference_and_coefficient(model_dir, tmp_path, algorithm):
     whole = trainer(model_dir, tmp_path / "whole", algorithm, max_steps=6).train().trainer
     trainer(model_dir, tmp_path / "parts", algorithm, max_steps=4).train()
     parts = trainer(model_dir, tmp_path / "parts", algorithm, max_steps=6).train().trainer
@@ -103,7 +110,9 @@ def test_a_resumed_run_has_its_critic_its_reference_and_its_coefficient_again(mo
 
 
 def test_the_critic_of_a_finished_run_is_one_to_start_from(model_dir, tmp_path):
-    done = trainer(model_dir, tmp_path / "values", PPO | {"critic_warmup_steps": 2}, max_steps=2).train().trainer
+    done = (
+        trainer(model_dir, tmp_path / "values", PPO | {"critic_warmup_steps": 2}, max_steps=2).train().trainer
+    )
     critic = tmp_path / "values" / "model" / "critic"
     head = load_value_head(critic, load_model(critic))
     assert torch.equal(head.linear.weight, done.critic.value_head.linear.weight.cpu())
@@ -119,19 +128,23 @@ def test_the_reference_follows_the_policy_every_n_steps(model_dir, tmp_path):
     run.train()
     kept = dict(run.trainer.backend.weights())
     assert differ(start, weights(reference))
-    assert differ({name: tensor.clone() for name, tensor in reference.weights()}, kept)  # step 3 moved the policy on
+    assert differ(
+        {name: tensor.clone() for name, tensor in reference.weights()}, kept
+    )  # step 3 moved the policy on
     measured = [row["kl"] for row in metrics(tmp_path)]
     assert measured[1] > 1e-7
     assert measured[2] == pytest.approx(0, abs=1e-6)
 
 
-def test_an_adaptive_coefficient_rises_while_the_divergence_is_above_its_target(model_dir, tmp_path):
+def test_an_adaptive_coefficient_rises_above_its_target(model_dir, tmp_path):
     algorithm = {"name": "grpo", "kl_coef": 1e-3, "kl_target": 1e-9, "kl_horizon": 1}
     run = trainer(model_dir, tmp_path, algorithm).train().trainer
-    assert run.algorithm.state()["kl_factor"] == pytest.approx(0.8 * 1.2**3)  # the first step is on the reference
+    assert run.algorithm.state()["kl_factor"] == pytest.approx(
+        0.8 * 1.2**3
+    )  # the first step is on the reference
 
 
-def test_the_greedy_baseline_is_the_most_probable_answer_and_neither_trains_nor_counts(model_dir, tmp_path):
+def test_the_greedy_baseline_is_most_probable_and_never_trains(model_dir, tmp_path):
     run = trainer(model_dir, tmp_path, {"name": "remax"}).trainer
     run.publish()
     collected = run.collect()
@@ -144,9 +157,9 @@ def test_the_greedy_baseline_is_the_most_probable_answer_and_neither_trains_nor_
         assert len(group.trajectories) == 4
         expected = group.rewards_G - group.baseline.reward
         assert torch.equal(run.algorithm.credits(group), expected)
-    assert sum(batch.num_policy_tokens for update in run.prepare(collected) for batch in update.batches) <= sum(
-        trajectory.num_policy_tokens for group in collected.groups for trajectory in group.trajectories
-    )
+    assert sum(
+        batch.num_policy_tokens for update in run.prepare(collected) for batch in update.batches
+    ) <= sum(trajectory.num_policy_tokens for group in collected.groups for trajectory in group.trajectories)
     run.close()
 
 
@@ -162,7 +175,9 @@ def test_samples_are_drawn_at_the_temperatures_of_their_rung(model_dir, tmp_path
 
 
 def test_a_turn_is_paid_and_credited_by_itself(model_dir, tmp_path):
-    run = trainer(model_dir, tmp_path, {"name": "grpo", "turn_discount": 0.5}, env=PaidTurns, **{"env.max_steps": 2})
+    run = trainer(
+        model_dir, tmp_path, {"name": "grpo", "turn_discount": 0.5}, env=PaidTurns, **{"env.max_steps": 2}
+    )
     run.train()
     for row in episodes(tmp_path, 1):
         assert row["reward"] == pytest.approx(row["rewards"]["vowels"] + 1.25)
@@ -170,7 +185,7 @@ def test_a_turn_is_paid_and_credited_by_itself(model_dir, tmp_path):
     assert any(row["credit"][0] != row["credit"][1] for row in episodes(tmp_path, 1))
 
 
-def test_what_is_no_number_pays_no_turn(model_dir, tmp_path):
+def test_reward_turn_accepts_only_numbers(model_dir, tmp_path):
     class Wrong(TwoTurns):
         def respond(self, sample):
             sample.reward_turn(float("nan"))
@@ -191,25 +206,32 @@ class Impossible:
 @pytest.mark.parametrize(
     "case",
     [
-        Impossible({"name": "dapo", "drop_equal_by": "accuracy"}, "Known: vowels"),
-        Impossible({"name": "dapo", "drop_equal": False, "drop_equal_by": "vowels"}, "drop_equal_by has no effect"),
+        Impossible({"name": "dapo", "filter_groups_by": "accuracy"}, "Known: vowels"),
+        Impossible(
+            {"name": "dapo", "filter_groups": False, "filter_groups_by": "vowels"},
+            "filter_groups_by has no effect",
+        ),
         Impossible({"name": "grpo", "critic_lr": 0.1}, "'critic_lr' is unknown"),
-        Impossible({"name": "grpo", "dual_clip": 0.5}, "dual_clip=0.5 is not accepted: above 1"),
+        Impossible(
+            {"name": "grpo", "dual_clip": 0.5}, "dual_clip=0.5 is not accepted: a finite number, above 1"
+        ),
         Impossible({"name": "grpo", "kl_target": 0.1}, "without a reference"),
         Impossible({"name": "grpo", "reference_every": 5}, "without a reference"),
         Impossible({"name": "grpo", "correction": "tis"}, "old_logprobs=recomputed"),
-        Impossible({"name": "grpo", "correction": "tiss", "old_logprobs": "recomputed"}, "Did you mean 'tis'"),
+        Impossible(
+            {"name": "grpo", "correction": "tiss", "old_logprobs": "recomputed"}, "Did you mean 'tis'"
+        ),
         Impossible({"name": "grpo", "aggregation": "tokens"}, "Did you mean 'token'"),
-        Impossible({"name": "ppo", "turn_discount": 0.9}, "ppo has no use for it"),
-        Impossible({"name": "rloo", "scale_rewards": "group"}, "Known: batch, none"),
-        Impossible({"name": "explore_grpo", "temperatures": [0.0]}, "all above 0"),
+        Impossible({"name": "ppo", "turn_discount": 0.9}, "has no effect with algorithm.name='ppo'"),
+        Impossible({"name": "rloo", "scale_rewards": "group"}, "is not accepted: none or batch."),
+        Impossible({"name": "explore_grpo", "temperatures": [0.0]}, "each item a finite number, above 0"),
         Impossible({"name": "distill"}, "teacher_path is not set"),
         Impossible({"name": "kl_cov", "kl_share": 0}, "above 0, at most 1"),
-        Impossible({"name": "gspo", "clip_low": -1}, "clip_low=-1 is not accepted: above 0"),
+        Impossible({"name": "gspo", "clip_low": -1}, "clip_low=-1 is not accepted: a finite number, above 0"),
     ],
     ids=lambda case: f"{case.algorithm['name']}-{'-'.join(list(case.algorithm)[1:])}",
 )
-def test_options_that_cannot_work_together_are_refused_by_name_before_anything_starts(model_dir, tmp_path, case):
+def test_conflicting_options_are_refused_before_anything_starts(model_dir, tmp_path, case):
     with pytest.raises(ConfigError) as caught:
         trainer(model_dir, tmp_path / "run", case.algorithm)
     assert case.says in str(caught.value)

@@ -11,7 +11,7 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.cli import main
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import DataError, ModelError, NotFiniteError
-from rl4llm.core.failed_update import load_update
+from rl4llm.extensions.inspect.replay.failed_update import load_update
 
 BAD_ALGORITHM = '''
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ class Bad(GRPO):
 '''
 
 
-ON_ONE_RANK = BAD_ALGORITHM.replace("batch.token_ids_BT % 2 == 1", "torch.tensor(os.environ.get('RANK') == '0')")
+ON_ONE_RANK = BAD_ALGORITHM.replace(
+    "batch.token_ids_BT % 2 == 1", "torch.tensor(os.environ.get('RANK') == '0')"
+)
 
 
 class LastLetter(BaseRewardFunction):
@@ -43,7 +45,8 @@ class LastLetter(BaseRewardFunction):
 
 def rows():
     return [
-        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""}
+        for i in range(4)
     ]
 
 
@@ -54,18 +57,24 @@ def run(model_dir, directory, **overrides):
         "checkpoint": {"every": 0},
         "max_steps": 5,
     }
-    return GRPOTrainer(str(model_dir), rows(), [LastLetter()], output={"dir": str(directory)}, **options | overrides)
+    return GRPOTrainer(
+        str(model_dir), rows(), [LastLetter()], output={"dir": str(directory)}, **options | overrides
+    )
 
 
 def stopped(ranks, place, model_dir, directory, options):
-    """What a run says that stops, and what it moved."""
+    """Return the error of a run that stops, and what it moved."""
     sys.path.insert(0, str(place))
     trainer = run(model_dir, directory, **options)
     before = {name: tensor.clone() for name, tensor in trainer.trainer.backend.weights()}
     try:
         trainer.train()
     except NotFiniteError as error:
-        moved = [name for name, tensor in trainer.trainer.backend.weights() if not torch.equal(tensor, before[name])]
+        moved = [
+            name
+            for name, tensor in trainer.trainer.backend.weights()
+            if not torch.equal(tensor, before[name])
+        ]
         return str(error), moved
     return "", []
 
@@ -77,7 +86,7 @@ def bad(tmp_path, monkeypatch):
     return {"name": "bad_algorithm:Bad"}
 
 
-def test_steps_that_are_not_finite_are_counted_move_nothing_and_stop_the_run_after_the_second(model_dir, tmp_path, bad):
+def test_two_steps_that_are_not_finite_stop_the_run(model_dir, tmp_path, bad):
     trainer = run(model_dir, tmp_path / "run", algorithm=bad)
     before = {name: tensor.clone() for name, tensor in trainer.trainer.backend.weights()}
     with pytest.raises(NotFiniteError, match=r"2 optimizer steps in a row.*rl4llm replay .*step-000002"):
@@ -88,7 +97,7 @@ def test_steps_that_are_not_finite_are_counted_move_nothing_and_stop_the_run_aft
     assert first["skipped"] == 1
 
 
-def test_a_step_that_was_kept_is_computed_again_and_says_where_it_is_not_finite(model_dir, tmp_path, bad, capsys):
+def test_replay_shows_where_a_failed_step_is_not_finite(model_dir, tmp_path, bad, capsys):
     with pytest.raises(NotFiniteError):
         run(model_dir, tmp_path / "run", algorithm=bad).train()
     step = tmp_path / "run" / "failed" / "step-000002"
@@ -107,9 +116,7 @@ def test_a_step_that_was_kept_is_computed_again_and_says_where_it_is_not_finite(
     pytest.param({"name": "deepspeed", "zero_stage": 2}, marks=pytest.mark.deepspeed),
     pytest.param({"name": "deepspeed", "zero_stage": 3}, marks=pytest.mark.deepspeed),
 ], ids=lambda backend: "-".join(map(str, backend.values())))  # fmt: skip
-def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_its_step_replays_on_one_process(
-    model_dir, tmp_path, monkeypatch, capsys, backend
-):
+def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(model_dir, tmp_path, monkeypatch, capsys, backend):
     (tmp_path / "bad_on_one_rank.py").write_text("import os\n" + ON_ONE_RANK)
     directory, options = tmp_path / "run", {"algorithm": {"name": "bad_on_one_rank:Bad"}, "backend": backend}
     with RankProcesses(size=2, DS_ACCELERATOR="cpu") as on_ranks:
@@ -147,7 +154,7 @@ def test_one_bad_step_among_good_ones_does_not_stop_a_run(model_dir, tmp_path, m
     assert [row.get("skipped") for row in rows] == [1, None, 1, None, 1]
 
 
-def test_a_finished_run_has_its_model_beside_it_and_stands_for_it(model_dir, tmp_path):
+def test_a_finished_runs_directory_can_be_used_as_a_model(model_dir, tmp_path):
     done = run(model_dir, tmp_path / "one", max_steps=2).train()
     trained = dict(done.trainer.backend.weights())
     following = run(tmp_path / "one", tmp_path / "two", max_steps=1)
@@ -156,7 +163,8 @@ def test_a_finished_run_has_its_model_beside_it_and_stands_for_it(model_dir, tmp
     following.train()
 
 
-def test_a_run_that_is_not_done_stands_for_no_model(model_dir, tmp_path):
-    run(model_dir, tmp_path / "one", max_steps=2).trainer.close()
-    with pytest.raises(ModelError, match="not done"):
+def test_an_unfinished_run_cannot_be_used_as_a_model(model_dir, tmp_path):
+    with run(model_dir, tmp_path / "one", max_steps=2).trainer as begun:
+        begun.resume()
+    with pytest.raises(ModelError, match="has not finished"):
         run(tmp_path / "one", tmp_path / "two")

@@ -9,15 +9,19 @@ import torch
 
 from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from rl4llm.api import PolicyTrainer
-from rl4llm.backends.learned_reward import LearnedReward
-from rl4llm.build import build_trainer
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
+from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import ConfigError, DataError, ModelError
 from rl4llm.core.types import ChatMessage
-from rl4llm.quickstart.model import build_model, build_tokenizer, save_model
+from rl4llm.data.demonstrations import demonstration
+from rl4llm.data.render import Renderer
+from rl4llm.data.template import decode
+from rl4llm.extensions.judges.reward_model import LearnedReward
 from rl4llm.rewards import RewardFailure, weighted_sum
-from rl4llm.rewards.score import score
+from rl4llm.rewards.scoring import score
 
 QUIET = {"checkpoint": {"every": 0}, "tracking": {"tensorboard": False}, "deterministic": True}
 LETTERS = "aeioubcdfghjklmnpqrstvwxyz ,.?!"
@@ -28,7 +32,7 @@ def vowels(text):
 
 
 class Vowels(BaseRewardFunction):
-    """The share of vowels in what was said last."""
+    """The share of vowels in the last message."""
 
     def __init__(self, name="vowels"):
         super().__init__(name)
@@ -39,12 +43,14 @@ class Vowels(BaseRewardFunction):
 
 def text(choose):
     share = choose.random()
-    letters = (choose.choice("aeiou") if choose.random() < share else choose.choice(LETTERS) for _ in range(99))
+    letters = (
+        choose.choice("aeiou") if choose.random() < share else choose.choice(LETTERS) for _ in range(99)
+    )
     return "".join(letter for letter, _ in zip(letters, range(choose.randint(3, 8)), strict=False))
 
 
 def pairs(count, seed, apart=0.25):
-    """Two texts, of which the one with more vowels is preferred."""
+    """Return two strings; the one with more vowels is preferred."""
     choose, found = random.Random(seed), []
     while len(found) < count:
         rejected, chosen = sorted((text(choose), text(choose)), key=vowels)
@@ -54,14 +60,18 @@ def pairs(count, seed, apart=0.25):
 
 
 def labels(count, seed):
-    """Texts of which those with many vowels are good."""
+    """Return strings; those with many vowels are good."""
     sides = [("chosen", "rejected")[number % 2] for number in range(count)]
     rows = zip(pairs(count, seed), sides, strict=True)
-    return [{"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row, side in rows]
+    return [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row, side in rows
+    ]
 
 
 def prompts(count=8):
-    return [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(count)]
+    return [
+        {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(count)
+    ]
 
 
 def conversations(count, seed=0):
@@ -112,18 +122,30 @@ def move(backend, size):
 
 
 def gradient(model, directory, name, **overrides):
-    """The gradient of one step's loss, of a policy that is away from its reference."""
+    """Return the gradient of one step's loss, of a policy that differs from its reference."""
     kind, dataset, options = KINDS[name]
-    options = options | {"rollout": {"prompts": 8 if name != "online_dpo" else 4, "group_size": 4, "max_tokens": 6}}
+    options = options | {
+        "rollout": {"prompts": 8 if name != "online_dpo" else 4, "group_size": 4, "max_tokens": 6}
+    }
     run = make(kind, model, overrides.pop("dataset", dataset), directory, **(options | overrides))
     loop = run.trainer
     move(loop.backend, 0.02)
-    if loop.preparation.reference is not None:  # further off, so that KTO's estimate of the divergence is not below 0
+    if (
+        loop.preparation.reference is not None
+    ):  # further off, so that KTO's estimate of the divergence is not below 0
         move(loop.preparation.reference, 0.06)
     loop.publish()
-    parts = [loop.forward_backward(batch) for update in loop.prepare(loop.collect()) for batch in update.batches]
+    parts = [
+        loop.backend.forward_backward(batch, **loop.objective(update))
+        for update in loop.prepare(loop.collect())
+        for batch in update.batches
+    ]
     loop.close()
-    return {name: tensor.grad.clone() for name, tensor in parameters(loop.backend).items() if tensor.grad is not None}, parts
+    return {
+        name: tensor.grad.clone()
+        for name, tensor in parameters(loop.backend).items()
+        if tensor.grad is not None
+    }, parts
 
 
 def assert_same(found, expected):
@@ -134,7 +156,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_packing_and_micro_batches_do_not_change_the_gradient_or_the_metrics(name, model_dir, tmp_path):
+def test_packing_does_not_change_the_gradient_or_the_metrics(name, model_dir, tmp_path):
     def computed(layout, budget):
         training = {"lr": 1e-3, "layout": layout, "max_tokens_per_batch": budget}
         return gradient(model_dir, tmp_path / f"{layout}{budget}", name, training=training)
@@ -145,7 +167,13 @@ def test_packing_and_micro_batches_do_not_change_the_gradient_or_the_metrics(nam
 
     expected, whole = computed("sorted", 4096)
     assert len(whole) == 1
-    for layout, budget in (("sorted", 64), ("packed", 64), ("packed", 4096), ("shared", 64), ("shared", 4096)):
+    for layout, budget in (
+        ("sorted", 64),
+        ("packed", 64),
+        ("packed", 4096),
+        ("shared", 64),
+        ("shared", 4096),
+    ):
         found, parts = computed(layout, budget)
         assert_same(found, expected)
         assert means(parts) == pytest.approx(means(whole), abs=1e-5)
@@ -160,13 +188,12 @@ def test_neither_order_nor_repetition_changes_the_gradient(name, model_dir, tmp_
     assert name != "kto" or parts[0]["kto/kl"] > 0
     found, _ = gradient(model_dir, tmp_path / "b", name, dataset=rows[::-1], **order)
     assert_same(found, expected)
-    if name != "kto":  # its estimate would pair an answer with its own prompt
-        once, _ = gradient(model_dir, tmp_path / "c", name, dataset=rows[:4], rollout={"prompts": 4}, **order)
-        twice, _ = gradient(model_dir, tmp_path / "d", name, dataset=rows[:4], rollout={"prompts": 8}, **order)
-        assert_same(twice, once)
+    once, _ = gradient(model_dir, tmp_path / "c", name, dataset=rows[:4], rollout={"prompts": 4}, **order)
+    twice, _ = gradient(model_dir, tmp_path / "d", name, dataset=rows[:4], rollout={"prompts": 8}, **order)
+    assert_same(twice, once)
 
 
-def test_pairs_of_an_environment_are_a_mean_over_pairs_however_many_answers_were_sampled(model_dir, tmp_path):
+def test_the_online_loss_is_a_mean_over_pairs(model_dir, tmp_path):
     _, _, options = KINDS["online_dpo"]
     rollout = {"prompts": 4, "group_size": 6, "max_tokens": 6}
     loop = make(OnlineDPOTrainer, model_dir, prompts(4), tmp_path, rollout=rollout, **options).trainer
@@ -180,8 +207,29 @@ def test_pairs_of_an_environment_are_a_mean_over_pairs_however_many_answers_were
     loop.close()
 
 
+def test_held_out_rows_are_measured_and_train_nothing(model_dir, tmp_path):
+    def nll(name, dataset, held_out, every=1):
+        options = {"eval": {"every": every}, "eval_dataset": held_out, "max_steps": 2}
+        run = make(SFTTrainer, model_dir, dataset, tmp_path / name, **options).train()
+        weights[name] = torch.cat([tensor.flatten() for _, tensor in run.trainer.backend.weights()])
+        return column(tmp_path / name, "nll", "eval.jsonl")[0] if every else None
+
+    weights, rows = {}, [conversations(4, seed) for seed in range(3)]
+    first = nll("first", rows[0], rows[1])
+    assert nll("other rows", rows[2], rows[1]) == first != nll("other held-out rows", rows[0], rows[2])
+    nll("unmeasured", rows[0], None, every=0)
+    assert torch.equal(weights["first"], weights["other held-out rows"])
+    assert torch.equal(weights["first"], weights["unmeasured"])
+    assert not torch.equal(weights["first"], weights["other rows"])
+
+
 def test_dpo_prefers_the_chosen_answers_of_pairs_it_has_not_seen(model_dir, tmp_path):
-    options = {"rollout": {"prompts": 16}, "max_steps": 30, "eval": {"every": 30}, "eval_dataset": pairs(64, 1)}
+    options = {
+        "rollout": {"prompts": 16},
+        "max_steps": 30,
+        "eval": {"every": 30},
+        "eval_dataset": pairs(64, 1),
+    }
     make(DPOTrainer, model_dir, pairs(480, 0), tmp_path, **options).train()
     accuracy, margin = (column(tmp_path, f"dpo/{key}", "eval.jsonl") for key in ("accuracy", "margin"))
     assert (accuracy[0], margin[0]) == (0.0, 0.0)
@@ -191,8 +239,28 @@ def test_dpo_prefers_the_chosen_answers_of_pairs_it_has_not_seen(model_dir, tmp_
     assert column(tmp_path, "dpo/margin")[-1] > 0.3
 
 
+@pytest.mark.parametrize("moved", ["policy", "reference"])
+def test_ktos_divergence_is_never_below_zero(moved, model_dir, tmp_path):
+    """The estimate of one side moved alone is the other's with the opposite sign."""
+    loop = make(KTOTrainer, model_dir, labels(8, 0), tmp_path, rollout={"prompts": 8}).trainer
+    move({"policy": loop.backend, "reference": loop.preparation.reference}[moved], 0.06)
+    parts = [
+        loop.backend.forward_backward(batch, **loop.objective(update))
+        for update in loop.prepare(loop.collect())
+        for batch in update.batches
+    ]
+    loop.close()
+    divergence = parts[0]["kto/kl"]
+    assert divergence == 0 if moved == "policy" else divergence > 0.1
+
+
 def test_kto_tells_good_answers_it_has_not_seen_from_bad_ones(model_dir, tmp_path):
-    options = {"rollout": {"prompts": 16}, "max_steps": 30, "eval": {"every": 30}, "eval_dataset": labels(64, 1)}
+    options = {
+        "rollout": {"prompts": 16},
+        "max_steps": 30,
+        "eval": {"every": 30},
+        "eval_dataset": labels(64, 1),
+    }
     make(KTOTrainer, model_dir, labels(480, 0), tmp_path, **options).train()
     assert column(tmp_path, "loss", "eval.jsonl")[0] == pytest.approx(0.5)
     assert column(tmp_path, "loss", "eval.jsonl")[-1] < 0.45
@@ -208,7 +276,7 @@ def test_online_dpo_raises_the_reward_of_an_environment(model_dir, tmp_path):
     assert sum(rewards[-3:]) / 3 > 0.5 > 0.2 > rewards[0]
 
 
-def test_a_reward_model_ranks_pairs_it_has_not_seen_and_its_reward_teaches_what_it_learned(model_dir, tmp_path):
+def test_a_reward_model_ranks_new_pairs_and_teaches_a_policy(model_dir, tmp_path):
     options = {"rollout": {"prompts": 16}, "training": {"lr": 3e-3}, "max_steps": 50}
     options |= {"eval": {"every": 50}, "eval_dataset": pairs(128, 1)}
     make(RewardTrainer, model_dir, pairs(800, 0), tmp_path / "rm", **options).train()
@@ -225,9 +293,11 @@ def test_a_reward_model_ranks_pairs_it_has_not_seen_and_its_reward_teaches_what_
     assert sum(seen[-3:]) / 3 > 0.4 > 0.2 > seen[0]
 
 
-def test_a_reward_model_gives_in_later_runs_the_numbers_that_its_training_compared(model_dir, tmp_path):
+def test_a_reward_model_gives_the_scores_of_its_training(model_dir, tmp_path):
     rows = pairs(8, 0)
-    run = make(RewardTrainer, model_dir, rows, tmp_path, max_steps=5, rollout={"prompts": 8}, training={"lr": 3e-3}).train()
+    run = make(
+        RewardTrainer, model_dir, rows, tmp_path, max_steps=5, rollout={"prompts": 8}, training={"lr": 3e-3}
+    ).train()
     loop = run.trainer
     groups = [loop.read(row, row["prompt_id"]) for row in loop.dataset]
     trained = []
@@ -251,7 +321,7 @@ def test_a_reward_model_gives_in_later_runs_the_numbers_that_its_training_compar
     assert alone == pytest.approx(scored, abs=1e-5)
 
 
-def test_a_conversation_too_long_for_a_reward_model_is_left_out_and_never_cut(model_dir, tmp_path):
+def test_a_conversation_too_long_for_a_reward_model_is_skipped(model_dir, tmp_path):
     make(RewardTrainer, model_dir, pairs(4, 0), tmp_path, rollout={"prompts": 4}).train()
     reward = LearnedReward(str(tmp_path))
     conversation = [ChatMessage("user", "Say 1."), ChatMessage("assistant", "a e " * 600)]
@@ -265,13 +335,31 @@ def test_a_conversation_too_long_for_a_reward_model_is_left_out_and_never_cut(mo
         reward(conversation, None)
 
 
-def test_a_model_without_a_value_head_is_no_reward_model(model_dir):
-    with pytest.raises(ModelError, match=r"has no value_head\.safetensors, so it is no reward model"):
+def test_a_reward_model_renders_as_in_its_training(model_dir, tmp_path):
+    make(RewardTrainer, model_dir, pairs(4, 0), tmp_path, rollout={"prompts": 4}).train()
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{{ opening }}" + template.read_text())
+    tokenizer = load_tokenizer(tmp_path)
+    special, args = tokenizer.eos_token, {"opening": "Shown."}
+    asked = [ChatMessage("user", f"Say {special} 1."), ChatMessage("assistant", "a")]
+    reward = LearnedReward(str(tmp_path), template_args=args, special_tokens="allow")
+    expected = Renderer(tokenizer, roles=(), template_args=args, special_tokens="allow")
+    whole = demonstration(expected, asked, "")
+    read = reward._read("", asked, 0)
+    assert read.spans[0].token_ids == whole.spans[0].token_ids
+    plain = LearnedReward(str(tmp_path))._read("", asked, 0)
+    stop = tokenizer.eos_token_id
+    assert read.spans[0].token_ids.count(stop) == plain.spans[0].token_ids.count(stop) + 1
+    assert decode(tokenizer, read.spans[0].token_ids).startswith("Shown.")
+
+
+def test_a_reward_model_needs_a_value_head(model_dir):
+    with pytest.raises(ModelError, match=r"has no value_head\.safetensors, so it is not a reward model"):
         LearnedReward(str(model_dir))
 
 
 def test_a_world_model_predicts_the_environment_better(model_dir, tmp_path):
-    """The environment echoes what the assistant said; the assistant's own words are chance."""
+    """The environment echoes the assistant's message, which is random."""
 
     def echoes(count, seed):
         choose, found = random.Random(seed), []
@@ -289,45 +377,61 @@ def test_a_world_model_predicts_the_environment_better(model_dir, tmp_path):
     assert after < 0.1  # a guess at the echo would cost 0.15 a token
 
 
-def test_one_method_goes_on_where_another_ended(model_dir, tmp_path):
-    """SFT, DPO and GRPO, each from the run directory of the one before."""
+def test_one_method_continues_from_the_model_of_another(model_dir, tmp_path):
+    """Train SFT, DPO and GRPO, each from the run directory of the one before."""
     answers = [{"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]}
                for row in pairs(240, 0)]  # fmt: skip
     options = {"max_steps": 30, "training": {"lr": 4e-3}, "rollout": {"prompts": 8}}
     make(SFTTrainer, model_dir, answers, tmp_path / "sft", **options).train()
-    make(DPOTrainer, tmp_path / "sft", pairs(160, 1), tmp_path / "dpo", max_steps=10, rollout={"prompts": 8}).train()
+    make(
+        DPOTrainer, tmp_path / "sft", pairs(160, 1), tmp_path / "dpo", max_steps=10, rollout={"prompts": 8}
+    ).train()
     rollout = {"prompts": 4, "group_size": 8, "max_tokens": 8}
     options = {"rollout": rollout, "max_steps": 5, "reward_functions": [Vowels()]}
     make(GRPOTrainer, tmp_path / "dpo", prompts(), tmp_path / "grpo", **options).train()
     make(GRPOTrainer, model_dir, prompts(), tmp_path / "fresh", **options).train()
     assert column(tmp_path / "sft", "nll")[-1] < column(tmp_path / "sft", "nll")[0] - 1
-    assert column(tmp_path / "dpo", "loss")[0] == pytest.approx(math.log(2), abs=1e-4)  # its reference is SFT's model
+    assert column(tmp_path / "dpo", "loss")[0] == pytest.approx(
+        math.log(2), abs=1e-4
+    )  # its reference is SFT's model
     assert column(tmp_path / "grpo", "reward/mean")[0] > column(tmp_path / "fresh", "reward/mean")[0] + 0.1
 
 
-def test_a_resumed_run_on_pairs_takes_the_same_steps_and_keeps_its_reference(model_dir, tmp_path):
+def test_a_resumed_run_on_pairs_takes_the_same_steps(model_dir, tmp_path):
     def steps(name, count):
-        return make(DPOTrainer, model_dir, pairs(16, 0), tmp_path / name, max_steps=count, rollout={"prompts": 4}).train()
+        return make(
+            DPOTrainer, model_dir, pairs(16, 0), tmp_path / name, max_steps=count, rollout={"prompts": 4}
+        ).train()
 
     whole = steps("whole", 4)
     steps("parts", 2)
     parts = steps("parts", 4)
-    for (name, tensor), (_, other) in zip(whole.trainer.backend.weights(), parts.trainer.backend.weights(), strict=True):
+    for (name, tensor), (_, other) in zip(
+        whole.trainer.backend.weights(), parts.trainer.backend.weights(), strict=True
+    ):
         assert torch.equal(tensor, other), name
     assert column(tmp_path / "whole", "dpo/margin") == column(tmp_path / "parts", "dpo/margin")
 
 
 def distill(model, teacher, directory, **overrides):
-    options = {"rollout": {"prompts": 8, "group_size": 4, "max_tokens": 8}, "reward_functions": [Vowels()], **overrides}
+    options = {
+        "rollout": {"prompts": 8, "group_size": 4, "max_tokens": 8},
+        "reward_functions": [Vowels()],
+        **overrides,
+    }
     options["algorithm"] = {"name": "distill", "teacher_path": str(teacher)}
     return make(GRPOTrainer, model, prompts(), directory, **options)
 
 
 def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_path):
     """Measured on what the student itself says: the reverse divergence, in nats per token."""
-    answers = [{"messages": [*row["messages"], {"role": "assistant", "content": "aeiou"}]} for row in prompts()]
+    answers = [
+        {"messages": [*row["messages"], {"role": "assistant", "content": "aeiou"}]} for row in prompts()
+    ]
     options = {"training": {"lr": 5e-3}}
-    make(SFTTrainer, model_dir, answers, tmp_path / "teacher", rollout={"prompts": 8}, max_steps=15, **options).train()
+    make(
+        SFTTrainer, model_dir, answers, tmp_path / "teacher", rollout={"prompts": 8}, max_steps=15, **options
+    ).train()
     distill(model_dir, tmp_path / "teacher", tmp_path / "student", max_steps=40, **options).train()
     kl = column(tmp_path / "student", "teacher_kl")
     assert kl[0] > 1
@@ -337,21 +441,41 @@ def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_pa
 def test_a_teacher_with_other_tokens_is_refused_before_the_run(model_dir, tmp_path):
     tokenizer = build_tokenizer(["some other words, so other tokens"] * 9, vocab_size=300)
     save_model(build_model(tokenizer, seed=1, hidden_size=32, num_layers=1), tokenizer, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"The tokenizer of .*other' is another than that of model\.path"):
+    with pytest.raises(ConfigError, match=r"The tokenizer of .*other' differs from that of model\.path"):
         distill(model_dir, tmp_path / "other", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_learned_from_is_refused_before_anything_is_written(model_dir, tmp_path):
+def test_unusable_pairs_are_refused_before_anything_is_written(model_dir, tmp_path):
     rows = pairs(4, 0)
     cases = [
-        (DPOTrainer, [{"prompt": "p", "chosen": "a"}], {}, DataError, "there is no 'rejected' here"),
+        (DPOTrainer, [{"prompt": "p", "chosen": "a"}], {}, DataError, "the column 'rejected' is missing"),
         (DPOTrainer, rows, {"reward_functions": [Vowels()]}, ConfigError, "reward_functions is not accepted"),
         (DPOTrainer, rows, {"algorithm": {"aggregation": "token"}}, ConfigError, "aggregation"),
-        (DPOTrainer, [rows[0] | {"chosen": "a e " * 600}], {}, DataError, r"conversation of \d+ tokens"),
+        (
+            DPOTrainer,
+            [rows[0] | {"chosen": "a e " * 600}],
+            {},
+            DataError,
+            r"1 of 1 rows are too long: .* has \d+ tokens",
+        ),
         (RewardTrainer, [rows[0] | {"margin": -2.0}], {}, DataError, "margin=-2.0"),
-        (KTOTrainer, labels(4, 0), {"rollout": {"prompts": 1}}, ConfigError, "rollout.prompts=1 is not accepted"),
+        (
+            KTOTrainer,
+            labels(4, 0),
+            {"rollout": {"prompts": 1}},
+            ConfigError,
+            "rollout.prompts=1 is not accepted",
+        ),
         (KTOTrainer, [{"prompt": "p", "completion": "a"}], {}, DataError, "label=None"),
+        (
+            KTOTrainer,
+            [row | {"label": True} for row in labels(2, 0)],
+            {},
+            DataError,
+            "all 2 rows have label=true",
+        ),
+        (KTOTrainer, labels(2, 2), {"data": {"limit": 1}}, DataError, "all 1 rows .*, or raise data.limit=1"),
         (SFTTrainer, rows, {}, DataError, "messages"),
     ]
     for number, (kind, dataset, overrides, error, reason) in enumerate(cases):
@@ -371,7 +495,9 @@ def test_the_configurations_of_these_methods_train(name, model_dir, tmp_path):
         "model.path": str(model_dir), "data.path": str(tmp_path), "output.dir": str(tmp_path / "run"), "max_steps": 2,
         "model.autocast": "none", "rollout.prompts": 4, "eval.every": 1,
     }  # fmt: skip
-    with build_trainer(load_config(Path(__file__).parents[2] / "configs" / f"{name}.yaml", overrides)) as trainer:
+    with build_trainer(
+        load_config(Path(__file__).parents[2] / "configs" / f"{name}.yaml", overrides)
+    ) as trainer:
         trainer.train()
     assert len(metrics(tmp_path / "run", "eval.jsonl")) == 3
     assert (tmp_path / "run" / "model" / "value_head.safetensors").is_file() == (name == "reward_model")

@@ -10,15 +10,17 @@ import pytest
 from rl4llm.cli import main
 
 CONFIG = Path(__file__).parents[2] / "configs" / "arithmetic_tool_grpo.yaml"
-THINGS = Path(__file__).parents[1] / "envs" / "tools" / "things_server.py"
+THINGS = Path(__file__).parents[1] / "extensions" / "toolbox" / "things_server.py"
 SMALL = [
     "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
     "tracking.tensorboard=false", "checkpoint.every=0", "eval.every=0", "env.describe_tools=false", "algorithm.name=grpo",
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed; scripts/install_sandbox.sh does it")
-def test_the_configuration_for_tools_trains_end_to_end_with_all_of_them(model_dir, tmp_path, capsys):
+@pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed; scripts/install_sandbox.sh does it"
+)
+def test_the_tool_configuration_trains_with_every_tool(model_dir, tmp_path, capsys):
     pytest.importorskip("mcp")
     pytest.importorskip("bm25s")
     (tmp_path / "corpus").mkdir()
@@ -30,7 +32,12 @@ def test_the_configuration_for_tools_trains_end_to_end_with_all_of_them(model_di
         f"{{name: search, corpus: {tmp_path / 'corpus'}}}",
         f"{{name: mcp, command: [{sys.executable}, {THINGS}]}}",
     ]
-    arguments = [*SMALL, f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}", f"env.tools=[{', '.join(tools)}]"]
+    arguments = [
+        *SMALL,
+        f"model.path={model_dir}",
+        f"output.dir={tmp_path / 'run'}",
+        f"env.tools=[{', '.join(tools)}]",
+    ]
     assert main(["train", str(CONFIG), *arguments]) == 0
     assert "sandbox prefork: contains network, host_files" in capsys.readouterr().out
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

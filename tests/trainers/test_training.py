@@ -13,7 +13,7 @@ from vowels import Vowels
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import DAPOTrainer, GRPOTrainer
-from rl4llm.build import build_trainer
+from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.base_trainer import Schedule
@@ -21,13 +21,17 @@ from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeights
 from rl4llm.core.types import WeightRef
 from rl4llm.tracking.episodes import read_episodes
 
-SMALL = {"rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "checkpoint": {"every": 2}}
+SMALL = {
+    "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5},
+    "training": {"lr": 3e-3},
+    "checkpoint": {"every": 2},
+}
 
 OF_THE_MACHINE = ("time/", "memory/", "resources/", "tokens/s")
 
 
 class TwoTurns(BaseMDPEnv):
-    """Asks for more once."""
+    """Ask for more once."""
 
     continue_truncated = True
 
@@ -64,7 +68,7 @@ def assert_same_weights(left, right):
         assert torch.equal(tensor, right[name]), name
 
 
-def test_the_held_out_set_and_checkpoints_are_due_every_so_often_and_at_the_end():
+def test_evals_and_checkpoints_come_at_intervals_and_at_the_end():
     schedule, never = Schedule(max_steps=7, evaluate_every=2, checkpoint_every=3), Schedule(max_steps=7)
     assert [step for step in range(1, 8) if schedule.evaluates_after(step)] == [2, 4, 6, 7]
     assert [step for step in range(1, 8) if schedule.saves_after(step)] == [3, 6, 7]
@@ -72,8 +76,14 @@ def test_the_held_out_set_and_checkpoints_are_due_every_so_often_and_at_the_end(
     assert [step for step in range(1, 8) if never.saves_after(step)] == [7]
 
 
-def test_the_loop_learns(model_dir, tmp_path):
-    options = {"rollout": {"prompts": 4, "group_size": 16, "max_tokens": 8}, "training": {"lr": 6e-3}, "max_steps": 25}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loop_learns(model_dir, tmp_path, dtype):
+    options = {
+        "model.dtype": dtype,
+        "rollout": {"prompts": 4, "group_size": 16, "max_tokens": 8},
+        "training": {"lr": 6e-3},
+        "max_steps": 25,
+    }
     trainer(model_dir, tmp_path, env=BaseMDPEnv, dataset=rows(4), **options, **{"env.max_steps": 1}).train()
     rewards = [row["reward/mean"] for row in metrics(tmp_path) if "reward/mean" in row]
     assert len(rewards) == 25
@@ -81,10 +91,12 @@ def test_the_loop_learns(model_dir, tmp_path):
     assert sum(rewards[-3:]) / 3 > 0.6
 
 
-def test_a_resumed_run_takes_the_same_steps_bit_for_bit(model_dir, tmp_path):
-    whole = trainer(model_dir, tmp_path / "whole", max_steps=4).train()
-    trainer(model_dir, tmp_path / "parts", max_steps=2).train()
-    parts = trainer(model_dir, tmp_path / "parts", max_steps=4).train()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_takes_the_same_steps_bit_for_bit(model_dir, tmp_path, dtype):
+    keys = {"model.dtype": dtype}
+    whole = trainer(model_dir, tmp_path / "whole", max_steps=4, **keys).train()
+    trainer(model_dir, tmp_path / "parts", max_steps=2, **keys).train()
+    parts = trainer(model_dir, tmp_path / "parts", max_steps=4, **keys).train()
     assert_same_weights(weights(whole), weights(parts))
     timeless = [
         [
@@ -95,6 +107,14 @@ def test_a_resumed_run_takes_the_same_steps_bit_for_bit(model_dir, tmp_path):
     ]
     assert timeless[0] == timeless[1]
     assert [row["step"] for row in timeless[0]] == [1, 2, 3, 4]
+
+
+def test_proving_the_weights_does_not_change_a_run(model_dir, tmp_path):
+    runs = [
+        trainer(model_dir, tmp_path / str(proven), max_steps=2, **{"sync.verify": proven}).train()
+        for proven in (True, False)
+    ]
+    assert_same_weights(*map(weights, runs))
 
 
 def test_slow_tools_do_not_change_a_deterministic_run(model_dir, tmp_path):
@@ -112,11 +132,13 @@ def eight_steps(ranks, model_dir, directory):
     return weights(trainer(model_dir, directory, max_steps=8, checkpoint={"every": 1}).train())
 
 
-def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_path):
+def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_path, sweep):
     with RankProcesses(size=1) as process:
         (whole,) = process(eight_steps, model_dir, tmp_path / "whole")
         log = tmp_path / "killed" / "metrics.jsonl"
-        for steps in (1, 3, 6):  # killed once so many steps are logged, wherever the run then is
+        for steps in (
+            (1, 3, 6) if sweep else (3,)
+        ):  # killed once so many steps are logged, wherever the run then is
             process.begin(eight_steps, model_dir, tmp_path / "killed")
             while not log.exists() or log.read_text().count("\n") < steps:
                 assert not process.over_within(0.005)
@@ -127,7 +149,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_pa
     assert [row["step"] for row in metrics(tmp_path / "killed")] == list(range(1, 9))
 
 
-def test_the_record_of_an_episode_says_what_the_trainer_knew_of_each_token(model_dir, tmp_path):
+def test_an_episodes_record_has_the_trainers_numbers(model_dir, tmp_path):
     trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-2, "epochs": 3}).train()
     spans, weight, log = 0, 0.0, metrics(tmp_path)
     for row in read_episodes(tmp_path / "episodes" / "step-000002.jsonl"):
@@ -152,13 +174,27 @@ def test_on_the_policy_the_ratio_is_one(model_dir, tmp_path):
         assert row["clip_fraction"] == 0
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.7])
+@pytest.mark.parametrize("old_logprobs", ["sampled", "recomputed"])
+def test_log_probs_use_the_temperature_of_the_samples(model_dir, tmp_path, old_logprobs, temperature):
+    """Log-probs of the update, the old ones and the reference's all equal those that the engine sampled with."""
+    algorithm = {"name": "dapo", "resampling_rounds": 0, "kl_coef": 0.1, "old_logprobs": old_logprobs}
+    options = {"algorithm": algorithm, "rollout.temperature": temperature, "max_steps": 1}
+    trainer(model_dir, tmp_path, kind=DAPOTrainer, **options).train()
+    (row,) = metrics(tmp_path)
+    assert row["ratio/mean"] == pytest.approx(1, abs=1e-5)
+    assert row["ratio/max"] == pytest.approx(1, abs=1e-5)
+    assert row["kl"] == pytest.approx(0, abs=1e-6)
+    assert row["mismatch/max"] < 1e-4
+
+
 def gradient(run):
-    """The gradient of one step's loss, as the trainer computes it."""
+    """Return the gradient of one step's loss, as the trainer computes it."""
     loop = run.trainer
     loop.publish()
     for update in loop.prepare(loop.collect()):
         for batch in update.batches:
-            loop.forward_backward(batch)
+            loop.backend.forward_backward(batch, **loop.objective(update))
     return {name: tensor.grad.clone() for name, tensor in loop.backend.model.named_parameters()}
 
 
@@ -173,7 +209,7 @@ def test_packing_and_micro_batches_do_not_change_the_gradient(model_dir, tmp_pat
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
 
 
-def test_a_constant_length_divides_by_all_tokens_that_a_trajectory_may_sample_unless_it_is_given(model_dir, tmp_path):
+def test_constant_length_defaults_to_the_most_policy_tokens(model_dir, tmp_path):
     lengths = {"a": None, "b": 10, "c": 40}  # two turns of five tokens
 
     def constant(name):
@@ -187,8 +223,8 @@ def test_a_constant_length_divides_by_all_tokens_that_a_trajectory_may_sample_un
         torch.testing.assert_close(4 * quarter[name], tensor, atol=1e-7, rtol=1e-4)
 
 
-def test_what_is_left_out_for_want_of_a_credit_still_counts_in_the_totals(model_dir, tmp_path):
-    """One group has a difference between its rewards, the other has none."""
+def test_rows_without_a_credit_count_in_the_totals(model_dir, tmp_path):
+    """One group has different rewards, the other has equal ones."""
 
     class OneGroup(Vowels):
         def __call__(self, messages, ground_truth, **kwargs):
@@ -201,26 +237,32 @@ def test_what_is_left_out_for_want_of_a_credit_still_counts_in_the_totals(model_
     options = {"dataset": rows(2), "reward_functions": [OneGroup()], "data.shuffle": False}
     for aggregation in ("sequence", "token"):
         runs = [
-            trainer(model_dir, tmp_path / f"{aggregation}{i}", algorithm={"aggregation": aggregation}, **options)
+            trainer(
+                model_dir, tmp_path / f"{aggregation}{i}", algorithm={"aggregation": aggregation}, **options
+            )
             for i in range(2)
         ]
-        runs[1].trainer.algorithm = runs[1].trainer.preparation.algorithm = EveryToken(aggregation=aggregation)
+        runs[1].trainer.algorithm = runs[1].trainer.preparation.algorithm = EveryToken(
+            aggregation=aggregation
+        )
         left_out, whole = map(gradient, runs)
         assert any(tensor.abs().max() > 1e-4 for tensor in whole.values())
         for name, tensor in whole.items():
             torch.testing.assert_close(left_out[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
 
 
-def test_tokens_of_other_weights_than_those_published_stop_the_run(model_dir, tmp_path):
+def test_tokens_of_weights_that_were_not_published_stop_the_run(model_dir, tmp_path):
     loop = trainer(model_dir, tmp_path).trainer
     loop.publish()
     loop.inference.runner.run(loop.inference.client.load(WeightRef(777)))
-    with pytest.raises(StaleWeightsError, match=r"versions \[777\] of the weights, where version 0 was published"):
+    with pytest.raises(
+        StaleWeightsError, match=r"versions \[777\] of the weights, but version 0 was published"
+    ):
         loop.collect()
     loop.close()
 
 
-def test_an_engine_that_kept_the_weights_of_the_step_before_is_noticed_however_small_the_step(model_dir, tmp_path):
+def test_an_engine_with_stale_weights_is_found_at_any_step_size(model_dir, tmp_path):
     loop = trainer(model_dir, tmp_path).trainer
     loop.publish()
     said = {}
@@ -273,23 +315,28 @@ def test_an_engine_that_reports_another_version_stops_the_run(model_dir, tmp_pat
     run = trainer(model_dir, tmp_path)
     loop = run.trainer
     with pytest.raises(StaleWeightsError, match="reports version -1 after version 3"):
-        loop.inference.runner.run(loop.inference.canary.verify(loop.backend, loop.inference.client, WeightRef(3)))
+        loop.inference.runner.run(
+            loop.inference.canary.verify(loop.backend, loop.inference.client, WeightRef(3))
+        )
     loop.close()
 
 
 def penalties(loop):
-    """What the KL penalty takes off each trajectory's reward, and what it should take."""
+    """Return what the KL penalty takes off each trajectory's reward, and what it should take."""
     loop.publish()
     groups = list(loop.collect().groups)
     before = [t for group in groups for t in group.trajectories]
-    after = [t for group in loop.preparation._with_kl_in_reward(groups, {}) for t in group.trajectories]
+    penalised, _ = loop.preparation._with_kl_in_reward(groups, *loop.algorithm.needs().reward_kl)
+    after = [t for group in penalised for t in group.trajectories]
     taken = [old.reward - new.reward for old, new in zip(before, after, strict=True)]
-    return taken, [sum_of_differences(loop.preparation.reference.model, trajectory) for trajectory in before]
+    reference, temperature = loop.preparation.reference.model, loop.sampling_params.temperature
+    return taken, [sum_of_differences(reference, trajectory, temperature) for trajectory in before]
 
 
-def sum_of_differences(reference, trajectory):
+def sum_of_differences(reference, trajectory, temperature):
     with torch.no_grad():
-        logprobs = reference(torch.tensor([trajectory.token_ids])).logits[0].log_softmax(-1)
+        logits = reference(torch.tensor([trajectory.token_ids])).logits[0]
+        logprobs = (logits / temperature).log_softmax(-1)
     total, at = 0.0, 0
     for span in trajectory.spans:
         for i, token in enumerate(span.token_ids):
@@ -299,8 +346,9 @@ def sum_of_differences(reference, trajectory):
     return total
 
 
-def test_a_kl_penalty_in_the_reward_is_the_sum_over_the_trajectory_and_zero_before_the_policy_moves(model_dir, tmp_path):
-    loop = trainer(model_dir, tmp_path, algorithm={"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}).trainer
+def test_a_kl_penalty_in_the_reward_is_a_sum_that_starts_at_zero(model_dir, tmp_path):
+    algorithm = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+    loop = trainer(model_dir, tmp_path, algorithm=algorithm, **{"rollout.temperature": 0.7}).trainer
     taken, _ = penalties(loop)
     assert max(map(abs, taken)) < 1e-4
     with torch.no_grad():
@@ -331,6 +379,21 @@ def test_a_kl_penalty_in_the_loss_holds_the_policy_back(model_dir, tmp_path, est
     assert drift(held) < drift(free)
 
 
+def test_a_kl_penalty_in_the_loss_trains_groups_of_equal_rewards(model_dir, tmp_path):
+    def always(completions, **columns):
+        return [0.3] * len(completions)
+
+    options = {"algorithm": {"kl_coef": 1.0}, "training": {"lr": 1e-3}, "max_steps": 4}
+    run = trainer(model_dir, tmp_path, reward_functions=[always], **options)
+    with torch.no_grad():
+        for parameter in run.trainer.backend.model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    run.train()
+    log = metrics(tmp_path)
+    assert [row["groups/zero_spread"] for row in log] == [1.0] * 4
+    assert log[3]["kl"] < 0.7 * log[0]["kl"]  # back towards the reference, by the penalty alone
+
+
 def test_an_entropy_bonus_is_computed_only_when_asked_for(model_dir, tmp_path):
     trainer(model_dir, tmp_path / "without", max_steps=1).train()
     trainer(model_dir, tmp_path / "with", max_steps=1, algorithm={"entropy_coef": 0.01}).train()
@@ -338,7 +401,7 @@ def test_an_entropy_bonus_is_computed_only_when_asked_for(model_dir, tmp_path):
     assert 0 < metrics(tmp_path / "with")[0]["entropy"] < 6
 
 
-def test_groups_whose_rewards_are_all_equal_leave_the_weights_alone(model_dir, tmp_path):
+def test_groups_with_equal_rewards_do_not_change_the_weights(model_dir, tmp_path):
     def always(completions, **columns):
         return [0.3] * len(completions)
 
@@ -359,11 +422,11 @@ def test_the_last_step_is_always_saved(model_dir, tmp_path):
 
 def test_a_trainer_trains_once(model_dir, tmp_path):
     run = trainer(model_dir, tmp_path, max_steps=1).train()
-    with pytest.raises(ConfigError, match="Build another one"):
+    with pytest.raises(ConfigError, match="Create a new one"):
         run.train()
 
 
-def test_held_out_prompts_are_those_that_were_given_and_never_those_of_the_training(model_dir, tmp_path):
+def test_held_out_prompts_are_given_and_never_from_training(model_dir, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     held_out = rows(3)
@@ -377,7 +440,15 @@ def test_held_out_prompts_are_those_that_were_given_and_never_those_of_the_train
     run.trainer.close()
 
 
-def test_other_prompts_or_rewards_in_the_directory_of_a_run_are_another_run(model_dir, tmp_path):
+def test_held_out_prompts_use_the_evaluations_temperature(model_dir, tmp_path):
+    with trainer(model_dir, tmp_path, eval_dataset=rows(3), **{"eval.temperature": 0.0}).trainer as loop:
+        loop.publish()
+        for group in loop.play_held_out(samples=2).groups:
+            one, other = group.trajectories
+            assert one.token_ids == other.token_ids
+
+
+def test_other_prompts_or_rewards_make_another_run(model_dir, tmp_path):
     class Consonants(Vowels):
         pass
 
@@ -404,13 +475,14 @@ def test_supervised_epochs_and_updates_are_optimizer_steps(model_dir, tmp_path):
 
 
 def test_a_second_trainer_on_the_same_directory_is_refused(model_dir, tmp_path):
-    first = trainer(model_dir, tmp_path)
+    first, second = trainer(model_dir, tmp_path), trainer(model_dir, tmp_path)
+    first.trainer.claim()
     with pytest.raises(RunDirError, match="is in use by this process"):
-        trainer(model_dir, tmp_path)
+        second.train()
     first.trainer.close()
 
 
-def test_the_directory_of_another_run_is_refused_with_the_difference(model_dir, tmp_path):
+def test_another_runs_directory_is_refused_with_the_difference(model_dir, tmp_path):
     trainer(model_dir, tmp_path, max_steps=1).train()
     with pytest.raises(RunDirError, match=r"training\.lr"):
         trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-5})
@@ -430,12 +502,20 @@ def test_bad_input_is_refused_before_anything_is_written(model_dir, tmp_path):
         ({"training.max_tokens_per_batch": 8}, ConfigError, "max_tokens_per_batch=8"),
         ({"algorithm.aggregation": "tokens"}, ConfigError, "Did you mean 'token'"),
         ({"training.constant_length": 0}, ConfigError, "constant_length=0 is not accepted"),
-        ({"rollout.top_p": 7}, ConfigError, "rollout.top_p=7.* is not accepted: 1 or below"),
+        (
+            {"rollout.top_p": 7},
+            ConfigError,
+            "rollout.top_p=7.* is not accepted: a finite number, above 0, at most 1",
+        ),
         ({"rollout.max_failed_share": -3}, ConfigError, "max_failed_share=-3"),
         ({"threads": -1}, ConfigError, "threads=-1"),
         ({"model.device": "cudaa"}, ConfigError, "model.device='cudaa'"),
         ({"sync.name": "filesytem"}, ConfigError, "Did you mean 'filesystem'"),
-        ({"sync.name": "filesystem"}, ConfigError, "sync.name='filesystem' is not accepted with inference.name='local'"),
+        (
+            {"sync.name": "filesystem"},
+            ConfigError,
+            "sync.name='filesystem' is not accepted with inference.name='local'",
+        ),
     ]
     for number, (overrides, error, text) in enumerate(cases):
         directory = tmp_path / str(number)
@@ -444,13 +524,15 @@ def test_bad_input_is_refused_before_anything_is_written(model_dir, tmp_path):
         assert not directory.exists(), overrides
 
 
-def test_a_prompt_longer_than_the_context_is_found_before_the_run(model_dir, tmp_path):
-    long = [{"prompt_id": "novel", "messages": [{"role": "user", "content": "word " * 2000}], "ground_truth": ""}]
-    with pytest.raises(DataError, match=r"prompt 'novel' has \d+ tokens"):
+def test_a_prompt_over_the_context_is_refused_before_the_run(model_dir, tmp_path):
+    long = [
+        {"prompt_id": "novel", "messages": [{"role": "user", "content": "word " * 2000}], "ground_truth": ""}
+    ]
+    with pytest.raises(DataError, match=r"prompt 'novel'\) has \d+ tokens"):
         trainer(model_dir, tmp_path / "run", dataset=rows() + long)
 
 
-def test_ctrl_c_finishes_the_step_and_the_same_call_goes_on(model_dir, tmp_path):
+def test_ctrl_c_finishes_the_step_and_the_same_call_resumes(model_dir, tmp_path):
     class Interrupts(Vowels):
         def __call__(self, messages, ground_truth, **kwargs):
             if not self.sent:
@@ -468,7 +550,7 @@ def test_ctrl_c_finishes_the_step_and_the_same_call_goes_on(model_dir, tmp_path)
     assert_same_weights(weights(resumed), weights(whole))
 
 
-def test_a_run_that_failures_stop_names_their_classes_and_keeps_their_episodes(model_dir, tmp_path):
+def test_a_run_stopped_by_failures_names_classes_and_keeps_rows(model_dir, tmp_path):
     class Moody(Vowels):
         def __call__(self, messages, ground_truth, **kwargs):
             return None if ground_truth in "012" else super().__call__(messages, ground_truth)

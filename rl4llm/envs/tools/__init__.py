@@ -1,27 +1,26 @@
-"""Tools that a policy may call: typed Python functions with a docstring, and sets of them that share something."""
+"""Tools that a policy may call: typed Python functions with a docstring, and sets of them that share state."""
 
-from rl4llm.envs.tools.calculator import calculator
-from rl4llm.envs.tools.mcp import MCP
-from rl4llm.envs.tools.python import Python
-from rl4llm.envs.tools.search import Search
-from rl4llm.envs.tools.tool import TOOLS, Functions, Tool, ToolError, ToolSet, as_toolset, homes, register_tool, tool
-from rl4llm.envs.tools.workspace import Workspace
+from rl4llm.core.registry import lazy
+from rl4llm.envs.tools.registry import TOOLS, register_tool
+from rl4llm.envs.tools.tool import Functions, Tool, ToolError, ToolSet, as_toolset, homes, tool
 
-register_tool("calculator")(calculator)
-
+_HOMES = {
+    "MCP": "rl4llm.extensions.toolbox.mcp",
+    "Python": "rl4llm.extensions.sandbox.python_tool",
+    "Search": "rl4llm.extensions.toolbox.search",
+    "Workspace": "rl4llm.extensions.toolbox.workspace",
+    "calculator": "rl4llm.envs.tools.calculate",
+}
+__getattr__ = lazy(__name__, _HOMES)
 __all__ = [
-    "MCP",
     "TOOLS",
     "Functions",
-    "Python",
-    "Search",
     "Tool",
     "ToolError",
     "ToolSet",
-    "Workspace",
     "as_toolset",
-    "calculator",
     "homes",
     "register_tool",
     "tool",
+    *_HOMES,
 ]

@@ -1,4 +1,4 @@
-"""What a tool is: a typed Python function with a docstring, alone or in a set that shares something."""
+"""Tools are typed Python functions with a docstring, alone or in a set that shares state."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Protocol, Self, TypeVar, overload
 
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.core.option_types import check_types
-from rl4llm.core.registry import Registry
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import accepted_options, with_options
+from rl4llm.envs.tools.registry import TOOLS
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__rl4llm_tool__"
 
 
 class ToolError(Exception):
-    """What a tool raises to tell the model why a call went wrong; its text is all that the model is shown."""
+    """Raised by a tool to tell the model why a call failed; the model gets its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What the policy may call: its schema for the chat template, and the function behind it, plain or async.
+    """A function that the policy may call, plain or async, with its schema for the chat template.
 
-    A plain function has a thread of its own for each call; an async one runs in the event loop of all episodes, which costs
-    far less, and must not block it.
-    `timeout_s` is its own deadline in seconds; None is that of the environment.
+    Each call of a plain function runs in a new thread. An async function runs in the event loop of all episodes, which costs
+    far less, and must not block.
+    `timeout_s` is its deadline in seconds; None is that of the environment.
     """
 
     schema: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Tool:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments."""
+        """Return the JSON schema of its arguments."""
         return (self.schema.get("function") or self.schema).get("parameters") or {}
 
 
@@ -53,7 +53,7 @@ def tool(function: F) -> F: ...
 @overload
 def tool(*, timeout_s: float | None = None) -> _Marked: ...
 def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
-    '''Make a function a tool; it stays an ordinary function.
+    '''Make a function a tool; it can still be called as usual.
 
         @tool
         def weather(city: str, days: int = 1) -> str:
@@ -64,7 +64,7 @@ def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
                 days: How many days ahead.
             """
 
-    The schema that the model is shown comes from type hints and docstring; ConfigError says what is missing there.
+    The schema that the model sees comes from type hints and docstring; ConfigError tells what they lack.
     '''
 
     def marked(function: F) -> F:
@@ -75,13 +75,17 @@ def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
 
 
 def as_tool(function: Callable[..., Any]) -> Tool:
-    """The tool of a function, decorated or not; of a method, bound to its object."""
+    """Return the tool of a function, decorated or not, or of a bound method."""
     marked = getattr(function, _MARK, None)
-    return Tool(_schema(function), function) if marked is None else Tool(marked.schema, function, marked.timeout_s)
+    return (
+        Tool(_schema(function), function)
+        if marked is None
+        else Tool(marked.schema, function, marked.timeout_s)
+    )
 
 
 class ToolSet:
-    """Tools that share something: the methods marked with `@tool`.
+    """A set of tools that share state: its methods marked with `@tool`.
 
         @register_tool("notes")
         class Notes(ToolSet):
@@ -90,12 +94,12 @@ class ToolSet:
                 self.texts = []
 
             def open(self, sample):
-                return Notes()               # one for each episode; without this, one for all
+                return Notes()               # a new set for each episode; by default all share one
 
             @tool
             def note(self, text: str) -> str: ...
 
-    `tools` holds them by name. What a constructor takes are options beside the name in a configuration.
+    `tools` maps names to tools. In a configuration, parameters of the constructor are options beside the name.
     """
 
     def __init__(self) -> None:
@@ -103,30 +107,28 @@ class ToolSet:
         self.tools: Mapping[str, Tool] = {name: as_tool(getattr(self, name)) for name in names}
 
     def open(self, sample: Any) -> Self:
-        """The tools of one episode, asked for at its first call. What is returned is closed with the episode, unless it is
-        the set itself. May block."""
+        """Return the tools of one episode; called at its first call, and may block.
+
+        The result is closed with the episode unless it is the set itself.
+        """
         return self
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release all resources."""
 
 
 class Functions(ToolSet):
-    """Tools that share nothing: plain functions."""
+    """A set of plain functions that share nothing."""
 
     def __init__(self, *functions: Callable[..., Any]):
         self.tools = {made.name: made for made in map(as_tool, functions)}
 
 
-TOOLS: Registry[Callable[..., Any] | type[ToolSet]] = Registry("env.tools")
-register_tool = TOOLS.register
-
-
 def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
-    """A set of tools from what a configuration or a program names: a set, a class of sets, a function, a registered name or
-    ``"package.module:thing"``, or a mapping of such a name and options.
+    """Return the tool set of a set, a class of sets, a function, a name, or a mapping of a name and options.
 
-    `provided` are objects of the run, such as its sandbox: a class that has a parameter of that name gets them.
+    A name is registered or of the form ``"package.module:thing"``.
+    `provided` has objects of the run, such as its sandbox, for classes that have a parameter of that name.
     Raises ConfigError for unknown names and options.
     """
     options: dict[str, Any] = {}
@@ -136,34 +138,28 @@ def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
     if isinstance(item, str):
         item = TOOLS[item]
     if inspect.isclass(item) and issubclass(item, ToolSet):
-        return _made(item, options, provided or {})
+        provided = provided or {}
+        wanted = accepted_options(item) - set(options)
+        given = {name: provided[name] for name in provided if name in wanted}
+        return with_options(f"env.tools: {item.__name__}", item, options, **given)
     if options or (not callable(item) and not isinstance(item, ToolSet)):
-        raise ConfigError(f"env.tools: {item!r} is not accepted: a function without options, a ToolSet, or a name of one.")
+        raise ConfigError(
+            f"env.tools: {item!r} is not accepted. Accepted: a function without options, a ToolSet, or the name of one."
+        )
     return item if isinstance(item, ToolSet) else Functions(item)
 
 
 def homes(toolsets: Sequence[ToolSet]) -> dict[str, ToolSet]:
-    """The set that each tool belongs to, by the tool's name; raises ConfigError when two have the same."""
+    """Return the set of each tool, by the tool's name; raises ConfigError if two tools have the same name."""
     homes: dict[str, ToolSet] = {}
     for toolset in toolsets:
         for name in toolset.tools:
             if name in homes:
-                raise ConfigError(f"env.tools: two tools are called {name!r}. Next step: leave one of them out.")
+                raise ConfigError(
+                    f"env.tools: two tools have the name {name!r}. Next step: remove one of them."
+                )
             homes[name] = toolset
     return homes
-
-
-def _made(made: type[ToolSet], options: Mapping[str, Any], provided: Mapping[str, Any]) -> ToolSet:
-    accepted = inspect.signature(made).parameters
-    unknown_option = next((option for option in options if option not in accepted), None)
-    if unknown_option is not None:
-        raise ConfigError(unknown(f"env.tools: {made.__name__} option", unknown_option, accepted))
-    check_types(f"env.tools: {made.__name__}", made, options)
-    given = {name: thing for name, thing in provided.items() if name in accepted and thing is not None}
-    try:
-        return made(**{**given, **options})
-    except TypeError as error:
-        raise ConfigError(f"env.tools: {made.__name__}: {error}. Options: {', '.join(accepted)}.") from error
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:

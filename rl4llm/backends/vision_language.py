@@ -1,0 +1,186 @@
+"""Checkpoints whose text model sits in a vision-language class: the text model trains, all else stays as in the files.
+
+transformers has a causal class for the text part alone. Only that is loaded; what is published and exported is the whole
+checkpoint again, with the other tensors read from the files one at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
+
+from rl4llm.core.errors import ModelError
+from rl4llm.core.types import TensorSpec
+from rl4llm.runs.tensor_file import DTYPES
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+ATTRIBUTE = "_rl4llm_whole_checkpoint"
+
+
+class WholeCheckpoint:
+    """The checkpoint around a text model: its config, and the names of its tensors by file."""
+
+    def __init__(self, path: str, config: PretrainedConfig, **hub: Any):
+        self._path, self._config, self._hub = path, config, hub
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        """The file of each tensor."""
+        index, file = self._file(INDEX), self._file(WEIGHTS)
+        if index is not None:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if file is None:
+            raise ModelError(
+                f"model.path={self._path!r} has no safetensors. The frozen parts of a vision-language model are read from "
+                "them."
+            )
+        with safe_open(file, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), WEIGHTS)
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """The config of the text model, which ties its embeddings as the whole model does.
+
+        Raises ModelError for a quantised checkpoint, whose tensors the text model would read as they are.
+        """
+        quantised = getattr(self._config, "quantization_config", None)
+        if quantised:
+            method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
+            raise ModelError(
+                f"model.path={self._path!r} is a quantised vision-language checkpoint (quantization_config, method "
+                f"{method}), which cannot train. Accepted: float32, bfloat16 or float16 weights. Use the checkpoint that "
+                "was quantised, such as the name without -FP8."
+            )
+        text = copy.deepcopy(self._config.get_text_config())
+        text.tie_word_embeddings = self._config.tie_word_embeddings
+        return text
+
+    def key_mapping(self) -> dict[str, str]:
+        """Return how `from_pretrained` makes the names in the files those of the text model."""
+        prefixes = {name.removesuffix(EMBEDDING) for name in self._places if name.endswith("." + EMBEDDING)}
+        if len(prefixes) != 1:
+            found = ", ".join(sorted(prefixes)) or "none"
+            raise ModelError(
+                f"model.path={self._path!r} is a {type(self._config).__name__} whose text model was not found: it must have "
+                f"exactly one {EMBEDDING}; found behind: {found}. Use a checkpoint of the text model alone."
+            )
+        outputs = {name for name in self._places if name.endswith("." + OUTPUT)}
+        return {f"^{re.escape(name)}": OUTPUT for name in outputs} | {
+            f"^{re.escape(prefix)}": "model." for prefix in prefixes
+        }
+
+    def of_text(self, names: Collection[str]) -> list[str]:
+        """Return those of `names` that `key_mapping` gave to tensors of the text model."""
+        mapping = self.key_mapping().items()
+        renamed = {
+            re.sub(old, new, name) for name in self._places for old, new in mapping if re.match(old, name)
+        }
+        return sorted(renamed.intersection(names))
+
+    def others(self, trained: Collection[str], tied: Collection[str]) -> list[TensorSpec]:
+        """Describe the tensors that are not in memory; raise ModelError where a trained one is none of the checkpoint's.
+
+        A tied tensor that the files hold a second time is left out, since it would be an old copy.
+        """
+        unknown = sorted(set(trained) - self._places.keys())
+        if unknown:
+            raise ModelError(
+                f"The text model in {self._path!r} cannot be published as a part of its checkpoint, which has no "
+                f"{', '.join(unknown[:3])}. Use a checkpoint of the text model alone."
+            )
+        left = sorted(self._places.keys() - set(trained) - set(tied))
+        return [spec for _, spec in self._read(left, lambda name, tensors: _spec(name, tensors))]
+
+    def read(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        """Yield these tensors as the files hold them, one at a time."""
+        return self._read([spec.name for spec in specs], lambda name, tensors: tensors.get_tensor(name))
+
+    def write_config(self, directory: Path, model: PreTrainedModel) -> None:
+        """Write the config of the whole model, and those of its processors."""
+        config = copy.deepcopy(self._config)
+        config.dtype = model.dtype
+        config.save_pretrained(directory)
+        for name in PROCESSORS:
+            file = self._file(name)
+            if file is not None:
+                shutil.copyfile(file, directory / name)
+
+    def _read(self, names: Sequence[str], read: Any) -> Iterator[tuple[str, Any]]:
+        for place in dict.fromkeys(self._places[name] for name in names):
+            file = self._file(place)
+            if file is None:
+                raise ModelError(f"model.path={self._path!r} has no {place} any more. Copy it again.")
+            with safe_open(file, "pt") as tensors:
+                for name in names:
+                    if self._places[name] == place:
+                        yield name, read(name, tensors)
+
+    def _file(self, name: str) -> Path | None:
+        found = cached_file(
+            self._path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **self._hub,
+        )
+        return None if found is None else Path(found)
+
+
+def is_around_text(config: PretrainedConfig) -> bool:
+    """Return whether a config is of several models, one of them a causal language model.
+
+    Raise ModelError for a config that is of no causal language model.
+    """
+    text, known = config.get_text_config(), AutoModelForCausalLM._model_mapping
+    if text is config:
+        return False
+    if type(text) in known:
+        return True
+    if type(config) in known:
+        return False
+    classes = ", ".join(config.architectures or ()) or type(config).__name__
+    raise ModelError(
+        f"{classes} cannot train: transformers has no causal language model for its text part ({text.model_type}). "
+        "Use a checkpoint of a text model, or of a model whose text part has such a class, as Qwen3.5 and Gemma have."
+    )
+
+
+def whole_checkpoint(model: PreTrainedModel) -> WholeCheckpoint | None:
+    """Return the checkpoint that a text model is a part of, if it is one."""
+    return getattr(model, ATTRIBUTE, None)
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """Switch off the warnings of transformers, which would list each tensor that is left in the files."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _spec(name: str, tensors: Any) -> TensorSpec:
+    part = tensors.get_slice(name)
+    dtypes = {short: dtype for dtype, short in DTYPES.items()}
+    if part.get_dtype() not in dtypes:
+        raise ModelError(
+            f"{name} has the dtype {part.get_dtype()}, which cannot be published. Accepted: {', '.join(dtypes)}."
+        )
+    return TensorSpec(name, tuple(part.get_shape()), dtypes[part.get_dtype()])

@@ -1,0 +1,147 @@
+"""Check names, options and combinations before a model is loaded, a server is asked or a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rl4llm.algorithms import ALGORITHMS
+from rl4llm.backends.models import check_model_path
+from rl4llm.compose.data import GENERATED
+from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
+from rl4llm.compose.environments import check_env_options, weighed
+from rl4llm.compose.models import check_backend, demand_device, device_of
+from rl4llm.compose.tables import Given
+from rl4llm.config import Config, by_part
+from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
+from rl4llm.core.errors import ConfigError, RL4LLMError
+from rl4llm.core.schema import with_options
+from rl4llm.data.read import check_source
+from rl4llm.envs import ENVIRONMENTS
+from rl4llm.rewards import check_reward
+
+T = TypeVar("T")
+
+
+def build_algorithm(config: Config) -> BaseAlgorithm:
+    """Make the algorithm with its options; raise ConfigError for unknown or impossible ones."""
+    options = dict(config.algorithm)
+    algorithm = with_options("algorithm", ALGORITHMS[options.pop("name")], options)
+    algorithm.check(config.rollout.group_size)
+    return algorithm
+
+
+def check_config(config: Config, *, here: bool) -> None:
+    """Check a configuration that other processes will train with; raise an RL4LLMError if it is wrong.
+
+    Args:
+        config: the configuration.
+        here: whether they run on this machine, so that files, devices and modules can be checked too.
+    """
+    try:
+        check_choices(config, Given(), build_algorithm(config).needs())
+    except ConfigError as error:
+        if here or not _misses_module(error):
+            raise
+    if not here:
+        return
+    demand_device(device_of(config))
+    check_model_path(config.model.path)
+    for name, part in by_part(config).items():
+        for source, split in ((part.data.path, part.data.split), (part.eval.path, part.eval.split)):
+            if source is not None and source not in GENERATED:
+                in_part(name, check_source, source, split)
+
+
+def _misses_module(error: BaseException | None) -> bool:
+    """Return whether the error is a missing module, which another machine may have."""
+    return error is not None and (isinstance(error, ModuleNotFoundError) or _misses_module(error.__cause__))
+
+
+def check_choices(config: Config, given: Given, needs: Needs) -> None:
+    """Raise ConfigError for all mistakes that can be found without opening a file."""
+    check_backend(config)
+    _check_mixture(config, given, needs.learns_from)
+    for name, part in by_part(config).items():
+        # Hosts have their own environments and rewards.
+        if not (part.env.get("remote") or config.launch.env_hosts):
+            in_part(name, _check_part, part, given)
+    check_sync(config, needs)
+    check_engine(config)
+    if "lora" in (config.sync.name, config.sync.fallback):
+        check_adapter_alone(config)
+    _check_temperature(config, needs)
+
+
+def warnings_of(config: Config, needs: Needs) -> list[str]:
+    """Return warnings about choices that are accepted."""
+    if config.rollout.temperature > 0 or needs.learns_from != "episodes":
+        return []
+    return [
+        "rollout.temperature=0: every episode is the policy's most probable one, so the policy explores nothing and has "
+        "little to learn from. Training usually needs rollout.temperature=1.0. For evaluation set eval.temperature."
+    ]
+
+
+def nobody_starts(config: Config) -> str:
+    """Return a warning if the section `launch` asks for processes that this trainer does not start; "" if it does not."""
+    remote = [
+        config.env.get("remote"),
+        *(part.get("env", {}).get("remote") for part in config.parts.values()),
+    ]
+    asked = {
+        "servers": config.launch.servers if not config.inference.get("url") else 0,
+        "env_hosts": config.launch.env_hosts if not any(remote) else 0,
+    }
+    missed = ", ".join(f"launch.{name}={count}" for name, count in asked.items() if count)
+    return (
+        f"{missed} has no effect here: only `rl4llm launch CONFIG --on LAUNCHER` starts these processes."
+        if missed
+        else ""
+    )
+
+
+def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a function and return its result; name the part in its error."""
+    try:
+        return function(*args)
+    except RL4LLMError as error:
+        if not name:
+            raise
+        raise type(error)(f"parts.{name}: {error}") from error
+
+
+def _check_part(part: Config, given: Given) -> None:
+    check_env_options(given.env_class or ENVIRONMENTS[part.env["name"]], part.env)
+    for item in part.rewards or () if given.reward_functions is None else ():
+        check_reward(weighed(item)[0])
+
+
+def _check_temperature(config: Config, needs: Needs) -> None:
+    """Raise ConfigError if answers that are compared with each other cannot differ."""
+    if config.rollout.temperature > 0 or needs.learns_from != "episodes" or not config.max_steps:
+        return
+    drawn_apart = any(rung.get("temperature", 0.0) > 0 for rung in needs.sampling)
+    if (needs.group and not drawn_apart) or needs.greedy_baseline:
+        others = "the most probable answer" if needs.greedy_baseline else "each other"
+        raise ConfigError(
+            f"rollout.temperature=0 is not accepted with algorithm.name={config.algorithm['name']!r}: the answers to a "
+            f"prompt are compared with {others}. At temperature 0 they are all the same, so nothing is learned. Set "
+            "rollout.temperature above 0, e.g. to 1.0. For evaluation set eval.temperature."
+        )
+
+
+def _check_mixture(config: Config, given: Given, learns_from: str) -> None:
+    """Raise ConfigError for what cannot be combined with several environments."""
+    if not config.parts:
+        return
+    if learns_from != "episodes":
+        name = config.algorithm["name"]
+        raise ConfigError(
+            f"parts are environments, but algorithm.name={name!r} learns from {learns_from}. Remove parts."
+        )
+    for what in ("dataset", "eval_dataset", "reward_functions", "env_class"):
+        if getattr(given, what) is not None:
+            raise ConfigError(
+                f"{what.removesuffix('_class')} cannot be combined with parts. Set it inside each part."
+            )

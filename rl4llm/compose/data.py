@@ -1,0 +1,253 @@
+"""From the configuration to rows, their order, and the micro-batches that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rl4llm.compose.environments import environment_of, make_prompts
+from rl4llm.compose.models import all_ranks
+from rl4llm.compose.tables import Given
+from rl4llm.config import Config, by_part
+from rl4llm.core.base_algorithm import LearnsFrom
+from rl4llm.core.base_env import BaseMDPEnv
+from rl4llm.core.errors import ConfigError, SpecialTokenError
+from rl4llm.core.registry import Registry, load
+from rl4llm.core.schema import accepted_options
+from rl4llm.core.types import ChatMessage
+from rl4llm.data.lengths import fitting_rows, place, too_long
+from rl4llm.data.load import load_rows
+from rl4llm.data.pack import Batching, BatchPlan, plan_batches
+from rl4llm.data.prompts import PromptStream
+from rl4llm.data.read import has_splits
+from rl4llm.data.render import Renderer
+from rl4llm.runtime.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from rl4llm.data.mixture import MixedPrompts
+
+GENERATED: Registry[Callable[..., list[dict[str, Any]]]] = Registry(
+    "data.path", table={"arithmetic": "rl4llm.extensions.quickstart.arithmetic:arithmetic_rows"}
+)
+"""Tasks that `data.path` may name instead of a file."""
+
+LEAST = 0.1
+"""The least share of its weight that a pool of a dataset keeps in a curriculum."""
+
+
+def training_rows(config: Config, given: Given, learns_from: LearnsFrom) -> Any:
+    """Load the training rows: those given, those of `data.path`, or those of the environment."""
+    data = config.data
+    source = data.path if given.dataset is None else given.dataset
+    rows = _load(config, given, source, data.split, data.limit, learns_from)
+    if learns_from == "labels":
+        load("rl4llm.data.answers:check_labels", "algorithm.name")(rows, data.limit)
+    return rows
+
+
+def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episodes") -> Any:
+    """Load the rows for evaluation; return None if nothing is to be evaluated."""
+    if config.eval.every == 0:
+        return None
+    if given.eval_dataset is not None:
+        source = given.eval_dataset
+    elif given.dataset is not None and config.eval.path is None:
+        return None
+    else:
+        source = config.eval.path or config.data.path
+    stored = isinstance(source, str) and source not in GENERATED
+    if config.eval.path is None and source == config.data.path and stored and not has_splits(source):
+        raise ConfigError(
+            f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
+            "Set eval.path to other prompts, or eval.every=0 to turn evaluation off."
+        )
+    return _load(config, given, source, config.eval.split, config.eval.limit, learns_from)
+
+
+def _generator(config: Config, given: Given, source: Any) -> Callable[..., Any] | None:
+    """Return what generates the rows: the environment, which then accepts no others, or a built-in task; else None."""
+    bring = environment_of(config, given).prompts
+    if bring is not None and source is None:
+        return partial(make_prompts, environment_of(config, given), config.env)
+    if bring is not None:
+        raise ConfigError(
+            f"{source!r:.100} is not accepted as data with the environment {environment_of(config, given).__name__}, which "
+            "has its own prompts. Remove data.path and eval.path."
+        )
+    if source is None:
+        raise ConfigError(
+            "data.path is not set. Set it in the YAML file or on the command line: data.path=..."
+        )
+    return GENERATED[source] if isinstance(source, str) and source in GENERATED else None
+
+
+def _load(
+    config: Config,
+    given: Given,
+    source: Any,
+    split: str,
+    limit: int | None,
+    learns_from: LearnsFrom = "episodes",
+) -> Any:
+    generate = _generator(config, given, source)
+    if generate is not None:
+        if learns_from != "episodes":
+            where = "The data of the environment" if source is None else f"data.path={source!r}"
+            raise ConfigError(
+                f"{where} is a generated task for episodes, but algorithm.name={config.algorithm['name']!r} "
+                f"learns from {learns_from}. Set data.path to a dataset of {learns_from}."
+            )
+        _check_texts_of(config, given)
+        return generate(split, limit)
+    data = config.data
+    return load_rows(
+        source,
+        split=split,
+        learns_from=learns_from,
+        prompt_column=data.prompt_column,
+        answer_column=data.answer_column,
+        answer_pattern=data.answer_pattern,
+        system_prompt=data.system_prompt,
+        prompt_template=data.prompt_template,
+        limit=limit,
+    )
+
+
+def _check_texts_of(config: Config, given: Given) -> None:
+    """Raise ConfigError for keys that change the texts of a dataset, which generated prompts would ignore."""
+    for name in ("system_prompt", "prompt_template"):
+        if getattr(config.data, name) is not None:
+            bring = environment_of(config, given).prompts
+            own = bring is not None and name in accepted_options(bring)
+            raise ConfigError(
+                f"data.{name} has no effect on generated prompts. Next step: {f'set env.{name}' if own else 'remove it'}."
+            )
+
+
+def prompt_stream(config: Config, dataset: Any) -> PromptStream:
+    """Make the order in which this process plays its share of the prompts."""
+    ranks = all_ranks(config)
+    return PromptStream(
+        len(dataset),
+        config.rollout.prompts,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def prompts_of(config: Config, datasets: Mapping[str, Any]) -> PromptStream | MixedPrompts:
+    """Make the order in which this process plays its share of the prompts: of the environments, by name, or the only one."""
+    if config.parts:
+        return _mixed_prompts(config, datasets, config.curriculum)
+    if config.curriculum is None:
+        return prompt_stream(config, datasets[""])
+    pools = load("rl4llm.data.mixture:pools", "curriculum")(datasets[""], config.curriculum)
+    return _mixed_prompts(config, pools, LEAST, pools)
+
+
+def _mixed_prompts(
+    config: Config, datasets: Mapping[str, Any], least: Any, rows: Mapping[str, Sequence[int]] | None = None
+) -> MixedPrompts:
+    """Make the order over several datasets, or over pools of one, which `rows` then lists; a pool weighs as its size."""
+    ranks, parts = all_ranks(config), by_part(config)
+    streams, weights = {}, {}
+    for name, dataset in datasets.items():
+        own = "" if rows else name
+        seed = derive_seed(config.seed, "pool" if rows else "part", name)
+        streams[name] = PromptStream(len(dataset), 1, seed=seed, shuffle=parts[own].data.shuffle)
+        weights[name] = len(dataset) if rows else config.parts[name].get("weight", 1.0)
+    return load("rl4llm.data.mixture:MixedPrompts", "parts")(
+        streams,
+        weights,
+        batch_size=config.rollout.prompts,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        curriculum=least,
+        rows=rows,
+    )
+
+
+def fitting_prompts(
+    rows: Any, env: BaseMDPEnv, renderer: Renderer, context_length: int, config: Config, where: str
+) -> Any:
+    """Return the rows whose prompts leave room for an answer; raise DataError for others unless data.long_prompts=drop."""
+    limit = context_length - 1
+    check_texts(rows, partial(_policy_openings, env), renderer, where)
+
+    def length(number: int) -> int | None:
+        openings = _policy_openings(env, rows[number])
+        return next(filter(None, (renderer.prompt_too_long(item, limit) for item in openings)), None)
+
+    long = too_long(range(len(rows)), length, limit)
+    return fitting_rows(rows, long, drop=config.data.long_prompts == "drop", where=where, limit=limit)
+
+
+def check_texts(
+    rows: Any,
+    conversations: Callable[[Mapping[str, Any]], Iterable[Sequence[ChatMessage]]],
+    renderer: Renderer,
+    where: str,
+) -> None:
+    """Raise SpecialTokenError, with the place of the row, if texts contain special tokens and those are refused."""
+    for number in range(len(rows) if renderer.refuses_text else 0):
+        for messages in conversations(rows[number]):
+            try:
+                renderer.check(messages)
+            except SpecialTokenError as error:
+                raise SpecialTokenError(f"{where}: {place(rows, number)}: {error}") from error
+
+
+def micro_batch_plan(
+    config: Config,
+    batching: Batching,
+    played: Sequence[tuple[BaseMDPEnv, Renderer, int]],
+    context_length: int,
+) -> BatchPlan:
+    """Plan how prompts x samples become micro-batches, assuming the environment with the longest episodes.
+
+    `played` are environments, each with its renderer and the tokens of a turn. Raises ConfigError if they do not fit.
+    """
+    longest, new_tokens = max((_longest(*each, context_length) for each in played), key=sum)
+    return plan_batches(
+        prompts=config.rollout.prompts,
+        samples=config.rollout.group_size,
+        max_prompt_tokens=longest,
+        max_new_tokens=new_tokens,
+        max_tokens_per_batch=batching.max_tokens_per_batch or batching.budget([longest + new_tokens]),
+        layout=config.training.layout,
+        updates=config.training.updates_per_rollout,
+        roles=max(len(env.trained_roles) for env, _, _ in played),
+    )
+
+
+def _longest(env: BaseMDPEnv, renderer: Renderer, turn_tokens: int, context_length: int) -> tuple[int, int]:
+    """Return the tokens of the longest prompt, and of what may follow it."""
+    openings = (messages for row in longest_rows(env.dataset, 16) for messages in _policy_openings(env, row))
+    longest = max(len(renderer.first(messages)) for messages in openings)
+    lines = env.max_steps * len(env.roles)  # each role reads what the others say
+    return longest, min(lines * turn_tokens, context_length - longest)
+
+
+def _policy_openings(env: BaseMDPEnv, row: Mapping[str, Any]) -> list[list[ChatMessage]]:
+    """Return the prompts that the policy gets from a row, one for each role that it plays."""
+    openings = env.openings(row)
+    return [openings[role] for role in env.policy_roles]
+
+
+def longest_rows(rows: Any, count: int, columns: Sequence[str] = ("messages",)) -> list[Mapping[str, Any]]:
+    """Return the rows with the most text in these columns of messages."""
+    return [rows[number] for number in by_size(rows, columns)[:count]]
+
+
+def by_size(rows: Any, columns: Sequence[str]) -> list[int]:
+    """Return the numbers of the rows, those with the most text first."""
+
+    def size(number: int) -> int:
+        items = (item for column in columns for item in rows[number][column])
+        messages = (item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in items)
+        return sum(len(message.content) + len(str(message.tool_calls or "")) for message in messages)
+
+    return sorted(range(len(rows)), key=size, reverse=True)

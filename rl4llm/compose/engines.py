@@ -1,0 +1,169 @@
+"""From the configuration to the engine that samples, the publisher of its weights, and their proof."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl4llm.compose.models import all_ranks, autocast_of
+from rl4llm.compose.tables import ENGINES, PUBLISHERS
+from rl4llm.config import Config
+from rl4llm.core.base_algorithm import Needs
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import load
+from rl4llm.core.schema import check_options, with_options
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.sync.verify import Canary
+from rl4llm.tracking.run import RunTracker
+
+FLEET = "rl4llm.extensions.servers.fleet.build:build_fleet"
+STORE = "rl4llm.extensions.servers.sync.store:WeightStore"
+CLAIMING = "rl4llm.extensions.servers.sync.wrappers:ClaimingPublisher"
+COHOST = "rl4llm.extensions.servers.sync.wrappers:CohostPublisher"
+FALLBACK = "rl4llm.extensions.servers.sync.wrappers:FallbackPublisher"
+"""What only runs with servers need; a run with the embedded engine imports none of it."""
+
+
+def build_client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
+    """Make the engine: the embedded one, which shares the model's tensors, or a fleet of one or more servers."""
+    options = dict(config.inference)
+    engine = ENGINES[options.pop("name")]
+    if engine.is_server:
+        return load(FLEET, "inference.name")(config, engine, model, tokenizer)
+    fixed = {"deterministic": config.deterministic, "autocast": autocast_of(config)}
+    return with_options("inference", engine, options, model, tokenizer, **fixed)
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError for options that the engine does not accept; contact no server."""
+    options = dict(config.inference)
+    engine, fixed = ENGINES[options.pop("name")], {"model", "tokenizer", "deterministic", "autocast"}
+    if engine.is_server:
+        fixed = {"base_url", "tokenizer", "vocab_size"}
+        options = {name: value for name, value in options.items() if name not in ("cohost", "router", "url")}
+        server_urls(config)
+    check_options("inference", engine, options, fixed)
+
+
+def server_urls(config: Config) -> list[str]:
+    """Return the addresses of the servers; none for the embedded engine."""
+    engine: Any = ENGINES[config.inference["name"]]
+    if not engine.is_server:
+        return []
+    urls = config.inference.get("url", engine.usual_url())
+    urls = [urls] if isinstance(urls, str) else urls
+    if not isinstance(urls, Sequence) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(
+            f"inference.url={urls!r} is not accepted. Accepted: an address such as http://HOST:PORT, or a list of them."
+        )
+    return list(urls)
+
+
+def build_publisher(
+    config: Config, client: BaseClient, run: RunDir, tokenizer: Any, tracker: RunTracker
+) -> BasePublisher:
+    """Make the publisher of weights, with its fallback and the claim on its servers."""
+    sync, urls = config.sync, server_urls(config)
+
+    @functools.cache
+    def store() -> Any:
+        return load(STORE, "sync")(Path(sync.dir) if sync.dir else run.weights_dir, keep=sync.keep)
+
+    def make(name: str) -> BasePublisher:
+        return PUBLISHERS[name](client, store, tokenizer)
+
+    if config.inference.get("cohost"):
+        publisher = load(COHOST, "inference.cohost")(client, make("filesystem"))
+    else:
+        publisher = make(client.publishers[0] if sync.name == "auto" else sync.name)
+    if sync.fallback is not None:
+        publisher = load(FALLBACK, "sync.fallback")(publisher, make(sync.fallback), tracker.warn)
+    return load(CLAIMING, "inference.url")(publisher, urls) if urls else publisher
+
+
+def build_canary(config: Config, client: BaseClient) -> Canary:
+    """Make the check that engines hold the trainer's weights, as exact as the trainer's dtype allows."""
+    return Canary(client.vocab_size, dtype=computed_in(config), tolerance=config.sync.tolerance or 0.0)
+
+
+def computed_in(config: Config) -> str:
+    """Return the dtype of the trainer's matrix products."""
+    autocast = autocast_of(config)
+    return config.model.dtype if autocast == "none" else autocast
+
+
+def check_sync(config: Config, needs: Needs) -> None:
+    """Raise ConfigError for publishers that do not fit the engine or each other; contact no server."""
+    engine = ENGINES[config.inference["name"]]
+    for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
+        if name in ("auto", None):
+            continue
+        PUBLISHERS[name]
+        if name not in engine.publishers:
+            raise ConfigError(
+                f"{key}={name!r} is not accepted with inference.name={config.inference['name']!r}. "
+                f"Accepted: {', '.join(engine.publishers)}."
+            )
+    if config.rollout.one_step_off_policy:
+        _check_ahead(config, engine, needs)
+    if config.inference.get("cohost") and (
+        config.sync.name not in ("auto", "filesystem") or config.sync.fallback
+    ):
+        raise ConfigError(
+            "inference.cohost=true publishes through files. Remove sync.name and sync.fallback."
+        )
+    if config.sync.dir and Path(config.sync.dir).resolve() == Path(config.output.dir).resolve():
+        raise ConfigError(
+            f"sync.dir={config.sync.dir!r} is the same directory as output.dir. Remove sync.dir to use weights/ in "
+            "output.dir, or set another directory."
+        )
+
+
+def _check_ahead(config: Config, engine: type[BaseClient], needs: Needs) -> None:
+    """Raise ConfigError if the engine cannot sample while the trainer trains, or the algorithm needs the newest weights."""
+    what = f"inference.name={config.inference['name']!r}" if not engine.is_server else None
+    what = "inference.cohost=true" if config.inference.get("cohost") else what
+    if what is not None:
+        servers = " or ".join(name for name in ENGINES if ENGINES[name].is_server)
+        raise ConfigError(
+            f"rollout.one_step_off_policy=true cannot be combined with {what}: it needs servers on separate "
+            f"devices, {servers}."
+        )
+    if needs.newest:
+        raise ConfigError(
+            "rollout.one_step_off_policy=true samples with weights one step older, and algorithm.old_logprobs=recomputed "
+            "alone does not correct for that. Set algorithm.correction too, e.g. to tis, or use old_logprobs=sampled."
+        )
+
+
+def check_parts(config: Config, backend: BaseBackend) -> None:
+    """Raise ConfigError for publishers without files if each rank holds a part of the weights.
+
+    A server that comes back gets its weights at any time, when the other ranks do not take part in gathering them.
+    """
+    if backend.whole or all_ranks(config).size == 1:
+        return
+    for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
+        if name in ("tensor", "distributed"):
+            raise ConfigError(
+                f"{key}={name!r} is not accepted if each rank holds a part of the weights (backend={config.backend}): a "
+                "server that comes back later could not get them. Accepted: filesystem, or lora for an adapter; or set "
+                "shard=ddp or a zero_stage below 3."
+            )
+
+
+def check_adapter_alone(config: Config) -> None:
+    """Raise ConfigError if servers cannot get the adapter alone, since something else changes their own weights."""
+    impossible = {
+        "model.lora.rank=0, which trains the whole model. Set it, e.g. to 16": not config.model.lora.rank,
+        "inference.router, which does not know of adapters. Remove it": config.inference.get("router"),
+        "sync.fallback: merged weights under an adapter would count twice. Remove it": config.sync.fallback,
+    }
+    for reason, holds in impossible.items():
+        if holds:
+            raise ConfigError(f"sync.name=lora cannot be combined with {reason}.")

@@ -1,0 +1,247 @@
+"""From names and options to environments, their rewards and opponents, and what a run provides to them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from rl4llm.compose.models import all_ranks, device_of
+from rl4llm.compose.tables import Given
+from rl4llm.config import Config
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.base_opponent import OPPONENTS
+from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.registry import imported, load
+from rl4llm.core.schema import accepted_options, check_values, with_options
+from rl4llm.envs import ENVIRONMENTS
+from rl4llm.rewards import as_reward_function
+
+NOT_OPTIONS = ("name", "remote", "remote_ca", "reward_transform_fn", "template_args", "thoughts")
+"""Keys of ``env`` that are not options of an environment: they select it, or the trainer uses them."""
+
+FIXED = (
+    "dataset", "tokenizer", "reward_functions", "batch_size", "group_size", "rank", "world_size", "seed", "shuffle_dataset",
+    "reward_transform_fn",
+)  # fmt: skip
+"""Parameters of environments that other sections of a configuration set."""
+
+HOSTED = "rl4llm.extensions.remote.hosted:HostedEnvironment"
+SANDBOX = "rl4llm.extensions.sandbox:Sandbox"
+THE_POLICY = "policy"
+
+
+def environment_of(config: Config, given: Given) -> type[BaseMDPEnv]:
+    """Return the class of the environment: the one given, that of `env.name`, or the stand-in if hosts run it."""
+    return given.hosted or given.env_class or ENVIRONMENTS[config.env["name"]]
+
+
+def with_hosts(config: Config, given: Given, algorithm: BaseAlgorithm) -> Given:
+    """Ask the hosts of `env.remote`, if set, for the environment; return `given` with its stand-in."""
+    if not config.env.get("remote") or algorithm.needs().learns_from != "episodes":
+        return given
+    for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class)):
+        if item is not None:
+            raise ConfigError(
+                f"{what} given as Python objects cannot be sent to env.remote={config.env['remote']}. "
+                "Use registered names instead."
+            )
+    return replace(given, hosted=load(HOSTED, "env.remote")(config.env))
+
+
+def build_env(
+    config: Config,
+    given: Given,
+    dataset: Any,
+    tokenizer: Any,
+    rewards: Sequence[BaseRewardFunction],
+    transform: Any,
+    provided: Mapping[str, Any],
+) -> BaseMDPEnv:
+    """Make the environment with its options, and with those `provided` objects that it has a parameter for."""
+    fixed = {
+        "dataset": dataset,
+        "tokenizer": tokenizer,
+        "reward_functions": rewards,
+        "batch_size": config.rollout.prompts,
+        "group_size": config.rollout.group_size,
+        "rank": all_ranks(config).rank,
+        "world_size": all_ranks(config).size,
+        "seed": config.seed,
+        "shuffle_dataset": config.data.shuffle,
+        "reward_transform_fn": transform,
+    }
+    own = environment_of(config, given), config.env, provided
+    env = (
+        given.hosted(**fixed) if given.hosted else make_env(*own, **fixed)
+    )  # hosts were asked with its options
+    env.special_tokens = config.data.special_tokens
+    env.pool_column = config.curriculum if isinstance(config.curriculum, str) else None
+    env.template_args = config.env.get("template_args") or {}
+    env.thoughts = config.env.get("thoughts", env.thoughts)
+    return env
+
+
+def build_rewards(
+    config: Config, given: Given, provided: Mapping[str, Any], tokenizer: Any, row: Mapping[str, Any]
+) -> tuple[list[BaseRewardFunction], Any]:
+    """Make the rewards of a run, and the function that combines them; None if there is only one."""
+    if given.reward_functions is not None:
+        return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
+    named = environment_of(config, given).default_rewards if config.rewards is None else config.rewards
+    specs, factors = zip(*(weighed(item) for item in named), strict=True) if named else ((), ())
+    hosted = given.hosted
+    made = hosted.rewards(specs, tokenizer, row, config.seed) if hosted else make_rewards(specs, provided)
+    # Rewards per turn are added to the result of the transform, which combines the terminal rewards.
+    pairs = list(zip(made, factors, strict=True))
+    scaled = "rl4llm.rewards.wrappers:Scale"
+    functions = [load(scaled, "rewards")(*pair) if pair[0].per_turn else pair[0] for pair in pairs]
+    weights = {function.name: weight for function, weight in pairs if not function.per_turn}
+    if config.env.get("reward_transform_fn") is not None:
+        return functions, _own_transform(config.env["reward_transform_fn"], weights)
+    if not weights or list(weights.values()) == [1.0]:
+        return functions, None
+    return functions, load("rl4llm.rewards.combine:weighted_sum", "rewards")(weights)
+
+
+def _own_transform(name: Any, weights: Mapping[str, float]) -> Any:
+    """Return the function that replaces the weights of the terminal rewards; raise ConfigError if they have weights too."""
+    where = f"env.reward_transform_fn={name!r}"
+    heavy = [reward for reward, weight in weights.items() if weight != 1.0]
+    if heavy:
+        raise ConfigError(
+            f"{where} gets the rewards without weights, but {heavy[0]!r} has one. Remove the weight or the function."
+        )
+    transform = name if callable(name) else imported("env.reward_transform_fn", str(name))
+    if not callable(transform):
+        raise ConfigError(
+            f"{where} is not accepted. Accepted: a function that takes the rewards as a dict of tensors (num_samples,)."
+        )
+    return transform
+
+
+def weighed(item: Any) -> tuple[Any, float]:
+    """Split a reward of a configuration into its options and its weight."""
+    if not isinstance(item, str | Mapping):
+        raise ConfigError(
+            f"rewards: {item!r} is not accepted. Accepted: a name, or a mapping with name, weight and options."
+        )
+    options = {"name": item} if isinstance(item, str) else dict(item)
+    weight = options.pop("weight", 1.0)
+    if not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(
+            f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted. Accepted: a finite number."
+        )
+    return options, float(weight)
+
+
+def make_rewards(specs: Sequence[Any], provided: Mapping[str, Any]) -> list[BaseRewardFunction]:
+    """Make rewards from names, or from mappings of a name and options."""
+    return [as_reward_function(spec, provided=provided) for spec in specs]
+
+
+def make_env(
+    env_class: Any, options: Mapping[str, Any], provided: Mapping[str, Any], **fixed: Any
+) -> BaseMDPEnv:
+    """Make an environment with a user's options, except those that only concern its prompts.
+
+    It gets those `provided` objects, such as the sandbox, that it has a parameter for.
+    """
+    of_prompts = (
+        accepted_options(env_class.prompts) - accepted_options(env_class) if env_class.prompts else ()
+    )
+    own = {name: value for name, value in options.items() if name not in (*NOT_OPTIONS, *of_prompts)}
+    accepted = accepted_options(env_class)
+    made = {name: provided[name] for name in provided if name in accepted}
+    if "provided" in accepted:  # tools get what all environments share; opponents belong to one environment
+        shared = (name for name in provided if name != "opponents")
+        made["provided"] = Provided({name: partial(provided.__getitem__, name) for name in shared})
+    own = {name: value for name, value in own.items() if name not in made}
+    return with_options("env", env_class, own, **fixed, **made)
+
+
+def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that neither an environment nor its prompts accept; make nothing."""
+    of_prompts = accepted_options(env_class.prompts) - {"split", "limit"} if env_class.prompts else set()
+    of_env = accepted_options(env_class) - {*FIXED, "sandbox", "provided"}
+    own = {name: value for name, value in options.items() if name not in NOT_OPTIONS}
+    for name in own:
+        if name not in of_env | of_prompts:
+            raise ConfigError(unknown("env option", name, of_env | of_prompts))
+    for make in filter(None, (env_class, env_class.prompts)):
+        check_values("env", make, own)
+
+
+def make_prompts(
+    env_class: Any, options: Mapping[str, Any], split: str, limit: int | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return the prompts of an environment, made with those of its options that concern them."""
+    accepted = accepted_options(env_class.prompts)
+    chosen = {name: value for name, value in options.items() if name in accepted}
+    rows = with_options("env", env_class.prompts, chosen, split, limit)
+    if not isinstance(rows, Sized):
+        raise DataError(f"{env_class.__name__}.prompts must return a list of rows, not {rows!r:.100}.")
+    return cast(Sequence[Mapping[str, Any]], rows)
+
+
+def build_opponents(config: Config, given: Given) -> Any:
+    """Make the opponent of each role; return None if the configuration names none, so that the environment's own play.
+
+    The environment refuses anything but a mapping of roles to opponents.
+    """
+    chosen = config.env.get("opponents")
+    if chosen is None or "opponents" not in accepted_options(environment_of(config, given)):
+        return None
+    if not isinstance(chosen, Mapping):
+        return chosen
+    return {
+        role: _opponent(config, role, item) for role, item in chosen.items() if item not in (None, THE_POLICY)
+    }
+
+
+def _opponent(config: Config, role: str, item: Any) -> Any:
+    if not isinstance(item, str | Mapping):
+        return item
+    options = {"name": item} if isinstance(item, str) else {"name": "server", **item}
+    name = options.pop("name")
+    made = OPPONENTS[name]
+    if name not in OPPONENTS and not isinstance(made, type):
+        return made  # a function of the messages
+    ours = {"dtype": config.model.dtype, "device": device_of(config)}
+    fixed = {name: value for name, value in ours.items() if name in accepted_options(made)}
+    return with_options(f"env.opponents.{role}", made, options, **fixed)
+
+
+class Provided(Mapping[str, Any]):
+    """Objects of a run, each made on first use.
+
+    A class that has a parameter of one of these names gets the object: ``def __init__(self, sandbox): ...``.
+    """
+
+    def __init__(self, make: Mapping[str, Callable[[], Any]]):
+        self._make = make
+        self.made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.made:
+            self.made[name] = self._make[name]()
+        return self.made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make)
+
+    def __len__(self) -> int:
+        return len(self._make)
+
+
+def provided_by(config: Config, given: Given, sandbox: Callable[[], Any]) -> Provided:
+    """Offer the sandbox, which all environments of a run share, and the opponents of one environment."""
+    return Provided({"sandbox": sandbox, "opponents": lambda: build_opponents(config, given)})
+
+
+def build_sandbox(config: Config) -> Any:
+    """Make the sandbox of the run; it starts nothing before it is used."""
+    return load(SANDBOX, "The section `sandbox`")(**vars(config.sandbox))

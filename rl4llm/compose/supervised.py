@@ -1,0 +1,144 @@
+"""From the configuration to a trainer that reads a dataset; a run that samples episodes does not import this."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rl4llm.compose.data import by_size, check_texts, held_out_rows, prompt_stream
+from rl4llm.compose.models import all_ranks, build_policy, build_reference
+from rl4llm.compose.tables import Given
+from rl4llm.compose.trainer import base_of, batching_of, tracker_of, warn
+from rl4llm.config import Config
+from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import ChatMessage, Group
+from rl4llm.data.answers import ANSWER_COLUMNS
+from rl4llm.data.demonstrations import Read, demonstration_group, label_group, pair_group, valued_at_the_end
+from rl4llm.data.lengths import PATIENCE, dropped, fitting_rows, too_long
+from rl4llm.data.render import Renderer
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.trainers.dataset import DatasetTrainer
+from rl4llm.trainers.prepare import Preparation
+
+READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
+    "demonstrations": demonstration_group,
+    "worlds": partial(demonstration_group, learned="context"),
+    "conversations": partial(demonstration_group, learned="all"),
+    "pairs": pair_group,
+    "labels": label_group,
+}
+"""Functions from a row of a dataset to a group, by what an algorithm learns from."""
+
+
+def build_supervised(
+    config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any
+) -> Callable[[RunDir], DatasetTrainer]:
+    """Check and load what a run on `dataset` needs; return a function from its run directory to the trainer."""
+    needs = algorithm.needs()
+    _check_supervised(config, given, needs)
+    held_out = held_out_rows(config, given, needs.learns_from) or ()
+    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
+    renderer = dataset_renderer(config, tokenizer, dataset, answers)
+    read = row_reader(needs, renderer)
+    # The copy is made before training changes the policy's weights.
+    start = copy.deepcopy(given.model) if needs.reference else None
+    backend = build_policy(config, algorithm, given.model)
+    reference = build_reference(config, algorithm, backend, start, tokenizer)
+    prepared = partial(
+        Preparation, algorithm=algorithm, policy=backend, reference=reference, ranks=all_ranks(config)
+    )
+    batching = batching_of(config, algorithm, tokenizer)
+    context_length = backend.model.config.get_text_config().max_position_embeddings
+    for rows, where in ((dataset, "data"), (held_out, "eval")):
+        check_texts(rows, partial(_texts, ("messages", *answers)), renderer, where)
+    kept = fitting_conversations(dataset, read, config, needs, context_length, "data")
+    kept_out = fitting_conversations(held_out, read, config, needs, context_length, "eval")
+    prompts = prompt_stream(config, kept)
+
+    def make(run: RunDir) -> DatasetTrainer:
+        tracker = tracker_of(config, run)
+        lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
+        warn(tracker, config, [*lost, *backend.warnings()])
+        return DatasetTrainer(
+            dataset=kept,
+            tokenizer=tokenizer,
+            read=read,
+            prompts=prompts,
+            preparation=prepared(batching=batching),
+            held_out=kept_out,
+            measuring=prepared(batching=replace(batching, updates_per_rollout=1, epochs=1)),
+            tracker=tracker,
+            **base_of(config, algorithm, backend, run, tracker),
+        )
+
+    return make
+
+
+def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
+    """Raise ConfigError for options that make no sense if nothing is sampled."""
+    pools = ("curriculum", config.curriculum)
+    for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class), pools):
+        if item is not None:
+            raise ConfigError(
+                f"{what} is not accepted with algorithm.name={config.algorithm['name']!r}, which samples nothing and learns "
+                f"from {needs.learns_from} in a dataset. Remove it."
+            )
+    if needs.mismatched and config.rollout.prompts < 2:
+        raise ConfigError(
+            f"rollout.prompts={config.rollout.prompts} is not accepted with algorithm.name={config.algorithm['name']!r}: "
+            "each step pairs answers with other prompts of the step. Use 2 or more."
+        )
+
+
+def row_reader(needs: Needs, renderer: Renderer) -> Read:
+    """Return the function that reads a row: as tokens of the policy, or for a value head with one value at the end."""
+    read = partial(READERS[needs.learns_from], renderer)
+    if not needs.value_head:
+        return read
+
+    def read_valued(row: Mapping[str, Any], name: str) -> Group:
+        group = read(row, name)
+        return replace(
+            group,
+            trajectories=tuple(valued_at_the_end(t, renderer.stop_token_ids[0]) for t in group.trajectories),
+        )
+
+    return read_valued
+
+
+def _texts(columns: Sequence[str], row: Mapping[str, Any]) -> list[list[ChatMessage]]:
+    return [[ChatMessage.from_dict(message) for message in row[column]] for column in columns]
+
+
+def dataset_renderer(config: Config, tokenizer: Any, dataset: Any, answers: Sequence[str]) -> Renderer:
+    """Return a renderer for the conversations of a dataset, with answers in these columns or by default in `messages`."""
+    columns = answers or ("messages",)
+    roles = {message["role"] for row in dataset for column in columns for message in row[column]}
+    between = tuple(sorted(roles - {"assistant", "system"}))
+    template_args = config.env.get("template_args")
+    return Renderer(
+        tokenizer, roles=between, template_args=template_args, special_tokens=config.data.special_tokens
+    )
+
+
+def fitting_conversations(
+    rows: Any, read: Read, config: Config, needs: Needs, context_length: int, where: str
+) -> Any:
+    """Return the rows of a dataset that fit the context; raise DataError for others unless data.long_prompts=drop.
+
+    The longest texts are read first, until `PATIENCE` rows in a row fit.
+    """
+
+    def length(number: int) -> int:
+        group = read(rows[number], str(rows[number].get("prompt_id", number)))
+        return max(trajectory.num_tokens for trajectory in group.trajectories)
+
+    columns = ("messages", *ANSWER_COLUMNS.get(needs.learns_from, ()))
+    long = too_long(by_size(rows, columns), length, context_length, PATIENCE)
+    return fitting_rows(
+        rows, long, drop=config.data.long_prompts == "drop", where=where, limit=context_length
+    )

@@ -1,0 +1,346 @@
+"""From a configuration to a trainer that is ready to run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rl4llm.backends.models import check_tokenizer, load_tokenizer
+from rl4llm.compose.choices import build_algorithm, check_choices, in_part, warnings_of
+from rl4llm.compose.data import (
+    fitting_prompts,
+    held_out_rows,
+    micro_batch_plan,
+    prompts_of,
+    training_rows,
+)
+from rl4llm.compose.engines import build_canary, build_client, build_publisher, check_parts, computed_in
+from rl4llm.compose.environments import (
+    Provided,
+    build_env,
+    build_rewards,
+    build_sandbox,
+    provided_by,
+    with_hosts,
+)
+from rl4llm.compose.identity import given_identity, planned_run, refuse_hidden
+from rl4llm.compose.models import (
+    all_ranks,
+    autocast_of,
+    build_critic,
+    build_policy,
+    build_reference,
+    device_of,
+    plain_model,
+    set_up_torch,
+)
+from rl4llm.compose.tables import Given
+from rl4llm.config import Config, as_written, by_part, flatten
+from rl4llm.config.keys import SandboxConfig
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_env import BaseMDPEnv
+from rl4llm.core.base_trainer import Schedule
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.registry import load
+from rl4llm.core.types import SamplingParams
+from rl4llm.data.lengths import dropped
+from rl4llm.data.pack import Batching
+from rl4llm.data.render import Renderer
+from rl4llm.envs.rollout import Rollout
+from rl4llm.rewards import check_examples
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.sync.inference import Inference
+from rl4llm.tracking.run import RunTracker
+from rl4llm.tracking.tracker import check_installed
+from rl4llm.trainers.prepare import Preparation
+from rl4llm.trainers.rl import RLTrainer
+
+if TYPE_CHECKING:
+    from rl4llm.envs.mixture import MixedRollout
+    from rl4llm.trainers.dataset import DatasetTrainer
+
+SUPERVISED = "rl4llm.compose.supervised:build_supervised"
+MIXED = "rl4llm.envs.mixture:MixedRollout"
+
+AnyTrainer: TypeAlias = "RLTrainer | DatasetTrainer"
+"""A trainer from `build_trainer`: one that samples episodes, or one that reads a dataset."""
+
+
+def build_trainer(config: Config, given: Given | None = None, *, force: bool = False) -> AnyTrainer:
+    """Check a configuration and make its trainer; write no file of the run before the trainer's `train` or `resume`.
+
+    Raises an RL4LLMError for a configuration, model or dataset that cannot work.
+    """
+    given = given or Given()
+    all_ranks(config)  # they have to connect first
+    set_up_torch(config)
+    algorithm = build_algorithm(config)
+    check_choices(config, given, algorithm.needs())
+    refuse_hidden(config)
+    check_installed(_trackers(config))
+    tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
+    check_tokenizer(tokenizer, given.model or config.model.path, given=given.tokenizer is not None)
+    learns_from = algorithm.needs().learns_from
+    parts = {
+        name: (part, in_part(name, with_hosts, part, given, algorithm))
+        for name, part in by_part(config).items()
+    }
+    datasets = {name: in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
+    run = planned_run(config, given_identity(given, datasets.get("")), force)
+    make: Callable[[RunDir], AnyTrainer]
+    if learns_from == "episodes":
+        make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
+    else:
+        make = load(SUPERVISED, "algorithm.name")(config, given, algorithm, tokenizer, datasets[""])
+    return make(run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An environment with its rewards and rows, and one for evaluation; `part` is its name if there are several."""
+
+    part: str
+    config: Config
+    env: BaseMDPEnv
+    held_out: BaseMDPEnv | None
+    renderer: Renderer
+
+    def rollout(self, **played: Any) -> Rollout:
+        own = self.config.rollout
+        sampling = {name: getattr(own, name) for name in ("max_tokens", "top_p", "top_k")} | {
+            "stop": tuple(own.stop)
+        }
+        return Rollout(
+            self.env,
+            renderer=self.renderer,
+            part=self.part,
+            sampling=sampling if self.part else None,
+            **played,
+        )
+
+    def measuring(self, held_out: BaseMDPEnv, **played: Any) -> Rollout:
+        own = self.config.rollout
+        sampling = {"max_tokens": own.max_tokens, "stop": tuple(own.stop)} if self.part else None
+        return Rollout(held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
+
+    def fit(self, context_length: int) -> list[str]:
+        """Keep the rows whose prompts leave room for an answer; return warnings about the others."""
+        warnings = []
+        for env, where in ((self.env, "data"), (self.held_out, "eval")):
+            if env is not None:
+                rows = env.dataset
+                env.dataset = fitting_prompts(rows, env, self.renderer, context_length, self.config, where)
+                warnings += dropped(rows, env.dataset, f"parts.{self.part}: {where}" if self.part else where)
+        return warnings
+
+
+def _task(
+    part: str,
+    config: Config,
+    given: Given,
+    algorithm: BaseAlgorithm,
+    tokenizer: Any,
+    dataset: Any,
+    sandbox: Callable[[], Any],
+) -> _Task:
+    provided = provided_by(config, given, sandbox)
+    shared = Provided({"sandbox": sandbox})
+    rewards, transform = build_rewards(config, given, shared, tokenizer, dataset[0])
+    for name in algorithm.needs().rewards:
+        if name not in (known := [reward.name for reward in rewards]):
+            raise ConfigError(unknown("a reward that the algorithm needs", name, known))
+    env = build_env(config, given, dataset, tokenizer, rewards, transform, provided)
+    rows = held_out_rows(config, given)
+    held_out = (
+        build_env(config, given, rows, tokenizer, rewards, transform, provided) if rows is not None else None
+    )
+    renderer = Renderer.of(env, tokenizer)
+    check_examples(rewards)
+    for opponent in env.opponents.values():
+        opponent.check()
+    return _Task(part, config, env, held_out, renderer)
+
+
+def _reinforced(
+    config: Config,
+    given: Given,
+    algorithm: BaseAlgorithm,
+    tokenizer: Any,
+    parts: Mapping[str, tuple[Config, Given]],
+    datasets: Mapping[str, Any],
+) -> Callable[[RunDir], RLTrainer]:
+    shared = Provided({"sandbox": lambda: build_sandbox(config)})
+    if config.sandbox != SandboxConfig():
+        shared["sandbox"]  # refuses a wrong level; it starts nothing
+    own = algorithm, tokenizer
+    tasks = [
+        in_part(name, _task, name, *part, *own, datasets[name], lambda: shared["sandbox"])
+        for name, part in parts.items()
+    ]
+    start = copy.deepcopy(given.model)  # before training changes the policy's weights
+    backend = build_policy(config, algorithm, given.model)
+    check_parts(config, backend)
+    client = build_client(
+        config, backend.model if backend.whole else plain_model(config, copy.deepcopy(start)), tokenizer
+    )
+    warnings = [text for task in tasks for text in in_part(task.part, task.fit, client.context_length)]
+    kept = {task.part: task.env.dataset for task in tasks}
+    prompts = prompts_of(config, kept)
+    sampled = max(task.env.max_steps * task.config.rollout.max_tokens for task in tasks)
+    new_tokens = min(client.context_length, sampled)
+    batching = batching_of(config, algorithm, tokenizer, longest_completion=new_tokens)
+    preparation = Preparation(
+        algorithm=algorithm,
+        policy=backend,
+        batching=batching,
+        temperature=config.rollout.temperature or 1.0,
+        critic=build_critic(config, algorithm, start),
+        reference=build_reference(config, algorithm, backend, start, tokenizer),
+        ranks=all_ranks(config),
+    )
+    longest = [(task.env, task.renderer, task.config.rollout.max_tokens) for task in tasks]
+    plan = micro_batch_plan(config, batching, longest, client.context_length).table()
+    runner = asyncio.Runner()
+    played = {
+        "client": client,
+        "runner": runner,
+        "seed": config.seed,
+        "max_failed_share": config.rollout.max_failed_share,
+    }
+
+    def make(run: RunDir) -> RLTrainer:
+        tracker = tracker_of(config, run)
+        notes = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
+        warn(
+            tracker, config, [*warnings_of(config, algorithm.needs()), *warnings, *notes, *backend.warnings()]
+        )
+        client.report_to(tracker.warn)
+        for task in tasks:
+            task.env.report_to(tracker.warn)
+        measured = [task.measuring(task.held_out, **played) for task in tasks if task.held_out is not None]
+        _tell_of(shared.made.get("sandbox"), run, tracker, first=all_ranks(config).is_first)
+        return RLTrainer(
+            inference=Inference(
+                client=client,
+                runner=runner,
+                ranks=all_ranks(config),
+                publisher=build_publisher(config, client, run, tokenizer, tracker),
+                canary=build_canary(config, client) if config.sync.verify else None,
+                stop_above=config.mismatch.stop_above,
+            ),
+            rollout=_together([task.rollout(**played) for task in tasks]),
+            prompts=prompts,
+            plan=plan,
+            sampling_params=_sampling(config),
+            eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
+            preparation=preparation,
+            tracker=tracker,
+            plays_ahead=config.rollout.one_step_off_policy,
+            evaluation=_together(measured) if measured else None,
+            **base_of(config, algorithm, backend, run, tracker),
+        )
+
+    return make
+
+
+def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:
+    """Return one rollout of all parts; a single rollout is returned unchanged."""
+    return load(MIXED, "parts")(rollouts) if rollouts[0].part else rollouts[0]
+
+
+def _tell_of(sandbox: Any, run: RunDir, tracker: RunTracker, first: bool) -> None:
+    """Show how strongly the sandbox isolates programs, and write it into the run's directory."""
+    if sandbox is None or sandbox.active is None or not first:
+        return
+    (tracker.note if sandbox.active.rank > 1 else tracker.warn)(str(sandbox.active))
+    run.keep("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
+
+
+def batching_of(
+    config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0
+) -> Batching:
+    """Make the settings of micro-batches; `longest_completion` is the default divisor of the aggregation "constant"."""
+    training = config.training
+    return Batching(
+        layout=training.layout,
+        aggregation=algorithm.aggregation,
+        pad_token_id=tokenizer.pad_token_id,
+        max_tokens_per_batch=training.max_tokens_per_batch,
+        usual_tokens_per_batch=16384 if device_of(config) == "cuda" else 2048,
+        updates_per_rollout=training.updates_per_rollout,
+        epochs=training.epochs,
+        constant_length=training.constant_length or longest_completion,
+        whole_groups=algorithm.needs().whole_groups,
+    )
+
+
+def _sampling(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+
+
+def base_of(
+    config: Config, algorithm: BaseAlgorithm, backend: BaseBackend, run: RunDir, tracker: RunTracker
+) -> dict[str, Any]:
+    """Return the arguments that all trainers have in common."""
+    schedule = Schedule(
+        config.max_steps,
+        config.eval.every,
+        config.checkpoint.every,
+        config.checkpoint.keep,
+        config.training.max_skipped,
+        config.timeout_s,
+    )
+    return {
+        "algorithm": algorithm,
+        "backend": backend,
+        "clock": tracker.clock,
+        "schedule": schedule,
+        "run": run,
+        "ranks": all_ranks(config),
+    }
+
+
+def tracker_of(config: Config, run: RunDir) -> RunTracker:
+    """Make the tracker that shows and writes the metrics of a run."""
+    tracking = config.tracking
+    tracker = RunTracker(
+        run,
+        total_steps=config.max_steps,
+        trackers=_trackers(config),
+        project=tracking.project,
+        episodes_every=tracking.episodes_every,
+        episodes_per_step=tracking.episodes_per_step,
+        config=flatten(as_written(config)),
+        ranks=all_ranks(config),
+        console=config.output.console,
+    )
+    if config.model.autocast == "auto" and all_ranks(config).is_first:
+        reason = (
+            "which this machine multiplies faster"
+            if autocast_of(config) == "bfloat16"
+            else "model.autocast=auto"
+        )
+        tracker.note(f"computes in {computed_in(config)} with {config.model.dtype} weights: {reason}")
+    return tracker
+
+
+def warn(tracker: RunTracker, config: Config, texts: Sequence[str]) -> None:
+    """Show warnings, which all ranks found, on the first rank."""
+    for text in texts if all_ranks(config).is_first else ():
+        tracker.warn(text)
+
+
+def _trackers(config: Config) -> list[str]:
+    return [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if getattr(config.tracking, name)]

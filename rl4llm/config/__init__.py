@@ -1,0 +1,294 @@
+"""The configuration: typed dataclasses, filled from a YAML file and ``key.sub=value`` overrides.
+
+Options of an algorithm, environment, reward, engine or backend are next to its `name`. They are checked against the class
+of that name, see `rl4llm.compose`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
+
+from rl4llm.config.keys import FREE, PART_KEYS, RENAMED, Config, LaunchConfig, TrackingConfig
+from rl4llm.config.references import hide_unset, references_in, variables, written
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.schema import check_fields, hints_of, refusal
+
+__all__ = [
+    "CONFIGS", "Config", "LaunchConfig", "TrackingConfig", "annotation_of", "as_written", "by_part", "flatten",
+    "load_config", "to_yaml", "variables_of",
+]  # fmt: skip
+log = logging.getLogger(__name__)
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""The bundled configurations: a link to configs/ in a checkout, a copy in a wheel."""
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), *, of_run: bool = False
+) -> Config:
+    """Read a YAML file, apply overrides, and check every key and type; raise ConfigError.
+
+    `of_run` accepts unset environment variables in the config.yaml of a run, and hides their values.
+
+    Overrides are a mapping or strings: ``key.sub=value``, or further YAML files that are merged over the first. If a name
+    such as ``configs/quickstart.yaml`` does not exist, the bundled file is used.
+
+    >>> load_config(overrides=["model.path=m", "data.path=d", "training.lr=1e-4"]).training.lr
+    0.0001
+    """
+    files = [Path(path)] if path is not None else []
+    if not isinstance(overrides, Mapping):
+        files += [Path(text) for text in overrides if _is_file(text)]
+        overrides = [text for text in overrides if not _is_file(text)]
+    merged = OmegaConf.structured(Config)
+    for file in files:
+        try:
+            merged = _merge(merged, _renamed(_read(file)))
+        except ConfigError as error:
+            raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
+    merged = _merge(merged, _renamed(_layer(overrides)))
+    if of_run:
+        hide_unset(merged)
+    return _checked(merged)
+
+
+def by_part(config: Config) -> dict[str, Config]:
+    """Return the configuration of each environment of a run: the only one is named "", or there is one for each of `parts`.
+
+    A part has a weight, and keys of `PART_KEYS`, which are merged over those of the run:
+
+        parts:
+          sums: {weight: 2, data: {path: arithmetic}, rewards: [{name: math, extract: answer}]}
+          tools: {data: {path: arithmetic}, env: {name: tool}, rollout: {max_tokens: 128}}
+    """
+    if not config.parts:
+        return {"": config}
+    whole = OmegaConf.structured(dataclasses.replace(config, parts={}, curriculum=None))
+    return {name: _part(name, part, whole) for name, part in config.parts.items()}
+
+
+def _part(name: str, part: Any, whole: DictConfig) -> Config:
+    where = f"parts.{name}"
+    if not re.fullmatch(r"[a-zA-Z0-9_\-]+", str(name)):
+        raise ConfigError(
+            f"{where}: the name {name!r} is not accepted. Accepted: letters, digits, '_' and '-'."
+        )
+    if not isinstance(part, Mapping):
+        raise ConfigError(
+            f"{where}={part!r} is not accepted. Accepted: a mapping with weight and any of {', '.join(PART_KEYS)}."
+        )
+    keys = {key: value for key, value in part.items() if key != "weight"}
+    for section, value in keys.items():
+        if section not in PART_KEYS:
+            raise ConfigError(unknown(f"{where}: the key", str(section), ("weight", *PART_KEYS)))
+        accepted = PART_KEYS[section]
+        for key in value if accepted and isinstance(value, Mapping) else ():
+            if key not in accepted:
+                raise ConfigError(
+                    f"{unknown(f'{where}.{section}: the key', str(key), accepted)} Other keys are set once for all parts."
+                )
+    try:
+        return _checked(_merge(whole, OmegaConf.create(keys)))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def to_yaml(config: Config, *, elsewhere: bool = False) -> str:
+    """Return the result of `as_written` as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_written(config, elsewhere=elsewhere)))
+
+
+def as_written(config: Config, *, elsewhere: bool = False) -> dict[str, Any]:
+    """Return the configuration in a form for other readers: without secrets, and with ``${oc.env:NAME}`` unresolved.
+
+    For processes `elsewhere`, only secret references stay unresolved.
+    """
+    return written(_container(config), config.references, elsewhere=elsewhere)
+
+
+def variables_of(config: Config) -> dict[str, bool]:
+    """Return the environment variables that the configuration reads, and whether each contains a secret."""
+    return variables(_container(config), config.references) if config.references else {}
+
+
+def _container(config: Config) -> dict[str, Any]:
+    values = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(values, dict)  # as a dataclass becomes
+    return {str(name): value for name, value in values.items()}
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every leaf by its dotted key."""
+    if dataclasses.is_dataclass(config):
+        config = {
+            item.name: getattr(config, item.name) for item in dataclasses.fields(config) if not item.metadata
+        }
+    if not isinstance(config, Mapping):
+        return {prefix[:-1]: config}
+    return {key: value for name in config for key, value in flatten(config[name], f"{prefix}{name}.").items()}
+
+
+def _read(path: Path) -> DictConfig:
+    path = _found(path)
+    try:
+        layer = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(layer, DictConfig):
+        raise ConfigError(f"{path} must be a mapping of keys, not a list.")
+    return layer
+
+
+def _found(path: Path) -> Path:
+    """Return the file or, for a missing name such as configs/quickstart.yaml, the bundled one."""
+    places = [path, CONFIGS.parent / path] if path.parts[:1] == (CONFIGS.name,) else [path]
+    for place in places:
+        if place.is_file():
+            return place
+    if path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a directory, not a configuration file.")
+    known = {item.name for place in places for item in place.parent.glob("*.yaml") if item.is_file()}
+    near = difflib.get_close_matches(path.name, sorted(known), n=1)
+    hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+    raise ConfigError(f"There is no configuration file {path}.{hint}")
+
+
+def _is_file(text: str) -> bool:
+    return "=" not in text and text.endswith((".yaml", ".yml"))
+
+
+def _layer(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
+    layer, text = OmegaConf.create(), ""
+    try:
+        if isinstance(overrides, Mapping):
+            for key, value in overrides.items():
+                OmegaConf.update(layer, key, value, force_add=True)
+            return layer
+        for text in overrides:
+            if "=" not in text or text.startswith("="):
+                raise ConfigError(
+                    f"{text!r} is not an override. Accepted: key.sub=value, for example training.lr=1e-5."
+                )
+            layer.merge_with_dotlist([text])
+        return layer
+    except (yaml.YAMLError, UnicodeError) as error:
+        key, reason = text.partition("=")[0], " ".join(str(error).split())
+        raise ConfigError(
+            f"The value of {key} is not valid YAML: {reason}. Next step: quote it, as in '{key}=\"a: b\"'."
+        ) from None
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(
+            f"An override's value cannot be read: {key}{str(error).splitlines()[0]}. Accepted: a YAML value."
+        ) from None
+
+
+def _renamed(layer: DictConfig) -> DictConfig:
+    """Return the layer with today's name of each key; log a line for an earlier one."""
+    values: Any = OmegaConf.to_container(layer)
+    earlier = [key for key in RENAMED if key in flatten(values)]
+    for key in earlier:
+        section, name = key.split(".")
+        if RENAMED[key] in flatten(values):
+            raise ConfigError(f"{key} is the earlier name of {RENAMED[key]}, and both are set. Remove {key}.")
+        values[section][RENAMED[key].removeprefix(f"{section}.")] = values[section].pop(name)
+        _notice(key)
+    return OmegaConf.create(values) if earlier else layer
+
+
+@cache
+def _notice(key: str) -> None:
+    """Log once per process that a key has another name."""
+    log.warning("%s is now called %s. The earlier name is still accepted.", key, RENAMED[key])
+
+
+def _checked(merged: DictConfig) -> Config:
+    """Return the configuration; raise ConfigError for a key that is not set, a broken reference or a wrong value."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(
+                f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=..."
+            )
+        config = OmegaConf.to_object(merged)
+    except InterpolationResolutionError as error:
+        raise ConfigError(
+            f"{error.full_key}: {str(error).splitlines()[0]}. Accepted in ${{...}}: another key, or oc.env:NAME with the "
+            "name of an environment variable that is set."
+        ) from None
+    assert isinstance(config, Config)  # it is what everything was merged into
+    config.references = references_in(merged)
+    check_fields(config)
+    for part in FREE:
+        if not isinstance(getattr(config, part).get("name"), str):
+            raise ConfigError(f"{part}.name is not set; `rl4llm info` lists the accepted names.")
+    if not isinstance(config.curriculum, str | None) and not config.parts:
+        raise ConfigError(
+            f"curriculum={config.curriculum} requires `parts`, whose weights it changes. Next step: name a column of the "
+            "dataset, such as curriculum=level."
+        )
+    if isinstance(config.curriculum, str) and config.parts:
+        raise ConfigError(
+            f"curriculum={config.curriculum!r} is not accepted with `parts`. Accepted: the least share of its weight that a "
+            "part keeps, such as 0.1, or null."
+        )
+    by_part(config)
+    return config
+
+
+def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
+    given = OmegaConf.to_container(layer)
+    known = OmegaConf.to_container(config)
+    assert isinstance(given, dict) and isinstance(known, dict)  # as the layers are
+    for name, value in given.items():
+        if isinstance(known.get(name), Mapping) and not isinstance(value, Mapping):
+            raise ConfigError(f"{name!s}={value!r} is not accepted. Accepted: a mapping of keys.")
+    _check_keys(flatten(given), config)
+    try:
+        merged = OmegaConf.merge(config, layer)
+        assert isinstance(merged, DictConfig)
+    except ValidationError as error:
+        key = re.sub(r"\[\d+\]$", "", str(error.full_key))  # of a list, not of one of its items
+        raise ConfigError(refusal(key, flatten(given)[key], annotation_of(key))) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    for part in FREE:  # another name has other options, so earlier ones are dropped
+        named = layer[part].get("name") if part in layer and layer[part] is not None else None
+        if named not in (None, config[part].get("name")):
+            merged[part] = layer[part]
+    return merged
+
+
+def annotation_of(key: str) -> Any:
+    """Return the annotation of a dotted key of `Config`; Any for the options of a name."""
+    kind: Any = Config
+    for name in key.split("."):
+        kind = hints_of(kind).get(name, Any)
+    return kind
+
+
+def _check_keys(given: Iterable[str], config: DictConfig) -> None:
+    free = (*FREE, "rewards", "parts")
+    known = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
+    for key in given:
+        sections = {name.split(".")[0] for name in known}
+        if key.split(".")[0] in free or key in known or key in sections:
+            continue
+        tail = {name.split(".")[-1]: name for name in known}
+        close = difflib.get_close_matches(key, known, n=1) or [
+            tail[name] for name in difflib.get_close_matches(key.split(".")[-1], tail, n=1)
+        ]
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        section = key.split(".")[0]
+        near = [name for name in known if name.split(".")[0] == section] or sorted(sections | set(free))
+        raise ConfigError(f"Unknown configuration key {key!r}.{hint} Known: {', '.join(near)}.")

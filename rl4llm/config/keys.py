@@ -1,0 +1,236 @@
+"""The keys that a configuration has, with types, ranges, defaults and purposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from omegaconf import MISSING
+
+from rl4llm.config.references import References
+from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Range, Share
+
+FREE = ("env", "inference", "algorithm", "backend")
+"""Parts whose keys are the options of the class that their `name` stands for."""
+
+PART_KEYS: dict[str, tuple[str, ...]] = {
+    "env": (),
+    "data": (),
+    "rewards": (),
+    "eval": ("path", "split", "limit"),
+    "rollout": ("max_tokens", "top_p", "top_k", "stop"),  # not temperature: log-probs are all of one
+}
+"""What a part of a run may have for itself: whole sections, or these keys of them."""
+
+
+RENAMED = {
+    "algorithm.drop_equal": "algorithm.filter_groups",
+    "algorithm.drop_equal_by": "algorithm.filter_groups_by",
+    "algorithm.refills": "algorithm.resampling_rounds",
+    "rollout.ahead": "rollout.one_step_off_policy",
+}
+"""Earlier names of keys, which files, commands and runs may still have."""
+
+
+@dataclass
+class LoraConfig:
+    """An adapter that trains while the model stays frozen; needs the extra `lora`."""
+
+    rank: Natural = 0  # 0: the whole model trains
+    alpha: Count | None = None  # the adapter counts alpha / rank; null: twice the rank
+    targets: list[str] = field(default_factory=list)  # linear layers; empty: all but the output layer
+
+
+@dataclass
+class ModelConfig:
+    """The policy: a Hugging Face directory, or a name on the hub."""
+
+    path: str = MISSING
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 trains with float32 masters
+    # bfloat16: matrix products in bf16, weights in float32; auto: bfloat16 where the processor or GPU multiplies in it
+    autocast: Literal["none", "bfloat16", "auto"] = "none"
+    device: str = "auto"  # auto: cuda where there is one
+    gradient_checkpointing: bool = False
+    pad_token: str | None = None  # for tokenizers without one
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from; rows without `messages` and `ground_truth` are made from two columns."""
+
+    # A directory, .jsonl, .parquet, hub name, or a generated task; null: what the environment brings.
+    path: str | None = None
+    split: str = "train"
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    answer_pattern: str | None = None  # regular expression; its first group is the ground truth
+    system_prompt: str | None = None
+    prompt_template: str | None = None  # with {prompt}
+    limit: Count | None = None
+    shuffle: bool = True
+    long_prompts: Literal["refuse", "drop"] = "refuse"  # rows that do not fit the context; drop counts them
+    # Special tokens in texts: escape encodes them as ordinary text, allow lets them open and close turns.
+    special_tokens: Literal["escape", "refuse", "allow"] = "escape"
+
+
+@dataclass
+class EvalConfig:
+    """The fixed held-out set."""
+
+    path: str | None = None  # null: data.path
+    split: str = "test"
+    limit: Count | None = 256
+    every: Natural = 10  # steps; 0 is never
+    temperature: NonNegative = 0.0
+
+
+@dataclass
+class RolloutConfig:
+    """How much is sampled per step, and how."""
+
+    prompts: Count = 16  # per step and rank
+    group_size: Count = 8  # samples per prompt
+    max_tokens: Count = 256  # per turn
+    temperature: NonNegative = 1.0
+    top_p: Share = 1.0  # 1 switches it off
+    top_k: Natural = 0  # 0 switches it off
+    stop: list[str] = field(default_factory=list)
+    max_failed_share: Fraction = 0.1
+    one_step_off_policy: bool = (
+        False  # play the next step while this one trains, with weights one step older; for servers
+    )
+
+
+@dataclass
+class SyncConfig:
+    """How new weights reach the engines, and how they prove it."""
+
+    # memory for the embedded engine, filesystem for servers; see PUBLISHERS in rl4llm/compose/tables.py
+    name: str = "auto"
+    fallback: str | None = None  # the way that is taken, and reported, when the first one fails
+    dir: str | None = None  # of the weight store, absolute and on all servers; null: weights/ in output.dir
+    keep: Count = 2  # versions
+    verify: bool = True  # ask every engine for the log-probs of a few tokens after every publish
+    tolerance: NonNegative | None = None  # nats on average; null: calibrated, see rl4llm.sync.verify
+
+
+@dataclass
+class SandboxConfig:
+    """Where programs that a model wrote are run, see `rl4llm.extensions.sandbox`."""
+
+    # auto: the strongest that works here; or prefork, bubblewrap, rlimits, or package.module:Name elsewhere
+    level: str = "auto"
+    allow_weak: bool = False  # take a level that does not keep programs from the host's files and network
+    slots: Count = 2  # programs at a time
+    packages: list[str] = field(default_factory=list)  # directories that programs may import from
+    loopback: bool = False  # let programs talk to themselves over 127.0.0.1 and ::1
+
+
+@dataclass
+class MismatchConfig:
+    """How far log-probs of engine and trainer may be apart."""
+
+    stop_above: NonNegative | None = None  # mean |difference| in nats of a step; null only measures
+
+
+@dataclass
+class TrainingConfig:
+    """How batches become optimizer steps."""
+
+    lr: NonNegative = 1e-6
+    weight_decay: NonNegative = 0.0
+    betas: list[Beta] = field(default_factory=lambda: [0.9, 0.95])
+    max_grad_norm: NonNegative = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_steps: Natural = 0
+    max_tokens_per_batch: Count | None = (
+        None  # or the longest trajectory; null: 2048 on a CPU, 16384 on a GPU
+    )
+    layout: Literal["sorted", "packed", "shared"] = "shared"  # see rl4llm.data.layouts
+    constant_length: Count | None = None  # of aggregation "constant"; null: all that a trajectory may sample
+    updates_per_rollout: Count = 1
+    epochs: Count = 1
+    max_skipped: Count = (
+        3  # optimizer steps in a row with a loss or gradient that is not finite, before it stops
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    every: Natural = 50  # steps; 0 is only at the end
+    keep: Count = 2
+
+
+@dataclass
+class TrackingConfig:
+    tensorboard: bool = True
+    wandb: bool = False  # WANDB_MODE=offline keeps it in files that `wandb sync` uploads
+    mlflow: bool = False  # where MLFLOW_TRACKING_URI says, else in mlflow.db of the working directory
+    trackio: bool = False  # on this machine, for `trackio show`
+    project: str = "rl4llm"  # of W&B and Trackio, and the experiment of MLflow
+    episodes_every: Natural = 1  # steps; 0 stores none
+    episodes_per_step: Natural = 64
+
+
+@dataclass
+class OutputConfig:
+    dir: str = "runs/rl4llm"
+    # plain: no panel; quiet: warnings only; verbose: a line with more numbers for each step
+    console: Literal["auto", "plain", "quiet", "verbose"] = "auto"
+
+
+@dataclass
+class LaunchConfig:
+    """The processes of a run, for `rl4llm launch`; other commands need none of it."""
+
+    nodes: Count = 1  # machines that train
+    nproc: Count = 1  # processes on each of them, one per GPU
+    gpu: str | None = None  # their type, as the engine of --on names it, such as H100
+    servers: Natural = 0  # inference servers to start; 0: those of inference.url, or the embedded engine
+    server_gpus: Natural = 1  # of each server; 0 starts it with --cpu
+    server_gpu: str | None = None  # null: gpu
+    server_flags: list[str] = field(default_factory=list)  # the server's own
+    router: bool = False  # sglang-router in front of the servers
+    env_hosts: Natural = (
+        0  # hosts of environments to start; 0: those of env.remote, or the trainer plays them
+    )
+
+
+@dataclass
+class Config:
+    """Everything a run needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
+    rewards: list[Any] | None = (
+        None  # names, or mappings with name, weight and options; null: the environment's
+    )
+    parts: dict[str, Any] = field(
+        default_factory=dict
+    )  # several environments in one run by name, see `by_part`
+    # Draw more often what is solved half of the time: the least share of its weight that each of `parts` keeps, or the
+    # column of the dataset whose values are pools; see data.mixture.
+    curriculum: float | int | str | None = None
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    inference: dict[str, Any] = field(default_factory=lambda: {"name": "local"})
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    algorithm: dict[str, Any] = field(default_factory=lambda: {"name": "grpo"})
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    backend: dict[str, Any] = field(default_factory=lambda: {"name": "torch"})
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    max_steps: Natural = 100
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 42
+    deterministic: bool = False  # the same steps bit for bit, also after a resume
+    threads: Annotated[int, Range(0, 1024)] = 0  # of torch on the CPU; 0 leaves torch's own choice
+    timeout_s: Annotated[float, Range(1)] = 1800.0  # of waiting for the other ranks, if there are any
+    references: References = field(
+        default_factory=dict, repr=False, compare=False, metadata={"omegaconf_ignore": True}
+    )

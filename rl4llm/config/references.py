@@ -1,0 +1,108 @@
+"""References in a configuration, such as ``${oc.env:NAME}``: resolved for use, but written as text."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, ValidationError
+
+from rl4llm.core.redact import HIDDEN, is_secret_name, redacted
+
+Path = tuple[str | int, ...]
+References = dict[Path, tuple[str, Any]]
+"""The text of each reference and the value that it stands for, by the path of keys and indices to it."""
+
+VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
+
+
+def references_in(merged: DictConfig) -> References:
+    """Return the references of a configuration if one of them reads the environment, since others may refer to that one."""
+    texts = _texts(merged)
+    if not any(VARIABLE.search(text) for text in texts.values()):
+        return {}
+    values = OmegaConf.to_container(merged, resolve=True)
+    return {path: (text, _at(values, path)) for path, text in texts.items()}
+
+
+def hide_unset(merged: DictConfig) -> None:
+    """Replace references that cannot be resolved with `HIDDEN`."""
+    for path in _texts(merged):
+        holder: Any = merged
+        for name in path[:-1]:
+            holder = holder[name]
+        try:
+            holder[path[-1]]
+        except InterpolationResolutionError:
+            with contextlib.suppress(
+                ValidationError
+            ):  # of a number; reading the configuration then names the variable
+                holder[path[-1]] = HIDDEN
+
+
+def written(values: dict[str, Any], references: References, *, elsewhere: bool = False) -> dict[str, Any]:
+    """Return a resolved configuration as it may be written: without secrets, and with references as text.
+
+    `elsewhere` keeps as text only what is secret: other variables may have another value on another machine.
+    """
+    secret = _secret_paths(values, references)
+    for path, (text, value) in references.items():
+        holder = _at(values, path[:-1])
+        if (path in secret or not elsewhere) and _at(
+            holder, path[-1:]
+        ) == value:  # not where it was replaced since
+            holder[path[-1]] = text
+    shown = redacted(values)
+    assert isinstance(shown, dict)
+    return shown
+
+
+def variables(values: dict[str, Any], references: References) -> dict[str, bool]:
+    """Return the environment variables that a configuration reads, and whether each holds a secret."""
+    secret = _secret_paths(values, references)
+    found: dict[str, bool] = {}
+    for path, (text, _) in references.items():
+        for name in VARIABLE.findall(text):
+            found[name] = found.get(name, False) or path in secret
+    return found
+
+
+def _secret_paths(values: dict[str, Any], references: References) -> set[Path]:
+    """References whose value is secret by its key, its form, its variable's name, or as that of another secret one."""
+    shown = redacted(values)
+    secret = {
+        path
+        for path, (text, value) in references.items()
+        if _at(shown, path) != _at(values, path) or any(map(is_secret_name, VARIABLE.findall(text)))
+    }
+    same = {str(references[path][1]) for path in secret}
+    return {path for path, (_, value) in references.items() if path in secret or str(value) in same}
+
+
+def _texts(merged: DictConfig) -> dict[Path, str]:
+    return {path: value for path, value in _leaves(OmegaConf.to_container(merged)) if "${" in str(value)}
+
+
+def _leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if not isinstance(values, dict | list):
+        yield path, values
+        return
+    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+        yield from _leaves(value, (*path, name))
+
+
+def _at(values: Any, path: Iterable[str | int]) -> Any:
+    """Return the item at a path, or None."""
+    for name in path:
+        inside = (
+            name in values
+            if isinstance(values, Mapping)
+            else isinstance(values, list) and int(name) < len(values)
+        )
+        if not inside:
+            return None
+        values = values[name]
+    return values

@@ -1,0 +1,98 @@
+"""The contract of rewards, which users import from `rl4llm.core.base_env`."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rl4llm.core.errors import RewardError
+from rl4llm.core.sample import SampleState
+from rl4llm.core.types import ChatMessage
+from rl4llm.runtime.threads import all_together
+
+Score = float | Sequence[float]
+"""What a reward returns: a number, or with ``per_turn`` one for each turn of the policy."""
+RewardTransform = Callable[[dict[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardExample:
+    """A conversation and the score that a reward promises to give it, within `tolerance`.
+
+    For a reward of turns the score is a list. `token_ids` stand for what the policy sampled, where a reward looks at that.
+    """
+
+    messages: Sequence[ChatMessage]
+    ground_truth: Any
+    score: Score
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: Sequence[int] = ()
+    tolerance: float = 1e-6
+
+
+class BaseRewardFunction(ABC):
+    """A reward: called once per episode with the whole conversation.
+
+        class ExactMatch(BaseRewardFunction):
+            def __init__(self, name="exact_match", **kwargs):
+                super().__init__(name)
+
+            def __call__(self, messages, ground_truth, **kwargs) -> float:
+                return float(messages[-1].content.strip() == ground_truth)
+
+    `kwargs` holds the prompt's other columns. An exception, NaN or anything that is not a number marks the episode as
+    failed; a wrong answer of the model is an ordinary low score. ``__call__`` may be async: then all episodes of a batch are
+    scored at once.
+
+    With ``per_turn = True`` the score is a list, a number for each assistant message after the prompt. What turns earn adds
+    to the episode's reward beside the terminal ones, and algorithms with turn-level credit give each turn its own.
+
+    A batch that takes longer than `score_timeout_s` marks its episodes as failed too. Therefore the reward runs in a
+    separate thread; one that must run in the main thread, such as one that sets signals, needs ``score_timeout_s = None``.
+    """
+
+    score_timeout_s: float | None = 300.0
+    per_turn: bool = False
+    needs_roles: bool = False  # whether it only works where several roles speak in an episode
+    rewards_among_options: tuple[str, ...] = ()  # options of the constructor that are rewards themselves
+    parts: Sequence[BaseRewardFunction] = ()  # rewards that this one asks; their examples must hold too
+
+    def __init__(self, name: str):
+        if not re.fullmatch(r"[a-zA-Z0-9_\-]+", name):
+            raise RewardError(
+                f"Reward name {name!r} is not accepted. Accepted: letters, digits, '_' and '-'."
+            )
+        self.name = name
+
+    @abstractmethod
+    def __call__(
+        self, messages: list[ChatMessage], ground_truth: Any, **kwargs: Any
+    ) -> Score | Coroutine[Any, Any, Score]:
+        """Return the score of one finished conversation."""
+
+    def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
+        """Return scores of many conversations, in order; an exception in place of a score fails only that conversation.
+
+        Override it if a batch is cheaper than separate calls.
+        """
+        scores = [self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples]
+        awaited = [score for score in scores if isinstance(score, Coroutine)]
+        return (
+            all_together(awaited)
+            if awaited
+            else [score for score in scores if not isinstance(score, Coroutine)]
+        )
+
+    def examples(self) -> Sequence[RewardExample]:
+        """Return right and wrong answers with their expected scores; training refuses to start if one differs."""
+        return ()
+
+    def close(self) -> None:
+        """Release worker processes and the like."""
+        for part in self.parts:
+            part.close()

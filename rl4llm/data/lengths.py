@@ -1,0 +1,83 @@
+"""Find rows that do not fit the model's context before a run, and refuse them or leave them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rl4llm.core.errors import DataError
+from rl4llm.data.load import Rows
+
+SHOWN = 5  # rows that a message lists
+PATIENCE = 256  # after this number of consecutive rows that fit, longest text first, the rest is not read
+
+
+def too_long(
+    numbers: Iterable[int], length: Callable[[int], int | None], limit: int, patience: int | None = None
+) -> dict[int, int]:
+    """Return the number of tokens of each row with more than `limit` tokens, by row number.
+
+    Args:
+        numbers: row numbers, in the order in which the rows are checked.
+        length: returns the number of tokens of a row, or None if the row is known to fit.
+        patience: stop after this number of consecutive rows that fit; None checks all.
+    """
+    found: dict[int, int] = {}
+    fitting = 0
+    for number in numbers:
+        tokens = length(number)
+        fitting = fitting + 1 if tokens is None or tokens <= limit else 0
+        if tokens is not None and tokens > limit:
+            found[number] = tokens
+        if fitting == patience:
+            break
+    return found
+
+
+def fitting_rows(rows: Any, long: Mapping[int, int], *, drop: bool, where: str, limit: int) -> Any:
+    """Return the rows that are not too `long`; raises DataError for long rows unless `drop` is set.
+
+    Args:
+        rows: a dataset; the order of its rows is kept.
+        long: the number of tokens of each row that is too long, by row number.
+        drop: leave long rows out instead of raising; not if all rows are too long.
+        where: what the rows are for, "data" or "eval".
+        limit: the most tokens that a row may have.
+    """
+    if not long:
+        return rows
+    if not drop or len(long) == len(rows):
+        shown = "; ".join(
+            f"{place(rows, number)} has {long[number]} tokens" for number in sorted(long)[:SHOWN]
+        )
+        more = f"; and {len(long) - SHOWN} more" if len(long) > SHOWN else ""
+        out = ", or set data.long_prompts=drop to leave them out" if len(long) < len(rows) else ""
+        raise DataError(
+            f"{where}: {len(long)} of {len(rows)} rows are too long: {shown}{more}. The context has room for {limit} "
+            f"tokens. Shorten or remove these rows{out}."
+        )
+    numbers = [number for number in range(len(rows)) if number not in long]
+    kept = [rows[number] for number in numbers]
+    if not isinstance(rows, Rows):
+        return kept
+    return Rows(tuple(kept), rows.source, tuple(rows.places[number] for number in numbers if rows.places))
+
+
+def dropped(rows: Sequence[Any], kept: Sequence[Any], where: str) -> list[str]:
+    """Return a warning about the rows that were left out, as a list that is empty if there are no such rows."""
+    count = len(rows) - len(kept)
+    return (
+        [f"{where}: {count} of {len(rows)} rows are too long and were left out (data.long_prompts=drop)."]
+        if count
+        else []
+    )
+
+
+def place(rows: Any, number: int) -> str:
+    """Return where a row is stored, and its name."""
+    name = str(rows[number].get("prompt_id", number))
+    return (
+        f"{rows.places[number]} (prompt {name!r})"
+        if isinstance(rows, Rows) and rows.places
+        else f"prompt {name!r}"
+    )

@@ -1,0 +1,241 @@
+"""Probe a chat template: can a conversation be extended token for token?
+
+Each answer of the policy stays as it was sampled, so a template only renders what comes *after* an answer. That is sound if
+the text after an answer does not depend on the answer, and stays the same when the conversation continues. `objection`
+checks this by rendering made-up conversations both ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+from rl4llm.core.errors import TemplateError
+from rl4llm.core.types import ChatMessage
+from rl4llm.data.template import MADE_UP_CALL, ChatTemplate, Shape, marked, opening, probe_name, probe_reply
+
+
+def opening_objection(template: ChatTemplate, *, system: bool) -> str | None:
+    """Return why no conversation can start with (or without) a system prompt; None if it can."""
+    messages = opening(system)
+    try:
+        text = template.text(messages)
+    except TemplateError as error:
+        return str(error)
+    lost = [message.role for message in messages if message.content not in text]
+    if lost:
+        return f"the template leaves out what the {lost[0]} message says"
+    if template.described and template.described not in text:
+        return "the template leaves out the description of tools"
+    names = [str((tool.get("function") or tool).get("name")) for tool in template.tools or ()]
+    shown = template.special.plain(text)
+    lost = [name for name in names if name not in shown]
+    if lost:
+        return f"the template does not show the tool {lost[0]!r}; describe tools in the system prompt and set no schemas"
+    return None
+
+
+def showing(template: ChatTemplate, call_example: str) -> ChatTemplate:
+    """Return a template that shows its tools: itself, or if it hides them, one that describes them with an example."""
+    if not (template.tools and call_example and _hides_tools(template)):
+        return template
+    try:
+        describing = template.describing(call_example)
+    except TemplateError:  # one of several templates, which asks for tools
+        return template
+    if all(opening_objection(describing, system=system) for system in (False, True)):
+        return template
+    template.notes.add(DESCRIBED)
+    return describing
+
+
+def _hides_tools(template: ChatTemplate) -> bool:
+    return all(opening_objection(template, system=system) for system in (False, True))
+
+
+def objection(
+    template: ChatTemplate, shape: Shape, *, system: bool, base: Sequence[ChatMessage] | None = None
+) -> str | None:
+    """Return why turns of this shape cannot be appended to a conversation token for token; None if they can.
+
+    New messages are rendered after the short conversation `base`, or by default after the probed conversation.
+    """
+    plans = [(shape, shape, shape)]
+    if shape != ("user",) and objection(template, ("user",), system=system, base=base) is None:
+        plans.append((shape, ("user",), shape))
+    try:
+        for plan in plans:
+            for thinks in (False, True):
+                _Trial(template, plan, opening(system), thinks, base).check()
+    except TemplateError as error:
+        return str(error)
+    return None
+
+
+def alike(one: ChatTemplate, other: ChatTemplate, shape: Shape, base: Sequence[ChatMessage]) -> bool:
+    """Return whether two templates render messages of this shape in the same way after the conversation `base`."""
+    new = _made_up(shape, 0)
+    try:
+        return one.after_reply(base, new).lstrip() == other.after_reply(base, new).lstrip()
+    except TemplateError:
+        return False
+
+
+RESPACED = (
+    "the template changes white space in earlier messages when the conversation continues; the policy reads them as first "
+    "rendered"
+)
+
+
+DESCRIBED = "the template does not show the schemas of tools, so the system prompt describes them"
+
+
+class _Trial:
+    """One made-up conversation, rendered as a whole and turn by turn."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        plan: Sequence[Shape],
+        asked: Sequence[ChatMessage],
+        thinks: bool,
+        base: Sequence[ChatMessage] | None,
+    ):
+        self._template = template
+        self._opening = asked
+        self._turns = [_made_up(shape, number) for number, shape in enumerate(plan)]
+        self._replies = [probe_reply(number, thinks=thinks) for number in range(len(plan))]
+        self._base = base
+
+    def check(self) -> None:
+        """Raise TemplateError with the reason if the two renderings differ."""
+        self._template.end  # noqa: B018 - raises if no token ends a turn
+        whole, pieces, stops = self._pieces()
+        first = whole[: whole.index(probe_name(0))]
+        asked, prompted = (self._template.text(self._opening, prompt=prompt) for prompt in (False, True))
+        self._check_same(first, asked, prompted, "the first prompt")
+        for number, piece in enumerate(pieces):
+            self._check_turn(number, piece)
+        if pieces[-1] != self._template.after_reply(self._history(len(self._turns) - 1), self._turns[-1]):
+            raise TemplateError("the last turn is rendered differently when it is appended")
+        self._check_tokens(whole, pieces, stops)
+
+    def _pieces(self) -> tuple[str, list[str], list[int]]:
+        """Return the whole conversation, what follows each turn of the policy in it, and where each of these ends."""
+        sizes = [0, *itertools.accumulate(1 + len(turn) for turn in self._turns[:-1])]
+        places = [len(self._opening) + size for size in sizes]
+        names = list(map(probe_name, range(len(places))))
+        messages = self._template.linked(self._messages(len(self._turns)))
+        called = [bool(messages[place].tool_calls) for place in places]
+        for place, name, calls in zip(places, names, called, strict=True):
+            messages[place] = marked(messages[place], name) if calls else messages[place]
+        whole = self._template.text(messages)
+        starts = [whole.find(name) for name in names]
+        if any(whole.count(name) != 1 for name in names) or starts != sorted(starts):
+            raise TemplateError("the template leaves out, repeats or moves what the assistant said")
+        stops = [*starts[1:], len(whole)]
+        pieces = [
+            whole[start + len(name) : stop] for start, name, stop in zip(starts, names, stops, strict=True)
+        ]
+        for number, place in enumerate(places):
+            if called[number]:
+                turn = messages[: place + 1]
+                pieces[number] = self._template.after_calls(turn, pieces[number], names[number])
+        return whole, pieces, stops
+
+    def _messages(self, turns: int) -> list[ChatMessage]:
+        messages = list(self._opening)
+        for reply, turn in zip(self._replies[:turns], self._turns, strict=False):
+            messages += [reply, *turn]
+        return messages
+
+    def _history(self, number: int) -> Sequence[ChatMessage]:
+        return self._base or [*self._messages(number), self._replies[number]]
+
+    def _check_turn(self, number: int, piece: str) -> None:
+        history, turn = self._history(number), self._turns[number]
+        asked, prompted = (
+            self._template.after_reply(history, turn, prompt=prompt) for prompt in (False, True)
+        )
+        what = " + ".join(message.role for message in turn) + f" after answer {number + 1}"
+        lost = [message.role for message in turn if asked.count(message.content) != 1]
+        if lost:
+            raise TemplateError(f"the template leaves out or repeats what a {lost[0]} message says")
+        self._check_same(piece, asked, prompted, what)
+        if (
+            self._template.tells_time
+            and self._template.on_another_day().after_reply(history, turn) != prompted
+        ):
+            raise TemplateError("the template puts the current date or time into follow-up messages")
+
+    def _check_tokens(self, whole: str, pieces: Sequence[str], stops: Sequence[int]) -> None:
+        token_ids = self._template.encode(whole)
+        for piece, stop in zip(pieces, stops, strict=True):
+            end, _ = self._template.split_end(piece)
+            cut = stop - len(piece) + piece.index(end)
+            if self._template.encode(whole[:cut]) + self._template.encode(whole[cut:]) != token_ids:
+                raise TemplateError(
+                    f"the tokenizer merges the end-of-turn token {end!r} with the text around it"
+                )
+
+    def _check_same(self, piece: str, asked: str, prompted: str, what: str) -> None:
+        """Check that `piece` is `asked` plus a header of the next answer that agrees with the generation prompt.
+
+        Their ends may differ: templates strip earlier thoughts, and generation prompts open them.
+        """
+        begun, fixed = self._template.shared(asked, prompted), asked == prompted
+        if not self._only_tokens(asked[len(begun) :]):  # some templates end a conversation with a token
+            raise TemplateError(f"{what}: the generation prompt is not at the end")
+        if fixed:  # the template asks for an answer in any case
+            begun = self._template.shared(piece, prompted)
+        size = _reaches(piece, begun)
+        if size and not piece.startswith(begun):
+            self._template.notes.add(RESPACED)
+        if size is None:
+            same = next((i for i, (a, b) in enumerate(zip(begun, piece, strict=False)) if a != b), len(piece))
+            appended, continued = (text[max(0, same - 10) : same + 30] for text in (begun, piece))
+            raise TemplateError(
+                f"{what}: rendered as ...{appended!r} when appended but ...{continued!r} when the conversation continues"
+            )
+        header, prompt = without_thoughts(piece[size:]), without_thoughts(prompted[len(begun) :])
+        if header.startswith(prompt) or prompt.startswith(header):
+            return
+        shared = self._template.shared(piece[size:], prompted[len(begun) :])
+        opened, other = prompted[len(begun) + len(shared) :], piece[size + len(shared) :]
+        begin = all(map(self._template.begins_with_token, (opened, other)))
+        if not (
+            begin and (fixed or shared.strip())
+        ):  # it may open a channel other than that of made-up answers
+            raise TemplateError(
+                f"{what}: the assistant's turn opens with {header!r}, but is asked for with {prompt!r}"
+            )
+
+    def _only_tokens(self, text: str) -> bool:
+        """Return whether a text has nothing but added tokens and white space."""
+        for token in self._template.tokens(text):
+            text = text.replace(token, "", 1)
+        return not text.strip()
+
+
+def _reaches(piece: str, begun: str) -> int | None:
+    """Return where the beginning of `piece` ends that equals `begun` except for white space; None if it differs."""
+    if piece.startswith(begun):
+        return len(begun)
+    said = begun.rstrip()
+    pattern = r"\s*".join(map(re.escape, "".join(said.split()))) + re.escape(begun.removeprefix(said))
+    found = re.match(pattern, piece)
+    return found.end() if found and said else None
+
+
+def without_thoughts(text: str) -> str:
+    """Return a text without thoughts, also one that is not closed."""
+    return re.sub(r"\s*<think>.*?(</think>|$)", "", text, flags=re.DOTALL).rstrip()
+
+
+def _made_up(shape: Shape, turn: int) -> list[ChatMessage]:
+    made = []
+    for number, role in enumerate(shape):
+        call = {**MADE_UP_CALL, "id": f"call{turn:02}{number:03}"}
+        made.append(ChatMessage(role, f"Probe{turn}x{number}{role}End", (call,) if role == "tool" else None))
+    return made

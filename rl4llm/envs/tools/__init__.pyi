@@ -1,0 +1,14 @@
+from rl4llm.envs.tools.calculate import calculator as calculator
+from rl4llm.envs.tools.registry import TOOLS as TOOLS
+from rl4llm.envs.tools.registry import register_tool as register_tool
+from rl4llm.envs.tools.tool import Functions as Functions
+from rl4llm.envs.tools.tool import Tool as Tool
+from rl4llm.envs.tools.tool import ToolError as ToolError
+from rl4llm.envs.tools.tool import ToolSet as ToolSet
+from rl4llm.envs.tools.tool import as_toolset as as_toolset
+from rl4llm.envs.tools.tool import homes as homes
+from rl4llm.envs.tools.tool import tool as tool
+from rl4llm.extensions.sandbox.python_tool import Python as Python
+from rl4llm.extensions.toolbox.mcp import MCP as MCP
+from rl4llm.extensions.toolbox.search import Search as Search
+from rl4llm.extensions.toolbox.workspace import Workspace as Workspace

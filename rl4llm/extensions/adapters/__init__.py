@@ -1,0 +1,1 @@
+"""Adapters for environments of other libraries. Each library is imported only when its environment is built."""

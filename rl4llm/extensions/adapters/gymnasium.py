@@ -1,0 +1,217 @@
+"""Environments of Gymnasium that can be played as text.
+
+rl4llm train configs/gymnasium_grpo.yaml env.task=FrozenLake-v1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.errors import ConfigError, EnvError, unknown
+from rl4llm.core.schema import accepted_options, takes_any
+from rl4llm.core.types import ChatMessage
+from rl4llm.extensions.adapters.step_rewards import note_reward
+from rl4llm.runtime.seeds import derive_seed
+
+DEFAULT_LIMIT = 256
+COLUMN = "gymnasium"
+SGR = re.compile(r"\x1b\[[0-9;]*m")  # colours; text renderings mark the player's position with them
+
+
+def gymnasium_prompts(
+    split: str,
+    limit: int | None = None,
+    *,
+    task: str,
+    task_options: Mapping[str, Any] | None = None,
+    actions: Sequence[str] = (),
+    instructions: str | None = None,
+    task_seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Return the first observations of episodes as prompts. Each has a different seed, also across the two splits.
+
+    Returns 256 prompts unless `limit` is given. Raises ConfigError for an environment that does not exist or is not
+    playable as text.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
+    env = _make(task, task_options)
+    try:
+        names = _action_names(task, env, actions)
+        system = _instructions(env, names) if instructions is None else instructions
+        rows = [
+            {
+                "prompt_id": f"{task}-{split}-{number}",
+                "messages": [
+                    *([{"role": "system", "content": system}] if system else []),
+                    {"role": "user", "content": _shown(env, env.reset(seed=seed)[0])},
+                ],
+                "ground_truth": None,
+                COLUMN: {"task": task, "options": dict(task_options or {}), "actions": names, "seed": seed},
+            }
+            for number, seed in enumerate(_seeds(split, limit or DEFAULT_LIMIT, task, task_seed))
+        ]
+    finally:
+        env.close()
+    return rows
+
+
+class GymnasiumEnv(BaseMDPEnv):
+    """Plays an environment of Gymnasium: the policy sees its observations and names one action per turn.
+
+    Text observations are shown unchanged. Others are shown as the environment's text rendering ("ansi") if it has one,
+    else printed. Actions are text, or names from a finite set: the last name in a reply counts. A reply without an
+    action costs a turn and is answered with the names. The rewards of the steps are the reward `env_steps`. The metrics
+    are `env/return` and `env/invalid_actions`.
+
+    Options:
+        task: its id, or ``module:id`` if a module registers it.
+        task_options: options of ``gymnasium.make``.
+        actions: names of a finite set of actions, in their order; by default numbers.
+        instructions: the system message; by default it lists the actions, "" leaves it out.
+        task_seed: seed of the episodes of both splits.
+    """
+
+    default_rewards = ("env_steps",)
+    prompts = staticmethod(gymnasium_prompts)
+
+    def __init__(self, *args: Any, max_steps: int = 16, **kwargs: Any):
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
+        self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
+
+    def respond(self, sample: SampleState) -> list[ChatMessage]:
+        env, names = self._env(sample), sample.columns[COLUMN]["actions"]
+        metrics = sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
+        action = _action(env, names, sample.last_message.content)
+        if action is None:
+            metrics["invalid_actions"] += 1
+            accepted = (
+                f"names no action. Actions: {', '.join(names)}"
+                if names
+                else f"is no action: {env.action_space}"
+            )
+            return [ChatMessage("user", f"That {accepted}.")]
+        observation, reward, terminated, truncated, _ = env.step(action)
+        note_reward(sample, reward)
+        metrics["return"] += float(reward)
+        return [] if terminated or truncated else [ChatMessage("user", _shown(env, observation))]
+
+    def end_episode(self, sample: SampleState) -> None:
+        """Close the sample's environment."""
+        _, env = self._playing.pop(id(sample), (sample, None))
+        if env is not None:
+            env.close()
+
+    def _env(self, sample: SampleState) -> Any:
+        """Return the sample's environment. Raises EnvError if its first observation is not the one in the prompt."""
+        if id(sample) not in self._playing:
+            made = sample.columns[COLUMN]
+            env = _make(made["task"], made["options"])
+            self._playing[id(sample)] = (sample, env)
+            first = _shown(env, env.reset(seed=made["seed"])[0])
+            if first != sample.messages[sample.init_msg_size - 1].content:
+                raise EnvError(
+                    f"{made['task']} does not start with the observation in its prompt, "
+                    f"although the seed is the same: {first!r:.200}"
+                )
+        return self._playing[id(sample)][1]
+
+
+def _make(task: str, options: Mapping[str, Any] | None) -> Any:
+    gymnasium = _import()
+    options = dict(options or {})
+    try:
+        entry = gymnasium.spec(task).entry_point
+        made = entry if callable(entry) else gymnasium.envs.registration.load_env_creator(entry)
+        modes = getattr(made, "metadata", {}).get("render_modes", ())
+        _check_options(gymnasium, made, options)
+        if "ansi" in modes:
+            options.setdefault("render_mode", "ansi")
+        return gymnasium.make(task, **options)
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"env.task={task!r} with env.task_options={options} cannot be made: {error}"
+        ) from error
+
+
+def _check_options(gymnasium: Any, made: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options that neither the environment nor `gymnasium.make` accepts."""
+    accepted = (accepted_options(made) | accepted_options(gymnasium.make)) - {"id"}
+    for name in options:
+        if name not in accepted and not takes_any(made):
+            raise ConfigError(unknown("env.task_options: the option", name, accepted))
+
+
+def _import() -> Any:
+    try:
+        import gymnasium  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError(
+            "env.name='gymnasium' needs the package gymnasium: pip install 'rl4llm[gymnasium]'."
+        ) from error
+    return gymnasium
+
+
+def _action_names(task: str, env: Any, names: Sequence[str]) -> list[str]:
+    """Return the names of a finite set of actions, or [] if actions are text."""
+    spaces = _import().spaces
+    if isinstance(env.action_space, spaces.Text):
+        return []
+    if not isinstance(env.action_space, spaces.Discrete):
+        raise ConfigError(
+            f"env.task={task!r} has the action space {env.action_space}. Accepted: Discrete, Text."
+        )
+    start, count = int(env.action_space.start), int(env.action_space.n)
+    chosen = list(names) or [str(start + number) for number in range(count)]
+    if len(chosen) != count or len({name.lower() for name in chosen}) != count:
+        raise ConfigError(
+            f"env.actions={chosen} is not accepted. Accepted: {count} different names, one for each action of {task}."
+        )
+    return chosen
+
+
+def _instructions(env: Any, names: Sequence[str]) -> str:
+    return " ".join(
+        ["Each of your turns is one action.", *([f"Actions: {', '.join(names)}."] if names else [])]
+    )
+
+
+def _action(env: Any, names: Sequence[str], reply: str) -> Any:
+    """Return the action in a reply, or None if there is none."""
+    if not names:
+        text = reply.strip()
+        return text if env.action_space.contains(text) else None
+    words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", reply, re.IGNORECASE)
+    if not found:
+        return None
+    lower = [name.lower() for name in names]
+    return int(env.action_space.start) + lower.index(found[-1].lower())
+
+
+def _shown(env: Any, observation: Any) -> str:
+    if isinstance(observation, str):
+        return observation
+    if env.render_mode == "ansi":
+        return SGR.sub("", _marked(env.render())).strip()
+    return str(observation)
+
+
+def _marked(rendered: str) -> str:
+    """Replace the colours of a text rendering by brackets."""
+    return re.sub(r"\x1b\[[0-9;]+m(.)\x1b\[0m", r"[\1]", rendered)
+
+
+def _seeds(split: str, count: int, task: str, task_seed: int) -> Iterator[int]:
+    """Yield different seeds: even ones for train, odd ones for test."""
+    seen: set[int] = set()
+    number = 0
+    while len(seen) < count:
+        seed = derive_seed("gymnasium", task, task_seed, number) % 2**30 * 2 + (split == "test")
+        number += 1
+        if seed not in seen:
+            seen.add(seed)
+            yield seed

@@ -1,0 +1,112 @@
+"""About a hundred reasoning tasks of the library reasoning-gym, with their prompts and verifiers.
+
+rl4llm train configs/reasoning_gym_grpo.yaml env.task=countdown
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.envs.chat import ChatEnv
+from rl4llm.extensions.adapters.reasoning_reward import COLUMN, VERIFIER
+from rl4llm.rewards.pool import Fault, Unavailable, VerifierPool
+from rl4llm.runtime.seeds import derive_seed
+
+SYSTEM = "Think step by step. Then write the final answer, and nothing else, between <answer> and </answer>."
+DEFAULT_LIMIT = 1024
+HELD_OUT_SHARE = 10  # one problem in this many is held out
+TRIES = 20  # problems to make for each one requested before a task counts as exhausted
+
+
+def reasoning_prompts(
+    split: str,
+    limit: int | None = None,
+    *,
+    task: str,
+    task_options: Mapping[str, Any] | None = None,
+    task_seed: int = 0,
+    system_prompt: str | None = SYSTEM,
+) -> list[dict[str, Any]]:
+    """Return distinct problems of a task: 1024 unless `limit` is given, fewer if the task has fewer.
+
+    The splits share no problem: the split of a problem depends on its question alone. `task_options` are the library's
+    options for this task, such as ``{"min_numbers": 3}``. Without a `system_prompt` (None or "") the question is the only
+    message. Raises ConfigError for unknown names, options and splits.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(unknown("data.split", split, ("train", "test")))
+    limit = DEFAULT_LIMIT if limit is None else limit
+    if limit < 1:
+        raise ConfigError(
+            f"data.limit={limit} is not accepted. Accepted: at least 1, or null for {DEFAULT_LIMIT} generated prompts."
+        )
+    options = json.dumps(
+        {**(task_options or {}), "seed": derive_seed("reasoning_gym", task_seed) % 2**31}, sort_keys=True
+    )
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    rows: dict[str, dict[str, Any]] = {}
+    for number, problem in enumerate(_problems(task, options, limit)):
+        question = problem["question"]
+        if (derive_seed("reasoning_gym", question) % HELD_OUT_SHARE == 0) == (
+            split == "test"
+        ) and question not in rows:
+            rows[question] = {
+                "prompt_id": f"{task}-{split}-{len(rows)}",
+                "messages": [*system, {"role": "user", "content": question}],
+                "ground_truth": problem["answer"],
+                COLUMN: {"task": task, "options": options, "number": number, "question": question},
+            }
+        if len(rows) == limit:
+            break
+    if not rows:
+        raise ConfigError(f"env.task={task!r} has no problem for the split {split!r}.")
+    return list(rows.values())
+
+
+class ReasoningGymEnv(ChatEnv):
+    """One problem, one answer, scored by the verifier of the task.
+
+    Options:
+        task: the library's name of the task.
+        task_options: the library's options of the task.
+        task_seed: seed of the problems of both splits.
+        system_prompt: text before each question; by default it asks for <answer> tags. See `extract` of the reward.
+    """
+
+    default_rewards = ("reasoning_gym",)
+    prompts = staticmethod(reasoning_prompts)
+
+
+def _problems(task: str, options: str, limit: int) -> Iterator[dict[str, Any]]:
+    """Make questions and answers in a worker, a batch at a time, until `limit` distinct ones should be found."""
+    pool = VerifierPool(f"{VERIFIER}:problem", workers=1, timeout_s=60.0, memory_bytes=2 * 1024**3)
+    try:
+        batch = max(limit, HELD_OUT_SHARE)
+        for start in range(0, TRIES * batch, batch):
+            for made in pool.map([[task, options, number] for number in range(start, start + batch)]):
+                yield _checked(task, options, made)
+    finally:
+        pool.close()
+
+
+def _checked(task: str, options: str, made: Any) -> dict[str, Any]:
+    """Return a problem that a worker made. Raises ConfigError for anything else."""
+    if isinstance(made, Unavailable):
+        raise ConfigError(
+            f"env.name='reasoning_gym' needs the package reasoning-gym: {made.reason}. Next step: pip install "
+            "'rl4llm[reasoning]'"
+        )
+    if isinstance(made, Fault):
+        raise ConfigError(
+            f"env.task={task!r} cannot make a problem with env.task_options and seed {options}: {made.reason}"
+        )
+    if "known" in made:
+        raise ConfigError(unknown("env.task", task, made["known"]))
+    if "option" in made:
+        raise ConfigError(
+            unknown(f"env.task={task}: an option in env.task_options", made["option"], made["accepted"])
+        )
+    return made

@@ -1,0 +1,119 @@
+"""The reward of the library reasoning-gym: each task's own verifier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.errors import DataError
+from rl4llm.core.schema import checked
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.extract import final_answer
+from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
+from rl4llm.rewards.replies import as_sample, final_reply, policy_messages
+
+VERIFIER = Path(__file__).with_name("_reasoning_gym.py")
+COLUMN = "reasoning"
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningReward(BaseRewardFunction):
+    """Scores the answer in the last reply with the verifier of the prompt's task.
+
+    Verifiers run in worker processes with a time limit. If 0.0 is not the verifier's verdict, its reason is in
+    ``sample.extras["reward_notes"][name]``: no_answer, refused (too long), timeout or crash (of the verifier, or
+    because it would evaluate an answer that calls functions). A sample fails if no worker can be started.
+
+    Args:
+        name: name of the score in the logs.
+        extract: "answer" is the text in the last ``<answer>...</answer>``, "last_number" the last number. "any" is the
+            first of these that the reply has: that text, what `rl4llm.rewards.extract.final_answer` finds, all of it.
+        workers: number of verifier processes.
+        timeout_s: time limit of one answer, in seconds.
+        memory_bytes: address space of one worker, in bytes.
+        max_answer_chars: longer answers score 0.0 without being verified.
+    """
+
+    @checked("rewards.{name}")
+    def __init__(
+        self,
+        name: str = "reasoning_gym",
+        *,
+        extract: Literal["answer", "last_number", "any"] = "answer",
+        workers: int = 2,
+        timeout_s: float = 5.0,
+        memory_bytes: int = 2 * 1024**3,
+        max_answer_chars: int = 4000,
+    ):
+        super().__init__(name)
+        self.extract = extract
+        self.max_answer_chars = max_answer_chars
+        self.pool = VerifierPool(
+            f"{VERIFIER}:score", workers=workers, timeout_s=timeout_s, memory_bytes=memory_bytes
+        )
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        score = self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
+        if isinstance(score, RewardFailure):
+            raise score
+        return score
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
+        """Return one score per sample, or a RewardFailure for a sample without a verdict."""
+        answers = [self._answer(sample) for sample in samples]
+        asked = [i for i, (answer, _) in enumerate(answers) if answer is not None]
+        verdicts = self.pool.map([[*_problem(samples[i].columns), answers[i][0]] for i in asked])
+        scores: list[float | RewardFailure] = [0.0] * len(samples)
+        notes = [note for _, note in answers]
+        for i, verdict in zip(asked, verdicts, strict=True):
+            scores[i], notes[i] = _grade(verdict)
+        for sample, note in zip(samples, notes, strict=True):
+            if note:
+                sample.extras.setdefault("reward_notes", {})[self.name] = note
+        return scores
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _answer(self, sample: SampleState) -> tuple[str | None, str | None]:
+        """Return the answer, or None and the reason why there is nothing to verify."""
+        answer = self._extracted(final_reply(policy_messages(sample)))
+        if not answer:
+            return None, "no_answer"
+        if len(answer) > self.max_answer_chars:
+            return None, f"refused: more than {self.max_answer_chars} characters"
+        return answer, None
+
+    def _extracted(self, reply: str) -> str:
+        if self.extract == "last_number":
+            return final_answer(reply, "last_number") or ""
+        tagged = _ANSWER.findall(reply)
+        if tagged or self.extract == "answer":
+            return tagged[-1].strip() if tagged else ""
+        return final_answer(reply, max_chars=self.max_answer_chars) or reply.strip()
+
+
+def _problem(columns: Mapping[str, Any]) -> list[Any]:
+    try:
+        column = columns[COLUMN]
+        return [column["task"], column["options"], column["number"], column["question"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"A prompt has no column {COLUMN!r} with a problem of reasoning-gym; it has {sorted(columns)}. "
+            "Next step: use env.name=reasoning_gym, which makes such prompts."
+        ) from error
+
+
+def _grade(verdict: Any) -> tuple[float | RewardFailure, str | None]:
+    if isinstance(verdict, Unavailable):
+        return RewardFailure(verdict.reason), None
+    if isinstance(verdict, Fault):
+        return 0.0, f"{type(verdict).__name__.lower()}: {verdict.reason}"
+    if verdict is None:
+        return RewardFailure(
+            "the task makes a different problem from the same seed and number in another process"
+        ), None
+    return verdict, None

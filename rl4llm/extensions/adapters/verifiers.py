@@ -1,0 +1,172 @@
+"""Environments of the library verifiers, played by its own rollouts in a separate Python environment.
+
+    rl4llm train configs/verifiers_grpo.yaml env.python=../verifiers/bin/python env.task=my_tasks
+
+The library's dependencies conflict with the trainer's, so it is installed separately: `env.python` is the Python of
+that environment. It needs verifiers 0.4 and nothing of rl4llm.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import load
+from rl4llm.core.types import ChatMessage
+from rl4llm.rewards.pool import RewardFailure
+
+RUNNER = Path(__file__).resolve().with_name("_verifiers.py")
+COLUMN = "verifiers"
+DEFAULT_LIMIT = 1024
+AGENT_ENV: Any = load(
+    "rl4llm.extensions.agents.env:AgentEnv", "env.name='verifiers'"
+)  # this module is loaded by name
+LIST_TIMEOUT_S = 300.0  # tasks may have to be downloaded
+
+
+def verifiers_prompts(
+    split: str, limit: int | None = None, *, task: str, python: str, options: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the tasks of a set in its order: 1024 unless `limit` is given, fewer if it has fewer.
+
+    One prompt in ten is held out for the split "test", chosen by its text alone. Raises ConfigError for tasks that
+    cannot be listed.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
+    limit = DEFAULT_LIMIT if limit is None else limit
+    if limit < 1:
+        raise ConfigError(
+            f"data.limit={limit} is not accepted. Accepted: at least 1, or null for {DEFAULT_LIMIT}."
+        )
+    rows = _listed(_command("list", task, python, options, 1), {"split": split, "limit": limit})
+    if not rows:
+        raise ConfigError(
+            f"env.task={task!r} has no task for the split {split!r}; the split test gets one prompt in ten."
+        )
+    return [
+        {
+            "prompt_id": f"{task}-{row['number']}",
+            "messages": row["messages"],
+            "ground_truth": None,
+            COLUMN: {"number": row["number"], "hash": row["hash"]},
+        }
+        for row in rows
+    ]
+
+
+class VerifiersEnv(AGENT_ENV):
+    """Lets verifiers play its rollouts against the policy, as an agent: one process per episode, exact tokens.
+
+    The reward `verifiers` is the reward of verifiers; its parts and metrics are logged as `env/<name>`. An episode that
+    verifiers does not score, for example because a tool broke, fails (`agent/crashed`). One that hit a limit is scored
+    as far as it got. For a set of tasks without a harness, verifiers' plain chat loop is used with the tasks' tools.
+    Loading verifiers takes seconds of one core per episode: set `env.processes` to the number of cores.
+
+    Args:
+        task: the verifiers name of the set of tasks, a module with a `Taskset` in its `__all__`.
+        python: the interpreter of the environment with verifiers.
+        options: further configuration of verifiers' environment, such as ``{"taskset": {...}, "agent": {...}}``.
+        max_steps: maximum number of turns of an episode.
+    """
+
+    default_rewards = ("verifiers",)
+    prompts = staticmethod(verifiers_prompts)
+
+    def __init__(
+        self,
+        *args: Any,
+        task: str,
+        python: str,
+        options: Mapping[str, Any] | None = None,
+        max_steps: int = 32,
+        **kwargs: Any,
+    ):
+        command = _command("play", task, python, options, max_steps)
+        super().__init__(*args, command=command, max_steps=max_steps, **kwargs)
+
+    def _conclude(self, sample: SampleState, session: Any, outcome: Any) -> None:
+        verdict = None
+        if outcome is not None and outcome.crash is None:
+            verdict = _verdict(outcome.output)
+            outcome = type(outcome)(
+                crash=None if verdict else f"it returned no reward: {outcome.output!r:.200}"
+            )
+        super()._conclude(sample, session, outcome)
+        sample.extras[COLUMN] = verdict
+        if verdict is not None:
+            sample.extras["metrics"] = {
+                **verdict["metrics"],
+                **verdict["rewards"],
+                **sample.extras["metrics"],
+            }
+
+
+class VerifiersReward(BaseRewardFunction):
+    """The reward that verifiers gave an episode of the environment `verifiers`: the weighted sum of its parts."""
+
+    def __init__(self, name: str = "verifiers"):
+        super().__init__(name)
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        raise RewardFailure(
+            "the reward 'verifiers' is available only for whole episodes of env.name=verifiers"
+        )
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
+        """Return one score per sample, or a RewardFailure for a sample that verifiers did not score."""
+        verdicts = [sample.extras.get(COLUMN) for sample in samples]
+        return [
+            verdict["reward"] if verdict else RewardFailure("verifiers gave no reward")
+            for verdict in verdicts
+        ]
+
+
+def _command(
+    verb: str, task: str, python: str, options: Mapping[str, Any] | None, max_turns: int
+) -> list[str]:
+    if not isinstance(task, str) or not task:
+        raise ConfigError(
+            f"env.task={task!r} is not accepted. Accepted: the name of a set of tasks of verifiers."
+        )
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(
+            f"env.options={options!r} is not accepted. Accepted: a mapping, such as {{taskset: {{split: train}}}}."
+        )
+    chosen = {"task": task, "options": dict(options or {}), "max_turns": max_turns}
+    return [str(python), "-P", str(RUNNER), verb, json.dumps(chosen)]
+
+
+def _listed(command: Sequence[str], what: Mapping[str, Any]) -> list[dict[str, Any]]:
+    where = f"env.python={command[0]!r}"
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(what), capture_output=True, text=True, timeout=LIST_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{where}: listing the tasks took more than {LIST_TIMEOUT_S:g} s.") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{where} cannot be started: {error}. Next step: python -m venv ../verifiers && ../verifiers/bin/pip install "
+            "'verifiers>=0.4', and env.python=../verifiers/bin/python."
+        ) from error
+    if done.returncode:
+        raise ConfigError(
+            f"{where} could not list tasks: {done.stderr.strip()[-2000:] or f'exit code {done.returncode}'}"
+        )
+    return json.loads(done.stdout)
+
+
+def _verdict(output: str) -> dict[str, Any] | None:
+    """Return the runner's output as a verdict, or None if it is not one."""
+    try:
+        verdict = json.loads(output)
+        return verdict if math.isfinite(verdict["reward"]) else None
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,167 @@
+"""An OpenAI-compatible server in front of the policy, for the agents of one process: `/v1/chat/completions`,
+`/v1/models`.
+
+Each episode has a separate secret. A request carries it in its path, http://127.0.0.1:PORT/SECRET/v1, or as its API
+key. The server listens on loopback only, and every error is a JSON object like OpenAI's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from rl4llm.extensions.agents.history import Entry
+from rl4llm.extensions.agents.session import AgentSession
+from rl4llm.extensions.agents.wire import MODEL, Answer, Asked, RequestError, dumps, read_request
+
+HOST = "127.0.0.1"
+MAX_BODY = 64 * 1024**2  # bytes
+BACKLOG = 1024  # connections that may wait: all agents of a rollout connect at once
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class AgentEndpoint:
+    """Serves any number of sessions in the running event loop, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, AgentSession] = {}
+        self._ended: set[str] = set()
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors_as_json])
+        for start in ("/v1", "/{key}/v1"):
+            app.router.add_post(f"{start}/chat/completions", self._complete)
+            app.router.add_get(f"{start}/models", self._models)
+            app.router.add_get(f"{start}/models/{{model}}", self._models)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, 0, backlog=BACKLOG).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, session: AgentSession) -> str:
+        """Start to answer a session's requests, and return their base URL."""
+        self._sessions[session.key] = session
+        return f"http://{HOST}:{self._port}/{session.key}/v1"
+
+    async def close(self, session: AgentSession) -> None:
+        """Refuse the session's requests from now on."""
+        self._ended.add(session.key)
+        self._sessions.pop(session.key, None)
+        await session.close()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        with session.serving():
+            session.check_open()
+            asked, answer, entry = await _answered(session, await _body(request))
+            try:
+                return await _sent(request, asked, answer)
+            except (
+                OSError,
+                asyncio.CancelledError,
+            ):  # the agent has disconnected, so it never acts on this answer
+                session.history.take_back(entry)
+                raise
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        model = {
+            "id": request.match_info.get("model", MODEL),
+            "object": "model",
+            "created": 0,
+            "owned_by": "rl4llm",
+        }
+        one = "model" in request.match_info
+        return _json(model if one else {"object": "list", "data": [model]})
+
+    def _session(self, request: web.Request) -> AgentSession:
+        """Return the session named by the path or by the API key; if both name an episode, they must agree."""
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        named = request.match_info.get("key", key)
+        known = self._sessions.keys() | self._ended
+        if named not in known:
+            problem = (
+                "The path does not name an episode"
+                if "key" in request.match_info
+                else "The API key does not belong to an episode"
+            )
+            raise RequestError(
+                f"{problem}; use the base URL and key that the agent received.",
+                status=401,
+                code="invalid_api_key",
+            )
+        if key != named and key in known:
+            raise RequestError("The API key belongs to another episode.", status=401, code="invalid_api_key")
+        if named in self._ended:
+            raise RequestError(
+                "This episode is over and accepts no more requests.", status=410, code="episode_over"
+            )
+        return self._sessions[named]
+
+
+async def _body(request: web.Request) -> Any:
+    text = (await request.read()).decode(errors="replace")
+    try:
+        body = json.loads(text)
+        if "\\ud" in text.lower():  # perhaps lone surrogates, which neither tokenizers nor answers accept
+            body = json.loads(dumps(body).encode(errors="replace"))
+        return body
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}"[:300]) from error
+
+
+async def _answered(session: AgentSession, body: Any) -> tuple[Asked, Answer, Entry]:
+    try:
+        asked = read_request(body, session.params)
+        return asked, *await session.answer(asked)
+    except RequestError:
+        raise
+    except Exception as error:
+        session.broke(error)  # the episode raises it again, which stops the run
+        raise RequestError(f"{type(error).__name__}: {error}", status=500) from error
+
+
+async def _sent(request: web.Request, asked: Asked, answer: Answer) -> web.StreamResponse:
+    """Write the response, and return it when all of it has been written."""
+    if asked.stream:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        for chunk in answer.chunks(usage=asked.stream_usage):
+            await response.write(f"data: {dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+    else:
+        response = _json(answer.body())
+        await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=dumps(body).encode(), status=status, content_type="application/json")
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _json(error.body(), error.status)
+    except web.HTTPException as error:
+        known = "This server has /v1/chat/completions and /v1/models"
+        text = known if error.status in (404, 405) else error.text or error.reason
+        refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
+        return _json(refused.body(), error.status)

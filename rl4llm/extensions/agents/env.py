@@ -1,0 +1,218 @@
+"""Black-box agents: any program that uses a chat completions API, in front of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import Count, Positive, checked
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.extensions.agents.endpoint import AgentEndpoint
+from rl4llm.extensions.agents.runs import Agent, AgentOutcome, CommandAgent, FunctionAgent
+from rl4llm.extensions.agents.session import AgentSession, Dialects
+from rl4llm.runtime.seeds import derive_seed
+
+END_S = 60.0  # for an agent to end after it was asked to stop
+
+
+class AgentEnv(BaseMDPEnv):
+    """Runs an agent for each episode, and answers its requests with the policy.
+
+        env.name=agent env.command="python examples/agent.py"
+        env.name=agent env.agent=my_package.my_agent:solve
+
+    The agent receives the row as its task (all columns except `ground_truth`, plus a `seed`), and the base URL and key
+    of an OpenAI-compatible endpoint. Rewards see the conversation with the policy's last answer. If the agent's output
+    differs from that answer, it is appended as a last assistant message.
+
+    The policy's answers are recorded token for token, see `rl4llm.extensions.agents.history`. Whenever the agent
+    rewrites its history, a fork of the token record starts. All forks train with the reward of the episode, and no
+    token trains twice. An episode counts as one in its group, however many records it has.
+
+    An agent that crashes, hangs or sends no request fails the sample (`agent/crashed`, `agent/timeout`,
+    `agent/silent`), since that is not the policy's fault. Agents should therefore expect any text and any arguments of
+    a call. If an agent crashes after a request was refused because of a limit (`max_steps`, the context), the episode
+    ends normally. The metrics are `env/requests`, `env/forks`, `env/generated_tokens` and `env/trained_tokens`.
+    Generated tokens that do not train never reached the agent, or belong to a failed attempt that was retried.
+
+    Args:
+        command: starts a process for each episode, see `CommandAgent`.
+        agent: a function or "package.module:function", see `FunctionAgent`.
+        max_steps: requests of an episode that are answered.
+        timeout_s: seconds that an agent may take, including the policy's answers.
+        processes: how many agents of `command` run at once.
+    """
+
+    @checked("env")
+    def __init__(
+        self,
+        *args: Any,
+        command: str | Sequence[str] | None = None,
+        agent: str | Callable[..., Any] | None = None,
+        max_steps: int = 32,
+        timeout_s: Positive = 300.0,
+        processes: Count = 16,
+        **kwargs: Any,
+    ):
+        self.agent = _agent_of(command, agent)
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
+        of_turns = [reward.name for reward in self.reward_functions if reward.per_turn]
+        if of_turns:
+            raise ConfigError(
+                f"The reward {of_turns[0]!r} scores each turn, but the records of an agent do not number turns."
+            )
+        self.timeout_s = timeout_s
+        self._processes = processes if command is not None else None
+        self._open: _Open | None = None
+        self._lost: dict[str, int] = {}  # tokens of failed attempts, by session
+        self._warn: Callable[[str], None] = lambda text: None
+        self._told: set[str] = set()
+
+    @cached_property
+    def _dialects(self) -> Dialects:
+        return Dialects(self.tokenizer, self.special_tokens, self.template_args)
+
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+
+    async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
+        async with self._ending(sample, llm):
+            async with self._opened() as opened, opened.slot(sample, llm):
+                session = AgentSession(
+                    sample, llm, sampling_params, self._dialects, max_requests=self.max_steps
+                )
+                base_url = opened.endpoint.open(session)
+                try:
+                    outcome = await self._outcome(session, base_url)
+                finally:
+                    await opened.endpoint.close(session)
+            self._conclude(sample, session, outcome)
+
+    async def _outcome(self, session: AgentSession, base_url: str) -> AgentOutcome | None:
+        """Run the agent and return its outcome; None if it had to be stopped."""
+        running = asyncio.ensure_future(self.agent.run(self._task(session.sample), base_url, session.key))
+        try:
+            ends: set[asyncio.Future[Any]] = {running, session.over}
+            await asyncio.wait(ends, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running}, timeout=END_S)
+        if session.over.done():
+            session.over.result()  # raises what stops the run
+        return None if running.cancelled() or not running.done() else running.result()
+
+    def _task(self, sample: SampleState) -> dict[str, Any]:
+        return {
+            **sample.columns,
+            "prompt_id": sample.prompt_id,
+            "sample": sample.index,
+            "seed": derive_seed(self.seed, sample.session) % 2**31,
+            "messages": [message.to_dict() for message in sample.messages],
+        }
+
+    def _conclude(self, sample: SampleState, session: AgentSession, outcome: AgentOutcome | None) -> None:
+        """Hand over the records, and set how the episode ended."""
+        records = session.history.records
+        if records:
+            sample.spans[:] = records[0].spans
+            forks = [list(record.spans) for record in records[1:]]
+            sample.special = replace(sample.special, forks=forks, own_prompt=True)
+            messages, first = session.conversation
+            sample.init_msg_size = first
+            sample.messages[:] = messages
+            if outcome is not None and outcome.output not in ("", messages[-1].content):
+                sample.messages.append(ChatMessage("assistant", outcome.output))
+        if sample.failure is None:  # otherwise the engine failed, whatever the agent did then
+            self._judge(sample, session, outcome)
+        sample.finish(session.stop_reason)
+        self._note(sample, session)
+
+    def _judge(self, sample: SampleState, session: AgentSession, outcome: AgentOutcome | None) -> None:
+        silent = not session.history.records
+        if outcome is None:
+            sample.fail(f"the agent took more than {self.timeout_s:g} s", "agent/timeout")
+        elif outcome.crash and (session.ran_into is None or silent):
+            sample.fail(f"the agent crashed: {outcome.crash}", "agent/crashed")
+        elif silent:
+            limit = f"; its requests hit the limit {session.ran_into!r}" if session.ran_into else ""
+            sample.fail(f"the agent ended without an answer from the policy{limit}", "agent/silent")
+
+    def _note(self, sample: SampleState, session: AgentSession) -> None:
+        sampled = session.sampled_tokens + self._lost.pop(sample.session, 0)
+        if sample.failure is not None and "played_again_after" not in sample.extras:
+            self._lost[sample.session] = sampled
+        sample.extras["metrics"] = {
+            "requests": session.requests,
+            "forks": max(0, len(session.history.records) - 1),
+            "generated_tokens": sampled,
+            "trained_tokens": session.history.sampled_tokens,
+        }
+        for name in sorted(session.overridden - self._told):
+            self._told.add(name)
+            self._warn(
+                f"The agent's requests set {name!r}, which is ignored: the policy is sampled with the run's parameters."
+            )
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[_Open]:
+        """Provide the endpoint, which exists while any episode runs."""
+        if self._open is None:
+            self._open = _Open(self._processes)
+        opened = self._open
+        opened.episodes += 1
+        try:
+            await opened.start()
+            yield opened
+        finally:
+            opened.episodes -= 1
+            if opened.episodes == 0:
+                self._open = None
+                await opened.endpoint.stop()
+
+
+def _agent_of(command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None) -> Agent:
+    if command is not None and agent is None:
+        return CommandAgent(command)
+    if agent is not None and command is None:
+        return FunctionAgent(agent)
+    raise ConfigError('env.name=agent needs either env.command="..." or env.agent=package.module:function.')
+
+
+class _Open:
+    """What running episodes share in their event loop."""
+
+    def __init__(self, processes: int | None):
+        self.endpoint = AgentEndpoint()
+        self.episodes = 0
+        self._starting: asyncio.Task[None] | None = None
+        self._free = asyncio.Semaphore(processes) if processes else None
+
+    async def start(self) -> None:
+        """Start the endpoint once, however many episodes call this."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self.endpoint.start())
+        await asyncio.shield(self._starting)
+
+    @asynccontextmanager
+    async def slot(self, sample: SampleState, llm: LLM) -> AsyncIterator[None]:
+        """Wait for a free process; meanwhile the sample holds no engine."""
+        if self._free is None:
+            yield
+            return
+        if self._free.locked():
+            await llm.close(sample)
+            await self._free.acquire()
+            await llm.open(sample)
+        else:
+            await self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release()

@@ -1,0 +1,169 @@
+"""DeepSpeed's configuration: any section passes through, and settings that contradict rl4llm's keys are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl4llm.core.errors import ConfigError
+
+STAGES = (0, 1, 2, 3)
+LARGEST_BUCKET = 500_000_000  # DeepSpeed's default
+OURS = {
+    "train_batch_size": "rollout.prompts and training.updates_per_rollout",
+    "train_micro_batch_size_per_gpu": "training.max_tokens_per_batch",
+    "gradient_accumulation_steps": "training.max_tokens_per_batch",
+    "managed_gradient_accumulation": "nothing: the trainer decides when a step is complete",
+    "gradient_allreduce_op": "nothing: losses are sums over all ranks",
+    "optimizer": "training.lr, training.betas and training.weight_decay",
+    "scheduler": "training.schedule and training.warmup_steps",
+    "fp16": "model.dtype=bfloat16 or model.autocast=bfloat16, which need no loss scaling",
+    "amp": "model.autocast",
+    "torch_autocast": "model.autocast",
+    "activation_checkpointing": "model.gradient_checkpointing",
+    "zero_allow_untested_optimizer": "nothing",
+    "zero_force_ds_cpu_optimizer": "nothing",
+}
+"""Sections that duplicate a key of rl4llm, and that key. "auto" and disabled sections are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroOptions:
+    """The DeepSpeed options that are keys of rl4llm.
+
+    Stage 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the weights. The default is the
+    stage in the section `zero_optimization`, or 2.
+    """
+
+    stage: int | None = None
+    offload_optimizer: bool = False
+    offload_param: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What the model and the optimizer options require of the engine; `trained` is the number of values that train."""
+
+    bf16: bool
+    max_grad_norm: float
+    trained: int
+
+
+def engine_config(
+    given: Mapping[str, Any] | str | Path | None, zero: ZeroOptions, demands: Demands
+) -> dict[str, Any]:
+    """Return the configuration for `deepspeed.initialize`. Raises ConfigError if it contradicts rl4llm's keys."""
+    config = _without_auto(_read(given))
+    _check_ours(config)
+    config["zero_optimization"] = _zero(config.get("zero_optimization", {}), zero, demands.trained)
+    config["bf16"] = _bf16(config.pop("bfloat16", None) or config.get("bf16", {}), demands.bf16)
+    clipping = config.get("gradient_clipping", demands.max_grad_norm)
+    if clipping != demands.max_grad_norm:
+        _refuse("gradient_clipping", clipping, f"training.max_grad_norm, which is {demands.max_grad_norm}")
+    if demands.bf16:  # sums of micro-batches, and of ranks, in fp32
+        config["data_types"] = {"grad_accum_dtype": "fp32"} | config.get("data_types", {})
+    return config | {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": demands.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def zero_section(
+    given: Mapping[str, Any] | str | Path | None, zero: ZeroOptions, trained: int
+) -> dict[str, Any]:
+    """Return the section `zero_optimization` that `engine_config` will use. Raises ConfigError if options contradict
+    it.
+    """
+    return _zero(_without_auto(_read(given)).get("zero_optimization", {}), zero, trained)
+
+
+def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return _plain(OmegaConf.create(dict(given)))
+    if not Path(given).is_file():
+        raise ConfigError(
+            f"The DeepSpeed configuration {given} does not exist. Accepted: a JSON or YAML file."
+        )
+    try:
+        loaded = OmegaConf.load(given)
+    except Exception as error:
+        raise ConfigError(f"The DeepSpeed configuration {given} is neither JSON nor YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(
+            f"The DeepSpeed configuration {given} must hold a mapping, not a {type(loaded).__name__}."
+        )
+    return _plain(loaded)
+
+
+def _plain(loaded: DictConfig) -> dict[str, Any]:
+    container = OmegaConf.to_container(loaded)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """Drop the values "auto", which other trainers fill in; DeepSpeed itself does not know the word."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != "auto"
+    }
+
+
+def _check_ours(config: dict[str, Any]) -> None:
+    for key, instead in OURS.items():
+        value = config.get(key)
+        if isinstance(value, dict) and (not value or value.get("enabled") is False):
+            del config[key]
+        elif value is not None:
+            _refuse(key, value, instead)
+
+
+def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str, Any]:
+    stage = _stage(section, zero.stage)
+    # DeepSpeed allocates a whole bucket in every step: 2 GB even for the smallest model, which torch fills if deterministic.
+    section = {"reduce_bucket_size": min(LARGEST_BUCKET, max(trained, 1))} | section | {"stage": stage}
+    for key, wanted, lowest in (
+        ("offload_optimizer", zero.offload_optimizer, 1),
+        ("offload_param", zero.offload_param, 3),
+    ):
+        if wanted:
+            section[key] = {"device": "cpu"} | section.get(key, {})
+        if section.get(key, {}).get("device", "none") != "none" and stage < lowest:
+            raise ConfigError(
+                f"{key} needs zero_stage {lowest}{' or above' if lowest < 3 else ''}, not {stage}."
+            )
+    return section
+
+
+def _stage(section: dict[str, Any], given: int | None) -> int:
+    stage = section.get("stage", 2 if given is None else given)
+    if given not in (None, stage):
+        _refuse("zero_optimization.stage", stage, f"zero_stage, which is {given}")
+    if stage not in STAGES:
+        raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
+    return stage
+
+
+def _bf16(section: dict[str, Any], wanted: bool) -> dict[str, Any]:
+    if section.get("enabled", wanted) != wanted:
+        _refuse(
+            "bf16.enabled", section["enabled"], f"model.dtype, which is {'bfloat16' if wanted else 'float32'}"
+        )
+    return {"check_grad_overflow": True} | section | {"enabled": wanted}
+
+
+def _refuse(key: str, value: Any, instead: str) -> None:
+    raise ConfigError(
+        f"{key}={value!r} in the DeepSpeed configuration is not accepted, because rl4llm sets it. Next: set {instead}."
+    )

@@ -1,0 +1,273 @@
+"""The optimizer of a DeepSpeed engine: replicated on every rank, sharded, or none.
+
+All kinds have the same methods. `step` takes a step and returns its metrics, `steps` counts those of each parameter.
+`moments` and `master` return what a checkpoint stores, whole on the first rank; `check`, `restore` and `put` read it
+back. `offload` and `onload` move everything off the device and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
+from rl4llm.backends.optimizer import Optimizer
+from rl4llm.core.errors import CheckpointError, ConfigError
+from rl4llm.core.types import TensorSpec
+from rl4llm.extensions.deepspeed.zero_parts import (
+    has_equal_parts,
+    own_part,
+    place_of,
+    sent_to_first,
+    whole_shape,
+)
+from rl4llm.runs.tensor_file import TensorFile
+
+
+class NoOptimizer:
+    """For a model that never trains; if every rank has all of it, `module` can leave the device."""
+
+    step_number = 0
+
+    def __init__(self, module: nn.Module | None, device: torch.device):
+        self._module, self._device = module, device
+
+    def step(self) -> dict[str, float]:
+        raise ConfigError("A model with trains=False cannot take optimizer steps.")
+
+    def steps(self) -> dict[str, int]:
+        return {}
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def moment_specs(self) -> list[TensorSpec]:
+        return []
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return parameter.detach()
+
+    def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
+        if steps:
+            raise CheckpointError(
+                f"The optimizer state has parameters that this run does not train: {min(steps)}."
+            )
+
+    def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
+        """Do nothing: there is no state."""
+
+    def put(self, parameter: Tensor, tensor: Tensor) -> None:
+        """Do nothing: there is no copy of the parameter."""
+
+    def offload(self) -> None:
+        if self._module is not None:
+            self._module.to("cpu")
+
+    def onload(self) -> None:
+        if self._module is not None:
+            self._module.to(self._device)
+
+
+class ReplicatedOptimizer:
+    """Stage 0: every rank has the whole optimizer and steps with the same gradient."""
+
+    def __init__(self, engine: Any, inner: Optimizer, device: torch.device):
+        self._engine, self._inner, self._device = engine, inner, device
+        self.check, self.restore = inner.check, inner.restore
+
+    @property
+    def step_number(self) -> int:
+        return self._inner.step_number
+
+    def step(self) -> dict[str, float]:
+        self._engine.buffered_allreduce_fallback()
+        return self._inner.step()
+
+    def steps(self) -> dict[str, int]:
+        return self._inner.state()[1]
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._inner.state()[0].items()
+
+    def moment_specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, tensor) for name, tensor in self.moments()]
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return parameter.detach()
+
+    def put(self, parameter: Tensor, tensor: Tensor) -> None:
+        """Do nothing: there is no copy of the parameter."""
+
+    def offload(self) -> None:
+        self._engine.module.to("cpu")
+        self._inner.to("cpu")
+
+    def onload(self) -> None:
+        self._engine.module.to(self._device)
+        self._inner.to(self._device)
+
+
+class ZeroOptimizer:
+    """Stages 1 to 3: DeepSpeed has sharded the fp32 parameters and moments over the ranks.
+
+    `inner` created the optimizer, whose parameters are the shards now. `take_no_step` creates moments that do not exist
+    yet.
+    """
+
+    def __init__(self, engine: Any, inner: Optimizer, deepspeed: Any, take_no_step: Callable[[], None]):
+        self._engine, self._deepspeed, self._take_no_step = engine, deepspeed, take_no_step
+        self._access = deepspeed.utils
+        self._options, self._parameters, self._adam = inner.options, inner.parameters, inner.adam
+        self.step_number = 0
+        self._places: dict[int, list[tuple[int, int]]] | None = (
+            None  # by parameter and rank, filled on first use
+        )
+        self._linked = False  # whether DeepSpeed has located the moments, which it does in its first step
+        self._give_moments()
+
+    def step(self) -> dict[str, float]:
+        lr = self._options.lr_at(self.step_number)
+        self._set_lr(lr)
+        self._engine.step()
+        self._linked = self._linked or self._engine.was_step_applied()
+        metrics = {"grad_norm": float(self._engine.get_global_grad_norm()), "lr": lr}
+        if self._engine.was_step_applied():
+            self.step_number += 1
+        else:
+            metrics["skipped"] = 1.0
+        return metrics
+
+    def steps(self) -> dict[str, int]:
+        return dict.fromkeys(self._parameters, self.step_number) if self.step_number else {}
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.steps():
+            for moment in MOMENT_NAMES:
+                yield f"{name}.{moment}", self._on_first(self._parameters[name], moment)
+
+    def moment_specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(f"{name}.{moment}", whole_shape(self._parameters[name]), torch.float32)
+            for name in self.steps()
+            for moment in MOMENT_NAMES
+        ]
+
+    def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
+        """Raise CheckpointError unless the moments and steps belong to these parameters."""
+        unknown_names = sorted(steps.keys() - self._parameters.keys())
+        if unknown_names:
+            raise CheckpointError(
+                f"The optimizer state has parameters that this run does not train: {unknown_names[0]}."
+            )
+        for name in steps:
+            for moment in MOMENT_NAMES:
+                shape = whole_shape(self._parameters[name])
+                if f"{name}.{moment}" not in moments or tuple(moments.shape(f"{name}.{moment}")) != shape:
+                    raise CheckpointError(f"The optimizer state has no {moment} of {shape} for {name}.")
+
+    def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
+        if not self._linked:
+            self._set_lr(0.0)
+            self._take_no_step()
+            self._linked = True
+        for name, parameter in self._parameters.items():
+            for moment in MOMENT_NAMES:
+                value = moments[f"{name}.{moment}"] if name in steps else torch.zeros(whole_shape(parameter))
+                self._give(parameter, value.to(parameter.device), moment)
+        for state in self._adam.state.values():
+            state["step"].fill_(max(steps.values(), default=0))
+        self.step_number = step_number
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return self._on_first(parameter)
+
+    def put(self, parameter: Tensor, tensor: Tensor) -> None:
+        self._give(parameter, tensor)
+
+    def offload(self) -> None:
+        if not hasattr(self._engine.optimizer, "offload_states"):
+            raise ConfigError(
+                "With zero_stage=1 a bf16 model cannot leave the device between updates. Set zero_stage to 2 or 3."
+            )
+        if self._engine.zero_offload_param() is not None:
+            return  # DeepSpeed keeps the weights off the device and moves nothing
+        pinned = self._device().type == "cuda"
+        if self._engine.zero_optimization_stage() < 3:
+            self._engine.offload_states(pin_memory=pinned)
+        else:
+            kinds = self._deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+            gradients = [] if self._engine.zero_use_cpu_optimizer() else [kinds.lp_grads]
+            include = [kinds.lp_params, *gradients, kinds.contiguous_grad_buffer]
+            self._engine.offload_states(include=include, pin_memory=pinned)
+            self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        if self._engine.zero_offload_param() is not None:
+            return
+        self._engine.reload_states()
+        if self._engine.zero_optimization_stage() == 3 and not self._engine.zero_use_cpu_optimizer():
+            self._move(self._device())
+
+    def _move(self, device: torch.device) -> None:
+        """Move the fp32 weights and moments, which DeepSpeed moves in stage 3 only for its own optimizer."""
+        for part in self._engine.optimizer.fp32_partitioned_groups_flat:
+            part.data = part.data.to(device)
+        for state in self._adam.state.values():
+            for name, tensor in state.items():
+                state[name] = tensor.to(device)
+
+    def _on_first(self, parameter: Tensor, moment: str | None = None) -> Tensor:
+        """Return the fp32 weight or a moment, whole on the first rank and undefined elsewhere.
+
+        Each rank sends its part once; DeepSpeed's method sums whole tensors over all ranks.
+        """
+        if self._places is None:
+            own = {name: place_of(one) for name, one in self._parameters.items()}
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, own)
+            names = {name: [places[name] for places in everyone] for name in own}
+            self._places = {id(one): names[name] for name, one in self._parameters.items()}
+        return sent_to_first(
+            self._part(parameter, moment), self._places[id(parameter)], whole_shape(parameter)
+        )
+
+    def _give(self, parameter: Any, whole: Tensor, moment: str | None = None) -> None:
+        """Store this rank's part of a whole fp32 weight or moment."""
+        access, named = self._access, (moment,) if moment else ()
+        if has_equal_parts(parameter):
+            put = access.safe_set_full_optimizer_state if moment else access.safe_set_full_fp32_param
+            put(parameter, whole, *named)
+        else:  # for a padded part, the other functions read beyond the end of the tensor
+            put = access.safe_set_local_optimizer_state if moment else access.safe_set_local_fp32_param
+            put(parameter, own_part(parameter, whole), *named)
+
+    def _part(self, parameter: Any, moment: str | None) -> Tensor:
+        """Return the part of the parameter or moment that this rank holds."""
+        if hasattr(parameter, "ds_id"):
+            find = (
+                self._access.safe_get_local_optimizer_state
+                if moment
+                else self._access.safe_get_local_fp32_param
+            )
+            return find(parameter, moment) if moment else find(parameter)
+        if parameter._hp_mapping is None:
+            return torch.zeros(0, device=self._adam.param_groups[0]["params"][0].device)
+        return parameter._hp_mapping.get_hp_fragment(moment).detach()
+
+    def _device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    def _give_moments(self) -> None:
+        """Create all moments: DeepSpeed looks for them once, in the first step, when only the first group has any."""
+        for group in self._adam.param_groups:
+            for part in group["params"]:
+                moments = {moment: torch.zeros_like(part) for moment in MOMENT_NAMES}
+                self._adam.state[part] = {"step": torch.zeros((), device=part.device)} | moments
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = lr

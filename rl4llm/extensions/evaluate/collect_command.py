@@ -1,0 +1,58 @@
+"""``rl4llm collect`` plays episodes and stores them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rl4llm.commands.arguments import add_command, add_config, add_json
+from rl4llm.commands.output import meanwhile, show, write_json
+from rl4llm.core.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    examples = (
+        "rl4llm collect configs/gsm8k_grpo.yaml --out good.jsonl --filter-reward 1",
+        "rl4llm sft configs/sft.yaml data.path=good.jsonl eval.every=0",
+    )
+    about = "play episodes and write them as a dataset, for example for sft"
+    command = add_command(commands, "collect", run, about, examples)
+    add_config(command)
+    command.add_argument(
+        "--out", required=True, type=Path, help="episodes.jsonl, episodes.parquet, or a directory"
+    )
+    command.add_argument(
+        "--prompts",
+        type=int,
+        default=64,
+        help="number of prompts, with rollout.group_size episodes each (default: %(default)s)",
+    )
+    command.add_argument(
+        "--filter-reward", type=float, metavar="R", help="only episodes with a reward of at least R"
+    )
+    add_json(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.config import load_config
+    from rl4llm.extensions.evaluate.episodes import check_target, write_episodes
+    from rl4llm.extensions.evaluate.play import collect
+
+    if arguments.prompts < 1:
+        raise ConfigError(f"--prompts {arguments.prompts} is not accepted. Accepted: 1 or above.")
+    if not math.isfinite(arguments.filter_reward or 0.0):
+        raise ConfigError(
+            f"--filter-reward {arguments.filter_reward} is not accepted. Accepted: a finite number."
+        )
+    check_target(arguments.out)
+    episodes = collect(load_config(arguments.config, arguments.overrides), arguments.prompts)
+    with closing(episodes), meanwhile():
+        kept, total = write_episodes(episodes, arguments.out, arguments.filter_reward)
+    if arguments.json:
+        write_json({"out": str(arguments.out), "kept": kept, "played": total})
+    else:
+        show(f"{kept} of {total} episodes are in {arguments.out}")
+    return 0

@@ -1,0 +1,265 @@
+"""``rl4llm eval`` measures a model on held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl4llm.commands.arguments import add_command, add_config, add_json
+from rl4llm.commands.output import meanwhile, say, show, write_json
+from rl4llm.core.errors import ConfigError, DataError, RunDirError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rl4llm.extensions.evaluate.scores import Difference, Problem, Score
+
+WORSE = 3  # the exit code of --fail-if-worse
+
+
+def add(commands: Any) -> None:
+    examples = (
+        "rl4llm eval gsm8k,math500,humaneval,ifeval --model Qwen/Qwen2.5-0.5B-Instruct --out before.json",
+        "rl4llm eval gsm8k --model exported/ --limit 200 --compare before.json inference.name=vllm",
+        "rl4llm eval configs/gsm8k_grpo.yaml eval.limit=null --out before.json",
+        "rl4llm eval configs/gsm8k_grpo.yaml eval.temperature=0.8 --samples 8 --k 1,4,8",
+        "rl4llm eval configs/gsm8k_grpo.yaml eval.limit=null --compare before.json --fail-if-worse",
+        "rl4llm eval configs/gsm8k_grpo.yaml eval.path=math500.jsonl data.prompt_column=problem "
+        "data.answer_column=answer data.answer_pattern=null",
+    )
+    about = "measure a model on benchmarks, or a run's last checkpoint on its held-out set"
+    command = add_command(commands, "eval", run, about, examples)
+    add_config(
+        command, "a YAML file, configs/NAME.yaml for a bundled one, or benchmarks such as gsm8k,math500"
+    )
+    command.add_argument("--model", metavar="PATH", help="the model: a directory, or a name on the hub")
+    command.add_argument("--limit", type=int, metavar="N", help="only the first N problems")
+    command.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="local rows of a benchmark: a file, or a directory of splits; may be repeated",
+    )
+    command.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="samples per problem (default: %(default)s)"
+    )
+    command.add_argument(
+        "--k",
+        type=_numbers,
+        metavar="1,4,8",
+        help="values of k for pass@k, each at most N (default: 1 and N)",
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="write results, per problem too, as JSON")
+    command.add_argument("--compare", type=Path, metavar="FILE", help="compare with an earlier --out file")
+    worse = f"with --compare: exit with code {WORSE} if a share is worse by more than chance"
+    command.add_argument("--fail-if-worse", action="store_true", help=worse)
+    add_json(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    samples = arguments.samples
+    ks = arguments.k or sorted({1, max(1, samples)})
+    _check(arguments, ks)
+    from rl4llm.extensions.evaluate.named import benchmarks_in
+
+    before, baseline = ({}, None) if arguments.compare is None else _read(arguments.compare)
+    names = benchmarks_in(arguments.config)
+    report = _by_name(arguments, names, ks) if names else _of_config(arguments, ks)
+    changed = {} if baseline is None else report.differences(report.problems, baseline, ks)
+    if changed:
+        report.result["compared"] = {"with": str(arguments.compare), "differences": _plain(changed)}
+    if arguments.out is not None:
+        _write(
+            arguments.out, report.result | {"per_problem": [asdict(problem) for problem in report.problems]}
+        )
+    if arguments.json:
+        write_json(report.result)
+    else:
+        show(*report.tables)
+    return 0 if baseline is None else _compared(arguments, report, before, changed)
+
+
+def _compared(
+    arguments: argparse.Namespace,
+    report: _Report,
+    before: Mapping[str, Mapping[str, Any]],
+    changed: Mapping[str, Difference],
+) -> int:
+    """Show the differences from an earlier result, whose definitions are `before`; return the exit code."""
+    if not changed:  # the results are shown before this error
+        raise DataError(
+            f"{arguments.compare} has none of these problems. Compare results on the same held-out set."
+        )
+    for name, item in before.items():
+        now = report.result.get("benchmarks", {}).get(name, item)
+        if [now["version"], now["changed"]] != [item["version"], item["changed"]]:
+            say(f"{arguments.compare} has another definition: {_definition(name, item)}.")
+    if not arguments.json:
+        show(_differences_table(arguments.compare, changed))
+    worse = [name for name, item in changed.items() if name != "reward" and (item.gained.high or 0) < 0]
+    if worse and arguments.fail_if_worse:
+        say(f"Worse than {arguments.compare} by more than chance: {', '.join(worse)}.")
+        return WORSE
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What was measured: as JSON, as tables, by problem, and how problems are compared with an earlier result."""
+
+    result: dict[str, Any]
+    tables: Sequence[Table | str]
+    problems: list[Problem]
+    differences: Callable[..., dict[str, Difference]]
+
+
+def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
+    """Measure the held-out set of a configuration."""
+    from rl4llm.config import load_config
+    from rl4llm.extensions.evaluate.play import evaluate
+    from rl4llm.extensions.evaluate.scores import INTERVALS, differences, scores
+
+    if arguments.data:
+        raise ConfigError(
+            f"--data {arguments.data[0]} is for benchmarks. Next: set eval.path={arguments.data[0]}."
+        )
+    config = load_config(arguments.config, [*arguments.overrides, *_overrides(arguments)])
+    with meanwhile():
+        measured = evaluate(config, arguments.samples)
+    found = scores(measured.problems, ks)
+    result = measured.about() | {"scores": _plain(found), "intervals": INTERVALS, "metrics": measured.metrics}
+    how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
+    title = f"held-out set of {arguments.config}, step {measured.step}, {how}"
+    tables = [_scores_table(title, found), _metrics_table(measured.metrics)]
+    return _Report(result, tables, measured.problems, differences)
+
+
+def _by_name(arguments: argparse.Namespace, names: Sequence[str], ks: Sequence[int]) -> _Report:
+    """Measure benchmarks, one after the other."""
+    from rl4llm.extensions.evaluate.named import measure, plan
+    from rl4llm.extensions.evaluate.scores import SHARES, differences_by_part, scores_by_part
+
+    plans = plan(names, [*arguments.overrides, *_overrides(arguments)], arguments.data)
+    with meanwhile():
+        measured = [measure(item, arguments.samples) for item in plans]
+    problems = [problem for item in measured for problem in item.problems]
+    found = scores_by_part(problems, ks)
+    about = {item.name: item.about() for item in measured}
+    result = {"benchmarks": about, "scores": _plain(found), "intervals": SHARES}
+    title = f"{plans[0].config.model.path}, {arguments.samples} sample(s) per problem"
+    tables: list[Table | str] = [_scores_table(title, found)]
+    tables += [_definition(name, item) for name, item in about.items()]
+    return _Report(result, tables, problems, differences_by_part)
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """Return the configuration keys that options stand for."""
+    from json import dumps
+
+    given = {"model.path": arguments.model, "eval.limit": arguments.limit}
+    return [f"{key}={dumps(value)}" for key, value in given.items() if value is not None]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not accepted. Accepted: numbers separated by commas, such as 1,4,8"
+        ) from None
+
+
+def _check(arguments: argparse.Namespace, ks: Sequence[int]) -> None:
+    """Raise ConfigError or RunDirError for arguments that are wrong without a model."""
+    if not 1 <= ks[0] <= ks[-1] <= max(1, arguments.samples):
+        given = ",".join(map(str, ks))
+        raise ConfigError(
+            f"--k {given} is not accepted with --samples {arguments.samples}. Accepted: 1 to {arguments.samples}."
+        )
+    if arguments.fail_if_worse and arguments.compare is None:
+        raise ConfigError("--fail-if-worse requires --compare FILE.")
+    if arguments.out is None:
+        return
+    if arguments.out.exists():
+        raise ConfigError(f"{arguments.out} exists. Next: remove it, or choose another file.")
+    if not arguments.out.parent.is_dir():
+        raise RunDirError(
+            f"{arguments.out} cannot be written: the directory {arguments.out.parent} does not exist."
+        )
+    _write(arguments.out, {})  # finds a read-only disk now and not after the evaluation
+    arguments.out.unlink()
+
+
+def _write(file: Path, result: Mapping[str, Any]) -> None:
+    from rl4llm.runs.run_dir import write_atomically
+
+    write_atomically(file, json.dumps(result, indent=1) + "\n")
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the definitions of the benchmarks in an earlier result, and its problems."""
+    from rl4llm.extensions.evaluate.scores import Problem
+
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        rows = [{**row, "rewards": tuple(map(float, row["rewards"]))} for row in result["per_problem"]]
+        return result.get("benchmarks", {}), [Problem(**row) for row in rows]
+    except OSError as error:
+        raise DataError(f"--compare {file} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise DataError(f"--compare {file} was not written by `rl4llm eval --out`: {found}.") from error
+
+
+def _plain(found: Mapping[str, Score | Difference]) -> dict[str, Any]:
+    return {name: asdict(score) for name, score in found.items()}
+
+
+def _scores_table(title: str, found: Mapping[str, Score]) -> Table:
+    from rich.table import Table
+
+    table = Table("score", "value", "95 % interval", "problems", title=title)
+    for name, score in found.items():
+        table.add_row(name, f"{score.value:.4f}", _interval(score), str(score.problems))
+    return table
+
+
+def _definition(name: str, item: Mapping[str, Any]) -> str:
+    """Return a line with what must be equal before two results are compared."""
+    changed = "".join(f", {key}={value}" for key, value in item["changed"].items())
+    return (
+        f"{name} version {item['version']}{changed}: {item['problems']} problems (hash {item['hash']}), "
+        f"{item['truncated']:.1%} of the answers cut off, {item['failures']} failed"
+    )
+
+
+def _metrics_table(metrics: Mapping[str, float]) -> Table:
+    from rich.table import Table
+
+    table = Table("metric", "value", title="metrics of all episodes")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    return table
+
+
+def _differences_table(file: Path, changed: Mapping[str, Difference]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "score", "before", "difference", "95 % interval", "problems in both", title=f"compared with {file}"
+    )
+    for name, item in changed.items():
+        gained = item.gained
+        table.add_row(
+            name, f"{item.baseline:.4f}", f"{gained.value:+.4f}", _interval(gained, "+"), str(gained.problems)
+        )
+    return table
+
+
+def _interval(score: Score, sign: str = "") -> str:
+    return "-" if score.low is None else f"{score.low:{sign}.4f} to {score.high:{sign}.4f}"

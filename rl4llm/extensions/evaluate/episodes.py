@@ -1,0 +1,91 @@
+"""Write episodes as a dataset with messages and rewards, which `sft` can learn from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, RunDirError
+from rl4llm.core.types import Trajectory
+from rl4llm.runs.run_dir import replace_directory
+
+FORMS = "a file that ends in .jsonl or .parquet, or a directory, which becomes one of the library datasets"
+
+
+def check_target(target: Path) -> None:
+    """Raise ConfigError or RunDirError, before anything is sampled, if episodes cannot be written to `target`."""
+    if target.suffix and target.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{target} is not accepted for episodes. Accepted: {FORMS}.")
+    if target.exists():
+        raise ConfigError(f"{target} exists. Next: remove it, or choose another path.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _beside(target).touch()
+        _beside(target).unlink()
+    except OSError as error:
+        raise RunDirError(f"{target.parent}: {error.strerror}; episodes cannot be written there.") from error
+
+
+def write_episodes(
+    episodes: Iterable[Trajectory], target: Path, min_reward: float | None = None
+) -> tuple[int, int]:
+    """Write the episodes with at least `min_reward` to `target`; return how many were written, and how many there were.
+
+    `target` exists only when it is complete. Raise ConfigError if no episode is left.
+    """
+    part, kept, total = _beside(target), 0, 0
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            for episode in episodes:
+                total += 1
+                if min_reward is None or episode.reward >= min_reward:
+                    file.write(json.dumps(as_row(episode)) + "\n")
+                    kept += 1
+        if not kept:
+            raise ConfigError(
+                f"None of {total} episodes has a reward of at least {min_reward}: nothing to write."
+            )
+        _finish(part, target)
+    except OSError as error:
+        raise RunDirError(f"{target} cannot be written: {error.strerror or error}.") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return kept, total
+
+
+def as_row(episode: Trajectory) -> dict[str, Any]:
+    """Return an episode as a row: `messages` as they would train; `group` is the id of its prompt."""
+    names = [episode.prompt_id, *([episode.role] if episode.role else []), str(episode.extras["sample"])]
+    return {
+        "prompt_id": "/".join(names),
+        "group": episode.prompt_id,
+        **({"role": episode.role} if episode.role else {}),
+        "messages": [message.to_dict() for message in episode.messages],
+        "ground_truth": episode.extras["ground_truth"],
+        "reward": episode.reward,
+        "rewards": dict(episode.rewards),
+        "stop_reason": episode.stop_reason,
+    }
+
+
+def _finish(part: Path, target: Path) -> None:
+    if target.suffix == ".jsonl":
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        part.rename(target)
+        return
+    from datasets import Dataset  # noqa: PLC0415 - slow to import
+
+    rows = Dataset.from_list([json.loads(line) for line in part.read_text(encoding="utf-8").splitlines()])
+    if target.suffix == ".parquet":
+        rows.to_parquet(part)
+        part.rename(target)
+    else:
+        replace_directory(target, rows.save_to_disk)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.part")

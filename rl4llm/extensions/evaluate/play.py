@@ -1,0 +1,184 @@
+"""Run a model without training: evaluate it on held-out prompts, or play episodes and store them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl4llm.commands.output import say
+from rl4llm.commands.scratch import scratch_of
+from rl4llm.compose import build_algorithm, build_trainer
+from rl4llm.compose.data import GENERATED
+from rl4llm.compose.tables import Given
+from rl4llm.config import Config
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.types import Trajectory
+from rl4llm.envs.mixture import MixedRollout
+from rl4llm.envs.rollout import RolloutResult
+from rl4llm.extensions.evaluate.scores import Problem, problems_of
+from rl4llm.runs.checkpoint import latest_checkpoint
+from rl4llm.tracking.summary import summarize
+from rl4llm.trainers.rl import RLTrainer
+
+PLAIN = {"name": "reinforce_pp"}
+"""A method that needs the policy alone: no critic, no reference, no groups."""
+
+REPORT_S = 60.0
+"""Seconds between two lines about the progress of an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The results of a model on held-out prompts: `metrics` as a run logs them, each problem, and all its episodes."""
+
+    model: str
+    step: int
+    samples: int
+    temperature: float
+    seed: int
+    metrics: dict[str, float]
+    problems: list[Problem]
+    played: RolloutResult
+
+    def about(self) -> dict[str, Any]:
+        """Return what was measured, and how."""
+        return {name: getattr(self, name) for name in ("model", "step", "samples", "temperature", "seed")}
+
+
+def evaluate(config: Config, samples: int = 1, given: Given | None = None) -> Evaluation:
+    """Play `samples` episodes for each held-out prompt, by the run's last checkpoint or, without one, by `model.path`.
+
+    It reads only the held-out set, and loads nothing that only training needs. The same configuration plays the same
+    episodes of the same step. With `given` rows the model is that of `model.path`, and no run is read. Raise ConfigError
+    for a setup that cannot be evaluated.
+    """
+    if samples < 1:
+        raise ConfigError(f"--samples {samples} is not accepted. Accepted: 1 or above.")
+    if samples > 1 and config.eval.temperature == 0:
+        raise ConfigError(
+            f"--samples {samples} at eval.temperature=0 would give the same answer {samples} times. Next: use one sample, "
+            "or set a temperature, such as eval.temperature=0.8."
+        )
+    learns_from = "episodes" if given else _learns_from(config)
+    try:
+        with _at_work(_only_held_out(config), given) as trainer, _reporting(trainer):
+            result = trainer.play_held_out(samples)
+            metrics, step = summarize(result.groups, result.failed), trainer.step
+    except DataError as error:
+        if learns_from == "episodes":
+            raise
+        raise DataError(f"{error}\n{_what_fits(config, learns_from)}") from error
+    return Evaluation(
+        model=config.model.path,
+        step=step,
+        samples=samples,
+        temperature=config.eval.temperature,
+        seed=config.seed,
+        metrics=metrics,
+        problems=problems_of(result.groups, result.failed),
+        played=result,
+    )
+
+
+def collect(config: Config, prompts: int) -> Generator[Trajectory]:
+    """Yield `rollout.group_size` episodes for each of `prompts` prompts, sampled as in training and in its order.
+
+    The policy is the run's last checkpoint or, without one, `model.path`. Failed samples are left out; too many of
+    them raise TooManyFailuresError, as in training. A prompt that comes again gets other seeds.
+    """
+    played: Counter[int] = Counter()
+    with _at_work(replace(config, eval=replace(config.eval, every=0))) as trainer:
+        for begin in range(0, prompts, trainer.prompts.batch_size):
+            rows = trainer.prompts.next_batch(min(trainer.prompts.batch_size, prompts - begin))
+            result = trainer.rollout.play(
+                rows, step=trainer.step, sampling_params=trainer.sampling_params, earlier=played
+            )
+            played.update(rows)
+            yield from result.trajectories
+
+
+@contextmanager
+def _at_work(config: Config, given: Given | None = None) -> Iterator[RLTrainer]:
+    """Yield a trainer with the run's last checkpoint, published to its engine; with `given` rows there is no run.
+
+    The run's files stay unchanged, so this works while the run trains, except through the same server: replacing its
+    weights raises EngineError. Servers read the weights next to those of the run.
+    """
+    checkpoint = None if given else latest_checkpoint(Path(config.output.dir) / "checkpoints")
+    config = replace(config, max_steps=0)  # nothing trains
+    with scratch_of(config) as config, build_trainer(config, given) as trainer:
+        if not isinstance(trainer, RLTrainer):
+            raise ConfigError(
+                f"algorithm.name={config.algorithm['name']!r} does not sample, so there are no episodes."
+            )
+        if checkpoint is not None:
+            trainer.backend.load(checkpoint.path / "model")
+            trainer.step = checkpoint.state["step"]
+        trainer.publish()
+        yield trainer
+
+
+@contextmanager
+def _reporting(trainer: RLTrainer) -> Iterator[None]:
+    """Print how many episodes are finished to standard error every `REPORT_S` seconds."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not ended.wait(REPORT_S):
+            held_out = trainer.evaluation
+            rollouts = (
+                held_out.parts if isinstance(held_out, MixedRollout) else [held_out] if held_out else []
+            )
+            if samples := [sample for rollout in rollouts for sample in rollout.playing]:
+                finished = sum(sample.done for sample in samples)
+                say(f"{finished} of {len(samples)} episodes finished, {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=report, name="rl4llm-eval-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _only_held_out(config: Config) -> Config:
+    """Return the configuration of a run that only reads the held-out prompts and does not train."""
+    config = replace(config, algorithm=PLAIN, eval=replace(config.eval, every=max(1, config.eval.every)))
+    if config.parts:
+        return config
+    data = replace(config.data, split=config.eval.split, limit=config.eval.limit)
+    return replace(config, data=replace(data, path=config.eval.path or config.data.path))
+
+
+def _learns_from(config: Config) -> str:
+    """Return what the method learns from; raise ConfigError if its model gives no answers."""
+    needs = build_algorithm(config).needs()
+    if needs.value_head:
+        raise ConfigError(
+            f"algorithm.name={config.algorithm['name']!r} trains a reward/value model, which cannot generate completions. "
+            "Its held-out numbers are in eval.jsonl of its run."
+        )
+    if (
+        needs.learns_from != "episodes"
+        and config.eval.path is None
+        and config.data.path not in (None, *GENERATED)
+    ):
+        raise ConfigError(
+            f"data.path={config.data.path!r} is for training. {_what_fits(config, needs.learns_from)}"
+        )
+    return needs.learns_from
+
+
+def _what_fits(config: Config, learns_from: str) -> str:
+    return (
+        f"algorithm.name={config.algorithm['name']!r} learns from {learns_from}; its model is evaluated by its answers. "
+        "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH and rewards=[...], with data.prompt_column and data.answer_column of "
+        "that file."
+    )

@@ -1,0 +1,226 @@
+"""Scores of a model on a set of problems with their intervals, and comparisons of two models on the same problems.
+
+Samples of one problem are not independent. Therefore means are over one value for each problem, and intervals
+describe other problems of the same kind (Miller 2024, "Adding Error Bars to Evals", clusters of section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.types import Group, Trajectory
+from rl4llm.rewards.replies import final_reply
+from rl4llm.tracking.summary import succeeded
+
+Z = statistics.NormalDist().inv_cdf(0.975)
+SHARES = "95 %, Wilson's, over problems; normal for differences"
+INTERVALS = "95 %, over problems: Wilson's for shares, normal for rewards and differences"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A held-out prompt and the rewards of its samples; each role of several is a separate problem.
+
+    `failed` samples are not among the `rewards`: they failed through no fault of the model. `question` is the last message
+    of the prompt, and `answers` are the last messages of the samples.
+    """
+
+    prompt_id: str
+    rewards: tuple[float, ...]
+    successes: int
+    failed: int = 0
+    role: str = ""
+    part: str = ""
+    question: str = ""
+    answers: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        return len(self.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The mean over `problems`, with the ends of its interval, None for a single problem without a known spread."""
+
+    value: float
+    low: float | None
+    high: float | None
+    problems: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The baseline's score on the common problems, and the mean of what each problem `gained` over it."""
+
+    baseline: float
+    gained: Score
+
+
+def problems_of(groups: Sequence[Group], failed: Sequence[SampleState]) -> list[Problem]:
+    """Return all problems, including those whose samples all failed, without frozen roles."""
+    lost: dict[tuple[str, str, str], int] = defaultdict(int)
+    for sample in failed:
+        lost[sample.prompt_id, sample.role, sample.special.part] += 1
+    problems = [_problem(group, lost) for group in groups if not group.frozen]
+    return problems + [Problem(name, (), 0, count, role, part) for (name, role, part), count in lost.items()]
+
+
+def graded_by(reward: str, groups: Sequence[Group]) -> list[Problem]:
+    """Return the problems as another reward of the same episodes grades them, without texts."""
+    rewards = [(group, tuple(member.rewards[reward] for member in group.trajectories)) for group in groups]
+    return [
+        Problem(group.prompt_id, earned, sum(value >= 1 for value in earned)) for group, earned in rewards
+    ]
+
+
+def scores(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
+    """Return pass@k for each of `ks`, mean@n of n samples, and the mean reward; again for each part of a run of several.
+
+    A problem with fewer than k samples left does not count in pass@k.
+    """
+    found = _scores(problems, ks)
+    for part, own in _by_part(problems).items():
+        found |= {f"part/{part}/{name}": score for name, score in _scores(own, ks).items() if part}
+    return found
+
+
+def scores_by_part(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
+    """Return pass@k for each of `ks`, separately for each part."""
+    return {
+        f"{part}/{name}": score
+        for part, own in _by_part(problems).items()
+        for name, score in _scores(own, ks).items()
+        if name.startswith("pass@")
+    }
+
+
+def differences_by_part(
+    problems: Sequence[Problem], baseline: Sequence[Problem], ks: Sequence[int]
+) -> dict[str, Difference]:
+    """Return how much better pass@k is than the baseline's, separately for each part that both have."""
+    before = _by_part(baseline)
+    return {
+        f"{part}/{name}": difference
+        for part, own in _by_part(problems).items()
+        for name, difference in differences(own, before.get(part, []), ks).items()
+        if name.startswith("pass@")
+    }
+
+
+def differences(
+    problems: Sequence[Problem], baseline: Sequence[Problem], ks: Sequence[int]
+) -> dict[str, Difference]:
+    """Return how much better each score is than the baseline's, on the common problems."""
+    found = {}
+    for name, measure in _measures(problems, ks).items():
+        new, old = _by_prompt(measure, problems), _by_prompt(measure, baseline)
+        both = [prompt for prompt in new if prompt in old]
+        if both:
+            gained = mean_score([new[prompt] - old[prompt] for prompt in both])
+            found[name] = Difference(statistics.fmean(old[prompt] for prompt in both), gained)
+    return found
+
+
+def pass_at_k(samples: int, successes: int, k: int) -> float:
+    """Return the probability that one of k attempts succeeds, estimated without bias (Chen et al. 2021, equation 1).
+
+    >>> pass_at_k(samples=4, successes=1, k=2)
+    0.5
+    """
+    return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
+
+
+def share_score(values: Sequence[float]) -> Score:
+    """Return the mean of shares, with Wilson's interval for as many draws as have the measured spread.
+
+    With one sample each this is Wilson's own interval of a proportion; it does not shrink to nothing where all succeed.
+    Where problems agree more than single draws would, they count as more draws (Korn and Graubard 1998).
+    """
+    mean, count = statistics.fmean(values), len(values)
+    spread = statistics.pvariance(values, mean)
+    draws = count * mean * (1 - mean) / spread if spread > 1e-12 else count
+    middle = (mean + Z**2 / (2 * draws)) / (1 + Z**2 / draws)
+    half = Z * math.sqrt(mean * (1 - mean) / draws + Z**2 / (4 * draws**2)) / (1 + Z**2 / draws)
+    return Score(mean, max(0.0, middle - half), min(1.0, middle + half), count)
+
+
+def mean_score(values: Sequence[float]) -> Score:
+    """Return the mean of any numbers, with the interval of a normal distribution."""
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return Score(mean, None, None, count)
+    half = Z * statistics.stdev(values, mean) / math.sqrt(count)
+    return Score(mean, mean - half, mean + half, count)
+
+
+def _by_part(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
+    found: dict[str, list[Problem]] = defaultdict(list)
+    for problem in problems:
+        found[problem.part].append(problem)
+    return dict(sorted(found.items()))
+
+
+Measure = Callable[[Problem], float | None]
+
+
+def _measures(problems: Iterable[Problem], ks: Sequence[int]) -> dict[str, Measure]:
+    """What is measured of one problem, by the name of the score; None where it has too few samples."""
+    most = max((problem.samples for problem in problems), default=0)
+    shares: dict[str, Measure] = {f"pass@{k}": partial(_pass, k=k) for k in ks}
+    shares[f"mean@{most}"] = lambda problem: problem.successes / problem.samples if problem.samples else None
+    return {
+        **shares,
+        "reward": lambda problem: statistics.fmean(problem.rewards) if problem.rewards else None,
+    }
+
+
+def _scores(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
+    found = {}
+    for name, measure in _measures(problems, ks).items():
+        values = list(_by_prompt(measure, problems).values())
+        if values:
+            found[name] = mean_score(values) if name == "reward" else share_score(values)
+    return found
+
+
+def _by_prompt(measure: Measure, problems: Iterable[Problem]) -> Mapping[str, float]:
+    """A value for each prompt: of several roles their mean."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for problem in problems:
+        if (value := measure(problem)) is not None:
+            values[problem.prompt_id].append(value)
+    return {name: statistics.fmean(of_roles) for name, of_roles in values.items()}
+
+
+def _pass(problem: Problem, k: int) -> float | None:
+    return pass_at_k(problem.samples, problem.successes, k) if problem.samples >= k else None
+
+
+def _problem(group: Group, lost: dict[tuple[str, str, str], int]) -> Problem:
+    """One group; what is lost of it is taken out of `lost`."""
+    members = group.trajectories
+    role, part = members[0].role, members[0].part
+    return Problem(
+        prompt_id=group.prompt_id,
+        rewards=tuple(member.reward for member in members),
+        successes=sum(succeeded(member.rewards) for member in members),
+        failed=lost.pop((group.prompt_id, role, part), 0),
+        role=role,
+        part=part,
+        question=_question(members[0]),
+        answers=tuple(final_reply(member.messages) for member in members),
+    )
+
+
+def _question(episode: Trajectory) -> str:
+    """Return the text of the message that the policy answered first, "" without one."""
+    spoke = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
+    first = spoke[-episode.num_turns] if len(spoke) >= episode.num_turns else 0
+    return episode.messages[first - 1].content if first else ""

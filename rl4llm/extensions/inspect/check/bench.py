@@ -1,0 +1,154 @@
+"""What the checks run on: the parts of a configuration, each built once, and a trainer in a scratch directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl4llm.commands.scratch import scratch_of
+from rl4llm.compose import build_algorithm, build_trainer
+from rl4llm.compose.choices import check_choices
+from rl4llm.compose.environments import Provided, build_sandbox, provided_by
+from rl4llm.compose.models import all_ranks, set_up_torch
+from rl4llm.compose.tables import Given
+from rl4llm.compose.trainer import AnyTrainer
+from rl4llm.config import Config
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import Completion, Group, SamplingParams, WeightRef
+from rl4llm.data.render import Renderer
+
+FreeBytes = Callable[[Path], int]
+
+
+class NotNeeded(Exception):
+    """Not an error: there is nothing to check, for the given reason."""
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes of the file system that contains a directory."""
+    return shutil.disk_usage(directory).free
+
+
+@dataclass
+class Part:
+    """One environment of a run, named "" if there is only one; a field that is None has not been built yet."""
+
+    name: str
+    config: Config
+    given: Given
+    dataset: Any = None
+    held_out: Any = None
+    rewards: Sequence[BaseRewardFunction] = ()
+    transform: Any = None
+    env: BaseMDPEnv | None = None
+    renderer: Renderer | None = None
+
+    @property
+    def where(self) -> str:
+        """Prefix of messages about this part."""
+        return f"{self.name}: " if self.name else ""
+
+
+class Recorded(BaseClient):
+    """An engine that also keeps its completions unchanged."""
+
+    def __init__(self, engine: BaseClient):
+        self._engine = engine
+        self.context_length, self.vocab_size = engine.context_length, engine.vocab_size
+        self.completions: list[Completion] = []
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+    ) -> Completion:
+        completion = await self._engine.generate(prompt_ids, sampling_params, session=session)
+        self.completions.append(completion)
+        return completion
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._engine.score(token_ids)
+
+    async def load(self, weight_ref: WeightRef) -> None:
+        await self._engine.load(weight_ref)
+
+    async def version(self) -> int:
+        return await self._engine.version()
+
+    async def release(self, session: str) -> None:
+        await self._engine.release(session)
+
+    async def expect(self, session: str) -> None:
+        await self._engine.expect(session)
+
+    async def park(self, session: str) -> None:
+        await self._engine.park(session)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisodes:
+    """A few episodes: their groups, and every completion of the engine meanwhile."""
+
+    groups: Sequence[Group]
+    completions: Sequence[Completion]
+
+
+class Bench:
+    """A configuration under check. The run's directory is not touched, and everything runs in this one process.
+
+    Args:
+        config: the configuration; plain torch stands in for its `backend`, which computes the same.
+        free: returns the free bytes at a directory.
+    """
+
+    def __init__(self, config: Config, free: FreeBytes = free_bytes):
+        if all_ranks(config).size > 1:
+            raise ConfigError("rl4llm check runs in one process. Start it without torchrun or a launcher.")
+        self.config = config
+        self.free = free
+        self.algorithm: BaseAlgorithm = build_algorithm(config)
+        self.shared = Provided({"sandbox": lambda: build_sandbox(config)})
+        self.tokenizer: Any = None
+        self.parts: list[Part] = []
+        self.trainer: AnyTrainer | None = None
+        self.played: PlayedEpisodes | None = None
+        self._stack = ExitStack()
+        set_up_torch(config)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the policy samples; otherwise it learns from a dataset."""
+        return self.algorithm.needs().learns_from == "episodes"
+
+    def demand_episodes(self) -> None:
+        """Raise NotNeeded if nothing is sampled."""
+        if not self.samples:
+            name, source = self.config.algorithm["name"], self.algorithm.needs().learns_from
+            raise NotNeeded(f"algorithm.name={name} learns from {source} in a dataset; nothing is sampled")
+
+    def provided(self, part: Part) -> Provided:
+        """Return what the run offers to the environment of a part; all parts share the sandbox."""
+        return provided_by(part.config, part.given, lambda: self.shared["sandbox"])
+
+    def build(self) -> AnyTrainer:
+        """Build the trainer like `rl4llm train`, with its files outside the run's directory."""
+        check_choices(self.config, Given(), self.algorithm.needs())
+        config = self._stack.enter_context(scratch_of(self.config))
+        silent = replace(config.output, console="quiet")
+        self.trainer = trainer = build_trainer(replace(config, output=silent, backend={"name": "torch"}))
+        self._stack.enter_context(trainer)
+        return trainer
+
+    def close(self) -> None:
+        """Close engines, environments and the sandbox, and remove the scratch directory."""
+        for part in self.parts:
+            if part.env is not None:
+                part.env.close()
+        self._stack.close()
+        if "sandbox" in self.shared.made:
+            self.shared["sandbox"].close()

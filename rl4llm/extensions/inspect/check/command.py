@@ -1,0 +1,54 @@
+"""``rl4llm check``: validate a setup before it trains."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from typing import Any
+
+from rl4llm.commands.arguments import add_command, add_config, add_json
+from rl4llm.commands.output import write_json
+
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+def add(commands: Any) -> None:
+    examples = (
+        "rl4llm check configs/gsm8k_grpo.yaml",
+        "rl4llm check configs/gsm8k_grpo.yaml inference.name=sglang --json",
+    )
+    about = "validate a setup (token masks, log-prob parity, weight sync, gradients); exit code 1 when a check fails"
+    command = add_command(commands, "check", run, about, examples)
+    add_config(command)
+    add_json(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.text import Text
+
+    from rl4llm.config import load_config
+    from rl4llm.extensions.inspect.check.run import Result, check
+    from rl4llm.runtime.terminal import Terminal
+
+    console = Terminal(file=sys.stdout, highlight=False)
+
+    def tell(result: Result) -> None:
+        line = Text(f"{result.status:>7}", STYLES[result.status])
+        console.print(
+            line.append(f"  {result.name:<11} ", "bold").append(result.text, "default"), soft_wrap=True
+        )
+
+    config = load_config(arguments.config, arguments.overrides)
+    with redirect_stdout(sys.stderr):  # the trainer's output about its phases
+        results = check(config, (lambda result: None) if arguments.json else tell)
+    failed = sum(result.status == "failed" for result in results)
+    if arguments.json:
+        write_json({"passed": not failed, "checks": [asdict(result) for result in results]})
+    else:
+        seconds = sum(result.seconds for result in results)
+        console.print(
+            f"{f'{failed} of {len(results)} checks failed' if failed else 'All checks passed'}, {seconds:.0f} s"
+        )
+    return 1 if failed else 0

@@ -1,0 +1,323 @@
+"""Checks of the invariants on a few episodes: tokens, log-probs, weights, loss."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl4llm.compose.engines import build_canary, computed_in
+from rl4llm.compose.trainer import AnyTrainer
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError, StaleWeightsError
+from rl4llm.core.types import Completion, Group, TrainBatch, Trajectory, Update
+from rl4llm.envs.rollout import Rollout
+from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded, PlayedEpisodes, Recorded
+from rl4llm.sync.verify import Canary
+from rl4llm.trainers.prepare import Preparation
+from rl4llm.trainers.rl import RLTrainer
+
+ROWS, SAMPLES, MOST_TOKENS = 2, 4, 64
+"""The number of prompts, the samples per prompt, and the maximum tokens per turn."""
+ALIKE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Accepted difference of two gradients, relative to the norms of their parts, by the dtype of the computation."""
+ATTEMPTS = 6
+
+
+def model(bench: Bench) -> str:
+    """Check that everything can be built that `rl4llm train` builds."""
+    trainer = bench.build()
+    info = trainer.backend.info()
+    name = bench.config.backend["name"]
+    instead = "" if name == "torch" else f"; checked with backend.name=torch in one process, not {name}"
+    sizes = f"{info['parameters']:,} parameters, {info['trainable']:,} of them train"
+    return f"{info['architecture']}, {sizes}, on {info['device']}{instead}"
+
+
+def episodes(bench: Bench) -> str:
+    """Play a few episodes with the trainer's weights, which the engine proves to have."""
+    bench.demand_episodes()
+    trainer = _rl(bench)
+    trainer.publish()
+    recorded = Recorded(trainer.inference.client)
+    needs = bench.algorithm.needs()
+    groups: list[Group] = []
+    failed: list[SampleState] = []
+    for part in bench.parts:
+        assert part.env is not None and part.renderer is not None  # built by checks that this one needs
+        rollout = Rollout(
+            part.env,
+            recorded,
+            part.renderer,
+            trainer.inference.runner,
+            seed=bench.config.seed,
+            max_failed_share=1.0,
+            part=part.name,
+        )
+        params = trainer.sampling_params.replace(max_tokens=min(part.config.rollout.max_tokens, MOST_TOKENS))
+        result = rollout.play(
+            range(min(ROWS, len(part.dataset))),
+            step=0,
+            sampling_params=params,
+            group_size=min(bench.config.rollout.group_size, SAMPLES),
+            sampling=needs.sampling,
+            greedy_baseline=needs.greedy_baseline,
+        )
+        groups += result.groups
+        failed += result.failed
+    bench.played = PlayedEpisodes(groups, recorded.completions)
+    count = sum(len(group.trajectories) for group in groups)
+    if failed:
+        raise EnvError(
+            f"{len(failed)} of {count + len(failed)} episodes failed; the first: {failed[0].failure}"
+        )
+    return f"{count} episodes of {len(groups)} groups, {len(recorded.completions)} turns of the policy"
+
+
+def mask(bench: Bench) -> str:
+    """Check that the mask of the training batches marks exactly the sampled tokens."""
+    trajectories = [trajectory for group in _groups(bench) for trajectory in group.trajectories]
+    if bench.played is not None:
+        check_sampled(bench.played.completions, trajectories)
+    batches = _pack(_trainer(bench).preparation, trajectories)
+    check_mask(trajectories, batches)
+    tokens = sum(int(batch.mask_BT.sum()) for batch in batches)
+    total = sum(trajectory.num_tokens for trajectory in trajectories)
+    return f"{tokens:,} of {total:,} tokens train, exactly those that {'were sampled' if bench.samples else 'are learned'}"
+
+
+def check_sampled(completions: Sequence[Completion], trajectories: Sequence[Trajectory]) -> None:
+    """Raise EnvError unless each turn of the policy is a completion of the engine, token for token."""
+    given = Counter((item.token_ids, item.logprobs) for item in completions)
+    recorded = Counter(
+        (span.token_ids, span.logprobs) for trajectory in trajectories for span in _policy_spans(trajectory)
+    )
+    made_up = recorded - given
+    if made_up and max(len(item.versions) for item in completions) < 2:
+        (tokens, _), _ = next(iter(made_up.items()))
+        raise EnvError(
+            f"{len(made_up)} turns are marked as the policy's, but the engine did not sample them, such as the tokens "
+            f"{list(tokens)[:8]}. Next: let the environment append only messages, or unchanged results of `llm`."
+        )
+
+
+def check_mask(trajectories: Sequence[Trajectory], batches: Sequence[TrainBatch]) -> None:
+    """Raise EnvError unless the mask marks the policy's tokens in the batches, each with its log-prob."""
+    expected = Counter(
+        pair
+        for trajectory in trajectories
+        for span in _policy_spans(trajectory)
+        for pair in zip(
+            span.token_ids, torch.tensor(span.logprobs).tolist(), strict=True
+        )  # as fp32, like the batch
+    )
+    found: Counter[tuple[int, float]] = Counter()
+    for batch in batches:
+        marked = (
+            item_BT[batch.mask_BT].tolist() for item_BT in (batch.token_ids_BT, batch.sampled_logprobs_BT)
+        )
+        found.update(zip(*marked, strict=True))
+    missing, extra = (expected - found).total(), (found - expected).total()
+    if missing or extra:
+        raise EnvError(
+            f"The loss mask misses {missing} policy tokens and includes {extra} non-policy tokens. "
+            "Next: look at the code of this setup that builds trajectories and batches; rl4llm's own keeps the mask exact."
+        )
+
+
+def _policy_spans(trajectory: Trajectory) -> Iterator[Any]:
+    return (span for record in trajectory.records for span in record if span.author == "policy")
+
+
+def logprobs(bench: Bench) -> str:
+    """Check that engine and trainer compute the same log-probs for the sampled tokens."""
+    bench.demand_episodes()
+    if bench.algorithm.needs().sampling:
+        raise NotNeeded(
+            "samples are drawn at several temperatures, but the trainer computes log-probs at one"
+        )
+    trainer, config = _rl(bench), bench.config
+    trajectories = [trajectory for group in _played(bench).groups for trajectory in group.trajectories]
+    differences = []
+    for batch in _pack(trainer.preparation, trajectories):
+        own_BT = trainer.backend.forward(batch, temperature=config.rollout.temperature or 1.0).cpu()
+        differences.append((own_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs())
+    apart = torch.cat(differences)
+    largest, mean = apart.max().item(), apart.mean().item()
+    accepted = build_canary(config, trainer.inference.client).bound
+    text = f"differences of at most {largest:.2g} nats, {mean:.2g} on average, over {len(apart):,} tokens"
+    if not mean <= accepted:
+        raise MismatchError(
+            f"{text}; accepted: {accepted:g} on average. Next: give engine and trainer the same weights, dtype and chat "
+            "template, and set no sampling penalties on the server."
+        )
+    return text
+
+
+def publish(bench: Bench) -> str:
+    """Check that a change of the trainer's weights reaches the engine, then restore the old weights in both."""
+    bench.demand_episodes()
+    trainer = _rl(bench)
+    inference = trainer.inference
+    canary = build_canary(
+        bench.config, inference.client
+    )  # not calibrated: it accepts differences up to its bound
+    checked = replace(inference, canary=canary)
+    checked.choose_tokens()
+    before_BT = canary.expected(trainer.backend)
+    parameter, kept = _moved(trainer, canary, before_BT, 4 * canary.bound)
+    moved = _apart(canary.expected(trainer.backend), before_BT)
+    try:
+        trainer.inference = checked
+        trainer.step += 1
+        trainer.publish()
+    except StaleWeightsError as error:
+        raise StaleWeightsError(
+            f"The trainer's log-probs changed by {moved:.2g} nats on average, but the engine's did not. {error}"
+        ) from error
+    finally:
+        _put(parameter, kept)
+        trainer.inference = inference
+    trainer.step += 1
+    trainer.publish()
+    return (
+        f"weights that change log-probs by {moved:.2g} nats on average reached the engine, to {canary.bound:g}, and so did "
+        "the old ones"
+    )
+
+
+def _moved(
+    trainer: RLTrainer, canary: Canary, before_BT: Tensor, enough: float
+) -> tuple[nn.Parameter, Tensor]:
+    """Change one trained tensor until the trainer's log-probs move by more than `enough` nats on average; return it and its
+    old value."""
+    parameter = [item for item in trainer.backend.model.parameters() if item.requires_grad][-1]
+    kept = parameter.detach().clone()
+    for attempt in range(ATTEMPTS):
+        _put(parameter, kept + 0.05 * 3**attempt * torch.randn(kept.shape).to(kept))
+        if _apart(canary.expected(trainer.backend), before_BT) > enough:
+            return parameter, kept
+    _put(parameter, kept)
+    raise EngineError(
+        "Noise on a trained tensor does not change the log-probs, so training it would have no effect."
+    )
+
+
+def _apart(one_BT: Tensor, other_BT: Tensor) -> float:
+    """Return the mean difference of log-probs, in nats."""
+    return (one_BT - other_BT).abs().mean().item()
+
+
+@torch.no_grad()
+def _put(parameter: nn.Parameter, value: Tensor) -> None:
+    parameter.copy_(value)
+
+
+def loss(bench: Bench) -> str:
+    """Check that the gradient of an optimizer step does not depend on the micro-batches."""
+    trainer = _trainer(bench)
+    groups = [_rewarded(group, number) for number, group in enumerate(_groups(bench))]
+    if isinstance(trainer, RLTrainer) and all(_alike(group) for group in groups):
+        raise NotNeeded("all samples of each prompt are equal, so their gradients cancel out")
+    lengths = [trajectory.num_tokens for group in groups for trajectory in group.trajectories]
+    pieces = [sum(t.num_tokens for t in group.trajectories) for group in groups]
+    smallest = max(pieces if trainer.algorithm.needs().whole_groups else lengths)
+    whole, cut = (_batches(trainer, groups, budget) for budget in (sum(lengths), smallest))
+    if len(cut) < 2:
+        raise NotNeeded("these episodes cannot be split into two micro-batches")
+    (one, _), (other, parts) = _gradient(trainer, whole), _gradient(trainer, cut)
+    if parts == 0:
+        raise NotNeeded("the gradient is zero, so there is nothing to compare")
+    apart = (one - other).norm().item() / parts
+    text = (
+        f"gradients from {len(whole)} and from {len(cut)} micro-batches differ by {apart:.2g} of their norm"
+    )
+    accepted = ALIKE[computed_in(bench.config)]
+    if not apart <= accepted:
+        raise RL4LLMError(
+            f"{text}, more than {accepted:g}. Next: have token_losses return one loss per token, without any "
+            "mean or sum over the batch."
+        )
+    return text
+
+
+def _alike(group: Group) -> bool:
+    """Return whether all samples are equal, so that the gradient of a comparison is only rounding error."""
+    return len({tuple(span.token_ids for span in item.spans) for item in group.trajectories}) == 1
+
+
+def _rewarded(group: Group, number: int) -> Group:
+    """Return the group with made-up rewards that differ, since equal ones give many methods no gradient."""
+    made_up = (replace(item, reward=float((number + i) % 2)) for i, item in enumerate(group.trajectories))
+    return replace(group, trajectories=tuple(made_up))
+
+
+def _batches(trainer: AnyTrainer, groups: Sequence[Group], budget: int) -> list[TrainBatch]:
+    """Return the micro-batches of one optimizer step on all groups, each of at most `budget` tokens."""
+    preparation = copy.copy(trainer.preparation)
+    preparation.batching = replace(
+        preparation.batching,
+        max_tokens_per_batch=budget,
+        usual_tokens_per_batch=budget,
+        updates_per_rollout=1,
+        epochs=1,
+    )
+    critic = trainer.algorithm.needs().critic
+    updates = preparation.prepare(groups, critic.warmup_steps if critic else 0).updates
+    return list(updates[0].batches)
+
+
+def _gradient(trainer: AnyTrainer, batches: Sequence[TrainBatch]) -> tuple[Tensor, float]:
+    """Return the gradient of an optimizer step on these micro-batches as one vector; clear it in the model.
+
+    The second value is the sum of the norms of what each micro-batch added. The gradients of good and bad samples may cancel
+    out, but the rounding errors of a computation in bf16 do not, so this is what they compare with.
+    """
+    parameters = [item for item in trainer.backend.model.parameters() if item.requires_grad]
+    objective = trainer.objective(Update(batches))
+    gradient, norms = torch.zeros(1), 0.0
+    for number, batch in enumerate(batches, 1):
+        trainer.backend.forward_backward(batch, **objective, last=number == len(batches))
+        parts = [
+            torch.zeros(item.numel()) if item.grad is None else item.grad.detach().flatten().float().cpu()
+            for item in parameters
+        ]
+        before, gradient = gradient, torch.cat(parts)
+        norms += (gradient - before).norm().item()
+    for item in parameters:
+        item.grad = None
+    return gradient, norms
+
+
+def _groups(bench: Bench) -> list[Group]:
+    """Return the groups that were played, or the first rows of a dataset."""
+    trainer = _trainer(bench)
+    if isinstance(trainer, RLTrainer):
+        return [group for group in _played(bench).groups if not group.frozen]
+    count = min(2 * ROWS, len(trainer.dataset))
+    return [trainer.read(trainer.dataset[row], str(row)) for row in range(count)]
+
+
+def _pack(preparation: Preparation, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
+    batching = preparation.batching
+    return batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
+
+
+def _trainer(bench: Bench) -> AnyTrainer:
+    assert bench.trainer is not None  # built by a check that this one needs
+    return bench.trainer
+
+
+def _played(bench: Bench) -> PlayedEpisodes:
+    assert bench.played is not None
+    return bench.played
+
+
+def _rl(bench: Bench) -> RLTrainer:
+    assert isinstance(bench.trainer, RLTrainer)
+    return bench.trainer

@@ -1,0 +1,90 @@
+"""All checks in their order, and their results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rl4llm.config import Config
+from rl4llm.core.errors import RL4LLMError
+from rl4llm.extensions.inspect.check import laws, machine, parts
+from rl4llm.extensions.inspect.check.bench import Bench, FreeBytes, NotNeeded, free_bytes
+
+IN_VAIN = "not run: "  # prefix of the text of a check whose needs did not pass
+Status = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`run` returns what it measured. It raises an RL4LLMError with the next step, or NotNeeded with the reason.
+
+    It does not run if one of its `needs` did not pass.
+    """
+
+    name: str
+    run: Callable[[Bench], str]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A check that ended: its status, the reason as text, and how long it took."""
+
+    name: str
+    status: Status
+    text: str
+    seconds: float
+
+
+CHECKS = (
+    Check("data", parts.data),
+    Check("tokenizer", parts.tokenizer),
+    Check("rewards", parts.rewards, ("data", "tokenizer")),
+    Check("environment", parts.environment, ("rewards",)),
+    Check("sandbox", parts.sandbox),
+    Check("template", parts.template, ("data", "tokenizer", "environment")),
+    Check("servers", machine.servers),
+    Check("disk", machine.disk),
+    Check("model", laws.model, ("template", "servers")),
+    Check("episodes", laws.episodes, ("model",)),
+    Check("mask", laws.mask, ("model", "episodes")),
+    Check("log-probs", laws.logprobs, ("episodes",)),
+    Check("publish", laws.publish, ("episodes",)),
+    Check("loss", laws.loss, ("model", "episodes")),
+)
+"""Cheap checks come first."""
+
+
+def check(
+    config: Config, tell: Callable[[Result], None] = lambda result: None, free: FreeBytes = free_bytes
+) -> list[Result]:
+    """Run every check on a configuration; `tell` receives each result when it is known.
+
+    Raises ConfigError for a configuration that is not valid.
+    """
+    bench = Bench(config, free)
+    results: dict[str, Result] = {}
+    try:
+        for item in CHECKS:
+            results[item.name] = _result(item, bench, results)
+            tell(results[item.name])
+    finally:
+        bench.close()
+    return list(results.values())
+
+
+def _result(item: Check, bench: Bench, before: dict[str, Result]) -> Result:
+    broken = [name for name in item.needs if before[name].status == "failed" or IN_VAIN in before[name].text]
+    if broken:
+        return Result(item.name, "skipped", f"{IN_VAIN}{broken[0]!r} did not pass", 0.0)
+    started = time.monotonic()
+    status: Status
+    try:
+        status, text = "passed", item.run(bench)
+    except NotNeeded as reason:
+        status, text = "skipped", str(reason)
+    except (RL4LLMError, OSError) as error:
+        status, text = "failed", str(error)
+    return Result(item.name, status, text, time.monotonic() - started)

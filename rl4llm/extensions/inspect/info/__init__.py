@@ -1,0 +1,1 @@
+"""`rl4llm info` lists versions, devices and the names that a configuration accepts."""

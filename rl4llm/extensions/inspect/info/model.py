@@ -1,0 +1,124 @@
+"""What rl4llm does with a model: how it is sampled and trained, and what its chat template can express.
+
+Its configuration and its tokenizer are read, but not its weights. A run proves at its start, with numbers, what is derived
+here from the architecture alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from rl4llm.backends.checkpoint_names import CheckpointNames
+from rl4llm.backends.models import empty_model, load_tokenizer, model_directory
+from rl4llm.commands.output import Facts
+from rl4llm.core.errors import RL4LLMError
+from rl4llm.core.types import TensorSpec
+from rl4llm.data.render import Renderer
+from rl4llm.extensions.inspect.templates import COLUMNS, template_row
+from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
+from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder
+from rl4llm.inference.paths import context_limit
+
+TEMPLATE = {
+    "user": "turns of a user",
+    "thoughts": "thoughts of earlier turns",
+    "format": "tool format",
+    "call": "a tool call as the template writes it",
+}
+WORDS = {
+    "+": "appended token for token",
+    "+ ns": "appended token for token, without a system prompt",
+    "+ d": "appended token for token; tools are described in the system prompt",
+    "=": "rendered as the template does",
+    "past": "rendered as the template does, except for thoughts of earlier turns",
+}
+
+
+def facts_of(path: str) -> Facts:
+    """Return the table of a model directory or hub name; raise ModelError for a configuration that cannot be read."""
+    model = empty_model(path)
+    rows = [*_architecture(model), *_engine(model), *_tokenizer(path)]
+    return Facts("model", path, ("what", "answer"), rows)
+
+
+def _architecture(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    yield "architecture", type(model).__name__
+    yield "parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"
+    yield "servers take its weights", _names(model)
+
+
+def _names(model: PreTrainedModel) -> str:
+    """Return whether weights can be published as a checkpoint has them."""
+    own = [TensorSpec.of(name, parameter) for name, parameter in model.named_parameters()]
+    try:
+        published = CheckpointNames(model, own).specs
+    except RL4LLMError as error:
+        return f"no: {error}"
+    other = {spec.name for spec in own} - {spec.name for spec in published}
+    converted = f"; {len(other)} tensors in memory are converted, such as {min(other)}" if other else ""
+    return f"yes: {len(published)} tensors by the names of its checkpoint{converted}"
+
+
+def _engine(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Yield how the embedded engine and the trainer run the model."""
+    try:
+        length, reason = context_limit(model, None)
+        layers = Layers(model)
+        yield (
+            "layers",
+            ", ".join(f"{kind} of {size} tokens" if size else kind for kind, size in layers.windows.items()),
+        )
+        yield "context", f"{length} tokens ({reason})"
+        yield "engine", _path(model, length)
+        yield "trains as", _training(model, layers)
+    except RL4LLMError as error:
+        yield "engine", str(error)
+
+
+def _path(model: PreTrainedModel, context_length: int) -> str:
+    try:
+        return f"{LlamaDecoder(model, context_length).name}: functions for models like Llama"
+    except UnsupportedModelError as error:
+        return f"{ModelDecoder(model).name}: the forward of transformers, since {error}"
+
+
+def _training(model: PreTrainedModel, layers: Layers) -> str:
+    why = ""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        why = "its attention scores are capped"
+    elif not (model._supports_attention_backend or model._supports_sdpa):
+        why = "transformers cannot replace its attention"
+    if why:
+        return f"padded rows, since {why}"
+    return "one row without padding" + (", if its recurrent layers accept it" if layers.recurrent else "")
+
+
+def _tokenizer(path: str) -> Iterator[tuple[str, str]]:
+    """Yield what the chat template can express."""
+    try:
+        tokenizer: Any = load_tokenizer(path)
+    except RL4LLMError as error:
+        yield "tokenizer", str(error)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_directory(path))
+        except (OSError, ValueError):
+            return
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    try:
+        ends = tokenizer.convert_ids_to_tokens(list(Renderer(tokenizer).stop_token_ids))
+        yield "end of turn", ", ".join(ends)
+    except RL4LLMError as error:
+        yield "chat template", str(error)
+        return
+    found = template_row(tokenizer)
+    for column, cell in zip(COLUMNS, found.cells(), strict=True):
+        reason = found.reasons.get(column)
+        yield TEMPLATE.get(column, column), WORDS.get(cell, cell) + (f": {reason}" if reason else "")
+    switches = "enable_thinking" in str(tokenizer.get_chat_template())
+    yield (
+        "thinking",
+        "env.template_args.enable_thinking switches it" if switches else "the template has no switch",
+    )

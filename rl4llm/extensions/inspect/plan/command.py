@@ -1,0 +1,47 @@
+"""``rl4llm plan``: what a run will do and need, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rl4llm.commands.arguments import add_command, add_config, add_json
+from rl4llm.commands.output import show, write_json
+from rl4llm.core.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    examples = (
+        "rl4llm plan configs/gsm8k_grpo.yaml",
+        "rl4llm plan configs/gsm8k_grpo.yaml backend.shard=fsdp2 --devices 8 --device-memory 24GiB",
+    )
+    about = "show what a step does and how much memory each phase takes; exit code 1 when it does not fit"
+    command = add_command(commands, "plan", run, about, examples)
+    add_config(command)
+    command.add_argument(
+        "--devices", type=int, default=1, help="devices, one process on each (default: %(default)s)"
+    )
+    command.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="memory of one device, such as 24GiB (default: this machine's)",
+    )
+    add_json(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.config import load_config
+    from rl4llm.extensions.inspect.plan.advice import changes
+    from rl4llm.extensions.inspect.plan.plan import make_plan
+    from rl4llm.extensions.inspect.plan.show import as_json, parse_size, tables, verdict
+
+    if arguments.devices < 1:
+        raise ConfigError(f"--devices {arguments.devices} is not accepted. Accepted: 1 or more.")
+    memory = None if arguments.device_memory is None else parse_size(arguments.device_memory)
+    plan = make_plan(load_config(arguments.config, arguments.overrides), arguments.devices, memory)
+    found = [] if plan.fits else changes(plan)
+    if arguments.json:
+        write_json(as_json(plan, found))
+    else:
+        show(*tables(plan), *verdict(plan, found))
+    return 0 if plan.fits else 1

@@ -1,0 +1,192 @@
+"""From prompts to tokens to micro-batches: what one step of the loop does if everything has its maximum length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.compose.choices import in_part
+from rl4llm.compose.data import (
+    fitting_prompts,
+    held_out_rows,
+    longest_rows,
+    micro_batch_plan,
+    training_rows,
+)
+from rl4llm.compose.environments import THE_POLICY, Provided, build_env, build_sandbox, with_hosts
+from rl4llm.compose.supervised import dataset_renderer, fitting_conversations, row_reader
+from rl4llm.compose.tables import Given
+from rl4llm.compose.trainer import batching_of
+from rl4llm.config import Config, by_part
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import TrainBatch
+from rl4llm.data.answers import ANSWER_COLUMNS
+from rl4llm.data.pack import RolloutSize
+from rl4llm.data.render import Renderer
+
+LOOKED_AT = 256
+"""Number of rows, spread over the dataset, for the mean length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts(RolloutSize):
+    """One step of the loop on each rank, at most; lengths are in tokens.
+
+    In the largest micro-batch, `trains` tokens need a log-prob, and `keys` positions keep keys and values; those of a
+    shared prompt count once per trajectory. `rows` train and `held_out` rows are only evaluated. `usual` is the mean
+    length of a prompt, or of a whole conversation.
+    """
+
+    rows: int
+    held_out: int
+    usual: float
+    updates: int  # optimizer steps per step of the loop
+    micro_batches: int  # per optimizer step
+    tokens: int  # in the largest micro-batch, like the next three
+    padded: int
+    trains: int
+    keys: int
+    step_tokens: int  # in all micro-batches of a rollout
+
+
+def count(config: Config, algorithm: BaseAlgorithm, context_length: int) -> Counts:
+    """Count from the data, the tokenizer and the configuration; no model is needed."""
+    tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
+    if algorithm.needs().learns_from == "episodes":
+        return _count_episodes(config, algorithm, tokenizer, context_length)
+    return _count_rows(config, algorithm, tokenizer, context_length)
+
+
+def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int) -> Counts:
+    with ExitStack() as opened:
+        played: list[tuple[BaseMDPEnv, Renderer, int]] = []  # and the maximum tokens of a turn
+        held_out = 0
+        for name, part in by_part(config).items():
+            env, measured = in_part(name, _environment, part, algorithm, tokenizer)
+            opened.callback(env.close)
+            renderer = Renderer.of(env, tokenizer)
+            fitted = (env, renderer, context_length, part)
+            env.dataset = in_part(name, fitting_prompts, env.dataset, *fitted, "data")
+            measured = in_part(name, fitting_prompts, measured, *fitted, "eval")
+            played.append((env, renderer, part.rollout.max_tokens))
+            held_out += len(measured)
+        sampled = max(env.max_steps * turn for env, _, turn in played)
+        batching = batching_of(config, algorithm, tokenizer, longest_completion=min(context_length, sampled))
+        plan = micro_batch_plan(config, batching, played, context_length)
+        largest = int(np.argmax(plan.tokens))
+        sequences = plan.sequences[largest]
+        return Counts(
+            rows=sum(len(env.dataset) for env, _, _ in played),
+            held_out=held_out,
+            usual=float(
+                np.mean([length for env, renderer, _ in played for length in _prompt_lengths(env, renderer)])
+            ),
+            prompts=plan.prompts,
+            samples=plan.samples,
+            roles=plan.roles,
+            prompt_tokens=plan.prompt_tokens,
+            new_tokens=plan.new_tokens,
+            updates=plan.updates * config.training.epochs,
+            micro_batches=len(plan.tokens),
+            tokens=plan.tokens[largest],
+            padded=plan.tokens[largest],
+            trains=sequences * plan.new_tokens,
+            keys=plan.tokens[largest] + sequences * plan.prompt_tokens,
+            step_tokens=sum(plan.tokens) * plan.updates,
+        )
+
+
+def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tuple[BaseMDPEnv, Any]:
+    """Return the environment of a part with unscored episodes and silent opponents, and the held-out rows."""
+    given = with_hosts(config, Given(), algorithm)
+    dataset, measured = training_rows(config, given, "episodes"), held_out_rows(config, given) or ()
+    if not len(dataset):
+        raise ConfigError("The training data has no rows.")
+    opponents = config.env.get("opponents")
+    silent = None
+    if isinstance(opponents, Mapping):
+        playing = (role for role, item in opponents.items() if item not in (None, THE_POLICY))
+        silent = dict.fromkeys(playing, lambda messages: "")
+    provided = Provided({"sandbox": lambda: build_sandbox(config), "opponents": lambda: silent})
+    if given.hosted:
+        given.hosted.rewards([], tokenizer, dataset[0], config.seed)
+    env = build_env(config, given, dataset, tokenizer, [_Unscored("unscored")], None, provided)
+    return env, measured
+
+
+class _Unscored(BaseRewardFunction):
+    """Replaces the rewards, since some load models."""
+
+    def __call__(self, messages: Any, ground_truth: Any, **columns: Any) -> float:
+        return 0.0
+
+
+def _prompt_lengths(env: BaseMDPEnv, renderer: Renderer) -> list[int]:
+    """Return the lengths of prompts, spread over the dataset, in tokens."""
+    every = max(1, len(env.dataset) // LOOKED_AT)
+    rows = (env.dataset[number] for number in range(0, len(env.dataset), every))
+    return [
+        len(renderer.first(env.openings(row)[role]))
+        for row in islice(rows, LOOKED_AT)
+        for role in env.policy_roles
+    ]
+
+
+def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int) -> Counts:
+    """Count a dataset: the longest rows are read as they will be trained on, and a step is made of these."""
+    needs, given = algorithm.needs(), Given()
+    dataset = training_rows(config, given, needs.learns_from)
+    held_out = held_out_rows(config, given, needs.learns_from) or ()
+    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
+    read = row_reader(needs, dataset_renderer(config, tokenizer, dataset, answers))
+    dataset = fitting_conversations(dataset, read, config, needs, context_length, "data")
+    batching = batching_of(config, algorithm, tokenizer)
+    longest = longest_rows(
+        dataset, max(1, config.rollout.prompts // batching.updates_per_rollout), ("messages", *answers)
+    )
+    groups = [read(row, str(row.get("prompt_id", number))) for number, row in enumerate(longest)]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    batches = batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
+    largest = max(batches, key=lambda batch: batch.token_ids_BT.numel())
+    every = max(1, len(dataset) // LOOKED_AT)
+    some = [read(row, str(row.get("prompt_id", ""))) for row in islice(dataset, 0, LOOKED_AT * every, every)]
+    policy = max(trajectory.num_policy_tokens for trajectory in trajectories)
+    length = max(trajectory.num_tokens for trajectory in trajectories)
+    return Counts(
+        rows=len(dataset),
+        held_out=len(held_out),
+        usual=float(np.mean([trajectory.num_tokens for group in some for trajectory in group.trajectories])),
+        prompts=config.rollout.prompts,
+        samples=max(len(group.trajectories) for group in groups),
+        roles=1,
+        prompt_tokens=length - policy,
+        new_tokens=policy,
+        updates=batching.updates_per_rollout * batching.epochs,
+        micro_batches=len(batches),
+        tokens=int((largest.segment_ids_BT > 0).sum()),
+        padded=largest.token_ids_BT.numel(),
+        trains=int(largest.mask_BT.sum()),
+        keys=_keys(largest),
+        step_tokens=sum(batch.token_ids_BT.numel() for batch in batches) * batching.updates_per_rollout,
+    )
+
+
+def _keys(batch: TrainBatch) -> int:
+    """Return the positions whose keys attention keeps; a shared prompt counts again for each of its answers."""
+    real = int((batch.segment_ids_BT > 0).sum())
+    if batch.previous_BT is None:
+        return real
+    segments_BT = batch.segment_ids_BT
+    starts_BT = (segments_BT.diff(dim=1, prepend=torch.zeros_like(segments_BT[:, :1])) != 0) & (
+        segments_BT > 0
+    )
+    return real + int(batch.position_ids_BT[starts_BT].sum())

@@ -1,0 +1,145 @@
+"""How much memory each phase of a step takes on one device: the sum of the estimates of backend, head and engine.
+
+Counted are tensors of the models, their optimizers, activations, the head's logits, and the cache of an embedded
+engine. Not counted are CUDA's context and the gaps between blocks, for which `RESERVE` is left; on a CPU, Python and
+its libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl4llm.backends.heads import head_memory
+from rl4llm.compose.models import autocast_of, device_of
+from rl4llm.compose.tables import BACKENDS, ENGINES
+from rl4llm.config import Config
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape, Precision
+from rl4llm.core.types import TrainBatch
+from rl4llm.extensions.inspect.plan.counts import Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What is on a device at the same time in a phase of a step, in bytes by kind."""
+
+    name: str
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Total bytes."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The shapes of a run's models: critic and reference if the algorithm has them, and `others` that judge or play."""
+
+    policy: ModelShape
+    critic: ModelShape | None = None
+    reference: ModelShape | None = None
+    others: Mapping[str, int] = field(default_factory=dict)  # bytes by name
+
+
+def phases(
+    config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int
+) -> list[Phase]:
+    """Return what a device holds in each phase, once the optimizer has its moments."""
+    return _Memory(config, algorithm, counts, models, ranks).phases()
+
+
+class _Memory:
+    """The phases of one device."""
+
+    def __init__(self, config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int):
+        self.config, self.counts, self.models, self.ranks = config, counts, models, ranks
+        self.needs = algorithm.needs()
+        self.precision = Precision.of(config.model.dtype, autocast_of(config))
+        self.policy = self._held(models.policy)
+        self.critic = self._held(models.critic) if models.critic else None
+        self.reference = self._held(models.reference, trains=False) if models.reference else None
+
+    def phases(self) -> list[Phase]:
+        found = [self._start()]
+        if self.needs.learns_from == "episodes":
+            found.append(self._rollout())
+        if self.needs.old_logprobs or self.needs.reference or self.needs.critic:
+            found.append(self._logprobs())
+        if self.critic and self.models.critic:
+            found.append(self._update("critic", self.models.critic, self.critic, values=True))
+        found.append(self._update("update", self.models.policy, self.policy, values=self.needs.value_head))
+        return [
+            Phase(phase.name, {name: size for name, size in phase.parts.items() if size}) for phase in found
+        ]
+
+    def _held(self, shape: ModelShape, *, trains: bool = True) -> ModelMemory:
+        backend = BACKENDS[self.config.backend["name"]]
+        return backend.memory(shape, self.precision, self.config.backend, self.ranks, trains=trains)
+
+    def _resident(self) -> dict[str, int]:
+        """Return what stays through all phases."""
+        return {
+            "weights": self.policy.weights,
+            "optimizer": self.policy.optimizer,
+            "critic": self.critic.weights + self.critic.optimizer if self.critic else 0,
+            "reference": self.reference.weights if self.reference else 0,
+            **self.models.others,
+        }
+
+    def _start(self) -> Phase:
+        """Plan the loading of one model after the other.
+
+        Models that the ranks shard come to a device in pieces; on a CPU they are first in the memory of the first rank.
+        """
+        kept, most = sum(self.models.others.values()), 0
+        for model in filter(None, (self.policy, self.critic, self.reference)):
+            in_pieces = model.weights < model.whole and device_of(self.config) != "cpu"
+            most = max(most, kept + (model.weights + model.piece if in_pieces else model.whole))
+            kept += model.weights
+        return Phase("start", {"weights of all models": most})
+
+    def _rollout(self) -> Phase:
+        """Plan the rollout; for an engine that shares the device in turns, the trainer has left it."""
+        counts, options = self.counts, self.config.inference
+        load = EngineLoad(
+            counts.trajectories, counts.held_out, self.ranks, counts.prompt_tokens, counts.longest
+        )
+        playing = ENGINES[options["name"]].memory(self.models.policy, self.precision, options, load)
+        return Phase("rollout", {**({} if options.get("cohost") else self._resident()), **playing})
+
+    def _logprobs(self) -> Phase:
+        """Plan the passes without a gradient: the policy before its update, the reference, the critic."""
+        counts, shape = self.counts, self.models.policy
+        parts = {
+            "layers": shape.working(self.precision, counts.tokens, backward=False) + self.policy.casts,
+            "log-probs": head_memory(
+                shape, self.precision, counts.trains, backward=False, values=self.needs.value_head
+            ),
+            "gathered": max(model.gathered for model in (self.policy, self.critic, self.reference) if model),
+            "batches": self._batches(),
+        }
+        return Phase("log-probs", {**self._resident(), **parts})
+
+    def _update(self, name: str, shape: ModelShape, model: ModelMemory, *, values: bool) -> Phase:
+        counts, precision = self.counts, self.precision
+        kept = shape.activations(
+            precision, counts.tokens, counts.keys, checkpointing=self.config.model.gradient_checkpointing
+        )
+        grown = {
+            "gradients": model.gradients,
+            "activations": kept + shape.working(precision, counts.tokens, backward=True) + model.casts,
+        }
+        if counts.micro_batches == 1:
+            # Layers free their activations as their gradients appear. Only a second micro-batch coexists with all gradients.
+            larger = "gradients" if grown["gradients"] > grown["activations"] else "activations"
+            grown = {larger: grown[larger]}
+        asked = head_memory(shape, precision, counts.trains, backward=True, values=values)
+        parts = {**grown, "log-probs": asked, "gathered": model.gathered, "batches": self._batches()}
+        return Phase(name, {**self._resident(), **parts})
+
+    def _batches(self) -> int:
+        """Return the bytes of batches: all are in the CPU's memory, but only one micro-batch at a time on a GPU."""
+        tokens = self.counts.step_tokens if device_of(self.config) == "cpu" else self.counts.padded
+        return tokens * TrainBatch.TOKEN_BYTES

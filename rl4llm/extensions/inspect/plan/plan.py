@@ -1,0 +1,115 @@
+"""A configuration's plan: counts, memory by phase, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from rl4llm.backends.models import empty_model
+from rl4llm.compose import build_algorithm
+from rl4llm.compose.choices import check_choices
+from rl4llm.compose.models import demand_device, device_of
+from rl4llm.compose.tables import Given
+from rl4llm.config import Config, by_part
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.model_memory import Precision
+from rl4llm.extensions.inspect.plan.counts import Counts, count
+from rl4llm.extensions.inspect.plan.memory import Models, Phase, phases
+from rl4llm.extensions.inspect.plan.shape import read_shape, shape_of
+from rl4llm.inference.paths import context_limit
+
+RESERVE = 0.1
+"""Share of a GPU that is left free for CUDA's context and the gaps between blocks, which are not counted."""
+
+BRING_MODELS = ("reward_model", "model")
+"""Rewards and opponents that run the model at their `path` in this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run does in a step, and its memory. `devices` are ranks, one on each; `memory` is the bytes of one device."""
+
+    config: Config
+    counts: Counts
+    models: Models
+    phases: list[Phase]
+    devices: int
+    device: str
+    memory: int
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most memory."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a device that a phase may take; on a CPU, all ranks share the memory of the machine."""
+        return int(self.memory * (1 - RESERVE)) if self.device != "cpu" else self.memory // self.devices
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits."""
+        return self.peak.total <= self.room
+
+
+def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> RunPlan:
+    """Return the plan for `devices` devices of `memory` bytes each, by default those of this machine.
+
+    Reads only configs, the tokenizer and the data, and raises the errors that training would.
+    """
+    algorithm = build_algorithm(config)
+    check_choices(config, Given(), algorithm.needs())
+    policy = empty_model(config.model.path)
+    context_length, _ = context_limit(policy, config.inference.get("context_length"))
+    counts = count(config, algorithm, context_length)
+    models = _models(config, algorithm, policy)
+    return RunPlan(
+        config=config,
+        counts=counts,
+        models=models,
+        phases=phases(config, algorithm, counts, models, devices),
+        devices=devices,
+        device=device_of(config),
+        memory=_memory(device_of(config)) if memory is None else memory,
+    )
+
+
+def _models(config: Config, algorithm: BaseAlgorithm, policy: Any) -> Models:
+    """Return the sizes of all models in this process, by the rules of `rl4llm.compose.models`."""
+    needs, lora = algorithm.needs(), config.model.lora
+    plain = shape_of(policy)
+    own = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets) if lora.rank else plain
+    under_adapter = lora.rank and needs.reference_path is None and not needs.reference_every
+    reference = None
+    if needs.reference and not under_adapter:
+        reference = plain if needs.reference_path is None else read_shape(needs.reference_path)
+    critic = None
+    if needs.critic is not None:
+        critic = plain if needs.critic.path is None else read_shape(needs.critic.path)
+    return Models(own, critic, reference, _others(config))
+
+
+def _others(config: Config) -> dict[str, int]:
+    """Return the bytes of the models that rewards and opponents load into this process, by name and path."""
+    found: dict[str, int] = {}
+    for part in by_part(config).values():
+        opponents = part.env.get("opponents")
+        played = opponents.values() if isinstance(opponents, Mapping) else ()
+        for item in (*(part.rewards or ()), *played):
+            if isinstance(item, Mapping) and item.get("name") in BRING_MODELS and "path" in item:
+                number = Precision.of(item.get("dtype", "float32")).weights
+                found[f"{item['name']} {item['path']}"] = read_shape(item["path"]).parameters * number
+    return found
+
+
+def _memory(device: str) -> int:
+    """Return the bytes of one device of this machine."""
+    if device == "cpu":
+        return psutil.virtual_memory().total
+    demand_device(device)
+    return torch.cuda.get_device_properties(torch.device(device)).total_memory

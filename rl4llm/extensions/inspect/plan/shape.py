@@ -1,0 +1,49 @@
+"""The sizes of a model, read from its config: no weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from rl4llm.backends.lora import adapter_size
+from rl4llm.backends.models import empty_model
+from rl4llm.core.model_memory import ModelShape
+
+
+def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
+    """Return `shape_of` the model of a directory or hub name; raise ModelError if it does not exist."""
+    return shape_of(empty_model(path), lora_rank=lora_rank, lora_targets=lora_targets)
+
+
+def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
+    """Return the sizes of a model, which may be on the meta device, and of its adapter of rank `lora_rank`."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    # transformers numbers the layers: model.layers.3.mlp.up_proj.weight
+    inner = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if any(part.isdecimal() for part in name.split("."))
+    )
+    total, layers = sum(parameter.numel() for parameter in model.parameters()), config.num_hidden_layers
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return ModelShape(
+        name=type(model).__name__,
+        parameters=total,
+        linear=sum(module.weight.numel() for module in linear),
+        root=total - inner,
+        layer=inner // layers,
+        layers=layers,
+        hidden=config.hidden_size,
+        mlp=getattr(config, "intermediate_size", None)
+        or getattr(config, "n_inner", None)
+        or 4 * config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocabulary=model.get_input_embeddings().num_embeddings,
+        gated=any("gate" in name for name, _ in model.named_parameters()),
+        adapter=adapter_size(model, lora_rank, lora_targets) if lora_rank else 0,
+    )

@@ -1,0 +1,120 @@
+"""A plan as tables for people, and as a mapping for scripts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.inspect.plan.advice import Change
+from rl4llm.extensions.inspect.plan.plan import RunPlan
+
+BASES = {"B": 1000, "IB": 1024}
+UNITS = {f"{letter}{unit}": BASES[unit] ** power for power, letter in enumerate("KMGT", 1) for unit in BASES}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 24GiB. Raises ConfigError for anything else.
+
+    >>> parse_size("1.5 GiB")
+    1610612736
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
+    size = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
+    if not size:
+        raise ConfigError(
+            f"--device-memory {text!r} is not accepted. Accepted: a number and a unit, such as 24GiB or 80GB."
+        )
+    return size
+
+
+def size_text(size: int) -> str:
+    """Format a number of bytes."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def tables(plan: RunPlan) -> Iterator[Table]:
+    """Yield the tables of a step: from prompts to updates, and the memory of a device in each phase."""
+    yield _counts(plan)
+    yield _memory(plan)
+
+
+def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
+    """Return lines on whether the run fits, and which keys to change if it does not."""
+    peak, where = (
+        plan.peak,
+        f"{size_text(plan.memory)} of {'this machine' if plan.device == 'cpu' else 'each device'}",
+    )
+    if plan.fits:
+        return [f"It fits: at most {size_text(peak.total)}, in the phase {peak.name}, in {where}."]
+    room = f"{size_text(plan.room)} of {where} are available"
+    lines = [f"It does NOT fit: {size_text(peak.total)} in the phase {peak.name}, but {room}."]
+    for change in found:
+        fits = "fits" if change.fits else "still too much"
+        lines.append(f"  {' '.join(change.overrides)}: {size_text(change.peak)}, {fits}")
+    return (
+        lines if found else [*lines, "No single key helps: use a smaller model or more devices (--devices)."]
+    )
+
+
+def as_json(plan: RunPlan, found: Sequence[Change]) -> dict[str, Any]:
+    """Return the whole plan, in bytes and tokens."""
+    return {
+        "fits": plan.fits,
+        "peak": {"phase": plan.peak.name, "bytes": plan.peak.total},
+        "room": plan.room,
+        "device": {"kind": plan.device, "count": plan.devices, "bytes": plan.memory},
+        "model": asdict(plan.models.policy),
+        "counts": {
+            **asdict(plan.counts),
+            "trajectories": plan.counts.trajectories,
+            "longest": plan.counts.longest,
+        },
+        "steps": plan.config.max_steps,
+        "phases": {phase.name: {"total": phase.total, **phase.parts} for phase in plan.phases},
+        "changes": [asdict(change) for change in found],
+    }
+
+
+def _counts(plan: RunPlan) -> Table:
+    counts, ranks, config = plan.counts, plan.devices, plan.config
+    table = Table("what", "how many", title=f"a step, at most, on {ranks} device{'s' if ranks > 1 else ''}")
+    played = f"{counts.prompts * ranks:,} prompts x {counts.samples} samples"
+    played += f" x {counts.roles} roles" if counts.roles > 1 else ""
+    rows = {
+        "training rows": f"{counts.rows:,} ({counts.held_out:,} held out), {counts.usual:.0f} tokens on average",
+        "sequences": f"{played} = {counts.trajectories * ranks:,}",
+        "tokens of a sequence": f"{counts.prompt_tokens:,} of the prompt + {counts.new_tokens:,} = {counts.longest:,}",
+        "tokens that are computed": f"{counts.step_tokens * ranks:,}",
+        "optimizer steps": f"{counts.updates}",
+        "micro-batches of each": f"{counts.micro_batches}"
+        + (f" on each of {ranks} ranks" if ranks > 1 else ""),
+        "tokens of a micro-batch": f"{counts.padded:,}",
+        "in the whole run": f"{config.max_steps:,} steps, {config.max_steps * counts.updates:,} optimizer steps, "
+        f"{config.max_steps * counts.trajectories * ranks:,} sequences",
+    }
+    for what, value in rows.items():
+        table.add_row(what, value)
+    return table
+
+
+def _memory(plan: RunPlan) -> Table:
+    policy = plan.models.policy
+    table = Table(
+        "phase",
+        "bytes",
+        "made of",
+        title=f"memory of one device: {policy.name}, {policy.parameters:,} parameters",
+    )
+    for phase in plan.phases:
+        parts = sorted(phase.parts.items(), key=lambda part: -part[1])
+        named = ", ".join(
+            f"{name} {size_text(size)}" for name, size in parts if size >= 2**20 or size == parts[0][1]
+        )
+        mark = " <- peak" if phase is plan.peak else ""
+        table.add_row(phase.name, f"{size_text(phase.total)}{mark}", named)
+    return table

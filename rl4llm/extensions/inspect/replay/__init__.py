@@ -1,0 +1,1 @@
+"""``rl4llm replay``: recompute a step that was not finite."""

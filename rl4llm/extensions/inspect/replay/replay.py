@@ -1,0 +1,121 @@
+"""Recompute an optimizer step that was not finite: ``rl4llm replay runs/NAME/failed/step-000012``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from rl4llm.commands.output import Facts
+from rl4llm.compose import build_algorithm, build_model
+from rl4llm.config import Config, load_config
+from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_backend import TokenLosses, TokenMetrics
+from rl4llm.core.errors import DataError
+from rl4llm.core.types import TrainBatch
+from rl4llm.extensions.inspect.replay.failed_update import FailedUpdate, load_update
+
+CONTEXT = 8  # tokens shown before one that is not finite
+
+
+def replay(directory: Path) -> Iterator[Facts]:
+    """Recompute the step on its saved weights and batches; yield what was not finite, and where it was first.
+
+    One process with plain torch suffices for every backend and number of ranks, since each rank saved its batches.
+    Raises DataError if `directory` does not contain such a step.
+    """
+    update = load_update(directory)
+    config = _config(directory)
+    algorithm = build_algorithm(config)
+    algorithm.restore(update.facts["algorithm"])
+    model = build_model(config, algorithm, update.facts["model"])
+    model.load(update.model)
+    yield _given(update)
+    seen: list[str] = []
+    losses = _losses(algorithm, update.facts["model"])
+    needs = algorithm.needs()
+    # Rows of a dataset were not sampled at any temperature.
+    temperature = (config.rollout.temperature or 1.0) if needs.learns_from == "episodes" else 1.0
+    for number, batch in enumerate(update.batches):
+        watched = partial(_watched, losses, f"micro-batch {number}", seen)
+        model.forward_backward(batch, watched, temperature=temperature, entropy=needs.entropy)
+    yield _found(update, seen, model.optim_step())
+
+
+def _config(directory: Path) -> Config:
+    file = directory.parent.parent / "config.yaml"
+    if not file.is_file():
+        raise DataError(
+            f"{directory} is not inside a run: {file} does not exist. Next: pass the directory where the run wrote the step."
+        )
+    return replace(load_config(file, of_run=True), backend={"name": "torch"})
+
+
+def _losses(algorithm: BaseAlgorithm, model: str) -> TokenLosses:
+    if model == "critic":
+        return lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT)
+    return algorithm.token_losses
+
+
+def _watched(
+    losses: TokenLosses,
+    where: str,
+    seen: list[str],
+    batch: TrainBatch,
+    numbers_BT: Tensor,
+    entropy_BT: Tensor | None,
+) -> tuple[Tensor, TokenMetrics]:
+    """Compute the losses, and add a line to `seen` for everything that is not finite on the policy's tokens."""
+    seen += _lines(where, "the model's output", numbers_BT, batch)
+    losses_BT, metrics = losses(batch, numbers_BT, entropy_BT)
+    seen += _lines(where, "loss", losses_BT, batch)
+    return losses_BT, metrics
+
+
+def _given(update: FailedUpdate) -> Facts:
+    """Return the inputs of the step."""
+    rows = []
+    for number, batch in enumerate(update.batches):
+        bad = [
+            f"{name}: {count}"
+            for name, value in batch.tensors().items()
+            if value.is_floating_point() and (count := int((~value.isfinite()).sum()))
+        ]
+        rows.append((number, batch.num_policy_tokens, bad))
+    columns = ("micro-batch", "policy tokens", "not finite before any computation")
+    return Facts("batches", "batches", columns, rows)
+
+
+def _found(update: FailedUpdate, seen: list[str], metrics: dict[str, float]) -> Facts:
+    rows = [
+        ("gradient norm", f"{metrics['grad_norm']:.6g}"),
+        ("when it ran", str(update.facts["metrics"].get("grad_norm", "-"))),
+    ]
+    for line in seen or [
+        "all outputs and losses are finite: the gradient overflows, or this machine does not reproduce the failure"
+    ]:
+        rows.append(("not finite" if seen else "finding", line))
+    title = f"step {update.facts['step']}, {update.facts['model']}, recomputed"
+    return Facts("found", title, ("what", "value"), rows)
+
+
+def _lines(where: str, what: str, x_BT: Tensor, batch: TrainBatch) -> list[str]:
+    bad_BT = batch.mask_BT & ~x_BT.detach().isfinite()
+    if not bad_BT.any():
+        return []
+    row, column = (int(place) for place in bad_BT.nonzero()[0])
+    before = batch.token_ids_BT[row, max(0, column - CONTEXT) : column + 1].tolist()
+    held = batch.tensors()
+    values = {
+        name: float(held[name][row, column])
+        for name in ("sampled_logprobs_BT", "advantages_BT")
+        if name in held
+    }
+    return [
+        f"{where}: {what} of {int(bad_BT.sum())} tokens, first in row {row}, column {column} (token ids up to it: {before}; "
+        + ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+        + ")"
+    ]

@@ -1,0 +1,93 @@
+"""A language model behind an OpenAI-compatible server, for judges and opponents, which need only its text."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
+from rl4llm.core.schema import Count, Positive, checked
+from rl4llm.runtime.transport import Retry, Transport
+
+T = TypeVar("T")
+
+
+class ChatServer:
+    """Chat completions with a deadline for each request, retries and a budget.
+
+    Args:
+        where: the configuration key that messages name.
+        url: URL of the server, up to /v1.
+        model: the model's name on the server.
+        api_key_env: the environment variable that holds the server's key.
+        attempts: maximum number of requests for one text.
+        deadline_s: deadline of one request, in seconds.
+        concurrency: maximum number of simultaneous requests.
+        max_calls: maximum number of requests of this process, None for no limit; each rank has a separate budget.
+        max_total_tokens: maximum number of tokens, read and written, that the server counts for this process.
+
+    `counts` has the calls and tokens so far.
+    """
+
+    @checked("{where}")
+    def __init__(
+        self,
+        where: str,
+        *,
+        url: str,
+        model: str,
+        api_key_env: str | None = None,
+        attempts: Count = 4,
+        deadline_s: Positive = 60.0,
+        concurrency: Count = 16,
+        max_calls: int | None = None,
+        max_total_tokens: int | None = None,
+    ):
+        if api_key_env and not os.environ.get(api_key_env):
+            raise ConfigError(f"{where}.api_key_env={api_key_env!r}: this environment variable is not set.")
+        self.model = model
+        self.retry = Retry(attempts)
+        self.counts: Counter[str] = Counter()
+        self._limits = {"calls": max_calls, "tokens": max_total_tokens}
+        api_key = os.environ.get(api_key_env) if api_key_env else None
+        self._transport = Transport(url, deadline_s=deadline_s, connections=concurrency, api_key=api_key)
+
+    async def ask(self, body: Callable[[int], Mapping[str, Any]], read: Callable[[str], T]) -> T:
+        """Return ``read(text)`` for the model's answer to ``body(attempt)``; retry if `read` raises UnreachableError.
+
+        Raises UnreachableError after the last attempt, RefusedError if the server refuses or the budget is used up.
+        """
+
+        async def attempt(number: int) -> T:
+            self._spend()
+            return read(
+                self._text(
+                    await self._transport.post("/chat/completions", {"model": self.model, **body(number)})
+                )
+            )
+
+        return await self.retry.run(attempt)
+
+    async def disconnect(self) -> None:
+        """Close the connections, which belong to the running event loop; the next request opens new ones."""
+        await self._transport.close()
+
+    def _spend(self) -> None:
+        for what, limit in self._limits.items():
+            if limit is not None and self.counts[what] >= limit:
+                raise RefusedError(f"the budget of {limit} {what} is used up")
+        self.counts["calls"] += 1
+
+    def _text(self, reply: Any) -> str:
+        try:
+            text = reply["choices"][0]["message"]["content"]
+            self.counts["tokens"] += int((reply.get("usage") or {}).get("total_tokens", 0))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UnreachableError(
+                f"the server did not return a valid chat completion: {reply!r:.200}"
+            ) from error
+        if not isinstance(text, str):
+            raise UnreachableError(f"the server did not return a valid chat completion: {reply!r:.200}")
+        return text

@@ -1,0 +1,116 @@
+"""A trained reward model as a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl4llm.backends.heads import VALUE_HEAD_FILE
+from rl4llm.backends.models import load_model, load_tokenizer, load_value_head, model_directory
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.errors import DataError, ModelError
+from rl4llm.core.types import ChatMessage, Trajectory
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.demonstrations import demonstration, valued_at_the_end
+from rl4llm.data.pack import pack
+from rl4llm.data.render import Renderer
+from rl4llm.rewards import RewardFailure
+
+
+class LearnedReward(BaseRewardFunction):
+    """The value that a trained reward model gives a conversation, which is the number that its training compared.
+
+        rewards: [{name: reward_model, path: runs/reward_model}]
+
+    The reward model's tokenizer and chat template render conversations up to the last answer of the assistant. If its
+    training set `env.template_args` or `data.special_tokens`, set the same here. A conversation that is longer than its
+    context, or that its template cannot render, is a failure and is never cut.
+
+    Args:
+        path: what training with ``algorithm.name=reward_model`` exported, or the directory of its run.
+        device: "auto" is cuda if a GPU is available.
+        dtype: of the weights, float32 or bfloat16.
+        max_tokens_per_batch: of one pass, or the longest conversation.
+        template_args: variables of the reward model's chat template, as `env.template_args` of its training.
+        special_tokens: what special tokens in messages become, as `data.special_tokens` of its training.
+    """
+
+    score_timeout_s = None
+
+    def __init__(
+        self,
+        path: str,
+        name: str = "reward_model",
+        device: str = "auto",
+        dtype: str = "float32",
+        max_tokens_per_batch: int = 8192,
+        template_args: Mapping[str, Any] | None = None,
+        special_tokens: str = "escape",
+    ):
+        super().__init__(name)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = load_model(path, dtype=dtype, device=device)
+        if not (Path(model_directory(path)) / VALUE_HEAD_FILE).is_file():
+            raise ModelError(
+                f"{path!r} has no {VALUE_HEAD_FILE}, so it is not a reward model. Accepted: the export of a run with "
+                "algorithm.name=reward_model."
+            )
+        tokenizer = load_tokenizer(path)
+        self._backend = TorchBackend(model, value_head=load_value_head(path, model), lr=0.0)
+        self._renderer = Renderer(
+            tokenizer, roles=(), template_args=template_args, special_tokens=special_tokens
+        )
+        self._pad_token_id = tokenizer.pad_token_id
+        self._context_length = model.config.get_text_config().max_position_embeddings
+        self._max_tokens_per_batch = max_tokens_per_batch
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        """Return the reward of one conversation; raise RewardFailure if it cannot be read."""
+        trajectory = self._read("conversation", messages, 0)
+        if isinstance(trajectory, RewardFailure):
+            raise trajectory
+        return self._values([trajectory])[0]
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
+        """Return rewards in order, with a failure for each conversation that cannot be read."""
+        found = [self._read(sample.prompt_id, sample.messages, sample.init_msg_size) for sample in samples]
+        readable = [item for item in found if isinstance(item, Trajectory)]
+        values = iter(self._values(readable))
+        return [next(values) if isinstance(item, Trajectory) else item for item in found]
+
+    def _read(
+        self, prompt_id: str, messages: Sequence[ChatMessage], prompt_size: int
+    ) -> Trajectory | RewardFailure:
+        try:
+            whole = demonstration(self._renderer, messages, prompt_id, prompt_size=prompt_size)
+        except DataError as error:
+            return RewardFailure(f"the reward model's template cannot render the conversation: {error}")
+        if whole.num_tokens > self._context_length:
+            tokens = f"{whole.num_tokens} tokens for the reward model"
+            return RewardFailure(f"the conversation has {tokens}, whose context is {self._context_length}")
+        return valued_at_the_end(whole, self._renderer.stop_token_ids[0])
+
+    def _values(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        values = torch.zeros(len(trajectories))
+        if not trajectories:
+            return []
+        batches = pack(
+            trajectories,
+            [
+                float(number) for number in range(len(trajectories))
+            ],  # in the place of a credit: whose token it is
+            max_tokens_per_batch=max(self._max_tokens_per_batch, *(item.num_tokens for item in trajectories)),
+            layout="shared",
+            aggregation="token",
+            totals=totals_of(trajectories),
+            pad_token_id=self._pad_token_id,
+        )
+        for batch in batches:
+            owners_N = batch.credits_BT[batch.mask_BT].long()
+            values[owners_N] = self._backend.forward(batch).cpu()[batch.mask_BT]
+        return values.tolist()

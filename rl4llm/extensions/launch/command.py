@@ -1,0 +1,206 @@
+"""``rl4llm launch``: train on several processes or machines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rl4llm.commands.arguments import add_command, add_config, add_force, add_json
+from rl4llm.commands.output import say, show, write_json
+from rl4llm.core.errors import ConfigError
+
+ROLES = ("trainer", "server", "router", "env")
+OF_RANKS = ("nproc", "nnodes", "node_rank", "rendezvous", "restarts")  # options without --on and --as
+
+
+def add(commands: Any) -> None:
+    examples = (
+        "rl4llm launch configs/gsm8k_grpo.yaml --nproc 8 --restarts 3",
+        "rl4llm launch configs/gsm8k_grpo.yaml --nproc 8 --nnodes 2 --node-rank 1 --rendezvous 10.0.0.1:29500",
+        "rl4llm launch configs/gsm8k_grpo.yaml launch.servers=2 --on local --dry-run",
+        "rl4llm launch configs/gsm8k_grpo.yaml launch.servers=2 launch.nproc=8 --on slurm --option partition=gpu --submit",
+    )
+    about = "train on several processes or machines, with restarts when one dies"
+    command = add_command(commands, "launch", run, about, examples, resumes=True)
+    add_config(command)
+    command.add_argument(
+        "--nproc", type=int, help="processes on this machine, one per GPU (default: launch.nproc)"
+    )
+    command.add_argument("--nnodes", type=int, help="number of machines (default: 1)")
+    command.add_argument("--node-rank", type=int, help="number of this machine, from 0")
+    command.add_argument("--rendezvous", help="HOST:PORT of machine 0, reachable from all machines")
+    command.add_argument(
+        "--restarts", type=int, metavar="N", help="restarts in a row without a new checkpoint (default: 0)"
+    )
+    add_force(command)
+    add_launchers(command)
+
+
+def add_launchers(command: argparse.ArgumentParser) -> None:
+    """Add ``--on slurm --submit`` for a whole run, ``--as server`` for one process of it."""
+    command.add_argument(
+        "--on",
+        metavar="LAUNCHER",
+        help="start all processes of the section `launch` with a launcher: local, slurm, ...",
+    )
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option passed to the launcher; may be repeated",
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory for its files (default: output.dir-LAUNCHER)"
+    )
+    command.add_argument("--submit", action="store_true", help="also submit the files")
+    command.add_argument(
+        "--as",
+        dest="role",
+        choices=ROLES,
+        help="run as one process of a launched job, configured by environment variables",
+    )
+    command.add_argument(
+        "--dry-run", action="store_true", help="with --on and --as: only print commands and files"
+    )
+    add_json(command, "with --dry-run: print JSON for scripts")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    if arguments.on == "local":
+        return _here(arguments)
+    if arguments.on:
+        return _elsewhere(arguments)
+    if arguments.role:
+        return _part(arguments)
+    return _ranks(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that would have no effect."""
+    if arguments.on and arguments.role:
+        raise ConfigError(
+            "--on starts all processes of a run, --as is one of them. Use only one of the two options."
+        )
+    whole = arguments.on or arguments.role
+    alone = {name: getattr(arguments, name) is not None for name in OF_RANKS}
+    launcher = {"option": arguments.option, "out": arguments.out, "submit": arguments.submit}
+    refused = {
+        "with --on or --as; use launch.nproc and launch.nodes in the configuration": alone if whole else {},
+        "without --on LAUNCHER": {} if arguments.on else launcher,
+        "with --on local, which writes and submits no files": launcher if arguments.on == "local" else {},
+        "with --on, except --on local": {"force": arguments.force}
+        if arguments.on not in (None, "local")
+        else {},
+        "without --on or --as": {} if whole else {"dry_run": arguments.dry_run},
+        "without --dry-run": {} if arguments.dry_run else {"json": arguments.json},
+        "with --dry-run": {"submit": arguments.submit} if arguments.dry_run else {},
+    }
+    for why, options in refused.items():
+        for name, given in options.items():
+            if given:
+                raise ConfigError(f"--{name.replace('_', '-')} is not accepted {why}.")
+
+
+def _check_config(arguments: argparse.Namespace) -> None:
+    """Refuse an invalid configuration before any process starts."""
+    from rl4llm.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    from rl4llm.compose import check_config  # takes seconds to import; an unknown key is reported before
+
+    check_config(config, here=arguments.on in (None, "local") and not arguments.dry_run)
+
+
+def _ranks(arguments: argparse.Namespace) -> int:
+    """Train with several processes on this machine."""
+    from rl4llm.config import load_config
+    from rl4llm.extensions.launch.ranks import Nodes, launch
+
+    nproc = (
+        load_config(arguments.config, arguments.overrides).launch.nproc
+        if arguments.nproc is None
+        else arguments.nproc
+    )
+    nnodes, node_rank = 1 if arguments.nnodes is None else arguments.nnodes, arguments.node_rank or 0
+    restarts = arguments.restarts or 0
+    if nproc < 1 or nnodes < 1 or restarts < 0:
+        raise ConfigError("--nproc and --nnodes must be 1 or more, --restarts 0 or more.")
+    if nnodes > 1 and not arguments.rendezvous:
+        raise ConfigError("--nnodes above 1 needs --rendezvous HOST:PORT, the same on every machine.")
+    if not 0 <= node_rank < nnodes:
+        raise ConfigError(
+            f"--node-rank {node_rank} is not accepted. Accepted: 0 to {nnodes - 1}, one per machine."
+        )
+    _check_config(arguments)
+    nodes = Nodes(nproc, nnodes, node_rank, arguments.rendezvous)
+    return launch(
+        arguments.config, arguments.overrides, nodes=nodes, restarts=restarts, force=arguments.force, say=say
+    )
+
+
+def _here(arguments: argparse.Namespace) -> int:
+    """Start all processes of a run on this machine."""
+    from rl4llm.extensions.launch.local import launch_here, own, planned
+
+    _check_config(arguments)
+    if not arguments.dry_run:
+        return launch_here(arguments.config, arguments.overrides, force=arguments.force, say=say)
+    found, shared = planned(arguments.config, arguments.overrides, force=arguments.force)
+    processes: list[dict[str, Any]] = [
+        {
+            "role": place.role.name,
+            "number": place.number,
+            "environ": {**shared, **own(place)},
+            "command": place.role.command,
+        }
+        for place in found
+    ]
+    if arguments.json:
+        write_json(processes)
+    else:
+        given = [[f"{name}={value}" for name, value in process["environ"].items()] for process in processes]
+        show(
+            *(
+                shlex.join(["env", *known, *process["command"]])
+                for known, process in zip(given, processes, strict=True)
+            )
+        )
+    return 0
+
+
+def _elsewhere(arguments: argparse.Namespace) -> int:
+    """Write the files that start a run with a launcher, and submit them."""
+    from rl4llm.extensions.launch.launchers import launch_on, prepared
+
+    _check_config(arguments)
+    place = {"options": arguments.option, "out": arguments.out}
+    if not arguments.dry_run:
+        return launch_on(
+            arguments.on, arguments.config, arguments.overrides, **place, submit=arguments.submit, say=say
+        )
+    directory, files, words, _ = prepared(arguments.on, arguments.config, arguments.overrides, **place)
+    if arguments.json:
+        write_json({"directory": str(directory), "files": files, "submit": words})
+    else:
+        show(*(f"# {directory / name}\n{text}" for name, text in files.items()))
+        show(f"# Command to submit them, in {directory}:\n{shlex.join(words)}")
+    return 0
+
+
+def _part(arguments: argparse.Namespace) -> int:
+    """Run as one process of a launched job."""
+    from rl4llm.extensions.launch.part import part
+
+    words = part(arguments.config, arguments.overrides, arguments.role, os.environ, force=arguments.force)
+    if arguments.dry_run:
+        write_json(["rl4llm", *words]) if arguments.json else show(f"rl4llm {shlex.join(words)}")
+        return 0
+    say(f"rl4llm {shlex.join(words)}")
+    from rl4llm.cli import main
+
+    return main(words)

@@ -1,0 +1,101 @@
+"""The input of a launcher: the roles of a run, and the assignment of their processes to numbered machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.extensions.launch.roles import Role
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """A run for a launcher to start.
+
+    Args:
+        name: lower-case letters, digits and "-", which all launchers accept.
+        roles: the roles of the run, trainer first.
+        directory: base of relative paths in the configuration, on every machine.
+        options: the values of `--option KEY=VALUE`; each launcher's module lists its options.
+    """
+
+    name: str
+    roles: Sequence[Role]
+    directory: Path
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def secrets(self) -> list[str]:
+        """Environment variables that must be set where the job is submitted."""
+        return list(dict.fromkeys(name for role in self.roles for name in role.secrets))
+
+    def option(self, name: str, default: str = "") -> str:
+        return self.options.get(name, default)
+
+    def check_options(self, known: Sequence[str], launcher: str) -> None:
+        """Refuse options that the launcher does not know."""
+        for name in self.options:
+            if name not in known:
+                raise ConfigError(unknown(f"--on {launcher}: --option", name, known))
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One process of a role on a machine: its number, and the GPUs that it may use."""
+
+    role: Role
+    number: int
+    devices: tuple[int, ...] = ()
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables that distinguish it from other processes; a process without GPUs sees none."""
+        return {"RL4LLM_NUMBER": str(self.number), "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices))}
+
+
+def places(machines: Sequence[Mapping[str, int]], roles: Sequence[Role]) -> list[list[Assignment]]:
+    """Assign processes to machines, given the number per role on each. Numbers count over machines, GPUs per machine.
+
+    Raises ConfigError if the machines and the configuration ask for different numbers.
+    """
+    by_name, counts, found = (
+        {role.name: role for role in roles},
+        dict.fromkeys((role.name for role in roles), 0),
+        [],
+    )
+    for machine in machines:
+        here, device = [], 0
+        for name, count in machine.items():
+            if name not in by_name:
+                raise ConfigError(unknown("a machine's role", name, by_name))
+            role = by_name[name]
+            for _ in range(count):
+                here.append(Assignment(role, counts[name], tuple(range(device, device + role.gpus))))
+                counts[name] += 1
+                device += role.gpus
+        found.append(here)
+    for role in roles:
+        if counts[role.name] != role.count:
+            raise ConfigError(
+                f"The machines have {counts[role.name]} place(s) for the role {role.name}, but the section `launch` asks "
+                f"for {role.count}. Change one of them."
+            )
+    if any(sum(place.role.name == "trainer" for place in machine) > 1 for machine in found):
+        raise ConfigError(
+            "trainer=2 is not accepted for one machine: one trainer starts launch.nproc processes on its machine."
+        )
+    return found
+
+
+def spread(roles: Sequence[Role]) -> list[dict[str, int]]:
+    """Distribute roles over machines of one kind: trainers, then servers; all other roles run on the first machine."""
+    by_name = {role.name: role for role in roles}
+    trainer, server = by_name["trainer"], by_name.get("server")
+    machines: list[dict[str, int]] = [{"trainer": 1} for _ in range(trainer.count)]
+    if server is not None:
+        each = max(1, trainer.gpus // server.gpus) if server.gpus else 1
+        full, left = divmod(server.count, each)
+        machines += [{"server": each} for _ in range(full)] + ([{"server": left}] if left else [])
+    machines[0] |= {name: by_name[name].count for name in ("router", "env") if name in by_name}
+    return machines

@@ -1,0 +1,143 @@
+"""``rl4llm launch CONFIG --on LAUNCHER``: write the files that start a run on other machines, and submit them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl4llm.config import Config, load_config, to_yaml
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.extensions.launch import kubernetes, modal, ray, skypilot, slurm, ssh
+from rl4llm.extensions.launch.job import ClusterJob
+from rl4llm.extensions.launch.roles import roles
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Starts processes on machines.
+
+    Args:
+        render: returns the files of a job, by name.
+        submit: returns the command that submits them, run in their directory.
+        config: path of the configuration for the processes; "" for next to the files, on a shared file system.
+        shared: the option for the directory that all machines share, if it is not the working directory.
+        ready: raises ConfigError if the command could not submit anything, before files are written.
+    """
+
+    render: Callable[[ClusterJob, str], Mapping[str, str]]
+    submit: Callable[[ClusterJob], Sequence[str]]
+    config: str = ""
+    shared: str | None = None
+    ready: Callable[[], None] = lambda: None
+
+
+def _without_config(
+    render: Callable[[ClusterJob], Mapping[str, str]],
+) -> Callable[[ClusterJob, str], Mapping[str, str]]:
+    return lambda job, config: render(job)
+
+
+LAUNCHERS: Mapping[str, Launcher] = {
+    "ssh": Launcher(_without_config(ssh.render), ssh.submit),
+    "slurm": Launcher(_without_config(slurm.render), slurm.submit),
+    "skypilot": Launcher(_without_config(skypilot.render), skypilot.submit, config=CONFIG, shared="shared"),
+    "ray": Launcher(_without_config(ray.render), ray.submit),
+    "modal": Launcher(modal.render, modal.submit, config=modal.CONFIG, ready=modal.ready),
+    "kubernetes": Launcher(kubernetes.render, kubernetes.submit, config=kubernetes.CONFIG, shared="shared"),
+}
+
+
+def launch_on(
+    name: str,
+    config: str,
+    overrides: Sequence[str],
+    *,
+    options: Sequence[str],
+    out: Path | None,
+    submit: bool,
+    say: Callable[[str], None],
+) -> int:
+    """Write a job's files, submit them if asked to, and return the exit code. Raises ConfigError before writing
+    anything.
+    """
+    directory, files, words, job = prepared(name, config, overrides, options=options, out=out)
+    missing = [key for key in job.secrets if submit and not os.environ.get(key)]
+    if missing and name != "kubernetes":
+        raise ConfigError(f"{missing[0]} is not set. Next: export {missing[0]}=$(openssl rand -hex 32)")
+    if submit:
+        LAUNCHERS[name].ready()
+    if submit and shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"{words[0]} is not installed on this machine. Next: omit --submit, and submit the files where it is."
+        )
+    _write(directory, files)
+    say(f"Wrote {', '.join(str(directory / file) for file in files)}")
+    if job.secrets:
+        say(
+            f"Environment variables that must be set where it runs (no file contains them): {', '.join(job.secrets)}"
+        )
+    if not submit:
+        say(f"Submit with --submit, or:\n  cd {shlex.quote(str(directory))} && {shlex.join(words)}")
+        return 0
+    return subprocess.run(words, cwd=directory, check=False).returncode
+
+
+def prepared(
+    name: str, config: str, overrides: Sequence[str], *, options: Sequence[str], out: Path | None
+) -> tuple[Path, dict[str, str], list[str], ClusterJob]:
+    """Return the directory of a job's files, their texts by name, the command that submits them there, and the job.
+
+    Args:
+        options: `KEY=VALUE` for the launcher.
+        out: a directory for the files; by default output.dir followed by "-" and the launcher's name.
+    """
+    if name not in LAUNCHERS:
+        raise ConfigError(unknown("--on", name, ("local", *LAUNCHERS)))
+    chosen, launcher = load_config(config, overrides), LAUNCHERS[name]
+    directory = out or Path(f"{chosen.output.dir.rstrip('/')}-{name}")
+    job = _job(chosen, launcher, directory, dict(map(_option, options)))
+    text = to_yaml(chosen, elsewhere=True)
+    files = {**launcher.render(job, text), **({CONFIG: text} if launcher.config in ("", CONFIG) else {})}
+    return directory, files, list(launcher.submit(job)), job
+
+
+def _job(config: Config, launcher: Launcher, directory: Path, options: dict[str, str]) -> ClusterJob:
+    path = launcher.config or str((directory / CONFIG).resolve())
+    name = (
+        re.sub(r"[^a-z0-9]+", "-", Path(config.output.dir).name.lower()).strip("-")[:40].strip("-")
+        or "rl4llm"
+    )
+    name = name if name[0].isalpha() else f"run-{name}"
+    here = Path.cwd()
+    if launcher.shared:
+        here = Path(options.get(launcher.shared, "/shared"))
+        if not Path(config.output.dir).is_absolute() or not Path(config.output.dir).is_relative_to(here):
+            raise ConfigError(
+                f"output.dir={config.output.dir} is not accepted: all machines must see it, and they share {here}. "
+                f"Next: output.dir={here}/{Path(config.output.dir).name}, or --option {launcher.shared}=PATH."
+            )
+    return ClusterJob(name, roles(config, ("rl4llm", "launch", path)), here, options)
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals or any(not letter.isprintable() for letter in value):
+        raise ConfigError(f"--option {text!r} is not accepted. Accepted: KEY=VALUE, in one line.")
+    return name, value
+
+
+def _write(directory: Path, files: Mapping[str, str]) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (directory / name).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"Cannot write to {directory}: {error}. Next: use --out DIRECTORY.") from None

@@ -1,0 +1,157 @@
+"""This machine: all processes of a run are children of this one, and none of them outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+from rl4llm.config import load_config
+from rl4llm.extensions.launch.job import Assignment, places
+from rl4llm.extensions.launch.ranks import STOPPED
+from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.ports import free_port
+from rl4llm.runtime.supervise import SUPERVISE
+
+HOST = "127.0.0.1"
+LAST_LINES, LONGEST_LINE, TAIL_BYTES = 40, 400, 65536  # how much of the log of a process that ended is shown
+LOOK_S = 0.2
+GRACE_S = 120.0  # to finish the current step and save a checkpoint
+
+
+def launch_here(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    say: Callable[[str], None],
+    force: bool = False,
+    python: Sequence[str] = (sys.executable, "-m", "rl4llm"),
+) -> int:
+    """Start all roles of a configuration, wait for the trainer, stop the others; return the trainer's exit code.
+
+    The output of the others is in `output.dir/logs`. Raises ConfigError and RunDirError before anything starts.
+    """
+    chosen = load_config(config, overrides)
+    found, shared = planned(config, overrides, force=force, python=python)
+    RunDir(chosen.output.dir).make_logs()
+    with ExitStack() as started:
+        processes = {}
+        for place in reversed(found):  # the trainer starts last and is stopped first
+            log = log_of(chosen, place.role.name, place.number) if place is not found[0] else None
+            processes[place] = _start(place, shared, log)
+            started.callback(_stop, processes[place])
+            if log:
+                say(f"Starting {_name(place)}; its log is {log}")
+        trainer = processes.pop(found[0])
+        code = _wait(
+            trainer, processes, lambda place: _last_words(log_of(chosen, place.role.name, place.number)), say
+        )
+    if code == STOPPED:
+        say("Stopped. The same command with --on local resumes the run.")
+    return code
+
+
+def planned(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    force: bool = False,
+    python: Sequence[str] = (sys.executable, "-m", "rl4llm"),
+) -> tuple[list[Assignment], dict[str, str]]:
+    """Return the processes, trainer first, and the variables that all get: the address of each, on free ports.
+
+    GPUs are assigned by number: first to the training processes, then to each server.
+    """
+    command = (*python, "launch", config, *overrides, *(["--force"] if force else []))
+    wanted = roles(load_config(config, overrides), command, here=True)
+    (found,) = places([{role.name: role.count for role in wanted}], wanted)
+    return found, {hosts_variable(role.name): ",".join(_hosts(role)) for role in wanted}
+
+
+def _hosts(role: Role) -> list[str]:
+    """Return free addresses, so that the trainer of another run on this machine cannot find our servers."""
+    if role.name == "trainer":
+        return [HOST] * role.count
+    return [f"{HOST}:{free_port(HOST)}" for _ in range(role.count)]
+
+
+def _last_words(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = [
+            line[:LONGEST_LINE] for line in file.read().decode(errors="replace").splitlines() if line.strip()
+        ]
+    return "\n".join([f"The last lines of {log}:", *lines[-LAST_LINES:]]) if lines else f"{log} is empty."
+
+
+def _start(place: Assignment, shared: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    """Start a process in a separate session, so that we decide how Ctrl-C is passed on; it ends when this process does."""
+    supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]
+    environ = {**os.environ, **shared, **own(place)}
+    with open(log, "ab") if log else nullcontext() as file:
+        return subprocess.Popen(
+            [*supervisor, *place.role.command],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def _name(place: Assignment) -> str:
+    return f"{place.role.name} {place.number}"
+
+
+def own(place: Assignment) -> dict[str, str]:
+    """Return the variables of one process; if the configuration asks for no GPUs, none is hidden."""
+    return {name: value for name, value in place.environ().items() if place.role.gpus or name == NUMBER}
+
+
+def _wait(
+    trainer: subprocess.Popen[bytes],
+    others: Mapping[Assignment, subprocess.Popen[bytes]],
+    last_words: Callable[[Assignment], str],
+    say: Callable[[str], None],
+) -> int:
+    """Return the exit code of the trainer, or of another process that ended first, which stops the trainer.
+
+    Signals go only to the trainer, which saves; a second one ends it at once.
+    """
+    died: dict[Assignment, int] = {}
+    asked = 0
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            trainer.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while trainer.poll() is None and not asked and not died:
+            time.sleep(LOOK_S)
+            for place, process in others.items():
+                if process.poll() is not None:
+                    died[place] = process.returncode or 1
+                    say(f"{_name(place)} exited with code {process.returncode}; stopping the run.")
+        trainer.terminate()
+        code = trainer.wait()
+        for place in died:  # after the trainer's last output
+            say(f"{_name(place)} ended first. {last_words(place)}")
+        return next(iter(died.values())) if died and code else code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and wait for it; its supervisor ends all of its children."""
+    process.terminate()
+    process.wait()

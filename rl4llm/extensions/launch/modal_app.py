@@ -1,0 +1,380 @@
+"""The app that Modal runs for ``rl4llm launch --on modal``: the only file that imports `modal`.
+
+    actor, a Function                     workers, a Server each
+      rl4llm launch --as trainer            rl4llm launch --as server
+      commits weights/v000012   -- volume --   reloads, loads, proves version 12
+
+Each server has a fixed address, also when its container is replaced, so that weights reach every one of them. It
+requires RL4LLM_SERVER_KEY. The trainer's container may be replaced too, and runs for at most 24 hours: the run then
+resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import modal
+from modal.config import config as account
+from packaging.requirements import Requirement
+
+from rl4llm.config import Config, load_config
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.extensions.launch import checkpoints as saved
+from rl4llm.extensions.launch import volume
+from rl4llm.extensions.launch.job import ClusterJob
+from rl4llm.extensions.launch.modal import CONFIG, SHARED, check
+from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, roles
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.terminal import visible
+
+VOLUME = "RL4LLM_VOLUME"
+SOURCES = "/root"  # where Modal puts Python sources; only processes that it starts search there
+CACHES = ["**/__pycache__"]
+CUDA = "nvidia/cuda:12.9.1-devel-ubuntu24.04"  # SGLang compiles kernels when it starts
+SERVERS = "/opt/sglang"
+DAY_S = 24 * 3600  # Modal's limit for a call
+BOOTS_WITHIN_S = 1800
+RETRIES = 10
+STOPPED = 75
+NAMED = re.compile(r"[A-Za-z_]\w*(\.\w+)*:\w+")  # package.module:Name
+SHOWS_WITHIN_S = 600.0  # to commit and reload a version of many GB
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What `modal run` finds in the generated file.
+
+    Args:
+        app: trainer and servers; running it starts the servers.
+        files: functions that read the volume, without trainer and servers.
+    """
+
+    app: modal.App
+    files: modal.App
+    trainer: modal.Function[..., Any, Any]
+    servers: Sequence[modal.Server]
+    checkpoints: modal.Function[..., Any, Any]
+    clear: modal.Function[..., Any, Any]
+
+    def start(self) -> None:
+        """Start the trainer and wait for it; with ``modal run --detach`` it keeps running when this process ends."""
+        call = self.trainer.spawn([server.get_url() for server in self.servers])
+        sys.stdout.write(
+            f"Training: {call.object_id}. If detached, it keeps running after Ctrl-C: modal app logs {self.app.app_id}\n"
+        )
+        sys.stdout.flush()
+        if code := call.get():
+            sys.exit(code)
+
+
+def build(path: Path, name: str, options: Mapping[str, str]) -> Run:
+    """Return the app of a configuration, not started. Raises ConfigError.
+
+    Args:
+        path: the configuration file, which is copied into every container.
+        options: the options of `rl4llm.extensions.launch.modal`.
+    """
+    config = load_config(path)
+    wanted = {role.name: role for role in roles(config, ("rl4llm", "launch", CONFIG))}
+    check(ClusterJob(name, list(wanted.values()), Path(SHARED), options), path.read_text())
+    image = _image(config, path, options, servers="server" in wanted)
+    disk = options.get("volume", "rl4llm")
+    shared: dict[str, Any] = {
+        "image": image,
+        "volumes": {SHARED: modal.Volume.from_name(disk, create_if_missing=True)},
+        "env": {VOLUME: disk},
+    }
+    keys: dict[str, Any] = {"secrets": _secrets(wanted["trainer"], options)}
+    app, files = (modal.App(title, include_source=False) for title in (name, f"{name}-files"))
+    trainer, server = wanted["trainer"], wanted.get("server")
+    limits: dict[str, Any] = {
+        "timeout": DAY_S,
+        "retries": RETRIES,
+        "max_containers": 1,
+        "single_use_containers": True,
+    }
+    return Run(
+        app,
+        files,
+        app.function(name="trainer", gpu=_gpu(trainer), **limits, **shared, **keys)(actor),
+        [_server(app, server, number, shared | keys) for number in range(server.count)] if server else [],
+        files.function(name="checkpoints", timeout=DAY_S, **shared)(checkpoints),
+        files.function(name="clear", timeout=DAY_S, **shared)(clear),
+    )
+
+
+def check_account() -> None:
+    """Raise ConfigError if no Modal account is set up."""
+    if not any(account.get(key) for key in ("token_id", "oauth_refresh_token")):
+        raise ConfigError(
+            "No Modal account is set up. Next: run `modal token new`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET."
+        )
+
+
+def actor(server_urls: list[str]) -> int:
+    """Train or resume the run in a container; return the exit code."""
+    config = load_config(CONFIG)
+    role = _role(config, "trainer", _fitted(config))
+    run = RunDir(Path(SHARED) / config.output.dir)
+    weights = Path(SHARED) / config.sync.dir if config.sync.dir else run.weights_dir
+    named = [weights / "LATEST", run.checkpoints_dir / "latest", run.model_dir]
+    known = {NUMBER: "0", **_known(server_urls)}
+    code = volume.train(_volume(), role.command, known, Path(SHARED), named)
+    if code == STOPPED:
+        raise RuntimeError(
+            "The run was stopped; it resumes from its last checkpoint."
+        )  # Modal retries the call, which resumes the run
+    return code
+
+
+def worker() -> int:
+    """Serve in a container until the server ends; return the exit code."""
+    config = load_config(CONFIG)
+    local = Path(SHARED) / config.model.path
+    role = _role(config, "server", [f"model.path={local}"] if local.is_dir() else [])
+    names = [f"server-{number}" for number in range(role.count)]
+    return volume.serve(_volume(), role.command, _known(names))
+
+
+class Worker:
+    """A container that runs an inference server."""
+
+    @modal.enter()
+    def start(self) -> None:
+        """Start the server; Modal routes traffic to it once it listens, and replaces a container whose server ended."""
+        threading.Thread(target=_work, daemon=True).start()
+
+
+def _work() -> None:
+    """Run the server, and end this container when it ends."""
+    code = 1
+    try:
+        code = worker() or 1
+    finally:
+        if sys.exc_info()[0]:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def checkpoints(run: str = "") -> str:
+    """Return a list of the checkpoints of a run, by default the run of this configuration."""
+    return _said(lambda: saved.listed(_root(run)))
+
+
+def clear(run: str = "", steps: str = "") -> str:
+    """Delete checkpoints of a run: the given steps, separated by commas, or by default all except the newest."""
+    words = [word.strip() for word in steps.split(",") if word.strip()]
+    wrong = [word for word in words if not word.isdecimal()]
+    if wrong:
+        return _said(
+            lambda: (
+                f"steps={wrong[0]!r} is not accepted. Accepted: numbers separated by commas. Nothing was deleted."
+            )
+        )
+    text = _said(lambda: saved.clear(_root(run), [int(word) for word in words]))
+    _volume().commit()
+    return text
+
+
+class Programs:
+    """A sandbox of Modal, without network, secrets or volume, which runs and judges programs of the policy.
+
+    bubblewrap does not work in Modal's containers: gVisor, which runs them, has no /proc/sys/user/max_user_namespaces
+    (google/gvisor#11210).
+    """
+
+    def __init__(self) -> None:
+        image = modal.Image.debian_slim(python_version=_python()).add_local_python_source(
+            "rl4llm", ignore=CACHES
+        )
+        walls: dict[str, Any] = {"block_network": True, "timeout": DAY_S, "cpu": 1.0, "memory": 2048}
+        try:
+            app = modal.App.lookup("rl4llm-programs", create_if_missing=True)
+            self._sandbox = modal.Sandbox.create(app=app, image=image, **walls)
+        except modal.exception.Error as error:
+            raise OSError(f"Modal: {error}") from error
+        try:
+            self._process = self._sandbox.exec(
+                "python", "-m", "rl4llm.extensions.sandbox.serve", workdir=SOURCES
+            )
+        except modal.exception.Error as error:
+            self.close()  # otherwise it would run, and cost money, for a day
+            raise OSError(f"Modal: {error}") from error
+        self.output = self._process.stdout
+
+    def send(self, line: str) -> None:
+        """Write a line to its standard input."""
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.drain()
+        except modal.exception.Error as error:
+            raise OSError(f"Modal: {error}") from error
+
+    def close(self) -> None:
+        """Terminate the sandbox."""
+        with contextlib.suppress(modal.exception.Error):  # it may have ended
+            self._sandbox.terminate()
+
+
+def _server(app: modal.App, role: Role, number: int, shared: Mapping[str, Any]) -> modal.Server:
+    """Return one server with exactly one container: each is notified of new weights at its own address."""
+    own = {"env": {**shared["env"], NUMBER: str(number)}, "min_containers": 1, "max_containers": 1}
+    place = {"name": f"server-{number}", "port": role.port(number), "gpu": _gpu(role)}
+    keyed = {"unauthenticated": True}  # Modal checks no key, since SGLang checks its own
+    boots = {"startup_timeout": BOOTS_WITHIN_S, "target_concurrency": 0}
+    return app.server(**{**shared, **place, **own, **keyed, **boots})(Worker)
+
+
+def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: bool) -> modal.Image:
+    """Return the image of the containers: a given one, or one with this rl4llm and, in a separate environment, SGLang."""
+    if "image" in options:
+        image = modal.Image.from_registry(options["image"])
+    else:
+        extras = [name.strip() for name in options.get("extras", "").split(",") if name.strip()]
+        client = f"modal=={importlib.metadata.version('modal')}"  # for processes that Modal does not start
+        image = modal.Image.from_registry(CUDA, add_python=_python()).pip_install(
+            *_requirements(extras), client
+        )
+        if servers:
+            (sglang,) = (text for text in _requirements(["sglang"]) if text.startswith("sglang"))
+            make = [f"python -m venv {SERVERS}", f"{SERVERS}/bin/pip install '{sglang}'"]
+            image = image.run_commands(*make).env({"RL4LLM_SGLANG_PYTHON": f"{SERVERS}/bin/python"})
+        image = image.add_local_python_source("rl4llm", ignore=CACHES)
+    own = sorted(set(_own_modules(config)))
+    for module in own:
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"The configuration names {module}, which was not found. Next: add its directory to PYTHONPATH."
+            )
+    image = image.add_local_python_source(*own, ignore=CACHES) if own else image
+    return image.add_local_file(path, CONFIG)
+
+
+def _requirements(extras: Sequence[str]) -> list[str]:
+    """Return what pip must install for this version of rl4llm."""
+    try:
+        needed = [Requirement(text) for text in importlib.metadata.requires("rl4llm") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            "rl4llm is not installed, so its requirements are unknown. Next: pip install -e ."
+        ) from None
+    known = importlib.metadata.metadata("rl4llm").get_all("Provides-Extra") or ()
+    for name in extras:
+        if name not in known:
+            raise ConfigError(unknown("--option extras", name, known))
+    wanted = [
+        item
+        for item in needed
+        if not item.marker or any(item.marker.evaluate({"extra": name}) for name in extras)
+    ]
+    return [str(item).partition(";")[0].strip() for item in wanted]
+
+
+def _own_modules(config: Any) -> Iterator[str]:
+    """Yield the top-level modules of classes and functions that a configuration names as ``package.module:Name``."""
+    if isinstance(config, Mapping):
+        for value in (
+            value for key, value in config.items() if key != "model"
+        ):  # a model name may look like llama3:latest
+            yield from _own_modules(value)
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _own_modules(value)
+    elif isinstance(config, Config):
+        named = [config.env, config.rewards, config.parts, config.algorithm, config.inference, config.backend]
+        yield from _own_modules([*named, config.sandbox.level])
+    elif isinstance(config, str) and NAMED.fullmatch(config):
+        module = re.split(r"[.:]", config)[0]
+        if module != "rl4llm":
+            yield module
+
+
+def _secrets(trainer: Role, options: Mapping[str, str]) -> list[modal.Secret]:
+    """Return the run's keys, from the caller's environment, and the Modal secret of the options."""
+    for name in trainer.secrets:
+        if not os.environ.get(name):
+            raise ConfigError(f"{name} is not set. Next: export {name}=$(openssl rand -hex 32)")
+    own = [modal.Secret.from_local_environ(list(trainer.secrets))] if trainer.secrets else []
+    return own + ([modal.Secret.from_name(options["secret"])] if "secret" in options else [])
+
+
+def _gpu(role: Role) -> str | None:
+    return f"{role.gpu}:{role.gpus}" if role.gpus else None
+
+
+def _role(config: Config, name: str, overrides: Sequence[str]) -> Role:
+    """Return a role with the command that starts it in this container."""
+    command = (sys.executable, "-m", "rl4llm", "launch", CONFIG, *overrides)
+    return next(role for role in roles(config, command) if role.name == name)
+
+
+def _known(servers: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of every process of the run."""
+    path = os.pathsep.join(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
+    return {
+        hosts_variable("trainer"): "trainer",
+        hosts_variable("server"): ",".join(servers),
+        "PYTHONPATH": path,
+    }
+
+
+def _fitted(config: Config) -> list[str]:
+    """Return overrides of the trainer that depend on Modal, unless the configuration sets these keys."""
+    served = config.inference["name"] != "local" and "visible_within_s" not in config.inference
+    keys = [f"inference.visible_within_s={SHOWS_WITHIN_S}"] if served else []
+    return keys + (
+        [f"sandbox.level={__name__}:{Programs.__name__}"] if config.sandbox.level == "auto" else []
+    )
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+class Disk:
+    """The volume in this container. If Modal does not respond, the call is retried, for example while a file is open."""
+
+    def __init__(self, name: str):
+        self._volume = modal.Volume.from_name(name)
+
+    def commit(self) -> None:
+        self._tried(self._volume.commit)
+
+    def reload(self) -> None:
+        self._tried(self._volume.reload)
+
+    def _tried(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except modal.exception.Error as error:
+            raise RuntimeError(f"Modal: {error}") from error
+
+
+def _volume() -> volume.Volume:
+    return Disk(os.environ[VOLUME])
+
+
+def _root(run: str) -> Path:
+    return Path(SHARED) / (run or load_config(CONFIG).output.dir)
+
+
+def _said(look: Callable[[], str]) -> str:
+    """Return and log a text; for an invalid request it is the error message."""
+    try:
+        text = look()
+    except ConfigError as error:
+        text = str(error)
+    sys.stdout.write(f"{visible(text)}\n")
+    return text

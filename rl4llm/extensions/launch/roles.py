@@ -1,0 +1,282 @@
+"""The roles of a run: training machines, inference servers, a router in front of them, environment servers.
+
+A launcher starts one command per process, ``rl4llm launch CONFIG --as ROLE``. Environment variables hold its number
+within its role, `RL4LLM_NUMBER`, and the hosts of all roles: `RL4LLM_TRAINER_HOSTS` and so on. Hosts are names
+separated by commas, each with `:PORT` if it is not the default port; a server behind a gateway is a full URL,
+https://NAME. `words` turns all of this into the command line that the process becomes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl4llm.config import Config, as_written, by_part, flatten, variables_of
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.redact import HIDDEN
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.ports import KEY_VARIABLE as SERVER_KEY
+from rl4llm.runtime.ports import is_loopback
+
+NUMBER = "RL4LLM_NUMBER"
+ENV_TOKEN = "RL4LLM_ENV_TOKEN"  # same as in rl4llm.extensions.remote.token, whose package imports torch
+PORTS = {"trainer": 29500, "server": 30000, "router": 30100, "env": 50051}
+"""The port of the first process of each role; the next one gets the next port, so that several fit on one machine."""
+
+WITH_PORT = re.compile(r"(\[.*\]|[^:]*):(\d+)")  # an IPv6 address has more than one colon
+SHARDS = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One kind of process of a run.
+
+    Args:
+        name: trainer, server, router or env.
+        count: number of processes; for the trainer, machines with `nproc` processes each.
+        command: starts each process, given the environment variables with all hosts.
+        gpus: GPUs of each process; 0 for none.
+        gpu: type of the GPUs; None for any.
+        secrets: environment variables that must be set where it runs; no file contains them.
+        shared: whether it must see output.dir, models and data under the same paths as the trainer.
+    """
+
+    name: str
+    count: int
+    command: tuple[str, ...]
+    gpus: int = 0
+    gpu: str | None = None
+    secrets: tuple[str, ...] = ()
+    shared: bool = False
+
+    def port(self, number: int) -> int:
+        """Return the port of the process with this number."""
+        return PORTS[self.name] + number
+
+
+def roles(config: Config, command: Sequence[str], *, here: bool = False) -> list[Role]:
+    """Return the roles of a configuration's run, trainer first. Raises ConfigError for roles that do not go together.
+
+        >>> from rl4llm.config import load_config
+        >>> chosen = load_config(overrides=["model.path=m", "inference.name=sglang", "launch.servers=2", "launch.nproc=8"])
+        >>> [(role.name, role.count, role.gpus) for role in roles(chosen, ["rl4llm", "launch", "x.yaml"])]
+        [('trainer', 1, 8), ('server', 2, 1)]
+
+    Args:
+        command: ``rl4llm launch CONFIG``, to which `--as ROLE` is added.
+        here: whether all processes run on this machine, where others cannot reach their ports.
+    """
+    launch, cpu = config.launch, config.model.device == "cpu"
+    _check(config, here)
+    counts = {
+        "trainer": (launch.nodes, 0 if cpu else launch.nproc, launch.gpu),
+        "server": (launch.servers, launch.server_gpus, launch.server_gpu or launch.gpu),
+        "router": (int(launch.router), 0, None),
+        "env": (launch.env_hosts, 0, None),
+    }
+    return [
+        Role(
+            name,
+            count,
+            (*command, "--as", name),
+            gpus,
+            gpu if gpus else None,
+            () if here else _secrets(config, name),
+            shared=name != "router",
+        )
+        for name, (count, gpus, gpu) in counts.items()
+        if count
+    ]
+
+
+def hosts_variable(role: str) -> str:
+    """Return the environment variable with the hosts of a role."""
+    return f"RL4LLM_{role.upper()}_HOSTS"
+
+
+def read_hosts(environ: Mapping[str, str], wanted: Sequence[Role]) -> dict[str, list[str]]:
+    """Return the hosts of each role, from the environment. Raises ConfigError if a role lacks hosts."""
+    found = {}
+    for role in wanted:
+        variable = hosts_variable(role.name)
+        found[role.name] = [host.strip() for host in environ.get(variable, "").split(",") if host.strip()]
+        if len(found[role.name]) != role.count:
+            raise ConfigError(
+                f"{variable}={environ.get(variable, '')!r} is not accepted. Accepted: {role.count} host(s) separated by "
+                "commas, as in the section `launch`. The files of `rl4llm launch --on LAUNCHER` set this variable."
+            )
+    return found
+
+
+def words(
+    config: Config, source: Sequence[str], role: Role, number: int, hosts: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return the command line, after ``rl4llm``, of process `number` of a role.
+
+    Args:
+        source: the configuration file and its overrides, as on the command line.
+        hosts: the hosts of each role, ordered by number.
+    """
+    if not 0 <= number < role.count:
+        raise ConfigError(
+            f"{NUMBER}={number} is not accepted for --as {role.name}. Accepted: 0 to {role.count - 1}."
+        )
+    host, port = place(role.name, hosts[role.name][number], number)
+    where = ["--host", "127.0.0.1" if is_loopback(host) else "0.0.0.0", "--port", str(port)]
+    if role.name == "server":
+        return [*_server(config), *_log(config, "server", number, host), *where]
+    if role.name == "router":
+        own = [*_cpu(config), "--restarts", "3", *_log(config, "router", number, host)]
+        return ["serve", "--engine", "sglang-router", *own, *_workers(hosts["server"]), *where]
+    if role.name == "env":
+        return ["serve-env", "--env", ",".join(_hosted(config)), *where]
+    return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
+
+
+def place(role: str, host: str, number: int) -> tuple[str, int]:
+    """Return the host and port on which process `number` of a role listens.
+
+    >>> place("server", "node3", 1), place("server", "127.0.0.1:20123", 1), place("env", "[fe80::1]:7", 0)
+    (('node3', 30001), ('127.0.0.1', 20123), ('fe80::1', 7))
+    """
+    found = WITH_PORT.fullmatch(host)
+    if found is None:
+        return host, PORTS[role] + number
+    return found[1].strip("[]"), int(found[2])
+
+
+def address(role: str, host: str, number: int) -> str:
+    """Return host:port of process `number` of a role."""
+    name, port = place(role, host, number)
+    return f"{f'[{name}]' if ':' in name else name}:{port}"
+
+
+def log_of(config: Config, role: str, number: int) -> Path:
+    """Return the log file of a process of a run on one machine."""
+    return RunDir(config.output.dir).logs_dir / f"{role}-{number}.log"
+
+
+def _url(role: str, host: str, number: int) -> str:
+    """Return the URL of process `number` of a role; a server behind a gateway is already a full URL."""
+    return host if "://" in host else f"http://{address(role, host, number)}"
+
+
+def _server(config: Config) -> list[str]:
+    from rl4llm.backends.models import model_directory  # noqa: PLC0415 - imports torch
+
+    engine, launch, model = config.inference["name"], config.launch, str(model_directory(config.model.path))
+    named = [model] if engine == "vllm" else ["--model-path", model]
+    shards = [SHARDS[engine], str(launch.server_gpus)] if launch.server_gpus > 1 else []
+    return [
+        "serve",
+        "--engine",
+        engine,
+        *_cpu(config),
+        "--restarts",
+        "3",
+        *named,
+        *shards,
+        *launch.server_flags,
+    ]
+
+
+def _log(config: Config, role: str, number: int, host: str) -> list[str]:
+    """Return the option of a log file on this machine; elsewhere there is none, since a log might contain a key."""
+    return ["--log", str(log_of(config, role, number))] if is_loopback(host) else []
+
+
+def _cpu(config: Config) -> list[str]:
+    return [] if config.launch.server_gpus else ["--cpu"]
+
+
+def _workers(servers: Sequence[str]) -> list[str]:
+    return ["--worker-urls", *(_url("server", host, number) for number, host in enumerate(servers))]
+
+
+def _hosted(config: Config) -> list[str]:
+    """Return the names of the environments that the servers have to offer."""
+    return list(dict.fromkeys(part.env["name"] for part in by_part(config).values()))
+
+
+def _connected(config: Config, hosts: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the overrides that give the trainer the addresses of the others."""
+    keys = []
+    if servers := hosts.get("server"):
+        urls = [_url("server", host, number) for number, host in enumerate(servers)]
+        keys.append(f"inference.url={json.dumps(urls)}")
+    if routers := hosts.get("router"):
+        keys.append(f"inference.router=http://{address('router', routers[0], 0)}")
+    if env_hosts := hosts.get("env"):
+        found = json.dumps([address("env", host, number) for number, host in enumerate(env_hosts)])
+        own = [f"parts.{name}.env.remote" for name, part in config.parts.items() if "env" in part]
+        keys += [f"{key}={found}" for key in ("env.remote", *own)]
+    return keys
+
+
+def _ranks(config: Config, number: int, trainers: Sequence[str]) -> list[str]:
+    words = ["--nproc", str(config.launch.nproc), "--nnodes", str(len(trainers)), "--restarts", "3"]
+    if len(trainers) == 1:
+        return words
+    return [*words, "--node-rank", str(number), "--rendezvous", address("trainer", trainers[0], 0)]
+
+
+def _secrets(config: Config, role: str) -> tuple[str, ...]:
+    """Return the secrets that a role's process must have, to send or to check."""
+    wanted = {SERVER_KEY: ("server", "router"), ENV_TOKEN: ("env",)}
+    there = {SERVER_KEY: config.launch.servers, ENV_TOKEN: config.launch.env_hosts}
+    own = [key for key, asking in wanted.items() if there[key] and role in ("trainer", *asking)]
+    read = [
+        name for name, secret in variables_of(config).items() if secret
+    ]  # read when the configuration is loaded
+    return tuple(dict.fromkeys([*own, *read]))
+
+
+def _check(config: Config, here: bool) -> None:
+    """Refuse roles that do not go together."""
+    launch, engine = config.launch, config.inference["name"]
+    if launch.servers and engine == "local":
+        raise ConfigError(
+            f"launch.servers={launch.servers} is not accepted with inference.name='local', which runs in the trainer's "
+            "process. Accepted: 0; or set inference.name=sglang."
+        )
+    if launch.router and (engine != "sglang" or not launch.servers):
+        raise ConfigError(
+            "launch.router=true is not accepted without SGLang servers to start. Set inference.name=sglang "
+            "and launch.servers."
+        )
+    if here and launch.nodes > 1:
+        raise ConfigError(
+            f"launch.nodes={launch.nodes} is not accepted on a single machine. Accepted: 1; or --on ssh, ..."
+        )
+    if not here:
+        _check_apart(config)
+
+
+def _check_apart(config: Config) -> None:
+    """Refuse settings that only work on one machine, and keys that would end up in files."""
+    if config.launch.servers and config.inference["name"] == "vllm":
+        raise ConfigError(
+            "inference.name='vllm' with launch.servers is not accepted on other machines: a vLLM server checks no key, so "
+            "it only serves its machine. Accepted: inference.name=sglang; or --on local."
+        )
+    if config.launch.servers and config.inference.get("cohost"):
+        raise ConfigError(
+            "inference.cohost=true is not accepted on other machines: trainer and server share a GPU. Accepted: --on local."
+        )
+    _refuse_secrets(config)
+
+
+def _refuse_secrets(config: Config) -> None:
+    """Refuse keys in the configuration, which would be in the files that are written."""
+    hidden = sorted(
+        key for key, value in flatten(as_written(config, elsewhere=True)).items() if HIDDEN in str(value)
+    )
+    if hidden:
+        raise ConfigError(
+            f"{hidden[0]} contains a key or password, which would be written into files. Next: remove it, and set the "
+            f"environment variable {SERVER_KEY} for servers or {ENV_TOKEN} for environment servers. For other keys, name "
+            "a variable in `api_key_env`, or write ${oc.env:NAME} instead of the value."
+        )

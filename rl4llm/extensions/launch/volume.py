@@ -1,0 +1,122 @@
+"""Processes that share files through a volume, where writes become visible after a commit here and a reload there.
+
+A trainer's container runs `train`, which commits whenever a weight version, a checkpoint or the model is complete. A
+server's container runs `serve`, which reloads all the time. A server that is asked to load a version before it sees it
+refuses, and is asked again until it does, see `visible_within_s` of `rl4llm.extensions.servers.clients.server`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.runtime.terminal import visible
+
+LOOK_S = 0.5
+GRACE_S = 25.0  # a container that is shut down has 30 s
+
+
+class Volume(Protocol):
+    """A directory that several containers share."""
+
+    def commit(self) -> None:
+        """Make local writes visible to others. Raises RuntimeError if it can be retried later."""
+
+    def reload(self) -> None:
+        """Make the commits of others visible. Raises RuntimeError while a file is open here."""
+
+
+def train(
+    volume: Volume, command: Sequence[str], environ: Mapping[str, str], directory: Path, named: Sequence[Path]
+) -> int:
+    """Run a trainer to its end in `directory` and return its exit code. However it ends, the run is saved and
+    committed.
+
+    Args:
+        named: files and directories that are created or replaced when something of the run is complete.
+    """
+    process = _start(command, environ, directory)
+    committed = _stamps(named)
+    say = Once()
+    try:
+        while process.poll() is None:
+            time.sleep(LOOK_S)
+            if (now := _stamps(named)) != committed:
+                committed = now if _done(volume.commit, say) else committed
+        return process.returncode
+    finally:
+        process.terminate()
+        process.wait()
+        _done(volume.commit, say)
+
+
+def serve(volume: Volume, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a server until it ends and return its exit code.
+
+    Its working directory is not on the volume, which could not be reloaded then.
+    """
+    process = _start(command, environ, Path("/"))
+    say = Once()
+    try:
+        while process.poll() is None:
+            time.sleep(LOOK_S)
+            _done(volume.reload, say)
+        return process.returncode
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Once:
+    """Prints a line unless it equals the previous one."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, line: str) -> None:
+        if line not in ("", self._last):
+            sys.stderr.write(f"{visible(line)}\n")
+            sys.stderr.flush()
+        self._last = line
+
+
+def _done(step: Callable[[], None], say: Once) -> bool:
+    """Run a step on the volume and return whether it succeeded; print the reason if not."""
+    try:
+        step()
+    except RuntimeError as error:
+        say(f"The volume is not ready, retrying: {error}")
+        return False
+    say("")
+    return True
+
+
+def _stamps(named: Sequence[Path]) -> list[int | None]:
+    return [_stamp(path) for path in named]
+
+
+def _stamp(path: Path) -> int | None:
+    """Return the time of creation; None if the path does not exist, as in the moment when a directory is replaced."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
+    """Start a process that ends with this one; only we pass signals on to it."""
+    supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]
+    directory.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        [*supervisor, *command],
+        env={**os.environ, **environ},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )

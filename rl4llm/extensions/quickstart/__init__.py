@@ -1,0 +1,1 @@
+"""The first run: build and train a small model on this machine."""

@@ -1,0 +1,114 @@
+"""The quickstart: build a small model, warm it up on demonstrations, train it with GRPO to use its calculator."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+
+from rich.table import Table
+
+from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
+from rl4llm.compose import build_trainer
+from rl4llm.config import Config, load_config
+from rl4llm.extensions.quickstart.demonstrations import demonstrations
+from rl4llm.runs.run_dir import replace_directory, write_atomically
+from rl4llm.runtime.terminal import Terminal
+
+
+def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
+    """Run or resume the quickstart in `directory`; return whether it finished, False if it was asked to stop."""
+    console = Terminal()
+    started = time.monotonic()
+    model, warm, data = directory / "model", directory / "warm", directory / "data" / "train.jsonl"
+    warm_up = configured(
+        configs / "quickstart_warmup.yaml", seed, model, directory / "warmup", {"data.path": str(data)}
+    )
+    grpo = configured(configs / "quickstart.yaml", seed, warm, directory / "grpo")
+    console.rule("1/3  build a small model")
+    _write_demonstrations(data, seed)
+    _write_model(model, data, seed)
+    console.rule("2/3  warm-up on demonstrations, first clean, then sloppy")
+    if not _warm_up(warm_up, warm):
+        return False
+    console.rule("3/3  train with GRPO")
+    with build_trainer(grpo) as trainer:
+        trainer.train()
+        finished = not trainer.stopped
+    if finished:
+        _show(console, directory / "grpo", time.monotonic() - started)
+    return finished
+
+
+def configured(
+    file: Path, seed: int, model: Path, output: Path, more: Mapping[str, str | int] | None = None
+) -> Config:
+    """Return the configuration of a file with the keys that the quickstart sets."""
+    return load_config(
+        file, {"seed": seed, "model.path": str(model), "output.dir": str(output), **(more or {})}
+    )
+
+
+def _write_demonstrations(path: Path, seed: int) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in demonstrations(seed)))
+
+
+def _write_model(directory: Path, data: Path, seed: int) -> None:
+    if (directory / "tokenizer_config.json").exists():
+        return
+    rows = [json.loads(line) for line in data.read_text().splitlines()[::8]]
+    texts = [f"{message['role']}\n{message['content']}\n" for row in rows for message in row["messages"]]
+    tokenizer = build_tokenizer(texts)
+    replace_directory(directory, lambda scratch: save_model(build_model(tokenizer, seed), tokenizer, scratch))
+
+
+def _warm_up(config: Config, result: Path) -> bool:
+    if result.exists():
+        return True
+    with build_trainer(config) as trainer:
+        trainer.train()
+        if trainer.stopped:
+            return False
+        replace_directory(result, trainer.export)
+    return True
+
+
+def _show(console: Terminal, run: Path, seconds: float) -> None:
+    rows = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    table = Table("step", "held-out success", "reward", "turns", title="held-out problems, greedy")
+    for row in rows:
+        table.add_row(
+            f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}"
+        )
+    console.print(table)
+    show_files(console, run, seconds)
+
+
+def show_files(console: Terminal, run: Path, seconds: float, more: Mapping[str, str] | None = None) -> None:
+    """Print where the results of a run are, how long it took, and the commands to see them and `more`."""
+    names = {
+        "learning curve": "learning_curve.png",
+        "TensorBoard": "tensorboard",
+        "metrics": "metrics.jsonl",
+        "episodes": "episodes",
+        "model": "model",
+    }
+    facts: dict[str, object] = {what: run / name for what, name in names.items()}
+    minutes, rest = divmod(round(seconds), 60)
+    facts["this start took"] = f"{minutes} min {rest} s"
+    facts["look at it"] = f"{quote(program())} view {quote(str(run))}"
+    for what, fact in {**facts, **(more or {})}.items():
+        console.print(f"{what:>15}: {fact}", soft_wrap=True, highlight=False, markup=False)
+
+
+def program() -> str:
+    """Return the command for `rl4llm`: a script may have it on its PATH, but not the shell."""
+    path = Path(sys.argv[0])
+    if path.name != "rl4llm":
+        return "rl4llm"
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

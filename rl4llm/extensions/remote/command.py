@@ -1,0 +1,63 @@
+"""``rl4llm serve-env``: host environments for trainers on other machines."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rl4llm.commands.arguments import add_command, add_overrides
+from rl4llm.commands.output import say
+from rl4llm.core.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    examples = (
+        "rl4llm serve-env --env tool,chat --port 50051",
+        "rl4llm train configs/remote_grpo.yaml env.remote=127.0.0.1:50051",
+    )
+    about = "host environments, with tools and rewards, for trainers on other machines"
+    command = add_command(commands, "serve-env", run, about, examples)
+    command.add_argument(
+        "--env",
+        required=True,
+        help="environments to host, named as in env.name: tool,chat,package.module:Class",
+    )
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; all except loopback need a token (default: %(default)s)",
+    )
+    command.add_argument(
+        "--port", type=int, default=50051, help="port; 0 for a free one (default: %(default)s)"
+    )
+    about = "accept every user of this machine, without the token that this start creates"
+    command.add_argument("--no-token", action="store_true", help=about)
+    command.add_argument(
+        "--tls-cert", type=Path, metavar="PEM", help="certificate for TLS; see env.remote_ca"
+    )
+    command.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the certificate")
+    add_overrides(command, "sandbox.key=value", "sandbox for programs of the policy")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.extensions.remote.serve_env import Listening, serve_env
+
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(
+            f"--port {arguments.port} is not accepted. Accepted: 1 to 65535, or 0 for a free port."
+        )
+    names = [name.strip() for name in arguments.env.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(
+            f"--env {arguments.env!r} does not name an environment. Accepted: names, such as tool,chat."
+        )
+    certificate = (
+        (arguments.tls_cert, arguments.tls_key) if arguments.tls_cert and arguments.tls_key else None
+    )
+    if certificate is None and (arguments.tls_cert or arguments.tls_key):
+        raise ConfigError(
+            "--tls-cert and --tls-key must be used together, as files in PEM format. Give both or neither."
+        )
+    listening = Listening(arguments.host, arguments.port, not arguments.no_token, certificate)
+    return serve_env(names, listening, arguments.overrides, say)

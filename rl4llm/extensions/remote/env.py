@@ -1,0 +1,122 @@
+"""An environment whose episodes are played on hosts, as the trainer sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl4llm.core.base_env import LLM, BaseMDPEnv, BaseRewardFunction, SampleState
+from rl4llm.core.errors import EnvError, HostsDownError
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.extensions.remote.hosts import HostedEpisode, Hosts
+from rl4llm.extensions.remote.rpc import LostError
+from rl4llm.rewards.ask import Broken
+from rl4llm.rewards.pool import RewardFailure
+
+SCORES = "remote_scores"
+LOST = "env/host_lost"
+
+
+class RemoteEnv(BaseMDPEnv):
+    """The environment `name`, opened on hosts: they compute its replies and its rewards.
+
+    The tokens stay in the trainer. An episode whose host is lost continues on another, see `HostedEpisode`. An episode
+    that loses several hosts fails with the class ``env/host_lost``. Like all failed episodes it is retried, and left
+    out if it fails again. While no host is available, episodes wait.
+
+    Args:
+        hosts: connections to the hosts where the environment is open; closed together with it.
+        opened: the properties that the hosts reported.
+        name: the environment's name on the hosts.
+    """
+
+    def __init__(self, *args: Any, hosts: Hosts, opened: Any, name: str, **kwargs: Any):
+        self.reply_roles = tuple(opened.reply_roles)
+        self.continue_truncated = opened.continue_truncated
+        self.respond_timeout_s = math.inf  # the hosts have deadlines, and waiting for a host has another
+        self._hosts, self._opened, self._name = hosts, opened, name
+        self._episodes: dict[int, HostedEpisode] = {}  # by id of the sample
+        self._down: HostsDownError | None = None
+        schemas = [json.loads(schema) for schema in opened.tool_schemas]
+        super().__init__(*args, **kwargs | {"max_steps": opened.max_steps, "tool_schemas": schemas})
+
+    async def respond(self, sample: SampleState) -> list[ChatMessage]:
+        episode = self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
+        try:
+            return await self._hosts.run(episode.respond(sample))
+        except LostError as error:
+            sample.fail(str(error), LOST)
+        except HostsDownError as error:
+            self._down = error
+            raise
+        return []
+
+    def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
+        return sampling_params.replace(
+            stop=(*sampling_params.stop, *self._opened.stop),
+            stop_token_ids=(*sampling_params.stop_token_ids, *self._opened.stop_token_ids),
+        )
+
+    def report_to(self, warn: Callable[[str], None]) -> None:
+        self._hosts.report_to(warn)
+
+    def close(self) -> None:
+        """Disconnect from the hosts, and release the rewards."""
+        self._hosts.close()
+        super().close()
+
+    async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
+        try:
+            await super()._run_episode(sample, llm, sampling_params)
+            if self._down is not None:
+                raise self._down
+            if sample.failure is None and any(span.author == "policy" for span in sample.spans):
+                await self._score(sample)
+        finally:
+            episode = self._episodes.pop(id(sample), None)
+            if episode is not None:
+                await self._hosts.run(episode.end())
+
+    async def _score(self, sample: SampleState) -> None:
+        """Store the scores of the rewards, which `RemoteReward` returns."""
+        episode = self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
+        try:
+            scores = await self._hosts.run(episode.score(sample))
+        except LostError as error:
+            sample.fail(str(error), LOST)
+        except HostsDownError:
+            raise
+        except EnvError as error:  # an error on the host, which is still running
+            sample.fail(str(error), "env/raised")
+        else:
+            sample.extras[SCORES] = {
+                name: dataclasses.asdict(value) if isinstance(value, Broken) else value
+                for name, value in scores.items()
+            }
+
+
+class RemoteReward(BaseRewardFunction):
+    """A reward that a host computes at the end of an episode; here its score is only looked up."""
+
+    def __init__(self, name: str, per_turn: bool = False):
+        super().__init__(name)
+        self.per_turn = per_turn
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        raise RewardFailure(
+            f"the reward {self.name!r} is computed on the environment's host, only for whole episodes"
+        )
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
+        return [self._score_of(sample) for sample in samples]
+
+    def _score_of(self, sample: SampleState) -> Any:
+        score = sample.extras.get(SCORES, {}).get(self.name)
+        if score is None:
+            return RewardFailure("the host returned no score")
+        if isinstance(score, dict):
+            return Broken(score["kind"], score["reason"])
+        return score if self.per_turn else score[0]

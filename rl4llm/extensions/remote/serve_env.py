@@ -1,0 +1,101 @@
+"""``rl4llm serve-env --env tool,chat --port 50051``: host environments, with tools and rewards, for other machines.
+
+A trainer uses them with ``env.remote=host:port``. A caller can start programs on a host, since the command of an MCP
+server is an option of an environment. So a host requires a token. An address that other machines can reach needs a
+configured token; on loopback, the host creates one that only the same user can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl4llm.compose.environments import build_sandbox
+from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.remote.host import EnvHost
+from rl4llm.extensions.remote.hosted import Hosting
+from rl4llm.extensions.remote.rpc import Server
+from rl4llm.extensions.remote.token import FILE_VARIABLE, VARIABLE, kept, new_token, read_token
+from rl4llm.runtime.ports import check_free, is_loopback
+
+GRACE_S = 1.0  # for running calls
+LEAVE_S = 3.0  # to exit after a signal, even if an environment hangs
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a host listens: port 0 is any free port. `certificate` is the files of a certificate and its key, for TLS."""
+
+    host: str
+    port: int
+    with_token: bool = True
+    certificate: tuple[Path, Path] | None = None
+
+
+def serve_env(
+    names: Sequence[str], listening: Listening, overrides: Sequence[str], say: Callable[[str], None]
+) -> int:
+    """Host environments until a signal arrives. Raises ConfigError for settings that are not safe or not valid.
+
+    `names` are the environments, `overrides` are keys of the section `sandbox`.
+    """
+    host, port = listening.host, listening.port
+    token = read_token(os.environ) if listening.with_token else ""
+    os.environ.pop(VARIABLE, None)  # processes of environments and rewards do not need it
+    if not is_loopback(host) and not token:
+        raise ConfigError(
+            f"--host {host} without a token is not accepted: anyone who reaches the port could start programs. Next: set "
+            f"{VARIABLE} or {FILE_VARIABLE} here and for the trainer, or use 127.0.0.1 and connect through `ssh -L`."
+        )
+    if port:
+        check_free(host, port)
+    hosting = Hosting(names, _sandbox(overrides))
+    asyncio.run(_serve(EnvHost(hosting.classes, hosting.make, hosting.prompts, say), listening, token, say))
+    return 0
+
+
+def _sandbox(overrides: Sequence[str]) -> Callable[[], Any]:
+    wrong = [text for text in overrides if not text.startswith("sandbox.")]
+    if wrong:
+        raise ConfigError(
+            f"{wrong[0]!r} is not accepted. Accepted: keys of the section `sandbox`, such as sandbox.slots=4."
+        )
+    config = load_config(overrides=["model.path=none", *overrides])
+    if overrides:
+        build_sandbox(config).close()  # starts nothing, but refuses an invalid configuration
+    return partial(build_sandbox, config)
+
+
+async def _serve(env_host: EnvHost, listening: Listening, given: str, say: Callable[[str], None]) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    token = given or (new_token() if listening.with_token else "")
+    server = Server(env_host, listening.host, listening.port, token, listening.certificate)
+    with contextlib.ExitStack() as stack:
+        known = ", for trainers with the same token" if given else ""
+        if token and not given:
+            known = f", for trainers that can read its token file: {stack.enter_context(kept(token, server.port))}"
+        await server.start()
+        shown = f"[{listening.host}]" if ":" in listening.host else listening.host
+        say(f"Hosting {', '.join(env_host.names)} at {shown}:{server.port}{known}.")
+        await stopping.wait()
+        _leave_within(LEAVE_S)
+        say("Stopping; trainers continue their episodes on other hosts, or wait.")
+    await server.stop(GRACE_S)
+
+
+def _leave_within(seconds: float) -> None:
+    """Exit the process after some seconds, even if an environment hangs; trainers keep the state of episodes."""
+    timer = threading.Timer(seconds, os._exit, (0,))
+    timer.daemon = True
+    timer.start()

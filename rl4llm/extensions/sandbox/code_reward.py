@@ -1,0 +1,143 @@
+"""The reward of a program that passes its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.schema import Fraction, checked
+from rl4llm.core.types import ChatMessage
+from rl4llm.extensions.sandbox import Limits, Outcome, ProgramRunner, Sandbox
+from rl4llm.extensions.sandbox.code_run import CodeRunner
+from rl4llm.extensions.sandbox.code_tests import stored_tests
+from rl4llm.rewards.pool import RewardFailure
+from rl4llm.rewards.replies import final_reply, policy_messages
+
+STORED_TESTS = 200
+Grade = tuple[float | RewardFailure, str | None, dict[str, Any] | None]
+"""The score, a note unless it is simply right or wrong, and what is stored with the episode."""
+
+
+class CodeReward(BaseRewardFunction):
+    """1.0 if the program in the last reply passes all its tests, else 0.0.
+
+        rewards: [{name: code, partial: true, format_weight: 0.1}]
+
+    The row contains the tests: asserts as in HumanEval and MBPP, inputs and expected outputs, calls and their return
+    values, or test files with the ids that must pass; see `rl4llm.extensions.sandbox.code_tests`. Programs run in the
+    sandbox and never see the expected results. A program that does not parse, crashes or hangs scores like one that
+    passes no test. If the sandbox or the tests do not work, the sample fails instead.
+
+    The result of each test is in ``sample.extras["tests"][name]``, together with the level of the sandbox. A reason
+    other than a wrong answer is in ``sample.extras["reward_notes"][name]``: no_code, too_long or model_error.
+
+    Args:
+        name: name of the score in the logs.
+        partial: whether the share of passed tests counts, instead of all or nothing.
+        syntax_weight: share of the score for a program that parses, whatever its tests say.
+        format_weight: share of the score for code in a closed ```python block.
+        wall_s: seconds for one call, one script or one statement of the tests.
+        total_s: seconds for the whole program.
+        memory_bytes: memory of each of its processes, and of all of them together, in bytes.
+        max_chars: longer code scores 0.0 without being run.
+        sandbox: where programs run; by default the strongest level that this machine supports.
+    """
+
+    score_timeout_s = None  # every program has limits, and the supervisor has a deadline
+
+    @checked("rewards.{name}")
+    def __init__(
+        self,
+        name: str = "code",
+        *,
+        partial: bool = False,
+        syntax_weight: Fraction = 0.0,
+        format_weight: Fraction = 0.0,
+        wall_s: float = 5.0,
+        total_s: float = 20.0,
+        memory_bytes: int = 512 * 1024**2,
+        max_chars: int = 100_000,
+        sandbox: ProgramRunner | None = None,
+    ):
+        super().__init__(name)
+        if syntax_weight + format_weight > 1:
+            raise ConfigError(
+                f"rewards.{name}: syntax_weight + format_weight is above 1: {syntax_weight} + {format_weight}."
+            )
+        self.partial = partial
+        self.syntax_weight = float(syntax_weight)
+        self.format_weight = float(format_weight)
+        limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
+        self.runner = CodeRunner(sandbox or Sandbox(), limits, max_chars)
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
+        score, _, _ = self._grade(final_reply(messages), ground_truth, kwargs)
+        if isinstance(score, RewardFailure):
+            raise score
+        return score
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
+        """Return one score per sample, or a RewardFailure if the sandbox or the tests did not work."""
+        with ThreadPoolExecutor(self.runner.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
+            grades = list(threads.map(self._grade_sample, samples))
+        for sample, (_, note, tests) in zip(samples, grades, strict=True):
+            if note:
+                sample.extras.setdefault("reward_notes", {})[self.name] = note
+            if tests:
+                sample.extras.setdefault("tests", {})[self.name] = tests
+        return [score for score, _, _ in grades]
+
+    def examples(self) -> Sequence[RewardExample]:
+        """Return a right and a wrong function for asserts, and a right and a wrong program for inputs and outputs."""
+        wrong = self.syntax_weight + self.format_weight
+        asserts = "assert double(2) == 4\nassert double(-1) == -2"
+        texts = {"inputs": ["3\n"], "outputs": ["6\n"]}
+        cases = [
+            ("def double(x):\n    return 2 * x", asserts, 1.0),
+            ("def double(x):\n    return x * x + 1", asserts, wrong),
+            ("print(2 * int(input()))", texts, 1.0),
+            ("print(int(input()))", texts, wrong),
+        ]
+        return [
+            RewardExample([ChatMessage("assistant", f"```python\n{code}\n```")], tests, score)
+            for code, tests, score in cases
+        ]
+
+    def close(self) -> None:
+        self.runner.sandbox.close()
+
+    def _grade_sample(self, sample: SampleState) -> Grade:
+        return self._grade(final_reply(policy_messages(sample)), sample.ground_truth, sample.columns)
+
+    def _grade(self, reply: str, ground_truth: Any, columns: Mapping[str, Any]) -> Grade:
+        try:
+            tests = stored_tests(ground_truth, columns)
+        except DataError as error:
+            return RewardFailure(str(error)), None, None
+        run = self.runner.run(reply, tests, columns)
+        if run.outcome is None:
+            return 0.0, run.note, None
+        if run.outcome.status == "infra_error":
+            return RewardFailure(run.outcome.reason), None, _stored(run.outcome)
+        return self._score(run.outcome, run.fenced), run.note, _stored(run.outcome)
+
+    def _score(self, outcome: Outcome, fenced: bool) -> float:
+        passed = outcome.passed_share if self.partial else float(outcome.status == "ok")
+        rest = 1.0 - self.syntax_weight - self.format_weight
+        return rest * passed + self.syntax_weight * outcome.parsed + self.format_weight * fenced
+
+
+def _stored(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "sandbox": outcome.level,
+        "seconds": round(outcome.wall_s, 3),
+        "tests": [
+            {"name": test.name, "status": test.status, "reason": test.reason}
+            for test in outcome.tests[:STORED_TESTS]
+        ],
+    }

@@ -1,0 +1,345 @@
+"""The split judge: a program in one sandbox, its tests outside or in another, and the comparison here.
+
+A candidate's output counts only as the result of the requested call, under a number that it could not know before. Its
+exit code, what it prints besides a script's output and what it does to its process decide nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rl4llm.extensions.sandbox.cell import BrokenTests, Cell, Ended
+from rl4llm.extensions.sandbox.program import (
+    Asserts,
+    Calls,
+    Limits,
+    Outcome,
+    Program,
+    Status,
+    Stdin,
+    Suite,
+    TestResult,
+)
+from rl4llm.extensions.sandbox.wire import WireError, decode, encode, same, same_text
+
+if TYPE_CHECKING:
+    from rl4llm.extensions.sandbox.supervisor import Station
+
+SHOWN = 2000
+SHOWN_VALUE = 300  # characters of a value in the message about a failed test
+SHOWN_TRACE = 600  # characters of the end of a traceback in it
+TESTS_BYTES = 8 * 1024**2  # for one call by the tests, which are trusted but may pass on the program's values
+
+
+def judge(station: Station, program: Program, limits: Limits) -> Outcome:
+    """Run a program and its tests. Raises Ended if the sandbox or the tests do not work."""
+    deadline = time.monotonic() + limits.total_s
+    tests = program.tests
+    if tests is None:
+        return _script(Candidate(station, program, limits, deadline, "scripts"))
+    if isinstance(tests, Stdin):
+        limits = _with_room(limits, [expected for _, expected in tests.cases])
+        return _stdin(Candidate(station, program, limits, deadline, "scripts"), tests)
+    if isinstance(tests, Calls):
+        limits = _with_room(limits, [repr(case.expected) for case in tests.cases])
+        return _calls(Candidate(station, program, limits, deadline, "calls"), tests)
+    return _code(station, Candidate(station, program, limits, deadline, "calls"), tests, limits, deadline)
+
+
+def _with_room(limits: Limits, expected: Sequence[str]) -> Limits:
+    """Raise the output limit to fit the expected answers, in any notation."""
+    return replace(limits, output_bytes=max(limits.output_bytes, 8 * max(map(len, expected), default=0)))
+
+
+class Candidate:
+    """The program in its sandbox. After it ends early, it is restarted for the next test while there is time."""
+
+    def __init__(self, station: Station, program: Program, limits: Limits, deadline: float, role: str):
+        self.station = station
+        self.program = program
+        self.limits = limits
+        self.deadline = deadline
+        self.role = role
+        self.parsed = True
+        self.cell: Cell | None = None
+        self._fault: Ended | None = None
+
+    def begin(self) -> Cell:
+        """Start the sandbox without waiting for it."""
+        if self.cell is None:
+            self.cell = self.station.start(self.limits)
+            self._loaded = False
+        return self.cell
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to one request. Raises Ended if there is none."""
+        if self._fault is not None:
+            raise self._fault
+        if time.monotonic() >= self.deadline:
+            raise Ended("model_error", "timeout: no time was left for this test")
+        cell = self.begin()
+        try:
+            if not self._loaded:
+                self._load(cell)
+            return self._asked(cell, request)
+        except Ended:
+            self._drop()
+            raise
+
+    def printed(self) -> tuple[str, str]:
+        """Return the output since the last call as text."""
+        if self.cell is None:
+            return "", ""
+        self.cell.drain()
+        texts = [bytes(data).decode("utf-8", "replace") for data in self.cell.printed.values()]
+        for data in self.cell.printed.values():
+            data.clear()
+        return texts[0], texts[1]
+
+    def _load(self, cell: Cell) -> None:
+        program = self.program
+        cell.play(
+            self.role,
+            {"source": program.source, "prefix": program.prefix, "entry_point": program.entry_point},
+        )
+        try:
+            message = cell.receive(self._until(), "loading the program")
+        except Ended as ended:
+            self._fault = ended
+            raise
+        if "loaded" not in message:
+            self.parsed = "unparsed" not in message
+            reason = str(message.get("unparsed" if not self.parsed else "broken"))
+            self._fault = Ended("model_error", reason[:SHOWN])
+            raise self._fault
+        self._loaded = True
+
+    def _asked(self, cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
+        number = secrets.randbits(60)
+        until = self._until()
+        cell.send({"id": number, **request}, until)
+        reply = cell.receive(until)
+        if reply.get("id") != number or isinstance(reply["id"], bool):
+            raise Ended("model_error", "it answered what it was not asked")
+        return reply
+
+    def _until(self) -> float:
+        return min(self.deadline, time.monotonic() + self.limits.wall_s)
+
+    def _drop(self) -> None:
+        if self.cell is not None:
+            self.station.end(self.cell)
+            self.cell = None
+
+
+def _script(candidate: Candidate) -> Outcome:
+    out = err = ""
+    try:
+        result, out, err = _run_once(candidate, candidate.program.stdin)
+    except Ended as ended:
+        return Outcome(ended.status, ended.reason, parsed=candidate.parsed)
+    return Outcome(result.status, result.reason, stdout=out, stderr=err, parsed=candidate.parsed)
+
+
+def _stdin(candidate: Candidate, tests: Stdin) -> Outcome:
+    results = []
+    for number, (given, expected) in enumerate(tests.cases, 1):
+        name = f"input {number}"
+        try:
+            result, out, err = _run_once(candidate, given)
+        except Ended as ended:
+            shown = f"Input:\n{_brief(given)}\n{ended.reason}"
+            results.append(TestResult(name, ended.status, ended.reason, shown))
+            continue
+        if not result.passed:
+            shown = f"Input:\n{_brief(given)}\n{err.strip()[-SHOWN_TRACE:] or result.reason}"
+            result = replace(result, name=name, shown=shown)
+        elif same_text(out, expected):
+            result = TestResult(name, "ok")
+        else:
+            shown = f"Input:\n{_brief(given)}\nExpected output:\n{_brief(expected)}\nOutput:\n{_brief(out)}"
+            result = TestResult(name, "wrong", "the output is another one", shown)
+        results.append(result)
+    return _outcome(results, candidate.parsed)
+
+
+def _run_once(candidate: Candidate, stdin: str) -> tuple[TestResult, str, str]:
+    reply = candidate.ask({"stdin": stdin})
+    out, err = candidate.printed()
+    if reply.get("exit") == 0:
+        return TestResult("", "ok"), out, err
+    last = (err.strip().splitlines() or [""])[-1][:300]
+    return TestResult("", "model_error", f"exit status {str(reply.get('exit'))[:20]}: {last}"), out, err
+
+
+def _calls(candidate: Candidate, tests: Calls) -> Outcome:
+    results = []
+    for number, case in enumerate(tests.cases, 1):
+        name = f"call {number}"
+        try:
+            request = {"fn": case.fn, "args": encode(list(case.args)), "kwargs": encode(dict(case.kwargs))}
+            encode(case.expected)
+        except WireError as error:
+            results.append(
+                TestResult(name, "infra_error", f"the test contains something other than a literal: {error}")
+            )
+            continue
+        try:
+            reply = candidate.ask(request)
+            status, reason = _compared(reply, case.expected, tests.float_tolerance)
+        except Ended as ended:
+            reply, status, reason = {"ended": ended.reason}, ended.status, ended.reason
+        shown = (
+            ""
+            if status == "ok"
+            else f"{_exchange(case.fn, request, reply)}\nExpected: {_brief(repr(case.expected))}"
+        )
+        results.append(TestResult(name, status, reason, shown))
+    return _outcome(results, candidate.parsed)
+
+
+def _exchange(fn: str, request: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
+    """Return a call and its result as one line."""
+    given = [_value(item) for item in request["args"]]
+    given += [f"{key}={_value(item)}" for key, item in request["kwargs"].get("dict", ())]
+    call = f"{fn}({_brief(', '.join(given))})"
+    if "value" in reply:
+        return f"{call} returned {_value(reply['value'])}"
+    where = f" ({str(reply['where'])[:100]})" if reply.get("where") else ""
+    return f"{call}: {_brief(str(reply.get('reason') or reply.get('ended')))}{where}"
+
+
+def _value(wired: Any) -> str:
+    """Return the Python notation of a value."""
+    try:
+        return _brief(repr(decode(wired)))
+    except WireError as error:
+        return f"what is no literal: {error}"
+
+
+def _brief(text: str) -> str:
+    text = text.rstrip()
+    return text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
+
+
+def _compared(reply: dict[str, Any], expected: Any, float_tolerance: float) -> tuple[Status, str]:
+    if "value" not in reply:
+        return "model_error", str(reply.get("reason"))[:SHOWN]
+    try:
+        value = decode(reply["value"])
+    except WireError as error:
+        return "model_error", str(error)
+    if same(value, expected, float_tolerance):
+        return "ok", ""
+    return "wrong", f"another {'type' if type(value) is not type(expected) else 'value'} was expected"
+
+
+def _code(
+    station: Station, candidate: Candidate, tests: Asserts | Suite, limits: Limits, deadline: float
+) -> Outcome:
+    """Run tests that are code in a separate sandbox, and pass their calls on to the program."""
+    candidate.begin()  # both sandboxes start at the same time
+    cell = station.start(replace(limits, output_bytes=max(limits.output_bytes, TESTS_BYTES)))
+    cell.play(*_role(candidate.program, tests))
+    results: list[TestResult] = []
+    plan: list[str] = []
+    last: tuple[str, Any, Any] | None = None
+    try:
+        while "done" not in (message := cell.receive(_next_deadline(limits, deadline), "a test")):
+            plan = message.get("plan", plan)
+            last = _act_on(message, results, last, candidate, lambda answer: cell.send(answer, deadline))
+            cell.beside = [candidate.cell] if candidate.cell else []
+    except Ended as ended:
+        if ended.status == "infra_error":
+            raise
+        if not plan:
+            raise BrokenTests(f"the tests do not run: {ended.reason}") from None
+        done = {result.name for result in results}
+        results += [
+            TestResult(name, ended.status, ended.reason, ended.reason) for name in plan if name not in done
+        ]
+    if not plan:
+        raise BrokenTests("the tests contain no assert that could fail")
+    return _outcome(results, candidate.parsed)
+
+
+def _act_on(
+    message: dict[str, Any],
+    results: list[TestResult],
+    last: tuple[str, Any, Any] | None,
+    candidate: Candidate,
+    send: Callable[[dict[str, Any]], None],
+) -> tuple[str, Any, Any] | None:
+    """Record a result or pass a call on; return the last call of the running test with its result."""
+    if "broken" in message:
+        raise BrokenTests(f"the tests do not run: {message['broken']}")
+    if "test" in message:
+        results.append(_result(message, _exchange(*last) if last else ""))
+        last = None
+    if "call" in message:
+        last = message["call"], message, _passed_on(candidate, message)
+        send(last[2])
+    return last
+
+
+def _result(message: Mapping[str, Any], exchange: str) -> TestResult:
+    """Return the result of a test. It can be trusted, since nothing of the program is in the sandbox of the tests."""
+    status, reason = _KINDS[message["kind"]], message["reason"]
+    if status == "ok":
+        return TestResult(message["test"], status)
+    told = exchange and (reason == "AssertionError: " or reason.partition(": ")[2] in exchange)
+    shown = (_brief(message.get("source", "")), exchange, "" if told else _brief(reason))
+    return TestResult(message["test"], status, reason, "\n".join(filter(None, shown)))
+
+
+_KINDS: dict[str, Status] = {
+    "passed": "ok",
+    "wrong": "wrong",
+    "ended": "model_error",
+    "broken": "infra_error",
+}
+
+
+def _role(program: Program, tests: Asserts | Suite) -> tuple[str, dict[str, Any]]:
+    if isinstance(tests, Suite):
+        return "suite", {"files": dict(tests.files), "required": list(tests.required)}
+    entry_point = tests.entry_point or program.entry_point
+    return "asserts", {"tests": list(tests.tests), "setup": tests.setup, "entry_point": entry_point}
+
+
+def _next_deadline(limits: Limits, deadline: float) -> float:
+    return min(deadline, time.monotonic() + limits.wall_s)
+
+
+def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        reply = candidate.ask({"fn": message["call"], "args": message["args"], "kwargs": message["kwargs"]})
+        if "value" not in reply:
+            told = {
+                name: str(reply.get(name, ""))[:size] for name, size in (("reason", SHOWN), ("where", 100))
+            }
+            return {"error": str(reply.get("error"))[:100], **told}
+        return {"value": encode(decode(reply["value"]))}
+    except WireError as error:
+        return {"error": "TypeError", "reason": str(error)}
+    except Ended as ended:
+        if ended.status == "infra_error":
+            raise
+        return {"ended": ended.reason}
+
+
+def _outcome(results: Sequence[TestResult], parsed: bool) -> Outcome:
+    if not results:
+        raise BrokenTests("there are no tests")
+    failed = [result for result in results if not result.passed]
+    if not failed:
+        return Outcome("ok", "", tuple(results), parsed=parsed)
+    by_status = {result.status: result for result in reversed(failed)}
+    first = next(
+        by_status[status] for status in ("infra_error", "wrong", "model_error") if status in by_status
+    )
+    return Outcome(first.status, first.reason, tuple(results), parsed=parsed)

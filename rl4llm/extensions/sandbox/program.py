@@ -1,0 +1,168 @@
+"""What runs in a sandbox, how much of the machine it may use, and its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rl4llm.core.errors import ConfigError
+
+Status = Literal["ok", "wrong", "model_error", "infra_error"]
+"""ok: all tests passed, or the script ran. wrong: the program's answer failed a test. model_error: the program does not
+parse, crashed, hung or used too much. infra_error: the sandbox or the tests did not work, whatever the program was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a function of the program, and the value that it must return, including its type.
+
+    `fn` is a name, or ``Class.method``, whose class is created without arguments.
+    """
+
+    fn: str
+    args: tuple[Any, ...]
+    expected: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Function-call tests. Values are Python literals; floats may differ by `float_tolerance`, relative or absolute."""
+
+    cases: tuple[Call, ...]
+    float_tolerance: float = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Stdin:
+    """Tests of a whole program: pairs of its input and the output that it must print.
+
+    Spaces at the ends of lines and empty lines at the end are ignored.
+    """
+
+    cases: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asserts:
+    """Tests that are code: assert statements, or a function ``check(candidate)`` as in HumanEval.
+
+    Each statement that contains an assert is a test. `setup` runs before them. Names that neither it nor the tests
+    define are the program's functions. Without such a name, the only builtin that the tests call is the program's
+    function.
+
+    The tests and the program run in two processes, which exchange only values of Python literals. So tests of the
+    program's classes or of changes to an argument always fail. An iterator passes with all that it yields.
+    """
+
+    tests: tuple[str, ...]
+    entry_point: str = ""
+    setup: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Test files by name, and the ids that must pass: ``test_x.py::test_a`` or ``test_x.py::TestB::test_c``.
+
+    The files import the program's functions by ``from solution import f``. Functions and methods of
+    ``unittest.TestCase`` and of plain classes are supported. A skipped, missing or uncollected test counts as failed.
+    """
+
+    files: Mapping[str, str]
+    required: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Untrusted Python code, and the tests it must pass.
+
+    Args:
+        source: the code.
+        tests: without any, the code is run as a script.
+        prefix: code before it, such as the signature in a prompt. If `source` does not define `entry_point`, it continues
+            the prefix.
+        entry_point: the function that the prefix begins; "" for none.
+        stdin: input of a script without tests.
+    """
+
+    source: str
+    tests: Calls | Stdin | Asserts | Suite | None = None
+    prefix: str = ""
+    entry_point: str = ""
+    stdin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program may use before it is stopped.
+
+    Args:
+        wall_s: seconds for one call, one script or one statement of the tests.
+        total_s: seconds for the whole program with all its tests.
+        memory_bytes: address space of each process, and memory of all of them together, in bytes.
+        processes: simultaneous processes and threads.
+        disk_bytes: total size of all files in bytes; files are in memory.
+        files: maximum number of files.
+        output_bytes: size of a script's output, or of a function's result as JSON. Longer expected answers raise it.
+    """
+
+    wall_s: float = 5.0
+    total_s: float = 20.0
+    memory_bytes: int = 512 * 1024**2
+    processes: int = 32
+    disk_bytes: int = 32 * 1024**2
+    files: int = 4096
+    output_bytes: int = 1024**2
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+                raise ConfigError(
+                    f"sandbox limit {name}={value!r} is not accepted. Accepted: a number above 0."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """One test: its name, whether it passed, and why not.
+
+    For a failed test, `shown` has the call, the expected and the actual answer in a few lines. It contains the expected
+    answer, so show it only if the test is not secret.
+    """
+
+    __test__ = False  # for pytest, which would collect a class of this name
+
+    name: str
+    status: Status
+    reason: str = ""
+    shown: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a program. `level` is the sandbox that it ran in; `parsed` is False if it is not valid Python."""
+
+    status: Status
+    reason: str = ""
+    tests: tuple[TestResult, ...] = ()
+    stdout: str = ""
+    stderr: str = ""
+    parsed: bool = True
+    wall_s: float = 0.0
+    level: str = ""
+
+    @property
+    def passed_share(self) -> float:
+        """Passed tests over all tests; 0 without tests."""
+        return sum(test.passed for test in self.tests) / len(self.tests) if self.tests else 0.0
+
+
+def outcome_of(values: dict[str, Any]) -> Outcome:
+    """Return the outcome that `dataclasses.asdict` and JSON encoded. Raises TypeError or KeyError for anything else."""
+    return Outcome(**{**values, "tests": tuple(TestResult(**test) for test in values["tests"])})

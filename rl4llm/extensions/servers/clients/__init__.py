@@ -1,0 +1,1 @@
+"""Clients of one server: SGLang and vLLM over HTTP."""

@@ -1,0 +1,67 @@
+"""A process group of the trainer and one server, to broadcast weights: NCCL between GPUs, gloo on CPUs.
+
+The group exists beside the default one, which belongs to the trainer's ranks (or to the server's). torch has no public call
+for that. This is the same sequence of calls that servers use on their side, so that both ends find each other.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+TRAINER = 0
+
+
+class Broadcast:
+    """The trainer's end of a group with the `world_size - 1` ranks of one server.
+
+    `connect` blocks until the server joins, so the server must be asked to join at the same time.
+    """
+
+    def __init__(self, host: str, world_size: int, name: str, backend: str, timeout_s: float = 120.0):
+        self.host, self.port = host, free_port(host)
+        self.world_size, self.name, self.backend = world_size, name, backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+
+    def connect(self) -> None:
+        """Connect to the server's ranks."""
+        # "tcp://" of torch would look for the store of torchrun's agent, which does not exist here.
+        reached = self.host, self.port, self.world_size
+        store = dist.TCPStore(*reached, is_master=True, timeout=self._timeout)  # type: ignore[attr-defined] # not exported
+        options: dict[str, Any] = {"group_name": self.name, "timeout": self._timeout}
+        group, _ = _new_process_group_helper(
+            self.world_size, TRAINER, [], Backend(self.backend), PrefixStore(self.name, store), **options
+        )
+        _world.pg_group_ranks[group] = {i: i for i in range(self.world_size)}
+        self._group = group
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast tensors in order, and wait until all are sent."""
+        assert self._group is not None  # `connect` was called before
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = TRAINER, 0
+        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+            work.wait()
+        if self.backend == "nccl":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def free_port(host: str) -> int:
+    """Return a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

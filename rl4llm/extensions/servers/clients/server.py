@@ -1,0 +1,358 @@
+"""What the clients of all servers share: check, name and retry requests, and check replies before they count."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from yarl import URL
+
+from rl4llm.core.base_client import BaseClient
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.model_memory import EngineLoad, ModelShape, Precision
+from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
+from rl4llm.inference.embedded.kv_cache import KVCache
+from rl4llm.inference.embedded.stops import stop_tokens, text_of
+from rl4llm.runtime.transport import Retry, Transport
+
+NEVER_LOADED = -1
+FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+LOGPROBS = (-1e30, 1e-3)  # smallest and largest valid log-prob; rounding may lift one above 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A server's answer before it is checked; `versions` are (start, version) of runs of tokens, in order.
+
+    `answers` is the id of the request that the server reports to answer, if it reports one.
+    """
+
+    token_ids: Any
+    logprobs: Any
+    finish_reason: FinishReason
+    versions: tuple[tuple[int, int], ...]
+    answers: str | None = None
+
+
+class DamagedReplyError(UnreachableError):
+    """A reply that only damaged weights can give."""
+
+
+class DoubleReplyError(UnreachableError):
+    """A reply that answers another request."""
+
+
+class RequestNames:
+    """Ids for requests: step, prompt and sample (the session), turn, and a unique suffix.
+
+    Two trainers, or one that was restarted, never send the same id.
+    """
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_hex(3)
+        self._requests = 0
+        self.turns: dict[str, int] = {}
+
+    def next(self, session: str, what: str = "request") -> str:
+        """Return the name of a session's next request, without its attempt."""
+        self._requests += 1
+        turn = self.turns.get(session, 0)
+        if session:
+            self.turns[session] = turn + 1
+        return f"{session or what}/t{turn}/{self._nonce}-{self._requests}"
+
+    def release(self, session: str) -> None:
+        """Forget a session that is over."""
+        self.turns.pop(session, None)
+
+
+class ServerClient(BaseClient):
+    """One inference server behind HTTP: token ids in, token ids and log-probs out.
+
+    Args:
+        base_url: for example "http://127.0.0.1:30000".
+        tokenizer: decodes completions; the server's own text is not used, since every server trims it differently.
+        vocab_size: token ids from here on are refused, since some servers crash on them.
+        context_length: prompt plus completion, in tokens.
+        deadline_s: for one attempt of a generation.
+        admin_deadline_s: for loading weights and other requests of the operator.
+        attempts: how often a request is tried if it fails with an error that may be temporary.
+        visible_within_s: how long files that the trainer wrote may take to appear on the server's machine.
+        api_key: sent as a bearer token; a run uses RL4LLM_SERVER_KEY if its configuration has none.
+    """
+
+    URL_VARIABLE: ClassVar[str]
+    USUAL_URL: ClassVar[str]
+    SAYS_VERSIONS: ClassVar[bool] = True
+    """Whether replies contain the version of the weights, which a router requires."""
+    UNSEEN: ClassVar[str]
+    """A part of the error for files that the server does not see, or not yet."""
+
+    is_server = True
+
+    def __init__(
+        self,
+        base_url: str,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        context_length: int,
+        deadline_s: float = 600.0,
+        admin_deadline_s: float = 600.0,
+        attempts: int = 4,
+        visible_within_s: float = 10.0,
+        api_key: str | None = None,
+    ):
+        if not _is_address(base_url):
+            raise ConfigError(
+                f"inference.url={base_url!r} is not accepted. Accepted: http://HOST:PORT, as in the server's log."
+            )
+        self.base_url = base_url.rstrip("/")
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.retry = Retry(attempts)
+        self.http = Transport(base_url, deadline_s=deadline_s, api_key=api_key)
+        self.admin_deadline_s = admin_deadline_s
+        self._visible_within_s = visible_within_s
+        self._tokenizer = tokenizer
+        self.names = RequestNames()
+        self._loading = asyncio.Lock()
+
+    @classmethod
+    def usual_url(cls) -> str:
+        """Return the default address: that of the environment variable, or the server's default port on this machine."""
+        return os.environ.get(cls.URL_VARIABLE, cls.USUAL_URL)
+
+    @classmethod
+    def memory(
+        cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
+    ) -> dict[str, int]:
+        """Return the bytes on the trainer's device: with `cohost` the whole model and a cache, else nothing."""
+        if not options.get("cohost"):
+            return {}
+        cache = KVCache.memory(shape, load.sequences * load.ranks, load.longest, precision.weights)
+        return {"server's weights": shape.parameters * precision.weights, "server's KV cache": cache}
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} at {self.base_url}"
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+    ) -> Completion:
+        self.check_prompt(prompt_ids)
+        name = self.names.next(session)
+        return await self.retry.run(
+            lambda attempt: self.attempt(prompt_ids, sampling_params, f"{name}/a{attempt}")
+        )
+
+    async def attempt(
+        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, request_id: str
+    ) -> Completion:
+        """Try once to sample a completion, under an id that was never used before."""
+        room = self.context_length - len(prompt_ids)
+        params = sampling_params.replace(
+            max_tokens=min(sampling_params.max_tokens, room),
+            stop_token_ids=stop_tokens(
+                self._tokenizer, sampling_params
+            ),  # the server may have another tokenizer
+        )
+        try:
+            sampled = await self.sample(list(prompt_ids), params, request_id)
+        except RefusedError as error:
+            raise RefusedError(f"Request {request_id} was refused. {error}") from error
+        try:
+            self._check_sampled(sampled, request_id)
+        except DoubleReplyError:
+            await self.http.renew()  # on this connection the next answer would belong to this request
+            raise
+        sampled = _cut(sampled, params.stop_token_ids)
+        token_ids = tuple(sampled.token_ids)
+        return Completion(
+            text=text_of(self._tokenizer, token_ids, params.stop),
+            token_ids=token_ids,
+            logprobs=tuple(min(float(logprob), 0.0) for logprob in sampled.logprobs),
+            finish_reason=sampled.finish_reason,
+            version=sampled.versions[0][1],
+            versions=sampled.versions if len(sampled.versions) > 1 else (),
+        )
+
+    @abstractmethod
+    async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+        """Send one request; raise UnreachableError for temporary errors, RefusedError for others."""
+
+    @abstractmethod
+    async def load_weights(self, weight_ref: WeightRef) -> None:
+        """Have the server load weights; not its answer but `version` shows whether it did."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop generating at the next token; requests wait."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continue after `pause`."""
+
+    @abstractmethod
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Give device memory back."""
+
+    @abstractmethod
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take device memory again."""
+
+    @abstractmethod
+    async def health(self) -> dict[str, Any]:
+        """Return what the server reports about itself; raise EngineError if it cannot serve."""
+
+    async def _check_held(self, weight_ref: WeightRef) -> None:
+        if (version := await self.version()) != weight_ref.version:
+            raise UnreachableError(
+                f"{self.base_url} holds version {version} of the weights; the first rank has not yet published version "
+                f"{weight_ref.version} to it."
+            )
+
+    async def flush(self) -> None:
+        """Forget the prefix cache."""
+
+    async def checksum(self) -> str | None:
+        """Return a digest of the weights on the server; None if the server cannot compute one."""
+        return None
+
+    async def load(self, weight_ref: WeightRef) -> None:
+        """Pause, load, resume in any case, and read back the version; raise EngineError if the server holds another one."""
+        if weight_ref.held:
+            await self._check_held(weight_ref)
+            return
+        async with self._loading:
+            before = await self.version()
+            seen_by = time.monotonic() + self._visible_within_s
+            for number in itertools.count():
+                problem = await self._replace_weights(weight_ref)
+                version = await self.version()
+                unseen = isinstance(problem, RefusedError) and self.UNSEEN in str(problem)
+                if version != before or not unseen or time.monotonic() > seen_by:
+                    break
+                await asyncio.sleep(self.retry.wait_s(number))
+        if version != weight_ref.version or (problem and before == version):
+            source = weight_ref.path or "the trainer"
+            raise EngineError(
+                f"{self.base_url} was asked to load version {weight_ref.version} from {source}, but holds version "
+                f"{version}. {problem or 'It reported success.'} Look for the reason in the server's log."
+            ) from problem
+
+    async def _replace_weights(self, weight_ref: WeightRef) -> EngineError | None:
+        """Return the error, if any; a server that reports an error may hold the new weights nevertheless."""
+        try:
+            await self.pause()
+            try:
+                await self.load_weights(weight_ref)
+            except EngineError as error:
+                try:
+                    await self.flush()  # the cache may be that of the old weights
+                except EngineError as second:
+                    raise type(second)(f"{second} (while recovering from a failed load: {error})") from error
+                return error
+            return None
+        finally:
+            await self.retry.run(lambda _: self.resume())
+
+    async def release(self, session: str) -> None:
+        self.names.release(session)
+
+    async def disconnect(self) -> None:
+        await self.http.close()
+
+    async def close(self) -> None:
+        await self.disconnect()
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raise EngineError for a prompt that a server would refuse, or crash on."""
+        if not prompt_ids:
+            raise EngineError("generate: the prompt is empty; give at least one token.")
+        outside = [token for token in prompt_ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise EngineError(
+                f"generate: token id {outside[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}."
+            )
+        if len(prompt_ids) >= self.context_length:
+            raise EngineError(
+                f"generate: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length}."
+            )
+
+    def _check_sampled(self, sampled: Sampled, request_id: str) -> None:
+        where = f"{self.base_url} answered request {request_id}"
+        if sampled.answers not in (None, request_id):
+            raise DoubleReplyError(f"{where} with the answer to {sampled.answers}.")
+        problem = _problem(sampled, self.vocab_size)
+        if problem:
+            raise UnreachableError(f"{where} with {problem}.")
+        if len(sampled.token_ids) != len(sampled.logprobs):
+            raise DamagedReplyError(
+                f"{where} with {len(sampled.token_ids)} tokens but {len(sampled.logprobs)} log-probs."
+            )
+        least, most = LOGPROBS  # a NaN is not between them
+        if not all(isinstance(item, int | float) and least <= item <= most for item in sampled.logprobs):
+            raise DamagedReplyError(
+                f"{where} with invalid log-probs (NaN or out of range). Its weights are probably corrupted."
+            )
+
+
+def _cut(sampled: Sampled, stop_token_ids: Sequence[int]) -> Sampled:
+    """Cut an answer after its first stop token; with `ignore_eos` servers continue past them."""
+    end = next((place for place, token in enumerate(sampled.token_ids, 1) if token in stop_token_ids), None)
+    if end is None or end == len(sampled.token_ids):
+        return sampled
+    versions = tuple((start, version) for start, version in sampled.versions if start < end)
+    return Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "stop", versions)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        found = URL(url)
+    except ValueError:  # such as an invalid port
+        return False
+    return found.scheme in ("http", "https") and bool(found.host)
+
+
+def _problem(sampled: Sampled, vocab_size: int) -> str | None:
+    """Return what is wrong with an answer; None if nothing is."""
+    token_ids, logprobs = sampled.token_ids, sampled.logprobs
+    if not isinstance(token_ids, list) or not isinstance(logprobs, list):
+        return "no token ids or no log-probs"
+    if not token_ids and sampled.finish_reason != "abort":
+        return "no tokens"
+    if not all(type(token) is int and 0 <= token < vocab_size for token in token_ids):
+        return f"token ids outside the vocabulary of {vocab_size}"
+    starts = [start for start, _ in sampled.versions]
+    if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] > max(0, len(token_ids) - 1):
+        return f"versions of the weights that begin at tokens {starts} of {len(token_ids)}"
+    return None
+
+
+def field(answer: Any, name: str, what: str) -> Any:
+    """Return a field of a server's answer to `what`; raise UnreachableError if it is missing."""
+    if not isinstance(answer, Mapping) or name not in answer:
+        raise UnreachableError(f"A server's answer to {what} has no {name!r}.")
+    return answer[name]
+
+
+def sampling_options(params: SamplingParams) -> dict[str, Any]:
+    """Return options that have the same name on all servers. All that change probabilities are sent: defaults differ."""
+    options: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+    }
+    return options | ({"stop": list(params.stop)} if params.stop else {})

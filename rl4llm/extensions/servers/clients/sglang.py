@@ -1,0 +1,352 @@
+"""SGLang servers: the native HTTP interface, which takes token ids and labels each token with the version of its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
+from rl4llm.extensions.servers.clients.broadcast import Broadcast
+from rl4llm.extensions.servers.clients.server import FINISHED, NEVER_LOADED, Sampled, field, sampling_options
+from rl4llm.runtime.threads import in_own_thread
+
+BUCKET_BYTES = 256 << 20
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LEAVE_S = 5.0  # for a server to leave an unused process group
+
+
+class SGLangClient(AdaptingClient):
+    """One SGLang server (tested with 0.5.23).
+
+        client = SGLangClient("http://127.0.0.1:30000", tokenizer, vocab_size=151936, context_length=4096)
+        completion = await client.generate(prompt_ids, SamplingParams(max_tokens=64))
+
+    Its log-probs are those of the temperature-scaled softmax before top-p and top-k, which is the convention of
+    `Completion`, so they are used unchanged. Seeds are sent, but SGLang reproduces tokens only if it was started with
+    ``--enable-deterministic-inference``. `trainer_host` is the address at which the server reaches the trainer to broadcast
+    weights. The other arguments are those of `AdaptingClient` and `ServerClient`.
+
+    For LoRA the server needs ``--enable-lora --max-lora-rank R --lora-target-modules ...``.
+    """
+
+    publishers = ("filesystem", "tensor", "distributed", "lora")
+    KINDS = ("full", "tensor", "distributed", "lora")
+    URL_VARIABLE = "SGLANG_BASE_URL"
+    USUAL_URL = "http://127.0.0.1:30000"
+    UNSEEN = "Failed to get weights iterator"
+
+    def __init__(
+        self,
+        base_url: str,
+        tokenizer: Any,
+        *,
+        trainer_host: str = "127.0.0.1",
+        **options: Any,
+    ):
+        super().__init__(base_url, tokenizer, **options)
+        self.trainer_host = trainer_host
+        self._group: Broadcast | None = None
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+        body = {
+            "rid": request_id,
+            "input_ids": prompt_ids,
+            "sampling_params": _sampling(params),
+            "return_logprob": True,
+            "stream": False,
+        }
+        answer, adapter = await self._generate(body)
+        sampled = _sampled(answer, request_id)
+        return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
+
+    async def base_version(self) -> int:
+        info = await self.retry.run(lambda _: self.http.get("/model_info", deadline_s=30))
+        return _version(field(info, "weight_version", "/model_info"))
+
+    async def checksum(self) -> str:
+        """Return a digest of the weights on the server: the same weights give the same digest on every server."""
+        answer = await self.admin("/weights_checker", {"action": "checksum"})
+        return str(field(answer, "per_engine_checksum", "/weights_checker"))
+
+    async def load_weights(self, weight_ref: WeightRef) -> None:
+        ways = {"full": self._from_disk, "tensor": self._inline, "distributed": self._broadcast}
+        await ways[weight_ref.kind](weight_ref)
+        await self.sample_from_model()
+
+    async def check_adapters(self) -> None:
+        if not (await self._info()).get("enable_lora"):
+            raise ConfigError(
+                f"sync.name=lora needs a server with --enable-lora, and {self.base_url} was started without it. Start it "
+                "with --enable-lora --max-lora-rank R --lora-target-modules ..., R >= model.lora.rank, or remove sync.name."
+            )
+
+    async def _generate(self, body: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """Return the answer, and the adapter that it comes from."""
+        async with self.using_adapter() as adapter:
+            body = {**body, "lora_path": adapter} if adapter else body
+            return await self.post_with(adapter, "/generate", body), adapter
+
+    async def _from_disk(self, weight_ref: WeightRef) -> None:
+        await self._check_model(weight_ref.path)
+        body = {"model_path": weight_ref.path, "weight_version": str(weight_ref.version), "flush_cache": True}
+        await self.admin("/update_weights_from_disk", body)
+
+    async def _check_model(self, path: str | None) -> None:
+        """Raise ConfigError for weights of another model than the server's, which would crash it.
+
+        It works only if this machine can read the server's files, as on one machine or a shared disk.
+        """
+        held: Any = None
+        with suppress(EngineError):
+            held = (await self._info()).get("model_path")
+        own, given = _described(held), _described(path)
+        both = [name for name in SHAPE if name in own and name in given]
+        differ = [f"{name}={own[name]}, not {given[name]}" for name in both if own[name] != given[name]]
+        if differ:
+            raise ConfigError(
+                f"{self.base_url} does not serve the model that trains: {held} has {', '.join(differ)}. Start the "
+                "server with the model of model.path, or set inference.url to a server with that model."
+            )
+
+    async def _inline(self, weight_ref: WeightRef) -> None:
+        """Send the tensors in requests, once for each of the server's tensor-parallel ranks."""
+        ranks = await self._ranks()
+        async with self._update():
+            for names, tensors, version in _buckets(weight_ref):
+                payload = await asyncio.to_thread(_pickled, names, tensors)
+                body = {
+                    "serialized_named_tensors": [payload] * ranks,
+                    "weight_version": version,
+                    "flush_cache": True,
+                }
+                await self.admin("/update_weights_from_tensor", body)
+
+    async def _broadcast(self, weight_ref: WeightRef) -> None:
+        """Send the tensors through a process group; leave a group that failed, so that the next update makes a new one."""
+        try:
+            group = self._group or await self._join()
+            async with self._update():
+                for names, tensors, version in _buckets(weight_ref):
+                    body = {
+                        "names": names,
+                        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                        "shapes": [list(tensor.shape) for tensor in tensors],
+                        "group_name": group.name,
+                        "weight_version": version,
+                        "flush_cache": True,
+                    }
+                    whole = [tensor.detach().contiguous() for tensor in tensors]
+                    await self._meet("/update_weights_from_distributed", body, group.send, whole)
+        except BaseException as error:
+            await self._leave()
+            if not isinstance(error, EngineError | RuntimeError | OSError):
+                raise
+            raise EngineError(
+                f"{self} could not be sent weights through a process group: {error} The server must be able to reach the "
+                f"trainer at inference.trainer_host={self.trainer_host!r}."
+            ) from error
+
+    async def _join(self) -> Broadcast:
+        ranks = await self._ranks()
+        backend = "gloo" if (await self._info()).get("device") == "cpu" else "nccl"
+        self._group = group = Broadcast(
+            self.trainer_host, 1 + ranks, f"rl4llm-{self.names.next('')}", backend
+        )
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._meet("/init_weights_update_group", body, group.connect)
+        return group
+
+    async def _meet(
+        self, path: str, body: Mapping[str, Any], ours: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Run the server's part and this process's part together; if one fails, cancel the other."""
+        theirs = asyncio.create_task(self.admin(path, body))
+        try:
+            await asyncio.gather(theirs, in_own_thread("rl4llm-broadcast", lambda: ours(*arguments)))
+        finally:
+            theirs.cancel()
+
+    async def _leave(self) -> None:
+        """Leave the process group, at both ends."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+            with suppress(EngineError):
+                await self.admin("/destroy_weights_update_group", {"group_name": group.name}, LEAVE_S)
+
+    @asynccontextmanager
+    async def _update(self) -> AsyncIterator[None]:
+        """Open and close an update, since SGLang takes tensors only in between; close one that a dead trainer left open."""
+        try:
+            try:
+                await self.admin("/begin_weight_update", {})
+            except RefusedError:
+                await self.attempted("/end_weight_update", {})
+                await self.admin("/begin_weight_update", {})
+            yield
+        except BaseException:
+            await self.attempted("/end_weight_update", {})  # the first error is the one to report
+            raise
+        await self.admin("/end_weight_update", {})
+
+    async def _ranks(self) -> int:
+        return int((await self._info()).get("tp_size") or 1)
+
+    async def _info(self) -> Mapping[str, Any]:
+        return await self.http.get("/server_info", deadline_s=30)
+
+    async def pause(self, mode: str = "retract") -> None:
+        """Stop generating. "retract" keeps requests and recomputes their cache afterwards, "abort" ends them."""
+        await self.admin("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self.admin("/continue_generation", {})
+
+    async def abort(self, request_id: str = "") -> None:
+        """End one request, or all without an id; they return the tokens so far with the finish reason "abort"."""
+        await self.admin("/abort_request", {"rid": request_id, "abort_all": not request_id})
+
+    async def flush(self) -> None:
+        """Forget the prefix cache."""
+        await self.http.tell("/flush_cache", deadline_s=self.admin_deadline_s)
+
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        await self.admin("/release_memory_occupation", {"tags": list(tags)})
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        await self.admin("/resume_memory_occupation", {"tags": list(tags)})
+
+    async def health(self) -> dict[str, Any]:
+        """Return what the server reports about itself, after it generated a token."""
+        await self.http.get("/health", deadline_s=30)
+        return await self.http.get("/server_info", deadline_s=30)
+
+    async def close(self) -> None:
+        await self._leave()
+        await super().close()
+
+    async def score_once(self, token_ids: list[int], request_id: str) -> list[float]:
+        body = {
+            "rid": request_id,
+            "input_ids": token_ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer, _ = await self._generate(body)
+        rows = field(field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
+        scores = _column(rows, 0)
+        # SGLang 0.5 scores the last token of the vocabulary correctly but labels it 0 in its answer.
+        labelled = [0 if token == self.vocab_size - 1 else token for token in token_ids]
+        if scores is None or _column(rows, 1) not in (token_ids, labelled):
+            raise UnreachableError(
+                f"{self.base_url} did not score the {len(token_ids)} tokens of request {request_id}."
+            )
+        return [float("nan") if score is None else float(score) for score in scores[1:]]
+
+    async def admin(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> Any:
+        answer = await self.http.post(path, body, deadline_s=deadline_s or self.admin_deadline_s)
+        if isinstance(answer, Mapping) and answer.get("success") is False:
+            raise RefusedError(f"POST {self.base_url}{path} failed: {answer.get('message', answer)}")
+        return answer
+
+
+def _described(directory: str | None) -> Mapping[str, Any]:
+    """Return the config.json of a model; an empty one if it cannot be read."""
+    if not directory:
+        return {}
+    try:
+        found = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    return {
+        **sampling_options(params),
+        "max_new_tokens": params.max_tokens,
+        "top_k": params.top_k or -1,
+        "sampling_seed": params.seed % 2**31,
+    }
+
+
+def _sampled(answer: Any, request_id: str) -> Sampled:
+    info = field(answer, "meta_info", request_id)
+    token_ids = field(answer, "output_ids", request_id)
+    rows = field(info, "output_token_logprobs", request_id)
+    kind = field(field(info, "finish_reason", request_id), "type", request_id)
+    if kind not in list(FINISHED):  # whatever type it has
+        raise UnreachableError(f"Request {request_id} ended with {info['finish_reason']!r}.")
+    rows = rows if _column(rows, 1) == token_ids else []  # log-probs of other tokens
+    return Sampled(token_ids, _column(rows, 0), FINISHED[kind], _versions(info, request_id), info.get("id"))
+
+
+def _column(rows: Any, place: int) -> list[Any] | None:
+    """Return one value of each row; None if these are not rows."""
+    try:
+        return [row[place] for row in rows]
+    except (TypeError, IndexError, KeyError):
+        return None
+
+
+def _versions(info: Mapping[str, Any], request_id: str) -> tuple[tuple[int, int], ...]:
+    """Return (start, version) of each run of tokens that the same weights sampled."""
+    spans = info.get("weight_versions") or [{"start": 0, "version": info.get("weight_version")}]
+    try:
+        return tuple((int(span["start"]), _version(span["version"])) for span in spans)
+    except (TypeError, KeyError, ValueError):
+        raise UnreachableError(f"The answer to request {request_id} has weight_versions={spans!r}.") from None
+
+
+def _version(text: Any) -> int:
+    """Parse a version; that of a server that never got weights from a trainer is "default"."""
+    return int(text) if str(text).removeprefix("-").isdecimal() else NEVER_LOADED
+
+
+def _buckets(weight_ref: WeightRef) -> Iterator[tuple[list[str], list[Tensor], str | None]]:
+    """Yield names and tensors of at most BUCKET_BYTES together; only the last bucket has the version, complete by then."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    size = 0
+    assert weight_ref.tensors is not None  # true for these kinds
+    for name, tensor in weight_ref.tensors():
+        if tensors and size + tensor.nbytes > BUCKET_BYTES:
+            yield names, tensors, None
+            names, tensors, size = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        size += tensor.nbytes
+    yield names, tensors, str(weight_ref.version)
+
+
+def _pickled(names: Sequence[str], tensors: Sequence[Tensor]) -> str:
+    """Pickle tensors as SGLang expects them: from a CPU by value, from a GPU as handles that the server opens."""
+    pairs = [(name, _alone(tensor.detach())) for name, tensor in zip(names, tensors, strict=True)]
+    shared = all(tensor.is_cuda for tensor in tensors)
+    content = bytes(ForkingPickler.dumps(pairs)) if shared else pickle.dumps(pairs)
+    return base64.b64encode(content).decode()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor that fills its storage, since pickle writes the whole storage."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,366 @@
+"""vLLM servers: token ids through OpenAI's completions, weights through a worker extension that reports their version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.schema import checked
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
+from rl4llm.extensions.servers.clients.server import FINISHED, NEVER_LOADED, Sampled, field, sampling_options
+
+T = TypeVar("T")
+
+FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
+SETTLE_S = 1.0  # for requests that ended before an update to read their version
+LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature, with no more than a line in its log
+START = "Start the server with scripts/launch_vllm.sh, or with the same options"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the server's workers report about their weights; `ids` change with every load and every restart."""
+
+    version: int
+    ids: tuple[str, ...]
+    logprobs_mode: str
+    adapters_leak: bool
+
+
+class FreshReads(Generic[T]):
+    """Shares one reading among many callers, but never one that began before they called."""
+
+    def __init__(self, read: Callable[[], Awaitable[T]]):
+        self._read = read
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        """Return the result of a reading that begins after this call."""
+        if self._next is None or self._next.done():
+            self._next = asyncio.ensure_future(self._after(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _after(self, running: asyncio.Task[T] | None) -> T:
+        if running is not None and not running.done():
+            await asyncio.wait([running])
+        self._running, self._next = self._next, None
+        return await self._read()
+
+
+class VLLMClient(AdaptingClient):
+    """One vLLM server (tested with 0.32) with ``VLLM_SERVER_DEV_MODE=1`` and the worker extension of rl4llm.
+
+        client = VLLMClient("http://127.0.0.1:8000", tokenizer, vocab_size=151936, context_length=4096)
+        completion = await client.generate(prompt_ids, SamplingParams(max_tokens=64))
+
+    Log-probs: ``--logprobs-mode processed_logprobs`` gives those of the temperature-scaled softmax while top-p and top-k
+    are off; ``raw_logprobs``, vLLM's default, gives those of the plain softmax. The first matches the convention of
+    `Completion` at any temperature, the second at temperatures 0 and 1. Other combinations raise ConfigError.
+
+    Versions: completions contain none, so the workers are asked before and after each. A completion that spans a change of
+    the weights counts as a failed attempt. `load` therefore lets running requests end first, and new ones wait.
+
+    LoRA: while a server on a CPU holds adapters, requests for the model itself are refused, since vLLM applies an adapter to
+    them as well.
+
+    Args:
+        model: the name of the model on the server; by default the server is asked.
+        sleep_level: 1 keeps a copy of the weights in main memory, 2 discards them, so a load must follow `wake`.
+    """
+
+    publishers = ("filesystem", "lora")
+    KINDS = ("full", "lora")
+    ADAPTERS_AT = "/v1"
+    URL_VARIABLE = "VLLM_BASE_URL"
+    USUAL_URL = "http://127.0.0.1:8000"
+    UNSEEN = "seen from the server"  # in the worker extension's message
+    SAYS_VERSIONS = False  # the server's workers are asked, before and after each request
+
+    @checked("inference")
+    def __init__(
+        self,
+        base_url: str,
+        tokenizer: Any,
+        *,
+        model: str | None = None,
+        sleep_level: Literal[1, 2] = 1,
+        **options: Any,
+    ):
+        super().__init__(base_url, tokenizer, **options)
+        self._model = model
+        self._sleep_level = sleep_level
+        self._checked_context = False
+        self._samples: set[asyncio.Future[None]] = set()
+        self._draining: set[asyncio.Future[None]] = set()
+        self._running: set[str] = set()
+        self._aborted: set[str] = set()
+        self._reads = FreshReads(lambda: self._ask_workers("rl4llm_state", deadline_s=30))
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._samples.add(done)
+        try:
+            return await self._sample(prompt_ids, params, request_id)
+        finally:
+            self._samples.discard(done)
+            done.set_result(None)
+
+    async def base_version(self) -> int:
+        return (await self.retry.run(lambda _: self._reads.get())).version
+
+    async def load_weights(self, weight_ref: WeightRef) -> None:
+        if (
+            self._draining
+        ):  # ended requests still read their version; a change before that would have them retried
+            await asyncio.wait(self._draining, timeout=SETTLE_S)
+        await self._ask_workers("rl4llm_load", str(weight_ref.path), str(weight_ref.version))
+        await self.flush()
+        await self.sample_from_model()
+
+    async def pause(self, mode: str = "wait") -> None:
+        """Stop generating; new requests wait.
+
+        "wait" lets running requests end, "abort" ends them, so that they are retried, "keep" freezes them. All but "keep"
+        forget the prefix cache.
+        """
+        self._draining = set(self._samples) if mode == "wait" else set()
+        await self._again_if_needed(f"/pause?mode={mode}")
+
+    async def resume(self) -> None:
+        await self._again_if_needed("/resume")
+
+    async def abort(self, request_id: str = "") -> None:
+        """End one request, or all of this client without an id; they return their tokens with the finish reason "abort"."""
+        ids = [request_id] if request_id else sorted(self._running)
+        self._aborted.update(self._running.intersection(ids))
+        if ids:
+            await self.admin("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in ids]})
+
+    async def flush(self) -> None:
+        """Forget the prefix cache; raise EngineError while requests use it."""
+        answer = await self._again_if_needed("/reset_prefix_cache")
+        if isinstance(answer, Mapping) and answer.get("success") is False:
+            raise EngineError(
+                f"{self.base_url} could not reset its prefix cache: requests are using it. Pause first."
+            )
+
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Free device memory, after running requests have ended."""
+        if set(tags) == {"kv_cache"}:
+            await self.admin("/release_kv_cache_memory")
+            return
+        if set(tags) != {"weights", "kv_cache"}:
+            raise EngineError(
+                f"VLLMClient.sleep: tags={list(tags)} is not accepted. Accepted: weights with kv_cache, or kv_cache."
+            )
+        if self._sleep_level == 2:
+            if self.adapter is not None:
+                raise EngineError(
+                    "VLLMClient.sleep: level 2 discards the model under the adapter. Set sleep_level=1."
+                )
+            await self._ask_workers("rl4llm_forget")
+        await self.admin(f"/sleep?level={self._sleep_level}&mode=wait")
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Allocate device memory again, in one call or in several; requests wait until all of it is back."""
+        await self.admin("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether requests would wait, because of `sleep` or `pause`."""
+        answer = await self.http.get("/is_sleeping", deadline_s=30)
+        return bool(field(answer, "is_sleeping", "/is_sleeping"))
+
+    async def health(self) -> dict[str, Any]:
+        """Return what the server reports about itself."""
+        await self.http.get("/health", deadline_s=30)
+        held = await self._reads.get()
+        return {
+            "version": await self.version(),
+            "model": self.adapter or await self._served_model(),
+            "logprobs_mode": held.logprobs_mode,
+            "sleeping": await self.is_sleeping(),
+        }
+
+    async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+        before = await self._reads.get()
+        check_convention(before.logprobs_mode, params)
+        async with self.using_adapter() as adapter:
+            self._check_base(before, adapter)
+            body = {
+                "model": adapter or await self._served_model(),
+                "prompt": prompt_ids,
+                "request_id": request_id,
+                "logprobs": 0,
+                "return_token_ids": True,
+                **_sampling(params),
+            }
+            answer, aborted = await self._post_completion(body, request_id, adapter)
+        sampled = _sampled(
+            answer, request_id, before.version if adapter is None else adapter_version(adapter)
+        )
+        if sampled.finish_reason == "abort" and not aborted:
+            raise UnreachableError(f"{self.base_url} aborted request {request_id}.")
+        after = await self._reads.get()
+        self._check_base(after, adapter)
+        if after.ids != before.ids:
+            raise UnreachableError(f"{self.base_url} changed its weights during request {request_id}.")
+        return sampled
+
+    async def _post_completion(
+        self, body: Mapping[str, Any], request_id: str, adapter: str | None
+    ) -> tuple[Any, bool]:
+        """Return the answer, and whether this client aborted the request."""
+        self._running.add(request_id)
+        try:
+            answer = await self.post_with(adapter, "/v1/completions", body)
+            return answer, request_id in self._aborted
+        finally:
+            self._running.discard(request_id)
+            self._aborted.discard(request_id)
+
+    async def score_once(self, token_ids: list[int], request_id: str) -> list[float]:
+        held = await self._reads.get()
+        check_convention(held.logprobs_mode, SamplingParams())
+        self._check_base(held, self.adapter)
+        body = {
+            "model": self.adapter or await self._served_model(),
+            "prompt": token_ids,
+            "request_id": request_id,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        answer = await self.http.post("/v1/completions", body)
+        rows = field(_choice(answer, request_id), "prompt_logprobs", request_id)
+        if not isinstance(rows, list) or len(rows) != len(token_ids):
+            raise UnreachableError(f"{self.base_url} did not score all of {len(token_ids)} tokens.")
+        pairs = zip(rows[1:], token_ids[1:], strict=True)
+        scores = [field(field(row, str(token), request_id), "logprob", request_id) for row, token in pairs]
+        return [float("nan") if score is None else _number(score) for score in scores]
+
+    def _check_base(self, held: Held, adapter: str | None) -> None:
+        if adapter is None and held.adapters_leak:
+            raise EngineError(
+                f"{self.base_url} holds LoRA adapters, and on a CPU vLLM also applies them to requests for the model "
+                "itself. Name an adapter, load full weights, or use another server."
+            )
+
+    async def _served_model(self) -> str:
+        """Return the model's name on the server, after a check that the server's context is long enough."""
+        if self._model is None or not self._checked_context:
+            bases = [item for item in await self.models(retries=False) if not item.get("parent")]
+            known = [str(item.get("id")) for item in bases]
+            name = self._model or next(iter(known), "")
+            if name not in known:
+                raise ConfigError(
+                    f"inference.model={name!r} is not served by {self.base_url}. Served: {', '.join(known)}."
+                )
+            self._check_context(bases[known.index(name)])
+            self._model, self._checked_context = name, True
+        return self._model
+
+    def _check_context(self, model: Mapping[str, Any]) -> None:
+        longest = model.get("max_model_len")
+        if longest is not None and longest < self.context_length:
+            raise ConfigError(
+                f"{self.base_url} accepts at most {longest} tokens, less than "
+                f"inference.context_length={self.context_length}. Start it with --max-model-len {self.context_length}, or "
+                f"set inference.context_length={longest}."
+            )
+
+    async def _ask_workers(self, method: str, *arguments: str, deadline_s: float | None = None) -> Held:
+        """Call a method of the worker extension in every worker."""
+        body = {"method": method, "args": list(arguments)}
+        deadline_s = deadline_s or self.admin_deadline_s
+        try:
+            return _held(await self.http.post("/collective_rpc", body, deadline_s=deadline_s))
+        except RefusedError as error:
+            raise EngineError(
+                f"{error} {START}: VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls."
+            ) from error
+        except UnreachableError as error:  # vLLM answers 500 to every error of a worker
+            if "has no attribute" in str(error) and method in str(error):
+                raise EngineError(f"{error} {START}: --worker-extension-cls.") from error
+            if self.UNSEEN in str(error):
+                raise RefusedError(str(error)) from error
+            raise
+
+    async def _again_if_needed(self, path: str) -> Any:
+        """Send an operator's request that is safe to repeat, with retries."""
+        return await self.retry.run(lambda _: self.admin(path))
+
+    async def admin(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return await self.http.post(path, body or {}, deadline_s=self.admin_deadline_s)
+
+
+def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
+    """Raise ConfigError if a server in this mode cannot give the log-probs that `Completion` requires."""
+    temperature, filtered = params.temperature, params.top_p < 1.0 or params.top_k > 0
+    if 0.0 < temperature < LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature={temperature:g} is not accepted with vLLM. Accepted: 0 (greedy), {LEAST_TEMPERATURE} or above."
+        )
+    if logprobs_mode == "processed_logprobs":
+        if temperature > 0.0 and filtered:
+            other = "Start vLLM with --logprobs-mode raw_logprobs, or set" if temperature == 1.0 else "Set"
+            raise ConfigError(
+                f"top_p={params.top_p:g} with top_k={params.top_k}: a vLLM server with --logprobs-mode processed_logprobs "
+                f"returns log-probs after these filters, but training needs those before. {other} top_p=1 and top_k=0."
+            )
+    elif logprobs_mode == "raw_logprobs":
+        if temperature not in (0.0, 1.0):
+            raise ConfigError(
+                f"temperature={temperature:g}: a vLLM server with --logprobs-mode raw_logprobs, its default, returns "
+                "log-probs at temperature 1. Start it with --logprobs-mode processed_logprobs and set top_p=1 and top_k=0."
+            )
+    else:
+        raise ConfigError(
+            f"vLLM's --logprobs-mode {logprobs_mode} returns no log-probs. Start it with processed_logprobs (any "
+            "temperature, without top-p and top-k) or raw_logprobs (temperature 1)."
+        )
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    own = {"max_tokens": params.max_tokens, "top_k": params.top_k, "seed": params.seed % 2**63}
+    return {**sampling_options(params), **own}
+
+
+def _sampled(answer: Any, request_id: str, version: int) -> Sampled:
+    choice = _choice(answer, request_id)
+    reason = choice.get("finish_reason")
+    if reason not in list(FINISHED):  # whatever type it has
+        raise UnreachableError(f"Request {request_id} ended with {reason!r}.")
+    logprobs = field(field(choice, "logprobs", request_id), "token_logprobs", request_id)
+    if isinstance(logprobs, list):
+        logprobs = [_number(item) for item in logprobs]
+    return Sampled(choice.get("token_ids"), logprobs, FINISHED[reason], ((0, version),))
+
+
+def _number(logprob: Any) -> Any:
+    return float("nan") if isinstance(logprob, int | float) and logprob <= FLOOR else logprob
+
+
+def _choice(answer: Any, what: str) -> Mapping[str, Any]:
+    choices = field(answer, "choices", what)
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+        raise UnreachableError(f"A vLLM server's answer to {what} does not have exactly one choice.")
+    return choices[0]
+
+
+def _held(answer: Any) -> Held:
+    """Combine the workers' reports: the version is valid only if all of them hold it."""
+    workers = field(answer, "results", "/collective_rpc")
+    if not isinstance(workers, list) or not workers:
+        raise UnreachableError("A vLLM server's answer to /collective_rpc contains no worker.")
+    versions = [field(worker, "version", "/collective_rpc") for worker in workers]
+    if not all(isinstance(version, int) for version in versions):
+        raise UnreachableError(f"A vLLM server's workers report invalid versions {versions!r}.")
+    ids = tuple(str(field(worker, "id", "/collective_rpc")) for worker in workers)
+    mode = str(field(workers[0], "logprobs_mode", "/collective_rpc"))
+    leak = any(worker.get("adapters_leak") for worker in workers)
+    return Held(versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak)

@@ -1,0 +1,21 @@
+"""``rl4llm serve``: start an inference server."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    # No prefix starts an option, so all that follows is passed to `serve`, which parses it.
+    command = commands.add_parser(
+        "serve", help="start an inference server", add_help=False, prefix_chars="\0"
+    )
+    command.add_argument("flags", nargs="*")
+    command.set_defaults(run=run, resumes=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.extensions.servers.launch import serve
+
+    return serve(arguments.flags)

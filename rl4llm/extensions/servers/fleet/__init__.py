@@ -1,0 +1,1 @@
+"""Many servers as one engine, which survives the loss of some."""

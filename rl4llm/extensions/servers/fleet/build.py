@@ -1,0 +1,28 @@
+"""From the configuration to a fleet of inference servers; a run with the embedded engine does not import this."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rl4llm.compose.engines import server_urls
+from rl4llm.config import Config
+from rl4llm.core.schema import with_options
+from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
+from rl4llm.extensions.servers.fleet.fleet import FleetClient
+from rl4llm.runtime.ports import KEY_VARIABLE
+
+
+def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> FleetClient:
+    """Make one client of the class `engine` for each server, and a fleet of them."""
+    options = {name: value for name, value in config.inference.items() if name not in ("name", "url")}
+    cohost, router = options.pop("cohost", False), options.pop("router", None)
+    options.setdefault("api_key", os.environ.get(KEY_VARIABLE))
+    options.setdefault("context_length", model.config.get_text_config().max_position_embeddings)
+    vocab_size = model.get_input_embeddings().num_embeddings
+
+    def make(url: str) -> Any:
+        return with_options("inference", engine, options, url, tokenizer, vocab_size=vocab_size)
+
+    fleet = CohostedFleet if cohost else FleetClient
+    return fleet([make(url) for url in server_urls(config)], router=make(router) if router else None)

@@ -1,0 +1,77 @@
+"""Servers on the trainer's device: they sleep while it computes, and get no request before they hold its weights again.
+
+Between waking and loading, an engine holds arbitrary memory as weights, but would answer requests. This class prevents that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from rl4llm.core.errors import EngineError
+from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.extensions.servers.fleet.fleet import FleetClient
+
+
+class DeviceState(Enum):
+    """Which parts of the engine are on the device."""
+
+    READY = "ready"
+    ASLEEP = "asleep"
+    EMPTY = "awake, without weights"
+    LOADED = "loaded, without a cache"
+
+
+class CohostedFleet(FleetClient):
+    """A fleet that shares its device with the trainer; a call out of order raises EngineError."""
+
+    state = DeviceState.READY
+
+    @property
+    def awake(self) -> bool:
+        return self.state is DeviceState.READY
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+    ) -> Completion:
+        self._demand("generate", DeviceState.READY)
+        return await super().generate(prompt_ids, sampling_params, session=session)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        self._demand("score", DeviceState.READY)
+        return await super().score(token_ids)
+
+    async def load(self, weight_ref: WeightRef) -> None:
+        self._demand("load", DeviceState.EMPTY, DeviceState.LOADED, DeviceState.READY)
+        await super().load(weight_ref)
+        if self.state is DeviceState.EMPTY:
+            self.state = DeviceState.LOADED
+
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        self._demand("sleep", DeviceState.READY)
+        await super().sleep(tags)
+        self.state = DeviceState.ASLEEP
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Wake the weights first, so that they can be loaded, and the cache after the load."""
+        order: dict[tuple[str, ...], tuple[DeviceState, DeviceState]] = {
+            ("weights",): (DeviceState.ASLEEP, DeviceState.EMPTY),
+            ("kv_cache",): (DeviceState.LOADED, DeviceState.READY),
+        }
+        if tuple(tags) not in order:
+            raise EngineError(
+                f"wake: tags={tuple(tags)} is not accepted on a shared device. Accepted: weights, then kv_cache."
+            )
+        before, after = order[tuple(tags)]
+        self._demand(f"wake {tags[0]}", before)
+        await super().wake(tags)
+        self.state = after
+
+    async def health(self) -> dict[str, Any]:
+        return {**await super().health(), "state": self.state.value}
+
+    def _demand(self, what: str, *states: DeviceState) -> None:
+        if self.state not in states:
+            accepted = " or ".join(state.value for state in states)
+            raise EngineError(f"{self} is {self.state.value}, so it cannot {what}; it must be {accepted}.")

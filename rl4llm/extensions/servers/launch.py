@@ -1,0 +1,390 @@
+"""Start an inference server, wait until it is healthy, and end all of its processes afterwards.
+
+    with launch("sglang", ["--model-path", "path/to/model"], python="/opt/sglang/bin/python") as server:
+        client = SGLangClient(server.url, tokenizer, vocab_size=..., context_length=...)
+
+The server may be installed in another virtual environment: `python` is that environment's interpreter. All flags are
+passed to the server unchanged, except ``--host`` and ``--port``, which are checked before it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.extensions.servers.server_command import SERVER_KINDS, boot_advice, server_command
+from rl4llm.runs.run_dir import PRIVATE
+from rl4llm.runtime.ports import check_free, describe, holder, url_of
+from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.runtime.terminal import visible
+
+LAST_LINES = 40  # of a dead server's log, in the error
+LONGEST_LINE = 400  # SGLang prints all its options in one line of 20,000 characters
+TAIL_BYTES = 65536
+LOOK_S = 0.5
+HEALTH_DEADLINE_S = 4.0
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0  # before a restart; doubled after each failure in a row
+WELL_S = 600.0  # a server that ran this long resets the count of failures in a row
+
+Report = Callable[[float, str], None]
+"""Receives the seconds since the start and the last line of the log while a server starts."""
+
+
+def launch(
+    engine: str,
+    flags: Sequence[str] = (),
+    *,
+    python: str | None = None,
+    cpu: bool = False,
+    log: Path | str | None = None,
+    ready_within_s: float = 1800.0,
+    report: Report | None = None,
+) -> ServerProcess:
+    """Return a server of a known kind, not started yet; see `server_command` and `ServerProcess`."""
+    command = server_command(engine, flags, python=python, cpu=cpu)
+    return ServerProcess(
+        command.words,
+        host=command.host,
+        port=command.port,
+        log=log,
+        environment=command.environment,
+        name=engine,
+        ready_within_s=ready_within_s,
+        report=report,
+        advise=partial(boot_advice, engine, cpu),
+    )
+
+
+class ServerProcess:
+    """A server process with everything that it starts, from ``with`` to the end of the block, or of this process.
+
+    However the block or this process ends, even by kill -9, all processes of the server end too:
+    `rl4llm.runtime.supervise` runs between the two.
+
+    Args:
+        command: the words of the command line.
+        port, host: address to listen on; a port in use is refused before the start.
+        log: a file for all output, appended to; None for a temporary file, which is kept.
+        environment: variables in addition to this process's.
+        name: name of the server in messages.
+        ready_within_s: seconds until ``GET /health`` must return 200.
+        grace_s: seconds that it may take to end before it is killed.
+        report: called about twice a second during the start.
+        advise: returns what to do about a server that died during its start, given the end of its log.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        log: Path | str | None = None,
+        environment: Mapping[str, str] | None = None,
+        name: str = "server",
+        ready_within_s: float = 1800.0,
+        grace_s: float = 10.0,
+        report: Report | None = None,
+        advise: Callable[[str], str] = lambda log: "",
+    ):
+        self.url = url_of(host, port)
+        self.name = name
+        self.log = Path(log) if log is not None else _temporary_log(name, port)
+        self.exit_code: int | None = None
+        self._command = list(command)
+        self._host, self._port = host, port
+        self._environment = {**os.environ, **(environment or {})}
+        self._ready_within_s, self._grace_s = ready_within_s, grace_s
+        self._advise = advise
+        self._report = report or (lambda seconds, line: None)
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._family: set[psutil.Process] = set()
+        self._log_start = 0
+
+    def __enter__(self) -> ServerProcess:
+        check_free(self._host, self._port)
+        try:
+            self._start()
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Return the exit code if the server ends within `seconds`, else None; only `stop` asks it to end."""
+        if self._supervisor is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.exit_code = self._supervisor.wait(seconds)
+        return self.exit_code
+
+    def check(self) -> None:
+        """Raise EngineError with the end of the log if the server has died."""
+        if self.wait(0) is not None:
+            raise EngineError(
+                f"{self.name} at {self.url} died, exit code {self.exit_code}.\n{self.last_words()}"
+            )
+
+    def stop(self) -> None:
+        """End the server and all its processes, and wait until they have ended; a second call does nothing."""
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        self._take_note()
+        supervisor.terminate()
+        try:
+            self.exit_code = supervisor.wait(self._grace_s + 40)
+        finally:
+            for process in self._family:  # empty unless the supervisor itself was killed
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._supervisor = None
+
+    def last_words(self, count: int = LAST_LINES) -> str:
+        """Return the last lines of the log with its path."""
+        lines = self._lines()[-count:]
+        return (
+            "\n".join([f"The last {len(lines)} lines of {self.log}:", *lines])
+            if lines
+            else f"{self.log} is empty."
+        )
+
+    def _start(self) -> None:
+        supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(self._grace_s)]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.exit_code, self._family = None, set()
+        with open(self.log, "ab", opener=partial(os.open, mode=PRIVATE)) as log:
+            self._log_start = log.tell()
+            self._supervisor = subprocess.Popen(
+                supervisor + self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C in a terminal must reach only this process
+            )
+
+    def _wait_until_healthy(self) -> None:
+        started = time.monotonic()
+        while not self._healthy():
+            seconds = time.monotonic() - started
+            if self.wait(LOOK_S) is not None:
+                log = self.last_words()
+                raise EngineError(
+                    f"{self.name} died after {seconds:.0f} s, before it was ready, with exit code {self.exit_code}."
+                    f"{self._advise(log)}\n{log}"
+                )
+            if seconds > self._ready_within_s:
+                raise EngineError(
+                    f"{self.name} was not ready within {self._ready_within_s:g} s: {self.url}/health did not return 200. "
+                    f"Next: find the reason in its log, or increase --ready-within.\n{self.last_words()}"
+                )
+            self._take_note()
+            self._report(seconds, self._last_line())
+        self._take_note()
+        self._check_that_it_is_ours()
+
+    def _healthy(self) -> bool:
+        """Return whether the server responds, without the proxies in environment variables."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self.url}/health", timeout=HEALTH_DEADLINE_S) as answer:
+                return answer.status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _check_that_it_is_ours(self) -> None:
+        """Check the port: while a server starts, another may take its port and respond in its place."""
+        pid = holder(self._port)
+        if pid is not None and pid not in {process.pid for process in self._family}:
+            raise EngineError(
+                f"{describe(pid)} took port {self._port} while {self.name} was starting. Next: use another --port."
+            )
+
+    def _take_note(self) -> None:
+        if self._supervisor is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._family.update(psutil.Process(self._supervisor.pid).children(recursive=True))
+
+    def _lines(self) -> list[str]:
+        if not self.log.exists():
+            return []
+        with open(self.log, "rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line[:LONGEST_LINE] for line in text.splitlines() if line.strip()]
+
+    def _last_line(self) -> str:
+        lines = [line for line in self._lines() if "/health" not in line]  # requests of `_healthy`
+        return lines[-1] if lines else ""
+
+
+def _temporary_log(name: str, port: int) -> Path:
+    handle, path = tempfile.mkstemp(prefix=f"rl4llm-{name}-{port}-", suffix=".log")
+    os.close(handle)
+    return Path(path)
+
+
+def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
+    """Run a server until it ends or this process is asked to end (`rl4llm serve`); return the exit code.
+
+    With ``--restarts N`` a server that dies restarts at the same address with the weights of its command line; a pool
+    of servers loads the newest weights before using it. After Ctrl-C the exit code is 130. SIGTERM raises SystemExit
+    after the server and its processes have ended.
+    """
+    own, flags = _parser(engine).parse_known_args(arguments)
+    if own.cpu:
+        _say("Running on a CPU, for tests and small models only.")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+    if own.restarts < 0:
+        raise ConfigError(
+            f"--restarts {own.restarts} is not accepted. Accepted: 0 for never, or the maximum number in a row."
+        )
+    progress = BootProgress(own.engine)
+    server = launch(
+        own.engine,
+        flags,
+        python=own.python,
+        cpu=own.cpu,
+        log=own.log,
+        ready_within_s=own.ready_within,
+        report=progress,
+    )
+    _say(f"Starting {server.name}; its log is {server.log}")
+    try:
+        _keep(server, progress, own.restarts)
+    except KeyboardInterrupt:
+        _say(f"{server.name} has stopped.")
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _keep(server: ServerProcess, progress: BootProgress, restarts: int) -> None:
+    """Serve until asked to end; restart a server that dies at the same address, up to `restarts` times in a row.
+
+    A failure of the first start is not retried: its cause is the command line or the port.
+    """
+    in_a_row, served = 0, False
+    while True:
+        served_s, death = _life(server, progress)
+        if served_s >= WELL_S:
+            in_a_row = 0
+        served = served or served_s > 0
+        if in_a_row >= restarts or not served:
+            raise death
+        wait_s = min(FIRST_REST_S * 2**in_a_row, LONGEST_REST_S)
+        in_a_row += 1
+        _say(f"{death}\nRestarting {server.name} in {wait_s:g} s: restart {in_a_row} of {restarts} in a row.")
+        time.sleep(wait_s)
+
+
+def _life(server: ServerProcess, progress: BootProgress) -> tuple[float, EngineError]:
+    """Return how many seconds a server served, and the error with which it ended."""
+    ready_at = None
+    try:
+        with contextlib.closing(progress), server:
+            ready_at = time.monotonic()
+            progress.close()
+            _say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
+            server.wait()
+            server.check()
+    except EngineError as error:
+        death = error
+    return time.monotonic() - ready_at if ready_at else 0.0, death
+
+
+class BootProgress:
+    """Shows the progress of a start on one line of a terminal, or as a line every `every_s` seconds elsewhere."""
+
+    def __init__(self, name: str, every_s: float = 10.0):
+        self._name = name
+        self._every_s = every_s
+        self._next_s = every_s
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, seconds: float, line: str) -> None:
+        text = visible(f"Starting {self._name}: {seconds:.0f} s  {line}")[
+            : shutil.get_terminal_size((160, 24)).columns - 1
+        ]
+        if self._terminal:
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+        elif seconds >= self._next_s:
+            self._next_s += self._every_s
+            _say(text)
+
+    def close(self) -> None:
+        """Clear the line for the next output, perhaps of another start."""
+        self._next_s = self._every_s
+        if self._terminal:
+            sys.stderr.write("\r\033[K")
+
+
+def _parser(engine: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rl4llm serve" if engine is None else "python -m rl4llm.inference.launch_sgl_server",
+        description="Start an inference server, wait until it is healthy, and clean up all its processes on exit.",
+        epilog="All other flags are passed to the server, for example --model-path M --port 30000 for SGLang; for vLLM the "
+        "model's path comes first. --port 0 selects a free port.",
+        allow_abbrev=False,  # --py might be a flag of the server
+    )
+    parser.add_argument(
+        "--engine",
+        choices=sorted(SERVER_KINDS),
+        default=engine or "sglang",
+        help="kind of server (default: %(default)s)",
+    )
+    parser.add_argument("--python", metavar="PATH", help="Python of the server's environment")
+    parser.add_argument("--cpu", action="store_true", help="run without a GPU, for tests and small models")
+    parser.add_argument(
+        "--log", metavar="PATH", help="file for the server's output (default: a temporary file)"
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="restart it up to N times in a row when it dies (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ready-within",
+        metavar="S",
+        type=float,
+        default=1800.0,
+        help="seconds until it must be healthy (default: %(default)g)",
+    )
+    return parser
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{visible(text)}\n")
+    sys.stderr.flush()
+
+
+def _exit(number: int, _frame: object) -> None:
+    """Exit through every `with` block."""
+    sys.exit(128 + number)

@@ -1,0 +1,1 @@
+"""Weight sync with servers: through files, requests or a process group."""

@@ -1,0 +1,140 @@
+"""Publishers around publishers: claim the servers, fall back when publishing fails, or share the device with an engine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_client import LendsDevice
+from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.errors import EngineError, EnginesDownError, RunDirError
+from rl4llm.core.types import WeightRef
+from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
+from rl4llm.runs.lock import DirectoryLock
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class ClaimingPublisher(BasePublisher):
+    """Claims servers with its first version and until `close`: two trainers would overwrite each other's weights.
+
+    A claim ends with its process, however that ends.
+    Claims are files of this machine and user, so a server is not protected from trainers on other machines. Only the first
+    rank of a run publishes, and claims.
+    """
+
+    def __init__(self, publisher: BasePublisher, urls: Sequence[str], root: Path | None = None):
+        self._publisher = publisher
+        self._urls = urls
+        self._root = root or Path(tempfile.gettempdir()) / f"rl4llm-{os.getuid()}" / "servers"
+        self._claims: list[DirectoryLock] = []
+
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        """Publish with the inner publisher; raise EngineError if another run has claimed one of the servers."""
+        self._claim()
+        return await self._publisher.publish(backend, version)
+
+    async def lend_device(self, backend: BaseBackend) -> None:
+        self._claim()
+        await self._publisher.lend_device(backend)
+
+    def follow(self, backend: BaseBackend) -> None:
+        self._publisher.follow(backend)
+
+    async def close(self) -> None:
+        try:
+            await self._publisher.close()
+        finally:
+            for claim in self._claims:
+                claim.release()
+            self._claims = []
+
+    def _claim(self) -> None:
+        for url in self._urls[len(self._claims) :]:
+            directory = self._root / _name(url)
+            try:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._claims.append(DirectoryLock(directory))
+            except RunDirError as error:
+                reason, _, _ = str(error).partition(" Next: ")
+                raise EngineError(
+                    f"Another run publishes its weights to the server at {url}: {reason} Next: wait for that run, or start "
+                    "another server and set inference.url. `rl4llm eval` needs no server with inference.name=local."
+                ) from error
+            except OSError as error:
+                raise EngineError(
+                    f"The server at {url} cannot be claimed for this run: {error}. Next: set TMPDIR to a writable directory."
+                ) from error
+
+
+class FallbackPublisher(BasePublisher):
+    """Publishes with the first publisher; if an engine refuses, with the second, for this version only, with a warning."""
+
+    def __init__(self, first: BasePublisher, second: BasePublisher, warn: Callable[[str], None]):
+        self._first, self._second, self._warn = first, second, warn
+        self.taken = 0
+
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        try:
+            return await self._first.publish(backend, version)
+        except EnginesDownError:  # the second cannot reach them either
+            raise
+        except EngineError as error:
+            self.taken += 1
+            self._warn(f"Version {version} was published with sync.fallback, since sync.name failed: {error}")
+            return await self._second.publish(backend, version)
+
+    async def lend_device(self, backend: BaseBackend) -> None:
+        await self._first.lend_device(backend)
+
+    def follow(self, backend: BaseBackend) -> None:
+        self._first.follow(backend)
+
+    async def close(self) -> None:
+        await self._first.close()
+        await self._second.close()
+
+
+class CohostPublisher(BasePublisher):
+    """Shares one GPU between trainer and engine: the one that is idle frees its memory, in exactly this order.
+
+        rollout -> engine sleeps -> trainer takes the device -> update -> trainer leaves the device
+                -> engine wakes its weights -> load -> engine wakes its cache -> rollout
+
+    Weights go through files, since the trainer's model leaves the device before the engine wakes.
+    """
+
+    def __init__(self, client: LendsDevice, files: FilesystemPublisher):
+        self._client = client
+        self._files = files
+
+    async def lend_device(self, backend: BaseBackend) -> None:
+        if self._client.awake:
+            await self._client.sleep(("weights", "kv_cache"))
+            backend.onload()
+
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        await self.lend_device(backend)
+        weight_ref = self._files.write(backend, version)
+        backend.offload()
+        await self._client.wake(("weights",))
+        await self._files.hand_over(weight_ref)
+        await self._client.wake(("kv_cache",))
+        return weight_ref
+
+    def follow(self, backend: BaseBackend) -> None:
+        backend.offload()
+
+    async def close(self) -> None:
+        """Release the directory of the weights."""
+        await self._files.close()
+
+
+def _name(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"{'localhost' if host in LOOPBACK else host}-{parts.port or parts.scheme}"

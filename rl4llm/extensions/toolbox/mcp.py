@@ -1,0 +1,239 @@
+"""The tools of any MCP server (Model Context Protocol), over stdio or HTTP; by the official package mcp."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.envs.tools.tool import Tool, ToolError, ToolSet
+from rl4llm.runtime.threads import in_own_thread
+
+CLOSE_TIMEOUT_S = 15.0
+SERVERS_FAULT = (
+    -32700,
+    -32600,
+    -32601,
+    -32603,
+)  # in JSON-RPC: parse error, invalid request, no such method, internal error
+KEPT_ERRORS = 16 * 1024
+
+
+class MCP(ToolSet):
+    """What a server offers, with the schemas that it gives.
+
+        tools: [{name: mcp, command: [python, my_server.py]}, {name: mcp, url: "http://localhost:8000/mcp", only: [add]}]
+
+    The server is connected to at once, and ConfigError says when it cannot be. Episodes share the connection. When it
+    breaks, the samples whose calls it carried fail, and the next call connects again. A deadline is that of other tools.
+
+    Args:
+        command: what starts a server that talks over stdin and stdout; it is ended with the run.
+        url: of a server that is there.
+        env: variables for the command.
+        only: names of the tools to take; by default all.
+        connect_timeout_s: seconds that a server has to say what it offers.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] = (),
+        url: str = "",
+        env: Mapping[str, str] | None = None,
+        only: Sequence[str] = (),
+        connect_timeout_s: float = 30.0,
+    ):
+        if bool(command) == bool(url) or isinstance(command, str):
+            raise ConfigError(
+                f"env.tools: mcp: command={command!r} with url={url!r} is not accepted: a list, or a url."
+            )
+        mcp = _import_mcp()
+        self._where = url or " ".join(command)
+        self._server = url
+        if command:
+            self._server = mcp.StdioServerParameters(
+                command=command[0], args=list(command[1:]), env=dict(env) if env else None
+            )
+        self._connect_timeout_s = connect_timeout_s
+        self._lock = threading.Lock()
+        self._session: _Session | None = None
+        try:
+            offered = self._connected().offered
+        except EnvError as error:
+            raise ConfigError(
+                f"env.tools: {error} Next step: start it by hand and see what it says."
+            ) from error
+        unknown = set(only) - set(offered)
+        if unknown:
+            raise ConfigError(
+                f"env.tools: mcp: {self._where} has no tool {min(unknown)!r}; it has {sorted(offered)}."
+            )
+        self.tools = {
+            name: self._tool(name, schema) for name, schema in offered.items() if not only or name in only
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+
+    def _tool(self, name: str, schema: Mapping[str, Any]) -> Tool:
+        async def call(**arguments: Any) -> str:
+            session = await in_own_thread("rl4llm-mcp-connect", self._connected)
+            return await session.call(name, arguments)
+
+        return Tool(schema, call)
+
+    def _connected(self) -> _Session:
+        """The session, a new one where the old one is over."""
+        with self._lock:
+            if self._session is None or self._session.over:
+                session = _Session(self._server, self._where)
+                session.wait(self._connect_timeout_s)
+                self._session = session
+            return self._session
+
+
+class _Session:
+    """One connection, in a separate event loop and thread, since it outlives the event loop of a rollout."""
+
+    def __init__(self, server: Any, where: str):
+        self._mcp, self._server, self._where = _import_mcp(), server, where
+        self._ready: Future[Mapping[str, Mapping[str, Any]]] = Future()
+        self._client: Any = None
+        self._errors = _Errors()
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
+        self.offered: Mapping[str, Mapping[str, Any]] = {}
+        self.over = False
+        self._thread = threading.Thread(target=self._run, name="rl4llm-mcp", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the server has said what it offers; raises EnvError when it does not in time."""
+        try:
+            self.offered = self._ready.result(timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise EnvError(
+                f"mcp: {self._where} did not say what it offers within {timeout_s:g} s.{self._said()}"
+            ) from error
+        except Exception as error:
+            raise EnvError(f"mcp: no connection to {self._where}: {_cause(error)}.{self._said()}") from error
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool answers, as text. Raises ToolError when the tool says that the call went wrong, EnvError when the
+        server is at fault or the connection broke."""
+        calling = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
+        try:
+            result = await asyncio.wrap_future(calling)
+        except self._mcp.MCPError as error:
+            if error.code in SERVERS_FAULT:
+                raise EnvError(f"mcp: {self._where} could not run {name}: {error}.{self._said(0)}") from error
+            if error.code != self._mcp.types.CONNECTION_CLOSED:
+                raise ToolError(str(error)) from error
+            self.over = True
+            self._stop()
+            raise EnvError(
+                f"mcp: the connection to {self._where} broke while it ran {name}.{self._said()}"
+            ) from error
+        text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    def close(self) -> None:
+        """End the connection, and with it a server that was started for it."""
+        self._stop()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _said(self, patience_s: float = 1.0) -> str:
+        words = self._errors.end(patience_s)[-300:]
+        return f" It said: {words}" if words else ""
+
+    def _stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serving)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises the error
+            if not self._ready.done():
+                self._ready.set_exception(error)
+        finally:
+            self.over = True
+            self._loop.close()
+            self._errors.file.close()
+
+    async def _serve(self) -> None:
+        stdio = isinstance(self._server, self._mcp.StdioServerParameters)
+        server = self._mcp.stdio_client(self._server, errlog=self._errors.file) if stdio else self._server
+        async with self._mcp.Client(server) as client:
+            self._client = client
+            self._ready.set_result({tool.name: _schema(tool) for tool in await _listed(client)})
+            await asyncio.Event().wait()
+
+
+class _Errors:
+    """What a started server writes to stderr: drained as it comes, and only its end is kept.
+
+    The server gets `file`, the one end of a pipe. A thread reads the other end until every process has closed it.
+    """
+
+    def __init__(self) -> None:
+        source, target = os.pipe()
+        self.file = open(target, "w")  # noqa: SIM115 - closed with the session
+        self._kept = b""
+        self._draining = threading.Thread(
+            target=self._drain, args=(source,), name="rl4llm-mcp-stderr", daemon=True
+        )
+        self._draining.start()
+
+    def end(self, patience_s: float) -> str:
+        """Return the last of what was written, with the rest in the pipe of a server that ends within the patience.
+
+        No server can be started after this.
+        """
+        self.file.close()
+        self._draining.join(patience_s)
+        return self._kept.decode(errors="replace").strip()
+
+    def _drain(self, source: int) -> None:
+        with open(source, "rb", buffering=0) as pipe:
+            while chunk := pipe.read(KEPT_ERRORS):
+                self._kept = (self._kept + chunk)[-KEPT_ERRORS:]
+
+
+async def _listed(client: Any) -> list[Any]:
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _import_mcp() -> Any:
+    try:
+        import mcp  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError("env.tools: mcp needs the package mcp: pip install 'rl4llm[mcp]'.") from error
+    return mcp
+
+
+def _cause(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__

@@ -1,0 +1,78 @@
+"""Search over a local corpus as a tool: BM25 by the package bm25s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.data.read import read_rows
+from rl4llm.envs.tools.tool import ToolSet, tool
+
+TEXT_FILES = (".txt", ".md")
+
+
+class Search(ToolSet):
+    """Finds the documents of a corpus that share the most telling words with a query (BM25, Robertson et al., 1994).
+
+    Args:
+        corpus: rows with a `text` and perhaps a `title`, given as such or in a file of any kind that datasets may lie in; or
+            a directory with text files.
+        results: how many documents are shown.
+        max_chars: of each.
+    """
+
+    def __init__(self, corpus: str | Sequence[Mapping[str, Any]], results: int = 3, max_chars: int = 500):
+        super().__init__()
+        self._results = results
+        bm25s = _import_bm25s()
+        self._documents = [_shown(title, text, max_chars) for title, text in _read(corpus)]
+        if not self._documents:
+            raise DataError(f"env.tools: search: corpus={corpus!r:.100} has no documents.")
+        self._words = lambda texts: bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        self._index = bm25s.BM25()
+        self._index.index(
+            self._words([f"{title} {text}" for title, text in _read(corpus)]), show_progress=False
+        )
+
+    @tool
+    def search(self, query: str) -> str:
+        """Search the documents.
+
+        Args:
+            query: The words to look for.
+        """
+        count = min(self._results, len(self._documents))
+        numbers, scores = self._index.retrieve(self._words([query]), k=count, show_progress=False)
+        found = [
+            self._documents[number] for number, score in zip(numbers[0], scores[0], strict=True) if score > 0
+        ]
+        return "\n\n".join(found) or "No document has these words."
+
+
+def _import_bm25s() -> Any:
+    try:
+        import bm25s  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError(
+            "env.tools: search needs the package bm25s: pip install 'rl4llm[search]'."
+        ) from error
+    return bm25s
+
+
+def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Title and text of each document."""
+    path = Path(corpus).expanduser() if isinstance(corpus, str) else Path()
+    there = isinstance(corpus, str) and path.is_dir()
+    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if there else []
+    for file in files:
+        yield file.relative_to(path).as_posix(), file.read_text(errors="replace")
+    for place, row in () if files else read_rows(corpus, "train"):
+        if not isinstance(row, Mapping) or not isinstance(row.get("text"), str):
+            raise DataError(f"{place}: a document of a corpus needs a `text`.")
+        yield str(row.get("title") or ""), row["text"]
+
+
+def _shown(title: str, text: str, max_chars: int) -> str:
+    return f"{title}\n{text[:max_chars]}".strip()

@@ -1,0 +1,82 @@
+"""Metrics for Weights & Biases; without a network or a key they are stored in files for a later `wandb sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rl4llm.core.redact import redacted
+from rl4llm.tracking.tracker import Row, Tracker
+
+FINISH_SECONDS = 60.0
+
+
+class WandbTracker(Tracker):
+    """Logs to the W&B run `run_id`; a resumed run continues it. W&B keeps the first value of a repeated step.
+
+    `config` is shown in W&B without values whose name indicates a key; the command line is not sent. WANDB_MODE and
+    W&B's other variables apply. If W&B cannot be reached, it continues as with WANDB_MODE=offline.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        project: str,
+        run_id: str,
+        config: Mapping[str, Any],
+        warn: Callable[[str], None],
+        init_timeout_s: float = 30.0,
+    ):
+        import wandb  # noqa: PLC0415 - an extra
+
+        self._wandb = wandb
+        self._init_timeout_s = init_timeout_s
+        directory.mkdir(parents=True, exist_ok=True)
+        shown = {
+            "config": redacted(config),
+            "allow_val_change": True,
+        }  # a resumed run may have changed some values
+        options = {"project": project, "id": run_id, "dir": str(directory), "resume": "allow", **shown}
+        try:
+            self._run = self._start(None, options)
+        except self._wandb.errors.Error as error:
+            warn(
+                f"W&B cannot be reached ({type(error).__name__}: {error}); metrics are stored offline in {directory}/wandb."
+            )
+            self._wandb.teardown()
+            self._run = self._start("offline", options)
+
+    def __str__(self) -> str:
+        return "W&B"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._guarded(lambda: self._run.log(dict(metrics), step=step))
+
+    def picture(self, step: int, name: str, file: Path) -> None:
+        self._guarded(lambda: self._run.log({name: self._wandb.Image(str(file))}, step=step))
+
+    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self._guarded(lambda: self._run.log({name: self._wandb.Table(**table)}, step=step))
+
+    def close(self) -> None:
+        self._guarded(self._run.finish)
+
+    def _start(self, mode: Literal["offline"] | None, options: dict[str, Any]) -> Any:
+        settings = self._wandb.Settings(
+            init_timeout=self._init_timeout_s,
+            finish_timeout=FINISH_SECONDS,
+            console="off",
+            silent=True,
+            disable_code=True,
+            disable_git=True,
+            x_disable_meta=True,
+        )
+        return self._wandb.init(mode=mode, settings=settings, **options)
+
+    def _guarded(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except self._wandb.errors.Error as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,53 @@
+"""What a name of TRL becomes: a key, one of several names that are combined, nothing, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Keys = dict[str, Any]
+"""Dotted configuration keys and their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name of TRL's trainers or configs.
+
+    Args:
+        kind: "key" becomes one or more keys; "joint" is combined with other names, see `rl4llm.extensions.trl.joint`;
+            "inert" has no effect, which is logged as a warning; "refused" has no counterpart but would change the result,
+            so that any value except `default` is an error.
+        default: TRL's default.
+        says: the key it becomes, why it has no effect, or what to do instead.
+        keys: returns the configuration keys for a value of a "key".
+    """
+
+    kind: Literal["key", "joint", "inert", "refused"]
+    default: Any
+    says: str
+    keys: Callable[[Any], Keys] = lambda value: {}
+
+
+def key(
+    name: str, default: Any, convert: Callable[[Any], Any] = lambda value: value, note: str = ""
+) -> Alias:
+    """Return the alias of a name whose converted value belongs to one key."""
+    return Alias("key", default, f"`{name}`{note and '; ' + note}", lambda value: {name: convert(value)})
+
+
+def joint(default: Any, says: str) -> Alias:
+    return Alias("joint", default, says)
+
+
+def inert(default: Any, why: str) -> Alias:
+    return Alias("inert", default, why)
+
+
+def refused(default: Any, instead: str) -> Alias:
+    return Alias("refused", default, instead)
+
+
+def each(make: Callable[[Any, str], Alias], says: str, **defaults: Any) -> Mapping[str, Alias]:
+    """Return the same alias for several names."""
+    return {name: make(default, says) for name, default in defaults.items()}

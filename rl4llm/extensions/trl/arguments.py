@@ -1,0 +1,69 @@
+"""TRL's configs, as written in scripts: ``GRPOConfig(output_dir="out", num_generations=8)``."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, ClassVar
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.trl.table import TABLES
+
+
+class TRLConfig:
+    """The names of one of TRL's configs, with TRL's defaults; `rl4llm.extensions.trl.table` lists them.
+
+    `given` contains the names that a script has set. Raises ConfigError for names that TRL does not have either.
+    """
+
+    algorithm: ClassVar[str]
+    given: set[str]
+
+    def __init__(self, output_dir: Any = None, **values: Any):
+        self.__dict__.update(
+            {name: alias.default for name, alias in TABLES[self.algorithm].items()}, given=set()
+        )
+        for name, value in (values if output_dir is None else {"output_dir": output_dir, **values}).items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = TABLES[self.algorithm]
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else " docs/migration.md lists the known names."
+            raise ConfigError(f"{type(self).__name__}: {name!r} is not a known name of TRL.{hint}")
+        self.__dict__[name] = value
+        self.given.add(name)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in sorted(self.given))
+        return f"{type(self).__name__}({values})"
+
+
+class GRPOConfig(TRLConfig):
+    """The options of `rl4llm.GRPOTrainer`."""
+
+    algorithm = "grpo"
+
+
+class DPOConfig(TRLConfig):
+    """The options of `rl4llm.DPOTrainer`."""
+
+    algorithm = "dpo"
+
+
+class KTOConfig(TRLConfig):
+    """The options of `rl4llm.KTOTrainer`."""
+
+    algorithm = "kto"
+
+
+class RewardConfig(TRLConfig):
+    """The options of `rl4llm.RewardTrainer`."""
+
+    algorithm = "reward_model"
+
+
+class SFTConfig(TRLConfig):
+    """The options of `rl4llm.SFTTrainer`."""
+
+    algorithm = "sft"

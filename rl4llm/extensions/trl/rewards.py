@@ -1,0 +1,119 @@
+"""TRL's reward functions: ``f(completions, prompts, **columns)`` returns a number or None for each completion."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isnan, nan
+from typing import Any
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleState
+from rl4llm.core.errors import ConfigError
+from rl4llm.rewards import as_reward_function, weighted_sum
+from rl4llm.rewards.ask import as_list
+from rl4llm.rewards.callables import BatchCallable
+
+
+def reward_functions(
+    given: Any, weights: Sequence[float] | None, *, plain: bool
+) -> tuple[list[BaseRewardFunction | str], RewardTransform | None]:
+    """Return the rewards of `reward_funcs`, and their weighted sum as TRL computes it.
+
+    Functions are called like TRL calls them, "sandbox" is the reward `code`, and everything else is passed to
+    `rl4llm.rewards.as_reward_function`. `plain` means that prompts, and so completions, are strings. Raises ConfigError
+    unless there is one weight for each.
+    """
+    items = list(given) if isinstance(given, list | tuple) else [given]
+    weights = [1.0] * len(items) if weights is None else list(weights)
+    if len(weights) != len(items) or not items:
+        raise ConfigError(
+            f"reward_weights has {len(weights)} numbers for {len(items)} reward_funcs. Give one number for each."
+        )
+    answers = Answers(sum(_is_function(item) for item in items))
+    places = itertools.count()
+    made = [_made(item, answers, places, plain=plain) for item in items]
+    names = [reward if isinstance(reward, str) else reward.name for reward in made]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"reward_funcs: two have the same name: {', '.join(names)}. Give each a different name."
+        )
+    if weights == [1.0]:
+        return made, None
+    return made, weighted_sum({name: float(weight) for name, weight in zip(names, weights, strict=True)})
+
+
+def _made(item: Any, answers: Answers, places: Iterator[int], *, plain: bool) -> BaseRewardFunction | str:
+    """Return a reward; the one that runs programs stays a name, since the run provides its sandbox."""
+    if item in ("sandbox", "code"):
+        return "code"
+    return (
+        TRLReward(item, answers, next(places), plain=plain)
+        if _is_function(item)
+        else as_reward_function(item)
+    )
+
+
+def _is_function(item: Any) -> bool:
+    return callable(item) and not isinstance(item, BaseRewardFunction) and not inspect.isclass(item)
+
+
+@dataclass(slots=True)
+class Answers:
+    """Whether a sample got a number from any of `functions` functions, which are called one after the other."""
+
+    functions: int
+    _judged: dict[int, bool] = field(
+        default_factory=dict
+    )  # by the id of the sample, which exists while it is scored
+
+    def note(self, sample: SampleState, place: int, score: Any) -> Any:
+        """Return the score of the function at this place: 0 for None, but NaN if it is the last and all returned None."""
+        judges = score is not None and not (isinstance(score, float) and isnan(score))
+        before = self._judged.pop(id(sample), False) if place else False  # the first function resets it
+        self._judged[id(sample)] = before or judges
+        if judges:
+            return score
+        last = place == self.functions - 1
+        return nan if last and not before else 0.0
+
+
+class TRLReward(BatchCallable):
+    """A function called like TRL calls it.
+
+    `completions` are lists of one or more messages if prompts are messages, strings if prompts are strings; `prompts`
+    likewise. The function also gets lists of the dataset's columns and `completion_ids` by name. None means that it
+    does not score this completion; a completion without any score is left out.
+    """
+
+    def __init__(self, function: Callable[..., Any], answers: Answers, place: int, *, plain: bool):
+        name = getattr(function, "__name__", type(function).__name__).strip("<>")
+        super().__init__(function, name)
+        self.__qualname__ = getattr(function, "__qualname__", name)  # identifies it in a resumed run
+        self._answers = answers
+        self._place = place
+        self._plain = plain
+
+    def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
+        scores = as_list(self.name, super().score_batch(samples), len(samples))
+        return [
+            self._answers.note(sample, self._place, score)
+            for sample, score in zip(samples, scores, strict=True)
+        ]
+
+    def completions(self, samples: Sequence[SampleState]) -> list[Any]:
+        if self._plain:
+            return super().completions(samples)
+        return [
+            [message.to_dict() for message in sample.messages[sample.init_msg_size :]] for sample in samples
+        ]
+
+    def columns(self, samples: Sequence[SampleState]) -> dict[str, list[Any]]:
+        columns = super().columns(samples)
+        columns["completion_ids"] = [
+            [token for span in sample.policy_spans for token in span.token_ids] for sample in samples
+        ]
+        if self._plain:
+            columns["prompts"] = [messages[-1]["content"] for messages in columns["prompts"]]
+        return columns

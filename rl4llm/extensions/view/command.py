@@ -1,0 +1,73 @@
+"""``rl4llm view``: show runs in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from rl4llm.commands.arguments import add_command, add_json
+from rl4llm.commands.output import say, write_json
+from rl4llm.core.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    examples = (
+        "rl4llm view runs/quickstart/grpo",
+        "rl4llm view runs/a runs/b --open",
+        "rl4llm view runs --export report.html",
+    )
+    about = "show runs in a browser: curves, configurations, episodes token by token"
+    command = add_command(commands, "view", run, about, examples)
+    command.add_argument("runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory of runs")
+    command.add_argument(
+        "--port",
+        type=int,
+        help="port on 127.0.0.1; 0 for any free one (default: the first free one from 6100)",
+    )
+    command.add_argument("--open", action="store_true", help="open the page in the browser")
+    about = "serve the page to every user of this machine, without the token that this start creates"
+    command.add_argument("--no-token", action="store_true", help=about)
+    command.add_argument("--export", metavar="FILE", help="write everything into one HTML file instead")
+    add_json(command, "print the runs as JSON instead of serving them")
+    command.add_argument(
+        "--episodes", type=int, default=200, help="newest episodes of each run in FILE (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.extensions.view.export import export
+    from rl4llm.extensions.view.run import find_runs
+    from rl4llm.extensions.view.server import serve
+
+    runs = find_runs(arguments.runs)
+    if arguments.episodes < 0:
+        raise ConfigError(f"--episodes {arguments.episodes} is not accepted. Accepted: 0 or more.")
+    if arguments.json:
+        write_json([run.about() for run in runs])
+        return 0
+    if arguments.export is not None:
+        count = export(runs, Path(arguments.export), arguments.episodes)
+        say(f"{arguments.export}: {len(runs)} run(s), {count} episode(s)")
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="rl4llm-view-") as directory:
+
+        def ready(url: str) -> None:
+            say(f"{url}  shows {', '.join(run.name for run in runs)}. Ctrl-C stops it.")
+            if arguments.open and not webbrowser.open(_leading_to(url, Path(directory))):
+                say("No browser could be opened. Open the address yourself.")
+
+        serve(runs, arguments.port, ready, with_token=not arguments.no_token)
+    return 0
+
+
+def _leading_to(url: str, directory: Path) -> str:
+    """Return a file that redirects to the page, since every user can read the browser's command line and the token in
+    it.
+    """
+    file = directory / "view.html"
+    file.write_text(f'<meta http-equiv="refresh" content="0; url={url}"><a href="{url}">rl4llm view</a>\n')
+    return file.as_uri()

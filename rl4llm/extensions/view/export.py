@@ -1,0 +1,107 @@
+"""The page with its data as one file that needs no server and no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.errors import RunDirError
+from rl4llm.extensions.view.index import COLUMNS
+from rl4llm.extensions.view.run import ViewedRun
+from rl4llm.extensions.view.server import PAGE, episode_of
+from rl4llm.runs.run_dir import write_atomically
+
+MOST_BYTES = 128 << 20  # of episodes; browsers are slow with more
+IMPORT = re.compile(r'from "\./(\w+)\.js"')
+
+
+def export(runs: Sequence[ViewedRun], path: Path, episodes: int = 200) -> int:
+    """Write the page of these runs, with the newest `episodes` of each; return the number of episodes in the file.
+
+    Raises RunDirError if the file cannot be written.
+    """
+    if path.is_dir():
+        raise RunDirError(
+            f"{str(path)!r} is a directory. Next: pass the name of a file, such as report.html."
+        )
+    data = {"runs": [_of(run, episodes) for run in runs]}
+    write_atomically(path, page(data))
+    return sum(len(run["rows"]) for run in data["runs"])
+
+
+def page(data: dict[str, Any]) -> str:
+    """Return the page with `data`, its modules and its styles in it."""
+    html = (PAGE / "index.html").read_text(encoding="utf-8")
+    imports = json.dumps({"imports": {file.stem: _module(file) for file in sorted(PAGE.glob("*.js"))}})
+    start = 'import "main";'
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src data: "
+    policy += f"{_hash(imports)} {_hash(start)}"
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<style>{(PAGE / 'style.css').read_text(encoding='utf-8')}</style>\n"
+        f'<script type="importmap">{imports}</script>'
+    )
+    body = f'<script type="application/json" id="data">{_safe(data)}</script>\n<script type="module">{start}</script>'
+    html = _between(html, "head", head)
+    return _between(html, "body", body)
+
+
+def _of(run: ViewedRun, most: int) -> dict[str, Any]:
+    run.index.refresh(budget_s=float("inf"))
+    rows, taken, size = run.index.rows, [], 0
+    newest = sorted(
+        range(len(rows)), key=lambda number: rows[number][COLUMNS.index("step")] or 0, reverse=True
+    )
+    kept = []
+    for number in newest[:most]:
+        episode = episode_of(run, number)
+        size += len(json.dumps(episode))
+        if size > MOST_BYTES:
+            break
+        taken.append(episode)
+        kept.append(rows[number])
+    parts = list(_metrics(run))
+    return {
+        "about": run.about(),
+        "metrics": [row for part in parts for row in part["rows"]],
+        "glossary": {name: entry for part in parts for name, entry in part["glossary"].items()},
+        "columns": COLUMNS,
+        "rows": kept,
+        "files": run.index.names,
+        "episodes": taken,
+        "all": len(rows),
+    }
+
+
+def _metrics(run: ViewedRun) -> Iterator[dict[str, Any]]:
+    start = 0
+    while (part := run.metrics(start))["rows"]:
+        yield part
+        start = part["next"]
+
+
+def _safe(data: Any) -> str:
+    """Return JSON that cannot end the HTML element that contains it."""
+    return json.dumps(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _module(file: Path) -> str:
+    """Return a module as a data URL; such modules can import each other only by bare names."""
+    source = IMPORT.sub(r'from "\1"', file.read_text(encoding="utf-8"))
+    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _between(html: str, part: str, text: str) -> str:
+    """Replace the text between two comments of the page."""
+    before, _, rest = html.partition(f"<!-- {part} -->")
+    _, _, after = rest.partition(f"<!-- end of {part} -->")
+    return before + text + after

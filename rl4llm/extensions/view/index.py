@@ -1,0 +1,273 @@
+"""The episodes of a run and where each is in its file, found without parsing most of them.
+
+An episode is a line of JSON that begins with its short fields (see `rl4llm.tracking.episodes`), so a list of episodes
+needs only the beginning of each line. A file that a run is still writing is read from where the last read ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+CHUNK = 16 << 20  # bytes to read at once; a longer line is read whole
+FINITE = json.JSONDecoder(
+    parse_constant=lambda _: None
+)  # one for all lines: creating one takes longer than using it
+SCALAR = (str, int, float)
+NAME = re.compile(r"(step|eval)-(\d+)(-rank\d+)?\.jsonl")
+SHORT_ENDS = b', "messages": ['
+TEXT_ENDS = b', "spans": ['
+COLUMNS = (
+    "file", "set", "step", "prompt", "sample", "reward", "turns", "tokens", "stop", "mismatch", "role", "failure", "more"
+)  # fmt: skip
+KNOWN = {
+    "step", "prompt_id", "sample", "reward", "turns", "tokens", "stop_reason", "mismatch", "role", "failure", "failure_class"
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    path: Path
+    number: int
+    kind: str
+    inode: int
+    read: int = 0  # bytes of complete lines
+
+
+class EpisodeIndex:
+    """The episodes of a run in the order in which they were found, newest files first.
+
+        index = EpisodeIndex(Path("runs/x/episodes"))
+        index.refresh()
+        index.rows[0]        # values of COLUMNS
+        index.episode(0)     # all of it
+
+    `rows` only grows, until a file is deleted or replaced, because a resumed run repeats steps. Then it starts again,
+    with another `generation`. `pending` is the number of bytes not read yet. Several threads may use it.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.generation = 0
+        self.pending = 0
+        self.rows: list[list[Any]] = []
+        self.names: list[str] = []
+        self._places: list[tuple[_File, int, int]] = []
+        self._files: dict[str, _File] = {}
+        self._lock = threading.Lock()
+        self._searches = 0
+
+    def refresh(self, budget_s: float = 0.5) -> None:
+        """Read what is new; after `budget_s` seconds the rest waits for the next call."""
+        with self._lock:
+            deadline = time.monotonic() + budget_s
+            todo = self._changed()
+            self.pending = sum(size - file.read for file, size in todo)
+            for file, size in todo:
+                for offset, line in _lines(file.path, file.read, size):
+                    self._take(file, offset, line)
+                    if time.monotonic() > deadline:
+                        break
+                if time.monotonic() > deadline:
+                    break
+            self.pending = sum(max(0, size - file.read) for file, size in todo if _ends_line(file, size))
+
+    def episode(self, number: int) -> dict[str, Any]:
+        """Return everything stored about an episode. Raises LookupError if it no longer exists."""
+        return _parsed(self._line(number))
+
+    def search(self, text: str, budget_s: float = 20.0) -> tuple[list[int], bool]:
+        """Return the numbers of the episodes with `text` in a message, answer, id or failure, and whether all were
+        searched.
+
+        The search ignores case. A newer search ends an older one.
+        """
+        self._searches += 1
+        mine, deadline = self._searches, time.monotonic() + budget_s
+        found: list[int] = []
+        needles = {json.dumps(form)[1:-1].encode().lower() for form in (text, text.lower(), text.upper())}
+        for number, line in self._all():
+            if mine != self._searches or time.monotonic() > deadline:
+                return found, False
+            texts = line.partition(TEXT_ENDS)[0].lower()
+            if any(needle in texts for needle in needles) and text.lower() in _said(line):
+                found.append(number)
+        return found, True
+
+    def _all(self) -> Iterator[tuple[int, bytes]]:
+        """Yield every line that still exists, with the number of its row."""
+        for file, numbered in groupby(enumerate(list(self._places)), key=lambda item: item[1][0]):
+            try:
+                with open(file.path, "rb") as opened:
+                    for number, (_, offset, size) in numbered:
+                        yield number, os.pread(opened.fileno(), size, offset)
+            except OSError:
+                continue
+
+    def _changed(self) -> list[tuple[_File, int]]:
+        """Return files with new bytes, the newest step first."""
+        found: dict[str, os.stat_result] = {}
+        named: dict[str, re.Match[str]] = {}
+        try:
+            with os.scandir(self.directory) as entries:
+                for entry in entries:
+                    if match := NAME.fullmatch(entry.name):
+                        found[entry.name], named[entry.name] = entry.stat(), match
+        except OSError:
+            pass  # no episodes are stored, or none yet
+        if any(name not in found or _replaced(file, found[name]) for name, file in self._files.items()):
+            self._reset()
+        for name, stat in found.items():
+            if name not in self._files:
+                self._files[name] = _File(self.directory / name, len(self.names), named[name][1], stat.st_ino)
+                self.names.append(name)
+        newest = sorted(found, key=lambda name: (int(named[name][2]), name), reverse=True)
+        return [
+            (self._files[name], found[name].st_size)
+            for name in newest
+            if found[name].st_size > self._files[name].read
+        ]
+
+    def _reset(self) -> None:
+        self.generation += 1
+        self.rows, self.names, self._places, self._files = [], [], [], {}
+
+    def _take(self, file: _File, offset: int, line: bytes) -> None:
+        self._places.append((file, offset, len(line)))
+        self.rows.append(_row(file, line))
+        file.read = offset + len(line)
+
+    def _line(self, number: int) -> bytes:
+        try:
+            file, offset, size = self._places[number]
+            with open(file.path, "rb") as opened:
+                line = os.pread(opened.fileno(), size, offset)
+        except (OSError, IndexError) as error:
+            raise LookupError(f"episode {number} no longer exists") from error
+        if len(line) != size or not line.endswith(b"\n"):
+            raise LookupError(f"episode {number} was rewritten")
+        return line
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield complete lines from `start`, with their offsets."""
+    size = CHUNK
+    try:
+        with open(path, "rb") as file:
+            while start < end:
+                chunk = os.pread(file.fileno(), min(size, end - start), start)
+                last = chunk.rfind(b"\n") + 1
+                if not last:
+                    if start + len(chunk) >= end:  # incomplete, or still being written
+                        return
+                    size *= 4
+                    continue
+                place = 0
+                while place < last:
+                    after = chunk.index(b"\n", place) + 1
+                    yield start + place, chunk[place:after]
+                    place = after
+                start += last
+    except OSError:
+        return  # deleted meanwhile; the next refresh notices that
+
+
+def _replaced(file: _File, stat: os.stat_result) -> bool:
+    return stat.st_ino != file.inode or stat.st_size < file.read
+
+
+def _ends_line(file: _File, size: int) -> bool:
+    """Return whether the new bytes end with a complete line."""
+    try:
+        with open(file.path, "rb") as opened:
+            return os.pread(opened.fileno(), 1, size - 1) == b"\n"
+    except OSError:
+        return False
+
+
+def _row(file: _File, line: bytes) -> list[Any]:
+    short = _short(line)
+    number = short.get
+    more = {name: value for name, value in short.items() if name not in KNOWN and isinstance(value, SCALAR)}
+    failure = short.get("failure_class") or ("unknown" if "failure" in short else "")
+    return [
+        file.number,
+        file.kind,
+        number("step"),
+        str(number("prompt_id", "")),
+        number("sample"),
+        number("reward"),
+        number("turns"),
+        number("tokens"),
+        str(number("stop_reason") or ""),
+        number("mismatch"),
+        str(number("role") or ""),
+        str(failure),
+        more,
+    ]
+
+
+def _short(line: bytes) -> dict[str, Any]:
+    """Return the fields before the messages; for records of older versions, what can be computed from the whole line."""
+    end = line.find(SHORT_ENDS)
+    if end > 0:
+        try:
+            short = FINITE.decode(line[:end].decode() + "}")
+            if "turns" in short:
+                return short
+        except ValueError:
+            pass  # the name is inside a value
+    row = _parsed(line)
+    spans = row.get("spans")
+    spans = [span for span in spans if isinstance(span, dict)] if isinstance(spans, list) else []
+    authors = ["context", *(span.get("author") for span in spans)]
+    turns = sum(now == "policy" != before for before, now in pairwise(authors))
+    tokens = sum(len(span.get("token_ids") or ()) for span in spans if span.get("author") == "policy")
+    short = {
+        name: value
+        for name, value in row.items()
+        if not isinstance(value, dict | list) and name != "ground_truth"
+    }
+    return {"turns": turns, "tokens": tokens, **{k: None if v in NOT_FINITE else v for k, v in short.items()}}
+
+
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Return an episode, with numbers that are not finite as strings; a line that is not JSON becomes a failure."""
+    try:
+        row = json.loads(line, parse_constant=str)
+        if isinstance(row, dict):
+            return row
+    except (ValueError, RecursionError):
+        pass
+    return {"failure": "this line of the file is damaged", "failure_class": "damaged"}
+
+
+def token_ids_of(episode: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield all token ids of an episode, in whatever type the file has."""
+    forks = episode.get("forks")
+    for record in (episode.get("spans"), *(forks if isinstance(forks, list) else ())):
+        for span in record if isinstance(record, list) else ():
+            ids = span.get("token_ids") if isinstance(span, dict) else None
+            yield from ids if isinstance(ids, list) else ()
+
+
+def _said(line: bytes) -> str:
+    """Return the text that a reader of the conversation sees, in lower case."""
+    row = _parsed(line.partition(TEXT_ENDS)[0] + b"}")
+    texts = [row.get("prompt_id"), row.get("failure"), row.get("ground_truth")]
+    messages = row.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            texts += [message.get("content"), *map(json.dumps, message.get("tool_calls") or ())]
+    return "\n".join(str(text) for text in texts if text is not None).lower()

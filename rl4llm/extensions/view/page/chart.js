@@ -1,0 +1,190 @@
+// A line chart in SVG: several runs over steps, smoothed, with the values under the pointer. Drag to zoom, double-click to
+// reset the zoom; with the focus, ← and → move from step to step.
+
+import { h, number, replace } from "./dom.js";
+
+const PAD = { left: 52, right: 12, top: 8, bottom: 22 };
+const MOST_POINTS = 1200; // per line; with more points only the extremes of each bin are drawn
+const FEW = 20; // up to this number, points are drawn as dots; a chart with only such lines is not smoothed
+
+// Exponential mean, corrected for its start: weight 0 leaves values as they are.
+export function smoothed(points, weight) {
+  if (!weight) return points;
+  let mean = 0;
+  let norm = 0;
+  return points.map(([step, value]) => {
+    mean = weight * mean + (1 - weight) * value;
+    norm = weight * norm + (1 - weight);
+    return [step, mean / norm];
+  });
+}
+
+export function thinned(points, most = MOST_POINTS) {
+  if (points.length <= most) return points;
+  const size = Math.ceil((2 * points.length) / most);
+  const kept = [];
+  for (let start = 0; start < points.length; start += size) {
+    let low = start;
+    let high = start;
+    for (let i = start; i < Math.min(points.length, start + size); i++) {
+      if (points[i][1] < points[low][1]) low = i;
+      if (points[i][1] > points[high][1]) high = i;
+    }
+    kept.push(points[Math.min(low, high)]);
+    if (low !== high) kept.push(points[Math.max(low, high)]);
+  }
+  return kept;
+}
+
+// Round numbers between two bounds.
+export function ticks(low, high, count = 4) {
+  const raw = (high - low) / count || 1;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) ?? 10 * power;
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-6; value += step) found.push(Math.abs(value) < step * 1e-6 ? 0 : value);
+  return found;
+}
+
+// The point whose step is nearest.
+function nearest(points, step) {
+  let low = 0;
+  let high = points.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < step) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && step - points[low - 1][0] <= points[low][0] - step ? points[low - 1] : points[low];
+}
+
+// `data()` gives {series: [{run, name, points}], smoothing, log}; `zoom` is shared: {range, change}.
+// `entry` is the glossary's of the metric, if it has one: {meaning, unit, healthy}.
+export function chart(title, data, zoom, entry) {
+  const svg = h("svg", { class: "plot", tabindex: 0, role: "img", "aria-label": title });
+  const tip = h("div", { class: "tip", hidden: true });
+  const meaning = entry ? h("p", { class: "meaning" }, entry.meaning, entry.healthy ? ` Healthy: ${entry.healthy}.` : null) : null;
+  const caption = h("figcaption", {}, title, entry ? h("span", { class: "quiet" }, ` ${entry.unit}`) : null, meaning);
+  const box = h("figure", { class: "chart", "data-metric": title }, caption, h("div", { class: "plot-box" }, svg, tip));
+  let shape = null;
+  let cursor = null;
+  let drag = null;
+
+  function draw() {
+    const { series, smoothing, log } = data();
+    const width = Math.max(240, svg.clientWidth || 400);
+    const height = svg.clientHeight || 180;
+    const many = series.some(({ points }) => points.length > FEW);
+    const lines = series
+      .filter(({ points }) => points.length)
+      .map((line) => ({ ...line, raw: line.points, smooth: smoothed(line.points, many ? smoothing : 0) }));
+    const all = lines.flatMap(({ raw, smooth }) => (smooth === raw ? [raw] : [raw, smooth])).flat();
+    const steps = all.map(([step]) => step);
+    const [from, to] = zoom.range ?? [least(steps), most(steps)];
+    const seen = lines.flatMap(({ raw }) => raw).filter(([step, value]) => step >= from && step <= to && (!log || value > 0)).map(([, value]) => value);
+    if (!seen.length) {
+      shape = null;
+      return replace(svg, h("text", { x: width / 2, y: height / 2, class: "axis", "text-anchor": "middle" }, log ? "nothing above 0" : "no values here"));
+    }
+    const scale = log ? Math.log10 : (value) => value;
+    let [low, high] = [scale(least(seen)), scale(most(seen))];
+    const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
+    [low, high] = [low === 0 && high === 0 ? 0 : low - margin, high + margin]; // a series of zeros is drawn at the bottom
+    const x = (step) => PAD.left + ((step - from) / (to - from || 1)) * (width - PAD.left - PAD.right);
+    const y = (value) => height - PAD.bottom - ((scale(value) - low) / (high - low)) * (height - PAD.top - PAD.bottom);
+    const step = (place) => from + ((place - PAD.left) / (width - PAD.left - PAD.right)) * (to - from);
+    shape = { lines, x, y, step, from, to, width, height };
+    const clip = `clip-${title.replace(/\W/g, "_")}`;
+    const horizontal = ticks(low, high).map((value) => {
+      const at = height - PAD.bottom - ((value - low) / (high - low)) * (height - PAD.top - PAD.bottom);
+      return h("g", {}, h("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: at, y2: at }), h("text", { class: "axis", x: PAD.left - 6, y: at + 4, "text-anchor": "end" }, number(log ? 10 ** value : value, 3)));
+    });
+    const vertical = ticks(from, to, Math.max(2, Math.floor(width / 110)))
+      .filter((value) => Number.isInteger(value))
+      .map((value) => h("text", { class: "axis", x: x(value), y: height - 5, "text-anchor": "middle" }, value.toLocaleString("en")));
+    const path = (points) => points.map(([at, value], i) => `${i ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    const drawn = (points) => thinned(points.filter(([at, value]) => at >= from - (to - from) && at <= to + (to - from) && (!log || value > 0)));
+    const curves = lines.map(({ run, raw, smooth }) => {
+      const points = drawn(raw);
+      const faint = smooth !== raw;
+      const dots = points.length <= FEW ? points.map(([at, value]) => h("circle", { cx: x(at), cy: y(value), r: 2.6 })) : null;
+      return h("g", { class: `line run-${run % 8}` }, h("path", { class: faint ? "faint" : "main", d: path(points) }), dots, faint ? h("path", { class: "main", d: path(drawn(smooth)) }) : null);
+    });
+    replace(
+      svg,
+      h("defs", {}, h("clipPath", { id: clip }, h("rect", { x: PAD.left - 4, y: 0, width: width - PAD.left - PAD.right + 8, height: height - PAD.bottom + 4 }))),
+      horizontal,
+      vertical,
+      h("g", { "clip-path": `url(#${clip})` }, curves),
+      h("g", { class: "cursor" }),
+    );
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    if (cursor !== null) point(cursor);
+  }
+
+  function point(at) {
+    if (!shape) return;
+    const everything = shape.lines.flatMap(({ raw }) => (raw.length ? [nearest(raw, at)[0]] : []));
+    const step = everything.reduce((best, one) => (Math.abs(one - at) < Math.abs(best - at) ? one : best), everything[0]);
+    cursor = step;
+    const rows = shape.lines.map((line) => {
+      const [own, value] = nearest(line.raw, step);
+      return { ...line, own, value, mean: nearest(line.smooth, step)[1] };
+    });
+    const here = rows.filter(({ own }) => own === step);
+    replace(
+      svg.querySelector(".cursor") ?? svg,
+      h("line", { x1: shape.x(step), x2: shape.x(step), y1: PAD.top, y2: shape.height - PAD.bottom }),
+      here.filter(({ value }) => Number.isFinite(shape.y(value))).map(({ run, value }) => h("circle", { class: `line run-${run % 8}`, cx: shape.x(step), cy: shape.y(value), r: 4 })),
+    );
+    replace(
+      tip,
+      h("b", {}, `step ${number(step)}`),
+      rows.map(({ run, name, own, value, mean, raw, smooth }) =>
+        h("div", { class: `run run-${run % 8}` }, h("span", { class: "swatch" }), rows.length > 1 ? h("span", { class: "tip-name" }, name) : null, h("b", {}, number(value)), smooth !== raw ? h("span", { class: "quiet" }, ` smoothed ${number(mean)}`) : null, own !== step ? h("span", { class: "quiet" }, ` at step ${number(own)}`) : null),
+      ),
+    );
+    tip.hidden = false;
+    const left = (shape.x(step) / shape.width) * svg.clientWidth;
+    tip.style.setProperty("left", `${left < svg.clientWidth / 2 ? left + 14 : left - 14 - tip.offsetWidth}px`);
+    const high = here.length > 0 && here.every(({ value }) => shape.y(value) < shape.height / 2);
+    tip.style.setProperty("top", `${high ? svg.clientHeight - PAD.bottom - tip.offsetHeight - 4 : PAD.top}px`);
+  }
+
+  function hide() {
+    cursor = null;
+    tip.hidden = true;
+    const group = svg.querySelector(".cursor");
+    if (group) replace(group);
+  }
+
+  const place = (event) => ((event.clientX - svg.getBoundingClientRect().left) / svg.clientWidth) * (shape?.width ?? 1);
+  svg.addEventListener("pointermove", (event) => shape && point(shape.step(place(event))));
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("pointerdown", (event) => shape && event.button === 0 && (drag = shape.step(place(event))));
+  svg.addEventListener("pointerup", (event) => {
+    if (!shape || drag === null) return;
+    const [from, to] = [drag, shape.step(place(event))].sort((a, b) => a - b);
+    drag = null;
+    if ((to - from) / (shape.to - shape.from || 1) > 0.03) zoom.change([from, to]);
+  });
+  svg.addEventListener("dblclick", () => zoom.change(null));
+  svg.addEventListener("keydown", (event) => {
+    if (!shape || !/^Arrow(Left|Right)$/.test(event.key)) return;
+    const steps = [...new Set(shape.lines.flatMap(({ raw }) => raw.map(([step]) => step)))].sort((a, b) => a - b);
+    const now = cursor === null ? -1 : steps.indexOf(cursor);
+    point(steps[Math.min(steps.length - 1, Math.max(0, event.key === "ArrowRight" ? now + 1 : now < 0 ? steps.length - 1 : now - 1))]);
+    event.preventDefault();
+    event.stopPropagation();
+  });
+  return { element: box, draw };
+}
+
+function least(values) {
+  return values.reduce((best, value) => (value < best ? value : best), Infinity);
+}
+
+function most(values) {
+  return values.reduce((best, value) => (value > best ? value : best), -Infinity);
+}

@@ -1,0 +1,117 @@
+// The curves of all metrics: the most important ones on top, the others by family.
+
+import { chart } from "./chart.js";
+import { h, replace } from "./dom.js";
+
+const FIRST = [
+  "eval/accuracy", "reward/mean", "accuracy", "eval/loss", "loss", "entropy", "surprise", "kl", "mismatch/mean", "mismatch/max", "clip_fraction",
+  "grad_norm", "completion_length/mean", "truncated", "groups/zero_spread", "failures", "tokens/s",
+];
+
+export function curvesView(app) {
+  const settings = { smoothing: 0.6, log: false, filter: "" };
+  const zoom = { range: null, change: (range) => ((zoom.range = range), (all.hidden = !range), drawAll()) };
+  const charts = new Map();
+  const opened = new Set();
+  const grid = h("div", { class: "charts" });
+  const count = h("summary", {});
+  const list = h("ul", {});
+  const past = h("details", { class: "past", hidden: true }, count, list);
+  const rest = h("div", {});
+  const filter = h("input", { type: "search", placeholder: "filter metrics  ( / )", "data-search": true, "aria-label": "Filter metrics" });
+  const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, id: "smoothing" });
+  const shown = h("output", { for: "smoothing" });
+  const log = h("input", { type: "checkbox", id: "log" });
+  const all = h("button", { type: "button", hidden: true, onclick: () => zoom.change(null) }, "Show all steps");
+  slider.value = settings.smoothing;
+  filter.addEventListener("input", () => ((settings.filter = filter.value.toLowerCase()), layOut()));
+  slider.addEventListener("input", () => ((settings.smoothing = Number(slider.value)), drawAll()));
+  log.addEventListener("change", () => ((settings.log = log.checked), drawAll()));
+
+  function runs() {
+    return app.runs.filter((_, i) => !app.hidden.has(i));
+  }
+
+  function of(name) {
+    if (!charts.has(name)) {
+      const data = () => ({ ...settings, series: runs().map((run) => ({ run: run.number, name: run.name, points: run.points(name) })) });
+      charts.set(name, chart(name, data, zoom, app.runs.map((run) => run.glossary.get(name)).find(Boolean)));
+    }
+    return charts.get(name);
+  }
+
+  function layOut() {
+    const names = [...new Set(app.runs.flatMap((run) => [...run.metricNames()]))].filter((name) => name.toLowerCase().includes(settings.filter));
+    const first = settings.filter ? names.sort() : FIRST.filter((name) => names.includes(name));
+    const families = new Map();
+    if (!settings.filter) {
+      for (const name of names.filter((name) => !FIRST.includes(name)).sort()) {
+        const family = name.includes("/") ? name.slice(0, name.indexOf("/")) : "more";
+        families.set(family, [...(families.get(family) ?? []), name]);
+      }
+    }
+    const hint = app.runs.some((run) => run.steps.size) ? "No metric matches." : "No step is logged yet. Curves appear here after the first step.";
+    replace(grid, first.length ? first.map((name) => of(name).element) : h("p", { class: "quiet" }, hint));
+    replace(rest, [...families].map(([family, members]) => group(family, members)));
+    drawAll();
+  }
+
+  function group(family, members) {
+    const inside = h("div", { class: "charts" });
+    const fill = () => replace(inside, members.map((name) => of(name).element));
+    const details = h("details", { class: "family", open: opened.has(family) }, h("summary", {}, family, h("span", { class: "quiet" }, ` ${members.length}`)), inside);
+    details.addEventListener("toggle", () => {
+      if (!details.open) return opened.delete(family);
+      opened.add(family);
+      fill();
+      members.forEach((name) => of(name).draw());
+    });
+    if (opened.has(family)) fill();
+    return details;
+  }
+
+  // Alerts that are over; current ones are on top of every page.
+  function drawAlerts() {
+    const over = runs().flatMap((run) => run.about.alerts.filter((alert) => alert.until !== null).map((alert) => ({ run, alert })));
+    count.textContent = `Alerts that are over: ${over.length}`;
+    past.hidden = over.length === 0;
+    replace(
+      list,
+      over.map(({ run, alert }) =>
+        h("li", { class: `run-${run.number % 8}` }, h("span", { class: "swatch" }), h("b", {}, alert.name), ` from step ${alert.since} to ${alert.until}: ${alert.seen}. `, h("span", { class: "quiet" }, alert.why)),
+      ),
+    );
+  }
+
+  function drawAll() {
+    drawAlerts();
+    shown.textContent = Number(slider.value).toFixed(2);
+    for (const { element, draw } of charts.values()) if (element.isConnected) draw();
+  }
+
+  const names = () => [...new Set(app.runs.flatMap((run) => [...run.metricNames()]))].length;
+  let known = 0;
+  const observer = new ResizeObserver(drawAll);
+  return {
+    element: h(
+      "section",
+      {},
+      h("div", { class: "controls" }, filter, h("label", { for: "smoothing" }, "smoothing ", slider, " ", shown), h("label", { for: "log" }, log, " log scale"), all, h("span", { class: "quiet" }, "drag to zoom, double-click to see all")),
+      past,
+      grid,
+      rest,
+    ),
+    enter() {
+      known = names();
+      layOut();
+      observer.observe(grid);
+    },
+    leave: () => observer.disconnect(),
+    update({ metrics }) {
+      if (!metrics) return;
+      if (names() !== known) layOut();
+      else drawAll();
+      known = names();
+    },
+  };
+}

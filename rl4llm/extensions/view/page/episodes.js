@@ -1,0 +1,243 @@
+// The list of all episodes: filtered and sorted here, searched by the source of the texts.
+
+import { h, number, replace } from "./dom.js";
+
+const PAGE = 100;
+const natural = new Intl.Collator("en", { numeric: true });
+const COLUMNS = [
+  { name: "run", label: "run", text: true },
+  { name: "step", label: "step", down: true },
+  { name: "set", label: "set", text: true },
+  { name: "prompt", label: "prompt", text: true },
+  { name: "role", label: "role", text: true },
+  { name: "sample", label: "sample" },
+  { name: "reward", label: "reward", down: true },
+  { name: "turns", label: "turns", down: true },
+  { name: "tokens", label: "tokens", down: true, title: "that the policy wrote" },
+  { name: "stop", label: "stopped by", text: true },
+  { name: "mismatch", label: "worst mismatch", down: true, title: "largest difference of the log-probs of engine and trainer, in nats" },
+];
+const SETS = { "": "training and held-out", step: "training", eval: "held-out", failed: "failed" };
+
+// The sort key of an episode; null always comes last.
+function sorted(rows, { name, down }) {
+  const sign = down ? -1 : 1;
+  const ranks = new Map();
+  if (COLUMNS.find((column) => column.name === name)?.text) [...new Set(rows.map((row) => row[name]))].sort(natural.compare).forEach((value, i) => ranks.set(value, i));
+  const key = (row) => (ranks.size ? ranks.get(row[name]) : (row[name] ?? null));
+  return rows.sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === null || y === null) return x === y ? a.number - b.number : x === null ? 1 : -1;
+    return sign * (x - y) || a.number - b.number;
+  });
+}
+
+export function episodesView(app) {
+  const state = (app.episodes ??= { filters: {}, sort: { name: "step", down: true }, page: 0, found: null, at: 0 });
+  const bar = h("div", { class: "controls" });
+  const table = h("div", { class: "scroll" });
+  const foot = h("div", { class: "pager" });
+  let list = [];
+  let choices = "";
+
+  const many = () => app.runs.length > 1;
+  const all = () => app.runs.filter((_, i) => !app.hidden.has(i)).flatMap((run) => run.rows);
+
+  function fits(row) {
+    const f = state.filters;
+    if (f.run && app.runs[row.run].name !== f.run) return false;
+    if (f.set === "failed" ? !row.failure : f.set && row.set !== f.set) return false;
+    if (f.stop && row.stop !== f.stop) return false;
+    if (f.prompt && !row.prompt.toLowerCase().includes(f.prompt.toLowerCase())) return false;
+    for (const name of ["step", "reward", "turns", "mismatch"]) {
+      const [low, high] = [f[`${name}-from`], f[`${name}-to`]];
+      if (low && !(row[name] !== null && row[name] >= Number(low))) return false;
+      if (high && !(row[name] !== null && row[name] <= Number(high))) return false;
+    }
+    for (const [name, value] of Object.entries(f)) {
+      if (name.startsWith("more.") && value && String(row.more[name.slice(5)]) !== value) return false;
+      if (name === "role" && value && row.role !== value) return false;
+    }
+    return !state.found || state.found.has(`${row.run}/${row.number}`);
+  }
+
+  function select(name, label, values) {
+    const element = h("select", { "aria-label": label, "data-filter": name }, h("option", { value: "" }, label), values.map(([value, text]) => h("option", { value }, text)));
+    element.value = state.filters[name] ?? "";
+    element.addEventListener("change", () => set(name, element.value));
+    return element;
+  }
+
+  function input(name, label, type = "number") {
+    const element = h("input", { type, step: "any", placeholder: label, "aria-label": label, "data-filter": name, class: type === "number" ? "short" : null });
+    element.value = state.filters[name] ?? "";
+    element.addEventListener("input", () => set(name, element.value));
+    return element;
+  }
+
+  function between(name) {
+    return h("span", { class: "between" }, h("span", {}, name), input(`${name}-from`, "from"), input(`${name}-to`, "to"));
+  }
+
+  function set(name, value) {
+    state.filters[name] = value;
+    state.page = state.at = 0;
+    draw();
+  }
+
+  // Filters for fields with few values, including fields that this page does not know.
+  function drawBar() {
+    const rows = all();
+    const stops = count(rows.map((row) => row.stop));
+    const roles = count(rows.map((row) => row.role));
+    const more = new Map();
+    for (const row of rows) for (const [name, value] of Object.entries(row.more)) if (typeof value !== "number") more.set(name, (more.get(name) ?? new Set()).add(String(value)));
+    const extra = [...more].filter(([, values]) => values.size > 1 && values.size <= 30).map(([name, values]) => [name, [...values].sort(natural.compare)]);
+    const key = JSON.stringify([stops, roles, extra]);
+    if (key === choices && bar.childElementCount) return;
+    choices = key;
+    const search = h("input", { type: "search", placeholder: "search what was said  ( / )", "data-search": true, "aria-label": "Search what was said" });
+    search.value = state.text ?? "";
+    search.addEventListener("keydown", (event) => event.key === "Enter" && find(search.value));
+    search.addEventListener("search", () => find(search.value));
+    search.addEventListener("input", () => {
+      clearTimeout(state.timer);
+      state.timer = setTimeout(() => find(search.value), 350);
+    });
+    const pairs = (values) => values.map(([value, times]) => [value, `${value} (${times.toLocaleString("en")})`]);
+    replace(
+      bar,
+      search,
+      many() ? select("run", "all runs", app.runs.map((run) => [run.name, run.name])) : null,
+      select("set", SETS[""], Object.entries(SETS).slice(1)),
+      select("stop", "any stop reason", pairs(stops)),
+      roles.length > 0 ? select("role", "any role", pairs(roles)) : null,
+      extra.map(([name, values]) => select(`more.${name}`, `any ${name}`, values.map((value) => [value, `${name}: ${value}`]))),
+      input("prompt", "prompt id", "text"),
+      ["reward", "step", "turns", "mismatch"].map(between),
+      h("button", { type: "button", onclick: clear }, "Clear"),
+    );
+  }
+
+  function clear() {
+    Object.assign(state, { filters: {}, found: null, text: "", page: 0, at: 0 });
+    choices = "";
+    draw();
+  }
+
+  async function find(text) {
+    clearTimeout(state.timer);
+    if (text === (state.text ?? "")) return;
+    state.text = text;
+    state.page = state.at = 0;
+    if (!text) {
+      state.found = null;
+      app.status("");
+      return draw();
+    }
+    app.status(`Searching for “${text.slice(0, 40)}” …`);
+    const found = new Set();
+    let complete = true;
+    try {
+      for (const run of app.runs) {
+        const answer = await app.source.search(run, text);
+        answer.numbers.forEach((at) => found.add(`${run.number}/${at}`));
+        complete = complete && answer.complete;
+      }
+    } catch (error) {
+      return text === state.text && app.status(`The search failed: ${error.message}`);
+    }
+    if (text !== state.text) return;
+    state.found = found;
+    app.status(complete ? "" : "The search ended before all episodes were searched.");
+    draw();
+  }
+
+  function sort(column) {
+    const down = state.sort.name === column.name ? !state.sort.down : Boolean(column.down);
+    state.sort = { name: column.name, down };
+    state.page = state.at = 0;
+    draw();
+  }
+
+  function draw() {
+    drawBar();
+    list = sorted(all().filter(fits), state.sort);
+    app.list = list;
+    state.page = Math.min(state.page, Math.max(0, Math.ceil(list.length / PAGE) - 1));
+    const rows = list.slice(state.page * PAGE, (state.page + 1) * PAGE);
+    state.at = Math.min(state.at, Math.max(0, rows.length - 1));
+    const used = COLUMNS.filter(({ name }) => (name === "run" ? many() : name !== "role" || list.some((row) => row.role)));
+    const head = used.map((column) => {
+      const on = state.sort.name === column.name;
+      const label = h("button", { type: "button", title: column.title, "data-sort": column.name, onclick: () => sort(column) }, column.label, on ? (state.sort.down ? " ▾" : " ▴") : "");
+      return h("th", { "aria-sort": on ? (state.sort.down ? "descending" : "ascending") : null, class: column.text ? null : "number" }, label);
+    });
+    const body = rows.map((row, i) =>
+      h("tr", { tabindex: i === state.at ? 0 : -1, class: row.failure ? "failed" : null, "data-row": i, onclick: () => open(i), onfocus: () => (state.at = i) }, used.map((column) => cell(row, column))),
+    );
+    const none = app.runs.some((run) => run.rows.length) ? "No episode matches." : "No episodes are stored yet (tracking.episodes_every).";
+    replace(table, h("table", { class: "list" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body.length ? body : h("tr", {}, h("td", { colspan: used.length, class: "quiet" }, none)))));
+    const pages = Math.max(1, Math.ceil(list.length / PAGE));
+    const reading = app.runs.some((run) => !run.whole || run.pending > 0);
+    replace(
+      foot,
+      h("button", { type: "button", disabled: state.page === 0, onclick: () => turn(-1) }, "‹ previous"),
+      h("span", { id: "count" }, `${list.length.toLocaleString("en")} of ${all().length.toLocaleString("en")} episodes, page ${state.page + 1} of ${pages}`),
+      h("button", { type: "button", disabled: state.page >= pages - 1, onclick: () => turn(1) }, "next ›"),
+      reading ? h("span", { class: "quiet" }, "reading on …") : null,
+    );
+  }
+
+  function cell(row, { name, text }) {
+    if (name === "run") return h("td", { class: `run run-${row.run % 8}` }, h("span", { class: "swatch" }), app.runs[row.run].name);
+    if (name === "set") return h("td", {}, row.set === "eval" ? "held-out" : "training");
+    if (name === "stop") return h("td", {}, row.failure ? h("span", { class: "badge bad" }, `failed: ${row.failure}`) : row.stop);
+    if (name === "reward" && typeof row.reward === "number") return h("td", { class: "number" }, h("b", {}, number(row.reward)));
+    return text ? h("td", {}, row[name] || "–") : h("td", { class: "number" }, number(row[name]));
+  }
+
+  function turn(by) {
+    state.page += by;
+    state.at = 0;
+    draw();
+  }
+
+  function open(i) {
+    const row = list[state.page * PAGE + i];
+    if (row) app.go(`/episode/${row.run}/${row.number}`);
+  }
+
+  function focus(i) {
+    const rows = table.querySelectorAll("tbody tr[data-row]");
+    if (!rows.length) return;
+    state.at = Math.max(0, Math.min(rows.length - 1, i));
+    rows.forEach((row, at) => (row.tabIndex = at === state.at ? 0 : -1));
+    rows[state.at].focus();
+  }
+
+  return {
+    element: h("section", {}, bar, table, foot),
+    enter: () => draw(),
+    update({ rows }) {
+      if (!rows) return;
+      const focused = table.contains(document.activeElement);
+      draw();
+      if (focused) focus(state.at);
+    },
+    key(event) {
+      const focused = table.contains(document.activeElement);
+      if (event.key === "j" || event.key === "ArrowDown") focus(focused ? state.at + 1 : state.at);
+      else if (event.key === "k" || event.key === "ArrowUp") focus(focused ? state.at - 1 : state.at);
+      else if (event.key === "Enter" && document.activeElement?.dataset?.row) open(Number(document.activeElement.dataset.row));
+      else return false;
+      return true;
+    },
+  };
+}
+
+function count(values) {
+  const times = new Map();
+  for (const value of values) if (value) times.set(value, (times.get(value) ?? 0) + 1);
+  return [...times].sort((a, b) => b[1] - a[1] || natural.compare(a[0], b[0]));
+}

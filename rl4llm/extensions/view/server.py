@@ -1,0 +1,242 @@
+"""The page's server: on loopback only, and read-only.
+
+    GET /                                the page; its modules and styles are under /page/
+    GET /api/runs                        a description of each run
+    GET /api/runs/0/metrics?from=BYTE    rows of metrics from this byte
+    GET /api/runs/0/episodes?from=N&generation=G      rows of the list of episodes from row N
+    GET /api/runs/0/episodes/N?generation=G           one episode and the text of its tokens
+    GET /api/runs/0/search?q=TEXT&generation=G        numbers of the episodes that contain the text
+
+Any website can make a browser send requests to loopback, under a domain that resolves there. So the Host header must be
+a loopback address, and nothing is shared with other origins. Other users of this machine can reach loopback too. So
+each start creates a token; the address contains it once, and a cookie stores it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rl4llm.core.errors import RL4LLMError
+from rl4llm.extensions.view.index import COLUMNS, token_ids_of
+from rl4llm.extensions.view.run import ViewedRun
+
+PAGE = Path(__file__).parent / "page"
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+PORTS = range(6100, 6120)
+ROWS_AT_ONCE = 50_000
+RUNS = web.AppKey("runs", tuple)
+TOKEN = web.AppKey("token", str)
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+HOST = re.compile(rf"({'|'.join(map(re.escape, LOOPBACK))})(:\d{{1,5}})?", re.ASCII | re.IGNORECASE)
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class ViewError(RL4LLMError):
+    """The page cannot be served."""
+
+
+def serve(
+    runs: Sequence[ViewedRun], port: int | None, ready: Callable[[str], None], *, with_token: bool = True
+) -> None:
+    """Serve the page until Ctrl-C; `ready` receives its address, with the token of this start unless that is disabled.
+
+    Without a port it uses the first free one of PORTS, with 0 any free one. Raises ViewError if the port is in use.
+    """
+    listener = _listen(PORTS if port is None else [port])
+    token = secrets.token_urlsafe() if with_token else ""
+
+    async def started(app: web.Application) -> None:
+        ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
+
+    app = application(runs, token)
+    app.on_startup.append(started)
+    web.run_app(app, sock=listener, print=None, access_log=None, handle_signals=True, shutdown_timeout=1)
+
+
+def application(runs: Sequence[ViewedRun], token: str = "") -> web.Application:
+    """Return the web application; every request needs the token."""
+    app = web.Application(middlewares=[_guard])
+    app[RUNS] = tuple(runs)
+    app[TOKEN] = token
+    app.router.add_get("/", _page)
+    app.router.add_get("/page/{name}", _page)
+    app.router.add_get("/api/runs", _about)
+    app.router.add_get("/api/runs/{run}/metrics", _metrics)
+    app.router.add_get("/api/runs/{run}/episodes", _rows)
+    app.router.add_get("/api/runs/{run}/episodes/{number}", _episode)
+    app.router.add_get("/api/runs/{run}/search", _search)
+    return app
+
+
+def rows_of(run: ViewedRun, start: int, generation: int) -> dict[str, Any]:
+    """Return the list of episodes from row `start` of a generation; if the generation changed, from 0."""
+    index = run.index
+    index.refresh()
+    reset = generation != index.generation
+    start = 0 if reset else start
+    rows = index.rows[start : start + ROWS_AT_ONCE]
+    more = start + len(rows) < len(index.rows)
+    return {
+        "columns": COLUMNS,
+        "generation": index.generation,
+        "reset": reset,
+        "from": start,
+        "rows": rows,
+        "files": index.names,
+        "pending": index.pending,
+        "more": more or index.pending > 0,
+    }
+
+
+def episode_of(run: ViewedRun, number: int) -> dict[str, Any]:
+    """Return an episode, and the text of its tokens by id."""
+    episode = run.index.episode(number)
+    return {"episode": episode, "texts": run.texts.of(token_ids_of(episode))}
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
+    host = request.headers.get("Host", "")
+    if not HOST.fullmatch(host):
+        text = f"This page is only available at {', '.join(LOOPBACK)}, not at {host!r}.\n"
+        response: web.StreamResponse = web.Response(status=403, text=text)
+    elif not _knows_token(request):
+        text = "This page needs a token. Open the address that `rl4llm view` printed, with ?token=...\n"
+        response = web.Response(status=403, text=text)
+    else:
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = web.Response(status=error.status, text=f"{error.status}: {error.reason}\n")
+        except LookupError as error:
+            response = web.Response(status=404, text=f"{error.args[0] if error.args else 'not found'}\n")
+    response.headers.update(HEADERS)
+    return response
+
+
+def _knows_token(request: web.Request) -> bool:
+    token, given = request.app[TOKEN], (request.query.get("token"), request.cookies.get(_cookie(request)))
+    return not token or any(
+        hmac.compare_digest(token.encode(), (text or "").encode(errors="replace")) for text in given
+    )
+
+
+def _cookie(request: web.Request) -> str:
+    """Return the name of the page's cookie; it contains the port, since browsers send a host's cookies to all its
+    ports.
+    """
+    transport = request.transport
+    return f"rl4llm-view-{transport.get_extra_info('sockname')[1] if transport else 0}"
+
+
+async def _page(request: web.Request) -> web.Response:
+    name = request.match_info.get("name", "index.html")
+    names = {path.name: path for path in PAGE.iterdir()}
+    if name not in names:
+        raise LookupError(f"{name} does not exist")
+    path = names[name]
+    response = web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")
+    if request.app[TOKEN] and "token" in request.query:
+        response.set_cookie(_cookie(request), request.app[TOKEN], httponly=True, samesite="Strict")
+    return response
+
+
+async def _about(request: web.Request) -> web.Response:
+    return await _json(lambda: [run.about() for run in request.app[RUNS]])
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    run, start = _run(request), _number(request, "from")
+    return await _json(lambda: run.metrics(start))
+
+
+async def _rows(request: web.Request) -> web.Response:
+    run, start, generation = _run(request), _number(request, "from"), _number(request, "generation")
+    return await _json(lambda: rows_of(run, start, generation))
+
+
+async def _episode(request: web.Request) -> web.Response:
+    run, number = _run(request), int(_digits(request.match_info["number"]))
+    _check_generation(request, run)
+    return await _json(lambda: episode_of(run, number))
+
+
+async def _search(request: web.Request) -> web.Response:
+    run, text = _run(request), request.query.get("q", "")
+    _check_generation(request, run)
+
+    def search() -> dict[str, Any]:
+        numbers, complete = run.index.search(text)
+        return {"numbers": numbers, "complete": complete}
+
+    return await _json(search)
+
+
+async def _json(make: Callable[[], Any]) -> web.Response:
+    """Return the result of `make`, which may read files, as JSON."""
+
+    def body() -> bytes:
+        return json.dumps(make()).encode("ascii")
+
+    return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
+
+
+def _run(request: web.Request) -> ViewedRun:
+    runs = request.app[RUNS]
+    number = int(_digits(request.match_info["run"]))
+    if number >= len(runs):
+        raise LookupError(f"run {number} does not exist")
+    return runs[number]
+
+
+def _number(request: web.Request, name: str) -> int:
+    return int(_digits(request.query.get(name, "0")))
+
+
+def _digits(text: str) -> str:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise web.HTTPBadRequest
+    return text
+
+
+def _check_generation(request: web.Request, run: ViewedRun) -> None:
+    if _number(request, "generation") != run.index.generation:
+        raise LookupError("the run was resumed and its episodes were rewritten")
+
+
+def _listen(ports: Sequence[int]) -> socket.socket:
+    problem: Exception | None = None
+    for port in ports:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if os.name == "posix":
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+            return listener
+        except (OSError, OverflowError) as error:
+            listener.close()
+            problem = error
+    given = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
+    why = str(problem).rstrip(".")
+    raise ViewError(
+        f"--port {given} cannot be used: {why}. Next: use another port, or --port 0 for any free one."
+    )

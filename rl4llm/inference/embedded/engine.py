@@ -1,0 +1,362 @@
+"""The engine core, without a clock or an event loop: admit requests, and decode one step at a time for all rows.
+
+Every sequence is handled in the same way. All its tokens except the last go into the cache (prefill, once per distinct
+prefix); the next decode step feeds the last one. So a new prompt, a later turn of a session and a request that restarts
+after new weights arrived differ only in how many of their tokens are cached already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rl4llm.core.errors import EngineError
+from rl4llm.core.types import Completion, FinishReason, SamplingParams
+from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
+from rl4llm.inference.embedded.rows import Batch, Fill, Newcomer, PrefixTable, Request, Row, RowTable
+from rl4llm.inference.embedded.sampling import Sampler
+from rl4llm.inference.embedded.stops import CONTINUES, STOP_TOKEN, StopRules, text_of
+from rl4llm.inference.paths import Path, choose_decoder, context_limit
+
+PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+# Reading prompts in place must save this many cached tokens to be worth its extra operations.
+SHARE_FROM = 2048
+LOOKAHEAD = 128  # tokens by which the cache grows at once
+FLUSH_STEPS = 64  # a NaN is detected at most this many steps late
+
+Finished = tuple[Request, Completion]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was computed so far; `reused_tokens` of prompts came from a cache instead."""
+
+    prefill_tokens: int = 0
+    reused_tokens: int = 0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    evictions: int = 0
+
+
+class Engine:
+    """Serves requests on a model whose weights it shares. Not thread-safe: one event loop drives it."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        max_rows: int,
+        context_length: int | None,
+        path: Path,
+        share_from: int = SHARE_FROM,
+        autocast: torch.dtype | None = None,
+    ):
+        if max_rows < 1:
+            raise EngineError(f"max_rows={max_rows} is not accepted. Accepted: 1 or above.")
+        self._model, self._max_rows, self._path, self._share_from = model, max_rows, path, share_from
+        self._autocast = autocast
+        self.context_length, self.context_reason = context_limit(model, context_length)
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self._device = next(model.parameters()).device
+        self._tokenizer = tokenizer
+        self._stops = StopRules(tokenizer, self.vocab_size, self._device)
+        self._counters = Counters()
+        self._batch: Batch | None = None
+        self.version = -1
+        self.waiting: list[Request] = []
+        self._choose_path()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self._rows.active)
+
+    @property
+    def running(self) -> list[Request]:
+        return [row.request for row in self._rows.active]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the decoding path, the occupancy and the counters."""
+        return {
+            "path": self._decoder.name,
+            "path_reason": self._reason,
+            "context_length": self.context_length,
+            "context_reason": self.context_reason,
+            "rows_active": len(self._rows.active),
+            "rows_parked": len(self._rows.parked),
+            "rows_max": self._max_rows,
+            "waiting": len(self.waiting),
+            "prompts_shared": len(self._prefixes),
+            "cache_bytes": self._cache.num_bytes + self._prefix_cache.num_bytes,
+            **asdict(self._counters),
+        }
+
+    def take_weights(self, version: int) -> None:
+        """Switch to another version of the parameters: drop all caches, and restart running requests from their tokens."""
+        self._flush()
+        self.waiting[:0] = self.running
+        self._forget()
+        self.version = version
+        if self._decoder.serves(self._model):
+            self._decoder.refresh()
+        else:
+            self._choose_path()
+
+    def request(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Request:
+        """Make a request; raise EngineError for one that could not run."""
+        where = f"generate(session={session!r})"
+        self._check_ids(where, prompt_ids)
+        room = self.context_length - len(prompt_ids)
+        if room < 1:
+            raise EngineError(
+                f"{where}: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length} "
+                f"({self.context_reason}). Shorten it to {self.context_length - 1} or raise that setting."
+            )
+        rule = self._stops.rule(params)
+        return Request(
+            tuple(prompt_ids), params, session, min(params.max_tokens, room), rule, list(prompt_ids)
+        )
+
+    def release(self, session: str) -> None:
+        """Forget a session's cache, now or when its request ends."""
+        self._rows.release(session)
+        for request in itertools.chain(self.waiting, self.running):
+            if request.session == session:
+                request.session = ""
+
+    def reset(self) -> None:
+        """Forget everything, requests too."""
+        self.waiting = []
+        self._forget()
+
+    def rest(self) -> None:
+        """Free the cache's memory if no request or session uses it; the trainer may need it."""
+        if not self.busy and not self._rows.parked:
+            self._forget()
+
+    @torch.inference_mode()
+    def drop_cancelled(self) -> None:
+        """Free the rows of cancelled requests."""
+        if any(request.cancelled for request in self.waiting):
+            self.waiting = [request for request in self.waiting if not request.cancelled]
+        gone = [row for row in self._rows.active if row.request.cancelled]
+        if gone:
+            self._end_batch()
+            self._leave(gone, park=False)
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Admit waiting requests, then decode one token in every row; return the finished requests."""
+        self.drop_cancelled()
+        self._admit()
+        if not self._rows.active:
+            return []
+        batch = self._current_batch()
+        self._cache.window = batch.window
+        batch.take(*batch.sampler(self._decoder.step(batch.tokens_B, self._cache)))
+        self._counters.decode_steps += 1
+        self._counters.decode_tokens += len(self._rows.active)
+        codes = batch.codes()
+        if codes or batch.steps_left == 0 or len(batch.steps) == FLUSH_STEPS:
+            return self._finish(codes)
+        return []
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probs, at temperature 1, of each token after the first."""
+        self._check_ids("score", token_ids)
+        if len(token_ids) > self.context_length:
+            raise EngineError(
+                f"score: {len(token_ids)} tokens do not fit the context of {self.context_length} ({self.context_reason})."
+            )
+        if len(token_ids) == 1:
+            return []
+        tokens_T = torch.tensor(list(token_ids), device=self._device)
+        cache = KVCache(self._cache.dtype, self._device)
+        cache.reserve(1, len(token_ids))
+        cache.window = Window(cache, 0, [0], len(token_ids) - 1)
+        logprobs_TV = self._decoder.logits(tokens_T[None, :-1], cache)[0].float().log_softmax(-1)
+        return logprobs_TV.gather(-1, tokens_T[1:, None])[:, 0].tolist()
+
+    def _choose_path(self) -> None:
+        self._decoder, self._reason = choose_decoder(
+            self._model, self._path, self.context_length, self._autocast
+        )
+        dtype = self._autocast or next(self._model.parameters()).dtype
+        self._prefix_cache = KVCache(dtype, self._device)
+        self._cache = KVCache(dtype, self._device, prefixes=self._prefix_cache)
+        self._prefixes = PrefixTable(self._prefix_cache)
+        self._rows = RowTable(self._cache, self._max_rows)
+
+    def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise EngineError(f"{where}: the prompt is empty; give at least one token.")
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            raise EngineError(
+                f"{where}: token id {wrong} is outside the vocabulary: 0 to {self.vocab_size - 1}."
+            )
+
+    def _forget(self) -> None:
+        self._batch = None
+        self._rows.clear()
+        self._prefixes.clear()
+
+    def _admit(self) -> None:
+        taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]
+        if not taken:
+            return
+        self._end_batch()
+        self._prefixes.sweep((*self._rows.active, *self._rows.parked))
+        newcomers = [self._newcomer(request) for request in taken]
+        self._share([item for item in newcomers if not item.start])
+        newcomers.sort(key=lambda item: item.order)
+        self._counters.evictions += self._rows.admit([item.row for item in newcomers])
+        self._counters.reused_tokens += sum(item.start for item in newcomers)
+        # Rows that cannot read their prefix in place get a copy; rows with an earlier turn already have it.
+        apart = [item.row for item in newcomers if item.start and not item.row.base]
+        pairs = [(row.prefix, row.slot) for row in apart if row.prefix and not row.cached_ids]
+        longest = max((len(prefix.token_ids) for prefix, _ in pairs), default=0)
+        self._cache.reserve(0, longest)
+        self._cache.copy(self._prefix_cache, [(prefix.slot, slot) for prefix, slot in pairs], longest)
+        self._fill(self._cache, [item.fill for item in newcomers if not item.start])
+        self._fill(self._cache, [item.fill for item in newcomers if item.start])
+
+    def _newcomer(self, request: Request) -> Newcomer:
+        """Return the row of the request's session if its cache helps, or a new row."""
+        request.version = self.version if request.version is None else min(request.version, self.version)
+        row = self._rows.take(request.session)
+        start = row.reusable(request.token_ids[:-1], whole=self._decoder.recurrent) if row else 0
+        if row is None or not start:
+            return Newcomer(Row(request), 0)
+        row.request = request
+        return Newcomer(row, start)
+
+    def _share(self, newcomers: Sequence[Newcomer]) -> None:
+        """Compute a prompt that several requests share only once."""
+        groups: dict[tuple[int, ...], list[Newcomer]] = {}
+        for item in newcomers:
+            groups.setdefault(item.row.request.prompt_ids[:-1], []).append(item)
+        new = [
+            ids for ids, group in groups.items() if ids and len(group) > 1 and not self._prefixes.find(ids)
+        ]
+        saved = sum(len(ids) * (len(groups[ids]) - 1) for ids in new)
+        in_place = self._decoder.reads_prefixes and saved >= self._share_from
+        added = [self._prefixes.add(ids, in_place) for ids in new]
+        self._fill(self._prefix_cache, [Fill(prefix.slot, 0, prefix.token_ids) for prefix in added])
+        for ids, group in groups.items():
+            prefix = self._prefixes.find(ids)
+            for item in group if prefix else ():
+                item.row.prefix, item.start = prefix, len(ids)
+
+    def _fill(self, cache: KVCache, fills: Sequence[Fill]) -> None:
+        for chunk in self._chunks([fill for fill in fills if fill.token_ids]):
+            starts, rows = [fill.start for fill in chunk], [fill.row for fill in chunk if fill.row]
+            bases = [row.base for row in rows] if any(row.base for row in rows) else None
+            count = max(len(fill.token_ids) for fill in chunk)
+            padded = [[*fill.token_ids, *[0] * (count - len(fill.token_ids))] for fill in chunk]
+            cache.reserve(0, max(starts) + count)
+            cache.window = Window(cache, chunk[0].slot, starts, count, bases, self._prefix_of(rows))
+            self._decoder.prefill(torch.tensor(padded, device=self._device), cache)
+            self._counters.prefill_tokens += sum(len(fill.token_ids) for fill in chunk)
+
+    def _chunks(self, fills: Sequence[Fill]) -> Iterator[list[Fill]]:
+        """Yield runs of neighbouring rows that fit into one pass when padded to the longest.
+
+        Recurrent states admit no padding, so there only rows with equally many tokens share a pass.
+        """
+        chunk: list[Fill] = []
+        for fill in fills:
+            longer = [*chunk, fill]
+            count = max(len(item.token_ids) for item in longer)
+            end = count + max(item.start for item in longer)
+            apart = chunk and fill.slot != chunk[-1].slot + 1
+            if chunk and self._decoder.recurrent:
+                apart = apart or len(fill.token_ids) != len(chunk[-1].token_ids)
+            if chunk and (apart or count * len(longer) > PREFILL_TOKENS or end >= self.context_length):
+                yield chunk
+                longer = [fill]
+            chunk = longer
+        if chunk:
+            yield chunk
+
+    def _prefix_of(self, rows: Sequence[Row]) -> SharedPrefix | None:
+        bases = [row.base for row in rows]
+        if not any(bases):
+            return None
+        return SharedPrefix(
+            [row.prefix.slot if row.prefix and row.base else None for row in rows], bases, self._device
+        )
+
+    def _current_batch(self) -> Batch:
+        """Return the running batch; make a new one if its rows changed or outgrew the cache."""
+        if self._batch is not None and self._batch.window.span > self._cache.capacity:
+            self._end_batch()
+        if self._batch is not None:
+            return self._batch
+        rows, requests = self._rows.active, self.running
+        starts, bases = [row.cached for row in rows], [row.base for row in rows]
+        own_ends = [row.cached - row.base + min(row.request.tokens_left, LOOKAHEAD) for row in rows]
+        self._cache.reserve(len(rows), max(own_ends))
+        self._batch = Batch(
+            Window(self._cache, 0, starts, 1, bases if any(bases) else None, self._prefix_of(rows)),
+            Sampler(
+                [item.params for item in requests], [len(item.logprobs) for item in requests], self._device
+            ),
+            self._stops.table([request.rule for request in requests]),
+            torch.tensor([request.token_ids[-1] for request in requests], device=self._device),
+            min(request.tokens_left for request in requests),
+        )
+        return self._batch
+
+    def _end_batch(self) -> None:
+        self._flush()
+        self._batch = None
+
+    def _flush(self) -> None:
+        """Read back the tokens sampled since the last call; raise EngineError if any log-prob is not finite."""
+        if self._batch is None or not self._batch.steps:
+            return
+        tokens, logprobs = zip(*self._batch.steps, strict=True)
+        self._batch.steps = []
+        logprobs_BN = torch.stack(logprobs, dim=1)
+        if not logprobs_BN.isfinite().all():
+            raise EngineError(
+                "The model gave logits that are not finite (NaN or infinity), so the requests failed. Check its weights."
+            )
+        for request, new_tokens, new_logprobs in zip(
+            self.running, torch.stack(tokens, dim=1).tolist(), logprobs_BN.tolist(), strict=True
+        ):
+            request.token_ids.extend(new_tokens)
+            request.logprobs.extend(new_logprobs)
+
+    def _finish(self, codes: Sequence[int] | None) -> list[Finished]:
+        """Remove the rows whose completion is over, and return their completions."""
+        self._flush()
+        finished, leaving = [], []
+        for row, code in zip(self._rows.active, codes or itertools.repeat(CONTINUES), strict=bool(codes)):
+            request, strings = row.request, row.request.rule[1]
+            stopped = code == STOP_TOKEN
+            if code not in (CONTINUES, STOP_TOKEN):
+                stopped = self._stops.ends_in_string(request.sampled, strings)
+            if stopped or not request.tokens_left:
+                assert request.version is not None  # set when it was admitted
+                text = text_of(self._tokenizer, request.sampled, strings)
+                reason: FinishReason = "stop" if stopped else "length"
+                tokens, logprobs = tuple(request.sampled), tuple(request.logprobs)
+                finished.append((request, Completion(text, tokens, logprobs, reason, request.version)))
+                leaving.append(row)
+        if leaving:
+            self._batch = None
+            self._leave(leaving, park=True)
+        return finished
+
+    def _leave(self, leaving: Sequence[Row], park: bool) -> None:
+        for row in leaving:
+            row.session = row.request.session if park else ""
+            row.cached_ids = row.request.token_ids[:-1]
+            row.last_used = self._counters.decode_steps
+        self._rows.leave(leaving)

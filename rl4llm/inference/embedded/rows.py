@@ -1,0 +1,236 @@
+"""The rows of the cache: decoding requests in front without gaps, parked sessions behind, shared prompts in a second cache.
+
+Also what rows need to start decoding, and what they need from step to step while the same rows decode.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rl4llm.core.types import SamplingParams
+from rl4llm.inference.embedded.kv_cache import KVCache, Window
+from rl4llm.inference.embedded.sampling import Sampler
+from rl4llm.inference.embedded.stops import Rule, StopTable
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One requested completion; `token_ids` holds the prompt and the tokens sampled so far."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    session: str
+    max_tokens: int
+    rule: Rule
+    token_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    version: int | None = None
+    cancelled: bool = False
+
+    @property
+    def sampled(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def tokens_left(self) -> int:
+        return self.max_tokens - len(self.logprobs)
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """A prompt without its last token, cached once for a group. Rows read it in place, or copy it if not `in_place`."""
+
+    token_ids: tuple[int, ...]
+    slot: int
+    in_place: bool
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of the cache in use by a request, or by a parked session with the tokens `cached_ids`."""
+
+    request: Request  # the last one if the session is parked
+    prefix: Prefix | None = None
+    session: str = ""
+    cached_ids: Sequence[int] = ()
+    slot: int = -1
+    last_used: int = 0
+
+    @property
+    def base(self) -> int:
+        """Return how many of the first tokens are in the prefix and not in the row."""
+        return len(self.prefix.token_ids) if self.prefix and self.prefix.in_place else 0
+
+    @property
+    def cached(self) -> int:
+        """Return how many tokens the cache holds: all except the last, which the next step feeds."""
+        return len(self.request.token_ids) - 1
+
+    def reusable(self, token_ids: Sequence[int], whole: bool = False) -> int:
+        """Return how many leading tokens of a sequence this row's cache holds; 0 if its prefix differs.
+
+        With `whole`, also 0 if the cache holds other tokens after them: a recurrent state cannot be taken back.
+        """
+        most = min(len(self.cached_ids), len(token_ids))
+        if self.cached_ids[:most] != token_ids[:most]:
+            most = next(place for place in range(most) if self.cached_ids[place] != token_ids[place])
+        return most if most >= self.base and not (whole and most < len(self.cached_ids)) else 0
+
+
+class Fill(NamedTuple):
+    """Tokens to compute into a row of a cache, from position `start` on."""
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+    row: Row | None = None
+
+
+@dataclass(slots=True)
+class Newcomer:
+    """A row that starts to decode, and how many of its tokens are already cached."""
+
+    row: Row
+    start: int
+
+    @property
+    def fill(self) -> Fill:
+        """Return the tokens that are not cached yet."""
+        return Fill(self.row.slot, self.start, self.row.request.token_ids[self.start : -1], self.row)
+
+    @property
+    def order(self) -> tuple[bool, int, int, int]:
+        """Return a sort key: empty rows first, by length; then rows of a group together; then sessions by their slot."""
+        row = self.row
+        return self.start > 0, row.slot, row.prefix.slot if row.prefix else -1, row.cached
+
+
+@dataclass(slots=True)
+class Batch:
+    """What decoding needs from step to step while the same rows decode; `steps` were not read back yet."""
+
+    window: Window
+    sampler: Sampler
+    stops: StopTable | None
+    tokens_B: Tensor
+    steps_left: int
+    steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def take(self, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+        """Append the next token of every row."""
+        self.tokens_B = tokens_B
+        self.steps.append((tokens_B, logprobs_B))
+        self.window.advance()
+        self.steps_left -= 1
+
+    def codes(self) -> list[int] | None:
+        """Return a stop code per row, or None for the common step in which no row may stop."""
+        if self.stops is None:
+            return None
+        codes_B = self.stops(self.tokens_B)
+        return codes_B.tolist() if codes_B.any() else None
+
+
+class RowTable:
+    """Assigns slots to rows, and moves cached tokens when a row has to move."""
+
+    def __init__(self, cache: KVCache, max_rows: int):
+        self._cache, self._max_rows = cache, max_rows
+        self.active: list[Row] = []
+        self.parked: list[Row] = []
+
+    @property
+    def free(self) -> int:
+        """Return how many more requests can decode."""
+        return self._max_rows - len(self.active)
+
+    def take(self, session: str) -> Row | None:
+        """Remove and return the parked row of a session."""
+        row = next((row for row in self.parked if row.session == session), None) if session else None
+        if row is not None:
+            self.parked.remove(row)
+        return row
+
+    def release(self, session: str) -> None:
+        """Forget a session's parked row."""
+        self.parked = [row for row in self.parked if row.session != session]
+
+    def admit(self, newcomers: Sequence[Row]) -> int:
+        """Let rows decode, in neighbouring slots in this order; return how many parked sessions were evicted."""
+        evicted = max(0, len(self.active) + len(newcomers) + len(self.parked) - self._max_rows)
+        self.parked.sort(key=lambda row: (row.last_used, row.session))
+        del self.parked[:evicted]
+        moves = [(row, len(self.active) + place) for place, row in enumerate(newcomers)]
+        self.active.extend(newcomers)
+        self._move(moves)
+        return evicted
+
+    def leave(self, leaving: Sequence[Row]) -> None:
+        """Stop decoding rows: park those with a session, and move the last rows into the gaps."""
+        gone = set(map(id, leaving))
+        self.active = [row for row in self.active if id(row) not in gone]
+        for row in leaving:
+            if row.session:
+                self.release(row.session)
+                self.parked.append(row)
+        holes = _free(row.slot for row in self.active)
+        self._move([(row, next(holes)) for row in self.active if row.slot >= len(self.active)])
+
+    def clear(self) -> None:
+        """Forget all rows and their cache."""
+        self.active, self.parked = [], []
+        self._cache.drop()
+
+    def _move(self, moves: list[tuple[Row, int]]) -> None:
+        """Move rows to their targets; parked rows in the way move to the first free slots behind."""
+        count = len(self.active)
+        free = _free((row.slot for row in self.parked), start=count)
+        moves = moves + [(row, next(free)) for row in self.parked if row.slot < count]
+        self._cache.reserve(max([count, *(target + 1 for _, target in moves)]), 0)
+        real = [(row, target) for row, target in moves if 0 <= row.slot != target]
+        longest = max((row.cached - row.base for row, _ in real), default=0)
+        self._cache.copy(self._cache, [(row.slot, target) for row, target in real], longest)
+        for row, target in moves:
+            row.slot = target
+        self.active.sort(key=lambda row: row.slot)
+
+
+class PrefixTable:
+    """The shared prompts, each kept while a row uses it."""
+
+    def __init__(self, cache: KVCache):
+        self._cache = cache
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def sweep(self, rows: Iterable[Row]) -> None:
+        """Forget prompts that no row uses."""
+        live = {row.prefix.token_ids for row in rows if row.prefix}
+        self._prefixes = {ids: prefix for ids, prefix in self._prefixes.items() if ids in live}
+
+    def find(self, token_ids: tuple[int, ...]) -> Prefix | None:
+        """Return the prefix with these tokens; None if there is none."""
+        return self._prefixes.get(token_ids)
+
+    def add(self, token_ids: tuple[int, ...], in_place: bool) -> Prefix:
+        """Assign a slot to a new prefix, whose tokens the caller computes."""
+        slot = next(_free(prefix.slot for prefix in self._prefixes.values()))
+        self._cache.reserve(slot + 1, len(token_ids))
+        self._prefixes[token_ids] = Prefix(token_ids, slot, in_place)
+        return self._prefixes[token_ids]
+
+    def clear(self) -> None:
+        """Forget all prompts and their cache."""
+        self._prefixes = {}
+        self._cache.drop()
+
+
+def _free(taken: Iterable[int], start: int = 0) -> Iterator[int]:
+    return itertools.filterfalse(set(taken).__contains__, itertools.count(start))

@@ -1,0 +1,102 @@
+"""When a completion ends: stop tokens by a table, stop strings by a table of candidates and a check of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl4llm.core.types import SamplingParams
+
+CONTINUES, STOP_TOKEN, MAYBE_STRING = 0, 1, 2
+SLACK = 8  # tokens to decode in front of those that can contain a stop string
+
+Rule = tuple[frozenset[int], tuple[str, ...]]
+
+
+class StopTable(NamedTuple):
+    """The code of every token under every rule, and the offset of each row's rule."""
+
+    codes: Tensor
+    offsets_B: Tensor
+
+    def __call__(self, tokens_B: Tensor) -> Tensor:
+        """Return the code of each row's token."""
+        return self.codes.index_select(0, self.offsets_B + tokens_B)
+
+
+def stop_tokens(tokenizer: Any, params: SamplingParams) -> tuple[int, ...]:
+    """Return the tokens that end a completion: those given, the tokenizer's end token, special tokens in stop strings."""
+    end = tokenizer.eos_token_id
+    own = () if params.ignore_eos or end is None else (end,)
+    special = tokenizer.all_special_tokens if params.stop else ()
+    named = [tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
+    return tuple(dict.fromkeys((*params.stop_token_ids, *own, *named)))
+
+
+def text_of(tokenizer: Any, token_ids: Sequence[int], strings: Sequence[str] = ()) -> str:
+    """Return the text of tokens without special tokens, cut before the first stop string."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    places = [place for place in (text.find(stop) for stop in strings) if place >= 0]
+    return text[: min(places)] if places else text
+
+
+class StopRules:
+    """What ends a completion, for any mixture of requests, with one table look-up per step.
+
+    A token is a candidate if its text could complete a stop string; only then is the row's text decoded. A stop string
+    that is one of the tokenizer's special tokens counts as that token, since special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, device: torch.device):
+        self._tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
+        self._token_texts: list[str] | None = None
+        self._tables: dict[Rule, Tensor] = {}
+
+    def rule(self, params: SamplingParams) -> Rule:
+        """Return what ends this request, apart from its length."""
+        special = self._tokenizer.all_special_tokens
+        strings = tuple(text for text in params.stop if text and text not in special)
+        return frozenset(stop_tokens(self._tokenizer, params)), strings
+
+    def table(self, rules: Sequence[Rule]) -> StopTable | None:
+        """Return the codes of all tokens for these requests; None if only their length ends them."""
+        distinct = list(dict.fromkeys(rules))
+        if not any(tokens or strings for tokens, strings in distinct):
+            return None
+        codes_KV = torch.stack([self._table(rule) for rule in distinct])
+        place = {rule: number * self._vocab_size for number, rule in enumerate(distinct)}
+        return StopTable(
+            codes_KV.flatten(), torch.tensor([place[rule] for rule in rules], device=self._device)
+        )
+
+    def ends_in_string(self, token_ids: Sequence[int], strings: tuple[str, ...]) -> bool:
+        """Return whether the last of these tokens completes one of the strings."""
+        longest = max(len(text.encode()) for text in strings)
+        last = token_ids[-longest - SLACK :]  # all tokens are only decoded if the string is in the last ones
+        texts = (text_of(self._tokenizer, tokens) for tokens in (last, token_ids))
+        return all(any(stop in text for stop in strings) for text in texts)
+
+    def _table(self, rule: Rule) -> Tensor:
+        if rule not in self._tables:
+            tokens, strings = rule
+            table = torch.zeros(self._vocab_size, dtype=torch.int8)
+            if strings:
+                if self._token_texts is None:
+                    known = range(min(self._vocab_size, len(self._tokenizer)))
+                    self._token_texts = [text_of(self._tokenizer, [token]) for token in known]
+                texts = enumerate(self._token_texts)
+                table[[token for token, text in texts if _may_complete(text, strings)]] = MAYBE_STRING
+            table[[token for token in tokens if 0 <= token < self._vocab_size]] = STOP_TOKEN
+            self._tables[rule] = table.to(self._device)
+        return self._tables[rule]
+
+
+def _may_complete(text: str, strings: tuple[str, ...]) -> bool:
+    """Return whether a stop string may end inside this token's text; a part of a character (U+FFFD) may be anything."""
+    if "\ufffd" in text:
+        return True
+    heads = [form[:end] for form in (text, " " + text) for end in range(1, len(form) + 1)]
+    return any(stop.endswith(head) or head.endswith(stop) for stop in strings for head in heads)

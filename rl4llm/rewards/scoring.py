@@ -1,0 +1,104 @@
+"""All rewards over finished samples, with every fault of a reward kept to the sample it concerns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleState
+from rl4llm.core.errors import RewardError
+from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask, brief
+from rl4llm.runtime.raised import raised
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What N samples earned, float64 tensors of shape (N,), NaN where a sample failed."""
+
+    rewards: Mapping[str, Tensor]
+    reward: Tensor
+
+
+def score(
+    samples: Sequence[SampleState],
+    reward_functions: Sequence[BaseRewardFunction],
+    reward_transform_fn: RewardTransform | None = None,
+    *,
+    timeout_s: float | None = None,
+    slow_after_s: float = SLOW_AFTER_S,
+) -> Scores:
+    """Run every reward over the samples that have not failed.
+
+    A reward that raises on the batch, or for a sample, runs once more on each sample alone, so that only samples that it
+    cannot score fail. A sample also fails if its score is not a finite number. `reward_transform_fn` gets the terminal
+    rewards of the remaining samples, (num_samples,). Rewards of turns go to the samples' `turn_rewards`, their sum to
+    `rewards`. A reward that runs longer than `slow_after_s` is logged at intervals. If it exceeds its `score_timeout_s`, or
+    `timeout_s` if given, the samples that it has not scored fail. For that it runs in a separate thread. A reward that needs
+    the main thread, such as one that sets signals, has no time limit.
+
+    Raises RewardError, which stops the run, if a reward breaks its contract for the whole batch: a wrong number of scores,
+    a result that is not a list, or a transform whose result is not (num_samples,) finite numbers.
+    """
+    rewards: dict[str, Tensor] = {}
+    earned_by_turns: list[list[Sequence[float]]] = [[] for _ in samples]
+    for reward_function in reward_functions:
+        earned = [math.nan] * len(samples)
+        scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
+        patience = Patience(slow_after_s, reward_function.score_timeout_s if timeout_s is None else timeout_s)
+        values = ask(reward_function, [samples[index] for index in scorable], patience)
+        for index, value in zip(scorable, values, strict=True):
+            if isinstance(value, Broken):
+                samples[index].fail(value.reason, f"{reward_function.name}/{value.kind}")
+            else:
+                earned[index] = sum(value)
+                earned_by_turns[index].append(value if reward_function.per_turn else ())
+        rewards[reward_function.name] = torch.tensor(earned, dtype=torch.float64)
+    for sample, turns in zip(samples, earned_by_turns, strict=True):
+        for scores in turns if sample.failure is None else ():  # one of the rewards may have failed it
+            for turn, number in enumerate(scores):
+                sample.turn_rewards[turn] = sample.turn_rewards.get(turn, 0.0) + number
+    left = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
+    rewards = {name: values.masked_fill(~left, math.nan) for name, values in rewards.items()}
+    reward = torch.full((len(samples),), math.nan, dtype=torch.float64)
+    if left.any():
+        terminal = [
+            reward_function.name for reward_function in reward_functions if not reward_function.per_turn
+        ]
+        reward[left] = _combined(
+            {name: rewards[name][left] for name in terminal}, reward_transform_fn, int(left.sum())
+        )
+    return Scores(rewards, reward)
+
+
+def _combined(rewards: dict[str, Tensor], transform: RewardTransform | None, num_samples: int) -> Tensor:
+    if not rewards:
+        return torch.zeros(num_samples, dtype=torch.float64)
+    if transform is None:
+        if len(rewards) != 1:
+            names = ", ".join(rewards)
+            raise RewardError(
+                f"{len(rewards)} rewards ({names}) need a reward_transform_fn; see rl4llm.rewards.combine."
+            )
+        return next(iter(rewards.values()))
+    name = getattr(transform, "__name__", type(transform).__name__)
+    shape = next(iter(rewards.values())).shape
+    try:
+        reward = transform(dict(rewards))
+    except RewardError:
+        raise
+    except Exception as error:  # part of running a reward, and the same for every sample
+        raise RewardError(raised(f"reward_transform_fn {name!r}", error)) from error
+    if not isinstance(reward, Tensor) or reward.shape != shape:
+        got = f"a tensor of shape {tuple(reward.shape)}" if isinstance(reward, Tensor) else brief(reward)
+        raise RewardError(
+            f"reward_transform_fn {name!r} returned {got}, not a tensor of shape {tuple(shape)}."
+        )
+    if not torch.isfinite(reward).all():
+        raise RewardError(
+            f"reward_transform_fn {name!r} returned numbers that are not finite: {reward.tolist()!r:.200}."
+        )
+    return reward.detach().to("cpu", torch.float64)

@@ -1,0 +1,95 @@
+"""A lock on a directory, which ends with its process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rl4llm.core.errors import RunDirError
+
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+PATIENCE_S = 1.0
+
+
+class DirectoryLock:
+    """Holds `<directory>/.lock` until `release` or the end of this process, however it ends.
+
+    Child processes never hold it: one that outlives a killed trainer does not keep the directory locked. `supported` is
+    False on a filesystem that has no locks; then nothing is guarded.
+    """
+
+    def __init__(self, directory: Path):
+        self.path = directory / ".lock"
+        self.supported = True
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - open for as long as it is locked
+        try:
+            self._acquire()
+        except BaseException:
+            self._file.close()
+            raise
+        dropped = weakref.WeakMethod(self._drop)
+        os.register_at_fork(after_in_child=lambda: (drop := dropped()) and drop())
+
+    def release(self) -> None:
+        """Unlock the directory; a second call does nothing."""
+        if not self._file.closed:
+            self._file.truncate(0)
+            self._drop()
+
+    def _drop(self) -> None:
+        self._file.close()
+
+    def _acquire(self) -> None:
+        """Take the lock; wait a moment for one whose owner is dead or has not signed yet."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._taken():
+            owner = _owner(self.path)
+            if owner or time.monotonic() > deadline:
+                raise RunDirError(
+                    f"{self.path.parent} is in use by {owner or f'another process; {self.path} does not say which'}. "
+                    "Next: stop that process, or choose another output.dir."
+                )
+            time.sleep(0.02)
+        signature = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now(UTC).isoformat("T", "seconds"),
+        }
+        self._file.truncate(0)
+        self._file.write(json.dumps(signature).encode())
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            self.supported = False
+        return True
+
+
+def _owner(path: Path) -> str | None:
+    """Return who signed the lock, unless that process is known to be dead."""
+    try:
+        owner = json.loads(path.read_text())
+        pid, host, since = owner["pid"], owner["host"], owner["since"]
+    except (ValueError, OSError, KeyError, TypeError):
+        return None
+    if host == socket.gethostname():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:  # another user's process
+            pass
+    who = "this process itself" if pid == os.getpid() else f"another trainer, process {pid}"
+    return f"{who} on {host}, since {since}"

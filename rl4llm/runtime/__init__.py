@@ -1,0 +1,1 @@
+"""What a process lives in: ranks, deadlines, threads, terminals and the processor."""

@@ -1,0 +1,62 @@
+"""Report what user code raised, with the line that its author can fix."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+from rl4llm.core.errors import RL4LLMError
+from rl4llm.core.redact import redacted_text
+
+MAX_CHARS = 500  # of an error's text
+logger = logging.getLogger("rl4llm.raised")
+_NOT_USERS = tuple(
+    os.path.join(path, "")
+    for path in (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
+)
+_PACKAGES = {"site-packages", "dist-packages"}
+_shown: set[str] = set()
+
+
+def raised(what: str, error: BaseException) -> str:
+    """Say that `what` raised an error, and name the innermost line of the user's own code.
+
+        reward 'exact' raised KeyError: 'A' (my_rewards.py:12)
+
+    Secrets in the error text, such as a key in an address, are hidden.
+    If the logger ``rl4llm`` has the level DEBUG, as with ``rl4llm --debug``, the traceback is logged once per line.
+    """
+    says = redacted_text(str(error)[: 2 * MAX_CHARS])[:MAX_CHARS]
+    line, text = _line(error), f"{what} raised {type(error).__name__}: {says}"
+    if logger.isEnabledFor(logging.DEBUG) and (key := f"{type(error).__name__} {line}") not in _shown:
+        _shown.add(key)
+        logger.warning("%s\n%s", text, redacted_text("".join(traceback.format_exception(error)).rstrip()))
+    return f"{text} ({line})" if line else text
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Name the type of an error and its line, short enough for the name of a metric: ``KeyError at my_rewards.py:12``."""
+    line = _line(error)
+    return f"{type(error).__name__} at {os.path.basename(line)}" if line else type(error).__name__
+
+
+def _line(error: BaseException) -> str:
+    """Return ``file:line`` of the innermost frame of the user's code.
+
+    Without such a frame, return the innermost of all, or nothing for an error that this library raised on purpose.
+    """
+    places = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    frames = [(path if path.startswith("<") else os.path.abspath(path), line) for path, line in places]
+    users = [
+        (path, line)
+        for path, line in frames
+        if not path.startswith(("<frozen ", *_NOT_USERS)) and not _PACKAGES.intersection(Path(path).parts)
+    ]
+    if not users and isinstance(error, RL4LLMError):
+        return ""
+    path, line = next(reversed(users or frames), ("", 0))
+    directory = os.path.join(os.getcwd(), "")
+    return f"{path.removeprefix(directory)}:{line}" if path else ""

@@ -1,0 +1,218 @@
+"""The processes that train together: their ranks, their number, and the few values that they exchange.
+
+A single process is one rank, so no caller asks whether training is distributed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl4llm.core.errors import ConfigError, RanksError
+
+T = TypeVar("T")
+LATER_S = 60.0  # so that the watchdog, whose report has more detail, fires first
+
+
+class Ranks:
+    """A process that trains alone; the subclass is one of several.
+
+    All ranks must call the methods that communicate, in the same order.
+    """
+
+    rank = 0
+    size = 1
+    waits = False  # whether it waits for other ranks in one of these methods
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the rank that writes files, talks to servers and shows progress."""
+        return self.rank == 0
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks."""
+        return tensor
+
+    def largest(self, number: int) -> int:
+        """Return the largest number of all ranks."""
+        return number
+
+    def share(self, value: T | None) -> T:
+        """Return the first rank's value on every rank; the values of the others are ignored."""
+        return cast(T, value)
+
+    def spread(self, tensor: Tensor) -> None:
+        """Copy the first rank's content of the tensor to all ranks, in place."""
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on the first rank; an empty list on the others."""
+        return [value]
+
+    def wait(self) -> None:
+        """Wait until all ranks have called this."""
+
+    def agree(self, work: Callable[[], T], errors: tuple[type[Exception], ...], otherwise: Exception) -> T:
+        """Return what `work` returns. One of these errors on any rank stops all: ranks without one raise `otherwise`."""
+        problem: Exception | None = None
+        try:
+            found = work()
+        except errors as error:
+            problem = error
+        failed = self.largest(int(problem is not None))
+        if problem is not None:
+            raise problem
+        if failed:
+            raise otherwise
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise RanksError if the connection to other ranks is lost inside, in a backward pass too."""
+        yield
+
+    def close(self) -> None:
+        """Leave the process group."""
+
+    def merge(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Combine the metrics of an optimizer step over all ranks; ranks may lack some.
+
+        "loss" and "update/tokens" are added, names that end in "/max" take the maximum, all others are means over the
+        policy's tokens.
+        """
+        return dict(metrics)
+
+
+class DistributedRanks(Ranks):
+    """One of several processes that `torchrun`, `deepspeed` or `accelerate launch` started."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def total(self, tensor: Tensor) -> Tensor:
+        summed = tensor.detach().cpu().clone()  # numbers go through gloo, which always exists
+        self._speak(dist.all_reduce, summed)
+        return summed.to(tensor.device)
+
+    def largest(self, number: int) -> int:
+        value = torch.tensor(number)
+        self._speak(dist.all_reduce, value, dist.ReduceOp.MAX)
+        return int(value)
+
+    def share(self, value: T | None) -> T:
+        box: list[Any] = [value]
+        self._speak(dist.broadcast_object_list, box)
+        return box[0]
+
+    def spread(self, tensor: Tensor) -> None:
+        own = tensor.detach().contiguous()
+        self._speak(dist.broadcast, own.view(-1).view(torch.uint8), 0)  # gloo does not support every dtype
+        tensor.detach().copy_(own)
+
+    def gather(self, value: T) -> list[T]:
+        box: list[Any] | None = [None] * self.size if self.is_first else None
+        self._speak(dist.gather_object, value, box)
+        return box or []
+
+    def wait(self) -> None:
+        self._speak(dist.barrier)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            # A collective's: NCCL and the store have error classes, gloo names its source file.
+            if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+                raise self._lost(error) from error
+            raise
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def merge(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        everyone: list[dict[str, float]] = [{}] * self.size
+        self._speak(dist.all_gather_object, everyone, dict(metrics))
+        tokens = [metrics.get("update/tokens", 0.0) for metrics in everyone]
+        merged: dict[str, float] = {}
+        for name in dict.fromkeys(name for found in everyone for name in found):
+            there = [
+                (found[name], count) for found, count in zip(everyone, tokens, strict=True) if name in found
+            ]
+            if name in ("loss", "update/tokens"):
+                merged[name] = sum(value for value, _ in there)
+            elif name.endswith("/max"):
+                merged[name] = max(value for value, _ in there)
+            else:
+                merged[name] = sum(value * count for value, count in there) / max(
+                    sum(count for _, count in there), 1e-9
+                )
+        return {name: merged[name] for name in (*metrics, *(name for name in merged if name not in metrics))}
+
+    def _speak(self, call: Any, *args: Any) -> None:
+        self.waits = True
+        try:
+            call(*args)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        finally:
+            self.waits = False
+
+    def _lost(self, error: RuntimeError) -> RanksError:
+        return RanksError(
+            f"Rank {self.rank} of {self.size} lost the connection to the others: {str(error).strip().splitlines()[0]} "
+            "One of them died or hangs; see its output. The same command resumes from the last checkpoint."
+        )
+
+
+def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ranks:
+    """Join the processes that a launcher started, by its environment variables; without a launcher, return a single rank.
+
+    `timeout_s` is how long to wait for the others, in seconds. Raises ConfigError for variables that contradict each other,
+    and RanksError when the other ranks cannot be reached.
+    """
+    if dist.is_initialized():
+        return DistributedRanks() if dist.get_world_size() > 1 else Ranks()
+    size = environ.get("WORLD_SIZE", "1")
+    if not size.isdigit() or int(size) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE={size!r} is not accepted. Accepted: 1 or above, as torchrun and deepspeed set it."
+        )
+    if int(size) == 1:
+        _check_alone(environ)
+        return Ranks()
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={size}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Use torchrun, "
+            "deepspeed or accelerate launch, or unset WORLD_SIZE to train with one process."
+        )
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + LATER_S))
+    except RuntimeError as error:
+        raise RanksError(
+            f"Rank {environ['RANK']} of {size} could not connect to {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: "
+            f"{str(error).strip().splitlines()[0]} Check that all ranks are running and can reach it. "
+            "On a machine with several networks, set GLOO_SOCKET_IFNAME to the interface, as `rl4llm launch` does."
+        ) from error
+    return DistributedRanks()
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Refuse `accelerate launch --cpu`, which prepares for several processes but starts one, which would train alone."""
+    if "WORLD_SIZE" not in environ and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= environ.keys():
+        raise ConfigError(
+            "`accelerate launch --cpu` starts one process and ignores --num_processes. Use --multi_gpu instead of --cpu "
+            "(it needs no GPU), or remove --num_processes."
+        )

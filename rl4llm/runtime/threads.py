@@ -1,0 +1,190 @@
+"""Work that must not hold up an event loop: in threads that nothing has to wait for, or with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from types import coroutine
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+KEPT = 64  # idle threads to keep; further ones end with their work
+
+
+class _Work(NamedTuple):
+    name: str
+    work: Callable[[], Any]
+    outcome: Future[Any]
+
+
+# The queues of idle threads. A child process has none: only the thread that forks survives the fork.
+_waiting: deque[SimpleQueue[_Work]] = deque()
+os.register_at_fork(after_in_child=_waiting.clear)
+
+
+async def in_own_thread(name: str, work: Callable[[], T]) -> T:
+    """Return the result of blocking work in a separate thread.
+
+    It starts at once, and a thread that hangs does not keep the process alive, unlike an executor's. Idle threads are
+    reused, which costs less than new ones.
+    """
+    job = _Work(name, work, Future())
+    _start(job)
+    return await result_of(job.outcome)
+
+
+async def result_of(outcome: Future[T]) -> T:
+    """Return the result of work in a thread. asyncio drops the traceback of a TimeoutError, which is kept here."""
+    try:
+        return await asyncio.wrap_future(outcome)
+    except TimeoutError:
+        return outcome.result()
+
+
+class OneThread:
+    """A thread that runs blocking functions one after the other, until `end`.
+
+    It is for objects that must stay in one thread, such as a database connection.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._jobs: SimpleQueue[_Work | None] = SimpleQueue()
+        self._last: Future[Any] | None = None
+        _start(_Work(name, self._work, Future()))
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether all work is done."""
+        return self._last is None or self._last.done()
+
+    def put(self, work: Callable[[], T]) -> Future[T]:
+        """Queue a function; return the future of its result."""
+        job = _Work(self._name, work, Future())
+        job.outcome.set_running_or_notify_cancel()
+        self._last = job.outcome
+        self._jobs.put(job)
+        return job.outcome
+
+    def end(self) -> None:
+        """End the thread when all work is done."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            result, error = _tried(job.work)
+            _tell(job, result, error)
+            del job, result, error  # finished work is not kept alive while waiting
+
+
+async def call_off_loop(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a user's function and return its result: await it if it is async, else run it in a separate thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    return await in_own_thread(name, lambda: function(*args))
+
+
+def all_together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    """Run coroutines concurrently in a separate event loop; return what each of them returned or raised.
+
+    This blocks, and may be called while an event loop runs.
+    """
+    results: list[list[T | Exception]] = []
+    thread = threading.Thread(target=lambda: results.append(asyncio.run(_gathered(coroutines))), daemon=True)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+async def _gathered(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    return list(await asyncio.gather(*coroutines, return_exceptions=True))
+
+
+def _start(job: _Work) -> None:
+    job.outcome.set_running_or_notify_cancel()
+    try:
+        _waiting.pop().put(job)
+    except IndexError:
+        threading.Thread(target=_work_on, args=(job,), daemon=True).start()
+
+
+def _work_on(job: _Work) -> None:
+    """Run one piece of work after the other."""
+    jobs: SimpleQueue[_Work] = SimpleQueue()
+    waits = True
+    while waits:
+        threading.current_thread().name = job.name
+        result, error = _tried(job.work)
+        if waits := len(_waiting) < KEPT:
+            _waiting.append(jobs)  # before the result is set, since more work may follow at once
+        _tell(job, result, error)
+        del job, result, error  # finished work is not kept alive while waiting
+        if waits:
+            job = jobs.get()
+
+
+def _tell(job: _Work, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        job.outcome.set_result(result)
+    else:
+        job.outcome.set_exception(error)
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Return what work in a new context returned or raised."""
+    try:
+        return contextvars.Context().run(work), None
+    except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+        return None, error
+
+
+class LateError(TimeoutError):
+    """The deadline passed. Any other TimeoutError comes from the work itself."""
+
+
+@coroutine
+def within(seconds: float | None, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Return the result of `work`; cancel it and raise LateError after `seconds`. None means no deadline.
+
+    Unlike ``asyncio.timeout`` it sets the timer, which costs more than a small tool, only once the work waits for something.
+    Before that nothing could interrupt it.
+    """
+    until = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    try:
+        awaited = work.send(None)
+    except StopIteration as done:
+        return done.value
+    return (yield from _timed(until, _resumed(work, awaited)))
+
+
+async def _timed(until: float | None, rest: Any) -> Any:
+    limit = asyncio.timeout_at(until)
+    try:
+        async with limit:
+            return await rest
+    except (Exception, SystemExit) as error:
+        if limit.expired():
+            raise LateError from error
+        raise
+
+
+@coroutine
+def _resumed(work: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
+    """Run the rest of `work`, which waits for `awaited`."""
+    while True:
+        resume: Any = work.send
+        try:
+            given = yield awaited
+        except BaseException as error:  # noqa: BLE001 - passed to the work, such as a cancellation
+            resume, given = work.throw, error
+        try:
+            awaited = resume(given)
+        except StopIteration as done:
+            return done.value

@@ -1,0 +1,190 @@
+"""The glossary of metrics: what each one means, its unit and its healthy range. docs/metrics.md shows the same table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+TABLE = """
+## Rewards and success
+reward/mean | Averages the combined reward over all sampled trajectories. | reward | rising
+reward/std | Is the population standard deviation of the combined reward. | reward | above 0
+reward/kl | Averages the KL penalty that `kl_in=reward` subtracts from the reward. | reward |
+reward/NAME | Averages the reward NAME; rewards named mean and std are logged as mean_ and std_. | reward |
+accuracy | Is the share of trajectories whose reward `accuracy`, or else the first one, is at least 1. | share | rising
+groups/count | Counts the groups with more than one trajectory. | groups |
+groups/zero_spread | Is the share of zero-variance groups, which teach a group-relative method nothing. | share of
+  groups | below 1
+groups/refills | Counts the resampling rounds of dynamic sampling in this step. | rounds |
+groups/dropped | Counts the groups that dynamic sampling dropped. | groups |
+model_faults/REWARD/KIND | Counts answers that got 0 for more than being wrong, such as math/timeout. | answers |
+
+## Episodes
+trajectories | Counts the finished trajectories. | trajectories |
+turns | Averages the number of assistant turns per trajectory. | turns |
+completion_length/mean | Averages the tokens that the policy wrote, over all turns of a trajectory. | tokens |
+completion_length/p90 | Is the 90th percentile of the policy's tokens per trajectory. | tokens |
+completion_length/max | Is the largest number of policy tokens of a trajectory. | tokens |
+prompt_length/mean | Averages the tokens that trajectories start from. | tokens |
+truncated | Is the share of trajectories that reached a token limit or the end of the context. | share | below 0.95,
+  where an alert begins
+stop/REASON | Is the share of trajectories that stopped for REASON: done, max_steps, length or context. | share |
+failures | Counts attempts that failed through no fault of the policy; they are left out. | attempts | 0; above
+  rollout.max_failed_share (10 %) the run stops
+failures/CLASS | Counts the failed attempts of one class, such as env/timeout or math/unavailable. | attempts | 0
+played_again/CLASS | Counts the attempts that succeeded at the retry, by what had failed first. | attempts | 0
+env/tool_calls | Averages the tool calls per trajectory. | calls |
+env/tool_errors | Averages the tool calls per trajectory that got an error as answer. | calls | below env/tool_calls
+env/runs | Averages the programs that ran per trajectory, in the environment `code`. | programs |
+env/first_try | Is the share of trajectories whose first program passed the known tests. | share |
+env/repaired | Is the share of trajectories whose later program passed the known tests. | share |
+env/requests | Averages the requests that an agent sent per trajectory. | requests |
+env/forks | Averages the token records per trajectory that an agent began besides the first. | forks |
+env/generated_tokens | Averages the tokens that were sampled for an agent, per trajectory. | tokens |
+env/trained_tokens | Averages the sampled tokens that are in a record and train, per trajectory. | tokens |
+env/return | Averages the sum of step rewards, in Gymnasium and OpenEnv. | reward |
+env/invalid_actions | Averages the replies per trajectory that were not valid actions. | replies |
+env/special_tokens | Averages the special tokens in the texts of a trajectory that were encoded as ordinary text, over
+  the trajectories with any. | tokens |
+env/kept_thoughts | Averages the tokens by which the last prompt exceeds the chat template's rendering, which drops earlier
+  thoughts, over the trajectories with any. | tokens | 0; `env.thoughts=drop` makes it so
+env/NAME | Averages what an environment measured as NAME, over the trajectories that have it. | as the environment
+  defines |
+tool/NAME/calls | Counts the calls of the tool NAME, failed attempts included. | calls |
+tool/NAME/raised/ERROR | Counts calls of the tool NAME that raised ERROR at a line of your code. | calls | 0
+share | Is the share of the trajectories that belong to a part of an environment mixture, or to a pool. | share |
+weight | Is the share of the next prompts that a part of an environment mixture, or a pool, will get. | share |
+success | Is the success rate of a part or pool, an exponential mean that sets its weight in a curriculum. | share |
+
+## Policy updates
+loss | Sums the weighted token losses of an optimizer step; in RL its value alone says little. | loss | finite
+policy_loss | Averages the policy-gradient loss over the policy's tokens. | loss | finite
+grad_norm | Is the norm of the gradient before clipping. | norm | above 0 and stable
+lr | Is the learning rate of the optimizer step. | learning rate |
+ratio/mean | Averages the ratio of new to old probabilities of the sampled tokens. | ratio | near 1
+ratio/max | Is the largest ratio of new to old probability of a sampled token. | ratio |
+clip_fraction | Is the share of the policy's tokens whose ratio was clipped. | share of tokens | 0 with one update per
+  rollout
+entropy | Averages the entropy of the policy's next-token distribution; entropy_coef enables it. | nats | above 5 % of
+  its first values
+surprise | Averages the negative log-prob of sampled tokens; at temperature 1 it estimates the entropy. | nats per
+  token | above 5 % of its first values
+kl | Averages the estimated KL divergence from the reference model. | nats per token |
+held_back | Is the share of tokens that Clip-Cov or KL-Cov selected by covariance. | share of tokens |
+teacher_kl | Averages the log-prob of the policy minus that of the teacher. | nats per token | falling
+positive_nll | Averages the negative log-likelihood of the tokens of successful trajectories (VAPO). | nats per token |
+update/tokens | Counts the policy tokens that the step trained on. | tokens | above 0
+update/empty | Is 1 if no trajectory was left to train on. | 0 or 1 | absent
+skipped | Is 1 if the optimizer step was skipped, because the loss or gradient was not finite. | 0 or 1 | absent
+
+## Critic
+value_loss | Averages the loss of the critic's values. | loss | falling
+value/mean | Averages the critic's values. | reward | near return/mean
+return/mean | Averages the returns that the critic learns. | reward |
+value/squared_error | Averages the squared difference between values and returns. | reward squared | falling
+critic/tokens | Counts the policy tokens that the critic trained on. | tokens | above 0
+critic/empty | Is 1 if no trajectory was left to train the critic on. | 0 or 1 | absent
+
+## Datasets
+nll | Averages the negative log-likelihood of the tokens that SFT trains on. | nats per token | falling
+dpo/accuracy | Is the share of pairs whose chosen answer gained more than the rejected one. | share | above 0.5
+dpo/margin | Averages the implicit reward of chosen answers minus that of rejected ones. | reward | above 0
+dpo/chosen | Averages the implicit reward of the chosen answers. | reward |
+kto/accuracy | Is the share of answers whose implicit reward has the sign of their label. | share | above 0.5
+kto/margin | Averages the implicit reward, with the sign of the label. | reward | above 0
+kto/kl | Estimates the KL divergence from the reference, on mismatched answers. | nats |
+rm/accuracy | Is the share of pairs whose chosen answer has the higher score. | share | above 0.5
+rm/margin | Averages the score of the chosen answer minus that of the rejected one. | score | above 0
+
+## Engines
+mismatch/mean | Averages the absolute difference between the log-probs of engine and trainer. | nats | about 1e-5 or
+  less in float32; an alert begins above 0.1
+mismatch/max | Is the largest absolute difference between the log-probs of engine and trainer. | nats | not growing
+mismatch/k3 | Estimates the KL divergence between engine and trainer with k3. | nats | near 0
+mismatch/ess | Is the effective sample size of the importance weights between engine and trainer. | share | near 1
+staleness | Counts the steps between the weights that sampled and those that train. | steps | 0 or 1
+fleet/servers | Counts the inference servers in the pool. | servers | all servers
+fleet/attempts | Counts the requests to servers since the start. | requests |
+fleet/retries | Counts the retries of requests since the start. | requests | 0
+fleet/failures | Counts the failed requests since the start. | requests | 0
+fleet/doubles | Counts the requests that were answered twice since the start. | requests | 0
+fleet/left | Counts how often a server left the pool since the start. | times | 0
+fleet/came_back | Counts how often a server returned to the pool since the start. | times |
+fleet/moved | Counts the episodes that continued on another server since the start. | episodes |
+
+## Speed and memory
+tokens/s | Divides the tokens of a step by its duration. | tokens per second |
+time/PHASE | Is the duration of a phase; `step` is everything before the checkpoint. | seconds |
+memory/PHASE | Is the peak memory of the first process in a phase: on its GPU, or resident without one. | GB |
+resources/cpu_percent | Is the processor time of the first process since the last step. | percent of one core |
+resources/rss_gb | Is the resident memory of the first process. | GB |
+resources/peak_rss_gb | Is the peak resident memory of the first process. | GB |
+resources/gpu_gb | Is the allocated memory on the GPU of the first process. | GB |
+resources/peak_gpu_gb | Is the peak allocated memory on the GPU of the first process. | GB |
+resources/gpu_reserved_gb | Is the memory that PyTorch reserved on the GPU of the first process. | GB |
+"""
+"""Sections of rows "name | meaning | unit | healthy range"; an indented line continues the row above.
+
+A word in capitals in a name, such as NAME, stands for any text.
+"""
+
+PREFIXES = {
+    "eval/METRIC": "The metric on the held-out set; `eval.jsonl` has it without the prefix.",
+    "part/NAME/METRIC": "The metric for one part of an environment mixture, or one pool of a dataset.",
+    "role/NAME/METRIC": "The metric for the trajectories of one role.",
+    "critic/METRIC": "The metric for the optimizer steps of the critic.",
+}
+"""Prefixes of names, and the part of the run that the metric then describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric or a family of metrics, as the table describes it."""
+
+    name: str
+    meaning: str
+    unit: str
+    healthy: str
+
+    def __str__(self) -> str:
+        return f"{self.meaning} Unit: {self.unit}." + (f" Healthy: {self.healthy}." if self.healthy else "")
+
+    def sentence(self) -> str:
+        """Return the meaning and the healthy range, with the name as the subject."""
+        meaning = f"{self.name} {self.meaning[0].lower()}{self.meaning[1:]}"
+        return meaning + (f" Healthy: {self.healthy}." if self.healthy else "")
+
+
+@cache
+def sections() -> dict[str, list[Metric]]:
+    """Return the metrics of the table by the title of their section."""
+    found: dict[str, list[Metric]] = {}
+    for line in re.sub(r"\n +", " ", TABLE).strip().splitlines():
+        if line.startswith("## "):
+            metrics = found.setdefault(line.removeprefix("## "), [])
+        elif line:
+            metrics.append(Metric(*(cell.strip() for cell in line.split("|"))))
+    return found
+
+
+@cache
+def find(name: str) -> Metric | None:
+    """Return the entry of a logged metric, which may have prefixes; None if the table has none.
+
+    >>> find("eval/part/sums/reward/math").name
+    'reward/NAME'
+    """
+    metrics = [metric for section in sections().values() for metric in section]
+    for metric in sorted(metrics, key=lambda metric: metric.name != name):  # a plain name before a family
+        if re.fullmatch(_pattern(metric.name), name):
+            return metric
+    rests = (match["METRIC"] for prefix in PREFIXES if (match := re.fullmatch(_pattern(prefix), name)))
+    return next((found for rest in rests if (found := find(rest))), None)
+
+
+@cache
+def _pattern(name: str) -> str:
+    """Return the regular expression of a family of names."""
+    words = re.split(r"\b([A-Z]{2,})\b", name)
+    return "".join(f"(?P<{word}>.+?)" if at % 2 else re.escape(word) for at, word in enumerate(words))

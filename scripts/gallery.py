@@ -1,0 +1,236 @@
+"""Store the results of recipes, and write docs/recipes.md and its pictures from what is stored.
+
+    python scripts/gallery.py                        # print what the page has of the recipes
+    python scripts/gallery.py --write                # write it into docs/recipes.md, and the pictures beside it
+    python scripts/gallery.py --store NAME ...       # store all finished repetitions in --dir, then --write
+
+`rl4llm recipe run NAME --seed N` makes the repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.recipes.recipe import FILLED, RECIPES, Recipe, load, names
+from rl4llm.extensions.recipes.repeat import measured
+from rl4llm.extensions.recipes.results import Stored, directory, stored
+from rl4llm.extensions.recipes.summary import COLUMNS, rows, spread
+from rl4llm.extensions.view.export import export
+from rl4llm.extensions.view.run import find_runs
+from rl4llm.tracking.curve import INK, style_axes
+
+ROOT = Path(__file__).parents[1]
+PAGE, PICTURES = ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes"
+BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
+EPISODES = 20
+KEPT = ("seed", "curve", "problems", "seconds", "cpu_seconds", "peak_memory_gb", "weights_sha256", "machine")
+READ = ("config.yaml", "run.json", "metrics.jsonl", "eval.jsonl", "alerts.jsonl")
+"""What the viewer reads of a run beside its episodes."""
+
+
+def store(recipe: Recipe, base: Path) -> None:
+    """Write results.json from all finished repetitions, and the log and episodes of each variant's first seed."""
+    variants = {
+        variant: found for variant in recipe.variants if (found := repetitions(recipe, base, variant))
+    }
+    if not variants:
+        raise ConfigError(f"{base / recipe.name} has no finished repetition of the present configuration.")
+    kept = {
+        name: {"fingerprint": known.fingerprint, "seeds": known.seeds}
+        for name, known in stored(recipe).items()
+        if name in recipe.variants and known.fingerprint == recipe.fingerprint(name)
+    }
+    for variant, runs in variants.items():
+        seeds = dict(kept.get(variant, {}).get("seeds", {})) | runs
+        kept[variant] = {"fingerprint": recipe.fingerprint(variant), "seeds": dict(sorted(seeds.items()))}
+        if min(runs) == min(seeds):
+            store_run(recipe, variant, directory(base, recipe, variant, min(runs)))
+    ordered = {variant: kept[variant] for variant in recipe.variants if variant in kept}
+    (recipe.path / "results.json").write_text(json.dumps({"variants": ordered}, indent=1) + "\n")
+
+
+def repetitions(recipe: Recipe, base: Path, variant: str) -> dict[int, dict]:
+    """Return the finished repetitions of a variant by seed, without those that were made with overrides."""
+    found = {}
+    for record in sorted((base / recipe.name / variant).glob("seed-*/recipe.json")):
+        about = json.loads(record.read_text())
+        if about["overrides"] or about["fingerprint"] != recipe.fingerprint(variant):
+            print(f"left out, since it had another configuration: {record.parent}")
+        elif "weights_sha256" not in about:
+            print(f"left out, since it is not finished: {record.parent}")
+        else:
+            run = measured(recipe, record.parent)
+            found[about["seed"]] = {key: run[key] for key in KEPT}
+    return found
+
+
+def store_run(recipe: Recipe, variant: str, work: Path) -> None:
+    """Write the log and the newest episodes of a run, without the paths of this machine."""
+    run = work / "run"
+    log = gzip.compress((run / "metrics.jsonl").read_bytes(), mtime=0)
+    (recipe.path / f"{variant}.metrics.jsonl.gz").write_bytes(log)
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / f"{recipe.name}-{variant}"
+        shutil.copytree(run / "episodes", copy / "episodes")
+        for name in READ:
+            if (run / name).exists():
+                (copy / name).write_text(without_paths(recipe, work, (run / name).read_text()))
+        page = recipe.path / f"{variant}.html"
+        export(find_runs([copy]), page, EPISODES)
+        text = page.read_text()
+        page.write_text(text.replace(scratch, "runs"))
+
+
+def without_paths(recipe: Recipe, work: Path, text: str) -> str:
+    """Return the text of a file of a run with the paths of the recipe's configuration in place of this machine's."""
+    from rl4llm.config import flatten, load_config
+
+    given, shipped = flatten(load_config(work / "run" / "config.yaml", of_run=True)), flatten(recipe.config())
+    for key in FILLED:
+        if given[key] and str(work) not in given[key]:  # otherwise it is replaced below
+            text = text.replace(given[key], str(shipped[key]))
+    return text.replace(str(work), f"runs/recipes/{recipe.name}/{work.parent.name}/{work.name}")
+
+
+def page() -> str:
+    """Return what the page has of all recipes."""
+    recipes = [load(name) for name in names()]
+    head = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    table = [
+        *head,
+        *(f"| [{row[0]}](#{row[0]}) | {' | '.join(row[1:])} |" for recipe in recipes for row in rows(recipe)),
+    ]
+    return "\n".join(table) + "\n\n" + "\n\n".join(map(section, recipes))
+
+
+def section(recipe: Recipe) -> str:
+    """Return the section of a recipe."""
+    home = f"../configs/recipes/{recipe.name}"
+    about = (recipe.path / "README.md").read_text().strip()
+    files = [f"[{file.name}]({home}/{file.name})" for file in sorted(recipe.path.glob("*.yaml"))]
+    parts = [f"## {recipe.name}", f"{recipe.title}.", about, f"```bash\nrl4llm recipe run {recipe.name}\n```"]
+    if results := stored(recipe):
+        parts += [f"![held-out {recipe.metric} of {recipe.name} by training step](recipes/{recipe.name}.png)"]
+        parts += [results_table(recipe, results)]
+        files += [f"[{file.name}]({home}/{file.name})" for file in sorted(recipe.path.glob("*.html"))]
+        files += [f"[{file.name}]({home}/{file.name})" for file in sorted(recipe.path.glob("*.gz"))]
+        files += [f"[results.json]({home}/results.json)"]
+    else:
+        parts += [f"**Not run here.** It needs {recipe.needs}." if recipe.needs else "**Not run here.**"]
+    if recipe.expected:
+        parts += [expected_table(recipe)]
+    if recipe.plan:
+        parts += [" ".join(f"`rl4llm plan` ({name}): {text}." for name, text in recipe.plan.items())]
+    return "\n\n".join([*parts, f"Files: {', '.join(files)}."])
+
+
+def results_table(recipe: Recipe, results: dict[str, Stored]) -> str:
+    """Return the table of a recipe's variants."""
+    lines = [
+        "| variant | seeds | before | after | band | minutes | of processor time | memory | weights of the first seed |",
+        "|" + "---|" * 9,
+    ]
+    for variant, known in results.items():
+        runs, band = list(known.seeds.values()), known.band
+        after = ", ".join(f"{run['curve'][-1][1]:.1%}" for run in runs)
+        numbers = [", ".join(f"{run[key] / 60:.1f}" for run in runs) for key in ("seconds", "cpu_seconds")]
+        memory = f"{max(run['peak_memory_gb'] for run in runs):.1f} GB"
+        weights = runs[0]["weights_sha256"]
+        cells = [variant, ", ".join(map(str, known.seeds)), spread(known.at(0)), after]
+        cells += [
+            f"{band.low:.1%} to {band.high:.1%}",
+            *numbers,
+            memory,
+            f"`{weights[:12]}`" if weights else "not deterministic",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    machines = {
+        json.dumps(run["machine"]): run["machine"]
+        for known in results.values()
+        for run in known.seeds.values()
+    }
+    return "\n".join(lines) + "\n\n" + " ".join(map(machine, machines.values()))
+
+
+def machine(about: dict) -> str:
+    """Return where a result was measured, as a sentence."""
+    threads = f"{about['threads']} thread{'s' * (about['threads'] > 1)}"
+    versions = ", ".join(f"{name} {about[name]}" for name in ("python", "torch", "transformers"))
+    return f"Measured on {about['gpu'] or about['processor']}, {threads}, {versions}."
+
+
+def expected_table(recipe: Recipe) -> str:
+    """Return the table of what others publish."""
+    lines = ["| variant | others: before | after | source |", "|---|---|---|---|"]
+    for item in recipe.expected:
+        lines.append(f"| {item['variant']} | {item['before']:.1%} | {item['after']:.1%} | {item['source']} |")
+    return "\n".join(lines)
+
+
+def draw(recipe: Recipe, results: dict[str, Stored]) -> None:
+    """Draw each seed thin and the mean thick, a colour for each variant; the picture contains what was drawn."""
+    figure = Figure(figsize=(8, 3.2), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (variant, known), colour in zip(results.items(), COLOURS, strict=False):
+        for run in known.seeds.values():
+            steps, shares = zip(*run["curve"], strict=True)
+            axes.plot(steps, [100 * share for share in shares], color=colour, alpha=0.35, linewidth=1.1)
+        steps, shares = zip(*known.curve(), strict=True)
+        label = f"{variant}, {len(known.seeds)} seed{'s' * (len(known.seeds) > 1)}"
+        axes.plot(steps, [100 * share for share in shares], "o-", color=colour, linewidth=2.2, label=label)
+    style_axes(axes, f"held-out {recipe.metric} (%)")
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("training step", color=INK)
+    axes.set_title(recipe.title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    PICTURES.mkdir(exist_ok=True)
+    figure.savefig(PICTURES / f"{recipe.name}.png", metadata={"Description": drawn(results)})
+
+
+def drawn(results: dict[str, Stored]) -> str:
+    """Return the curves of a picture as text."""
+    return json.dumps(
+        {name: {seed: run["curve"] for seed, run in known.seeds.items()} for name, known in results.items()}
+    )
+
+
+def write() -> None:
+    """Write the page and the pictures."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{page()}\n\n{END}{rest.partition(END)[2]}")
+    for name in names():
+        if results := stored(recipe := load(name)):
+            draw(recipe, results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write docs/recipes.md and its pictures")
+    parser.add_argument(
+        "--store", nargs="+", default=[], metavar="NAME", help=f"recipes of {RECIPES.name}/ to store"
+    )
+    parser.add_argument("--dir", type=Path, default=Path("runs/recipes"), help="where the repetitions are")
+    options = parser.parse_args()
+    for name in options.store:
+        store(load(name), options.dir)
+    if options.write or options.store:
+        write()
+    else:
+        print(page())
+
+
+if __name__ == "__main__":
+    main()

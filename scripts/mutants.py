@@ -1,0 +1,331 @@
+"""The lines that scripts/mutate.py breaks, and the tests that must notice.
+
+Each fragment occurs exactly once in its file; `tests/test_mutants.py` checks that, and that the tests exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from os.path import normpath
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One line that is broken: `code` in `file` becomes `broken`, and one of `tests` must fail."""
+
+    name: str
+    file: str
+    code: str
+    broken: str
+    tests: tuple[str, ...]
+
+
+def _of(package: str, directory: str, *rows: tuple[str, str, str, str, str]) -> list[Mutant]:
+    """Mutants of one package: name, file, code, what it becomes, and tests as `file::test`, separated by spaces."""
+    found = []
+    for name, file, code, broken, tests in rows:
+        nodes = tuple(normpath(f"{directory}/{test}") for test in tests.split())
+        found.append(Mutant(name, normpath(f"rl4llm/{package}/{file}"), code, broken, nodes))
+    return found
+
+
+GOLDEN = "test_golden.py::test_methods_give_the_stored_numbers_in_any_arrangement"
+ORACLES = "test_oracles.py::test_the_library_says_what_the_paper_says"
+ARRANGED = "test_invariance.py::test_arrangement_changes_neither_loss_nor_gradient"
+EVERYTHING = (
+    "scale_rewards+whiten+mask_truncated+kl_coef+kl_in+kl_weighted+entropy_coef+old_logprobs"
+    "+correction+correction_low+correction_high"
+)
+TEMPERATURE = "test_training.py::test_log_probs_use_the_temperature_of_the_samples"
+AHEAD = "test_ahead.py::test_playing_ahead_is_one_step_old_except_after_checkpoints"
+
+ALGORITHMS = _of(
+    "algorithms",
+    "tests/algorithms",
+    ("surrogate_pessimism", "functional.py", "-unclipped_BT.minimum(clipped_BT)", "-clipped_BT", GOLDEN),
+    ("surrogate_sign", "functional.py", "return -unclipped_BT.min", "return unclipped_BT.min", GOLDEN),
+    ("clip_bounds", "functional.py", "ratio_BT.clamp(1 - low, 1 + high)", "ratio_BT.clamp(1 - high, 1 + low)", GOLDEN),
+    ("clip_share", "functional.py", "(ratio_BT < 1 - low) & (adv", "(ratio_BT < 1 + high) & (adv",
+     "test_algorithms.py::test_the_clip_counts_only_where_it_cuts_the_gradient"),
+    ("dual_clip_side", "functional.py", "where(advantages_BT < 0, loss_BT)", "where(advantages_BT > 0, loss_BT)", GOLDEN),
+    ("group_deviation", "functional.py", "std(correction=1)", "std(correction=0)", GOLDEN),
+    ("leave_one_out", "functional.py", "(size / max(size - 1, 1))", "1.0", GOLDEN),
+    ("value_clip_pessimism", "functional.py", "error_BT.maximum((held", "error_BT.minimum((held", GOLDEN),
+    ("kl_k3_direction", "functional.py", "(-difference_BT).exp() - 1 + diff", "difference_BT.exp() - 1 - diff", GOLDEN),
+    ("kl_k1_gradient", "functional.py", "k2_BT + (estimate_BT - k2_BT).detach()", "estimate_BT",
+     "test_golden.py::test_k1_as_a_loss_has_the_gradient_of_k2"),
+    ("context_is_truncation", "policy_gradient.py", '("length", "context")', '("length",)',
+     "test_algorithms.py::test_episodes_that_met_a_token_limit_can_be_left_out"),
+    ("adaptive_kl_factor", "policy_gradient.py", "self.kl_coef * self._kl_factor * penalty_BT", "self.kl_coef * penalty_BT",
+     ORACLES),
+    ("adaptive_kl_bounds", "policy_gradient.py", "min(max(metrics[\"kl\"] / self.kl_target - 1, -0.2), 0.2)",
+     "metrics[\"kl\"] / self.kl_target - 1", ORACLES),
+    ("entropy_sign", "policy_gradient.py", "loss_BT - self.entropy_coef", "loss_BT + self.entropy_coef", GOLDEN),
+    ("batch_deviation_over_ranks", "policy_gradient.py", "variance = total((rewards_N", "variance = ((rewards_N",
+     f"{ARRANGED}[grpo-{EVERYTHING}]"),
+    ("correction_direction", "correction.py", "(batch.old_logprobs_BT - batch.sampled_logprobs_BT)",
+     "(batch.sampled_logprobs_BT - batch.old_logprobs_BT)", GOLDEN),
+    ("correction_bound", "correction.py", "(judged_BT >= low) & (judged_BT <= high)", "judged_BT <= high", GOLDEN),
+    ("whitening_mean_over_ranks", "returns.py", "mean = summed / count.clamp(min=1)", "mean = flat_N.mean()",
+     f"{ARRANGED}[ppo-]"),
+    ("whitening_variance_over_ranks", "returns.py", "variance = total((flat_N", "variance = ((flat_N",
+     f"{ARRANGED}[ppo-]"),
+    ("gae_discount", "returns.py", "gamma * next_SL", "next_SL", GOLDEN),
+    ("gae_lambda", "returns.py", "gamma * lam)", "gamma)", GOLDEN),
+    ("reward_at_the_end_of_turn", "returns.py", "batch.credits_BT * turn_ends(batch)", "batch.credits_BT * 1", ORACLES),
+    ("turn_end_at_segments", "sequences.py", " & (segments_BT[:, 1:] == segments_BT[:, :-1])", "", f"{ARRANGED}[ppo-]"),
+    ("discount_of_a_scan", "sequences.py", "decay_S1**reach", "decay_S1", GOLDEN),
+    ("gspo_token_gradient", "gspo.py", "GSPO.ratio(self, batch, logprobs_BT).detach() *",
+     "GSPO.ratio(self, batch, logprobs_BT) *", GOLDEN),
+    ("pair_sign", "sequences.py", "side(1) - side(-1)", "side(-1) - side(1)",
+     "test_preference.py::test_dpo_and_its_gradient_equal_the_reference"),
+    ("pair_smoothing", "dpo.py", "(1 - self.label_smoothing) * right_BT", "right_BT",
+     "test_preference.py::test_dpo_and_its_gradient_equal_the_reference"),
+    ("online_pair", "dpo.py", "torch.full_like(rewards_G, torch.nan)", "torch.full_like(rewards_G, 0.0)", ORACLES),
+    ("greedy_baseline", "remax.py", "group.baseline.reward if group.baseline", "group.rewards_G.mean() if group.baseline",
+     ORACLES),
+    ("teacher_sign", "distill.py", "(batch.ref_logprobs_BT - batch.old_logprobs_BT) *",
+     "(batch.old_logprobs_BT - batch.ref_logprobs_BT) *", ORACLES),
+    ("critic_targets", "ppo.py", "self.critic_lambda(batch)) + batch.values_BT", "self.critic_lambda(batch))", GOLDEN),
+)  # fmt: skip
+
+DATA = _of(
+    "data",
+    "tests/data",
+    ("mean_over_trajectories", "aggregation.py", "policy_tokens.clip(1) * totals.sequences",
+     "policy_tokens.clip(1) * len(prompts)",
+     "test_pack.py::test_totals_of_ranks_add_up_so_that_their_weights_do"),
+    ("mean_over_tokens", "aggregation.py", "1 / max(totals.tokens, 1)", "1 / max(policy_tokens.sum(), 1)",
+     "test_pack.py::test_totals_of_ranks_add_up_so_that_their_weights_do"),
+    ("mean_over_prompts", "aggregation.py", "* totals.prompts)", "* (prompts.max() + 1))",
+     "test_pack.py::test_totals_of_ranks_add_up_so_that_their_weights_do"),
+    ("weight_of_context", "pack.py", "weights=(weights[owner] * mask)", "weights=(weights[owner])",
+     "test_pack.py::test_weights_of_a_trajectory_sum_to_its_share"),
+    ("shared_prompt_position", "layouts.py", "NEVER, 0, length[prompt])", "NEVER, 0, 0)",
+     "test_pack.py::test_a_shared_prompt_comes_once_before_its_trajectories"),
+    ("shared_prompt_previous", "layouts.py", "(column + length)[prompt] - 1", "(column + length)[prompt]",
+     "test_pack.py::test_a_shared_prompt_comes_once_before_its_trajectories"),
+    ("segment_ids", "layouts.py", "np.arange(len(order)) - starts[group] + 1", "1",
+     "test_pack.py::test_every_trajectory_is_in_exactly_one_batch_as_recorded"),
+    ("mask_of_context", "pack.py", 'np.array([span.author == "policy" for span in spans])',
+     "np.array([span.logprobs is not None or len(span.token_ids) > 0 for span in spans])",
+     "test_pack.py::test_every_trajectory_is_in_exactly_one_batch_as_recorded"),
+    ("credit_of_a_turn", "pack.py", 'turn += span.author == "policy" != before', 'turn += span.author == "policy"',
+     "test_pack.py::test_credits_per_turn_ignore_changes_of_weights_in_a_turn"),
+    ("append_only_end", "render.py", "token_ids[self._sampled_end(token_ids, by) :] if ended else token_ids", "token_ids",
+     "test_render.py::test_a_turn_is_closed_exactly_once_even_if_truncated"),
+    ("every_stop_token", "render.py", "token_ids[-1] in self.stop_token_ids", "token_ids[-1] == self.stop_token_ids[0]",
+     "test_render.py::test_a_turn_that_waits_for_a_tool_is_closed_only_once"),
+    ("text_is_never_control", "special.py", "names[found.group()], text)", "found.group(), text)",
+     "test_special.py::test_follow_up_with_special_tokens_adds_no_turn"),
+    ("parts_of_special_tokens", "special.py", "text[:-tail] + self._mark(text[-tail:]) if tail", "text if tail",
+     "test_special.py::test_calls_of_a_dataset_write_no_special_tokens"),
+    ("order_of_an_epoch", "prompts.py", '"prompts", epoch', '"prompts", 0',
+     "test_prompts.py::test_the_order_depends_on_the_seed_and_the_epoch_alone"),
+    ("cursor_advance", "prompts.py", "self._consumed += total", "self._consumed += self.batch_size",
+     "test_prompts.py::test_an_epoch_has_every_row_once_in_disjoint_shards"),
+    ("cursor_restore", "prompts.py", "        self._consumed = consumed", "        self._consumed = 0",
+     "test_prompts.py::test_a_resumed_stream_continues_exactly"),
+    ("rows_of_earlier_ranks", "prompts.py", "range(self._consumed, start)", "range(start, start)",
+     "../trainers/test_ranks.py::test_a_row_that_two_ranks_play_is_sampled_as_twice_on_one"),
+    ("mixture_debt", "mixture.py", "self._behind[chosen] -= 1.0", "self._behind[chosen] = 0.0",
+     "test_mixture.py::test_each_part_always_has_its_share_to_within_one"),
+    ("mixture_curriculum", "mixture.py", "4 * rate * (1 - rate)", "1 - rate",
+     "test_mixture.py::test_the_curriculum_is_its_formula"),
+    ("answer_label", "demonstrations.py", '1.0 if row["label"] else -1.0', "1.0",
+     "test_answers.py::test_a_labelled_answer_is_worth_1_or_minus_1"),
+)  # fmt: skip
+
+TRAINERS = _of(
+    "trainers",
+    "tests/trainers",
+    ("temperature_of_the_update", "rl.py", '{"temperature": self.preparation.temperature}', "{}",
+     TEMPERATURE),
+    ("temperature_of_old_log_probs", "prepare.py", "self._numbers(self.policy, batch) if needs",
+     "self.policy.forward(batch) if needs", TEMPERATURE),
+    ("temperature_of_the_reference", "prepare.py", "batch.ref_logprobs_BT = self._numbers(self.reference, batch)",
+     "batch.ref_logprobs_BT = self.reference.forward(batch)", TEMPERATURE),
+    ("temperature_of_the_kl_in_the_reward", "prepare.py",
+     "kl(batch.sampled_logprobs_BT, self._numbers(self.reference, batch), estimator)",
+     "kl(batch.sampled_logprobs_BT, self.reference.forward(batch), estimator)",
+     "test_training.py::"
+     "test_a_kl_penalty_in_the_reward_is_a_sum_that_starts_at_zero"),
+    ("ktos_divergence_above_0", "prepare.py", "self._mean(drifts).clamp(min=0)", "self._mean(drifts)",
+     "test_preferences.py::test_ktos_divergence_is_never_below_zero"),
+    ("zero_credits_under_kl", "prepare.py", "every_token or any(", "any(",
+     "test_training.py::test_a_kl_penalty_in_the_loss_trains_groups_of_equal_rewards"),
+    ("totals_over_ranks", "prepare.py", "self._over_ranks(self.batching.totals(trajectories))",
+     "self.batching.totals(trajectories)", f"../algorithms/{ARRANGED}[grpo-]"),
+    ("micro_batches_on_all_ranks", "prepare.py", "self.ranks.largest(len(batches)) - len(batches)", "0",
+     f"../algorithms/{ARRANGED}[grpo-]"),
+    ("critic_warm_up", "prepare.py", "step >= critic.warmup_steps", "step >= 0",
+     "test_needs.py::test_in_the_warm_up_only_the_critic_learns"),
+    ("samples_of_refills", "rl.py", "first_index=refill * ", "first_index=0 * ",
+     "test_dynamic_sampling.py::test_dynamic_sampling_ends_after_the_maximum_of_rounds"),
+    ("seeds_of_a_row_on_ranks", "rl.py", "earlier=earlier,", "earlier=None,",
+     "test_ranks.py::test_a_row_that_two_ranks_play_is_sampled_as_twice_on_one"),
+    ("refills_until_full", "rl.py", "(missing := wanted - self._count(step)[0]) > 0",
+     "(missing := wanted - self._count(step)[0]) > 1",
+     "test_dynamic_sampling.py::test_dropped_groups_are_replaced_until_the_step_is_full"),
+    ("stale_tokens", "rl.py", "if found - {version}:", "if found - {version} and not found:",
+     "test_training.py::test_tokens_of_weights_that_were_not_published_stop_the_run"),
+    ("checkpoint_plays_nothing_ahead", "rl.py", "if self.schedule.saves_after(following):", "if following < 0:", AHEAD),
+    ("staleness_measured", "rl.py", "step.moved = step.version < self.step", "step.moved = False", AHEAD),
+    ("cursor_of_what_plays_ahead", "rl.py", "ahead.cursor if ahead else self.prompts.state()",
+     "self.prompts.state()",
+     "test_ahead.py::test_an_interrupted_run_resumes_and_skips_no_prompt"),
+    ("frozen_role", "rl.py", "not group.frozen and self.algorithm.keep(group)", "self.algorithm.keep(group)",
+     "test_debate_training.py::test_a_frozen_roles_reward_is_logged_and_changes_no_weight"),
+    ("reference_follows", "rl.py", "self.step % needs.reference_every == 0", "self.step == 1",
+     "test_needs.py::test_the_reference_follows_the_policy_every_n_steps"),
+    ("temperature_of_the_evaluation", "rl.py", "sampling_params=self.eval_params", "sampling_params=self.sampling_params",
+     "test_training.py::test_held_out_prompts_use_the_evaluations_temperature"),
+    ("held_out_rows_are_measured", "dataset.py",
+     "self._group(self.held_out, row) for row in range(len(self.held_out))",
+     "self._group(self.dataset, row) for row in range(len(self.held_out))",
+     "test_preferences.py::test_held_out_rows_are_measured_and_train_nothing"),
+    ("held_out_rows_leave_no_gradient", "dataset.py", "    @torch.no_grad()\n    def evaluate", "    def evaluate",
+     "test_preferences.py::test_held_out_rows_are_measured_and_train_nothing"),
+)  # fmt: skip
+
+ENVS = _of(
+    "envs",
+    "tests/envs",
+    ("fork_where_thoughts_drop", "policy.py", "if fork is not None:", "if fork is not None and False:",
+     "test_thoughts.py::test_each_prompt_is_what_a_server_would_render"),
+    ("draws_across_forks", "policy.py", "(*record.earlier, sample.spans)))", "(sample.spans,)))",
+     "test_thoughts.py::test_draws_differ_in_each_record"),
+    ("rows_that_others_played", "rollout.py", "(earlier or {}).items()", "{}.items()",
+     "test_rollout.py::test_a_row_on_two_ranks_is_sampled_as_twice_on_one"),
+    ("rows_that_came_before", "rollout.py", "seen[row] += len(kinds)", "seen[row] += 0",
+     "test_rollout.py::test_prompt_drawn_twice_becomes_two_groups_with_new_samples"),
+    ("stop_reason", "rollout.py", 'stop_reason=sample.stop_reason or "done"', 'stop_reason="done"',
+     "test_rollout.py::test_an_episode_that_never_ends_is_cut_at_its_turn_limit"),
+    ("failed_samples_left_out", "rollout.py", "            if sample.failure is None\n        }",
+     "            if sample.policy_spans\n        }",
+     "test_rollout.py::test_a_failed_sample_is_left_out_and_never_scored"),
+    ("failed_episodes_again", "rollout.py", "yield from self._played(failed)", "yield from ()",
+     "test_rollout.py::test_sample_is_replayed_from_its_seed_after_an_env_error"),
+    ("share_of_failures", "rollout.py", "if causes.total() > max_failed_share * len(episodes):",
+     "if causes.total() > len(episodes):", "test_rollout.py::test_too_many_failures_stop_the_run_and_name_the_cause"),
+    ("baseline_does_not_train", "rollout.py", "in scored if not special.is_baseline]", "in scored]",
+     "../trainers/test_needs.py::test_the_greedy_baseline_is_most_probable_and_never_trains"),
+    ("ladder_of_temperatures", "rollout.py", "ladder[index % len(ladder)]", "ladder[0]",
+     "../trainers/test_needs.py::test_samples_are_drawn_at_the_temperatures_of_their_rung"),
+    ("authorship", "policy.py", "if content.strip() in (text.strip() for text in texts):", "if content.strip():",
+     "test_rollout.py::test_loop_that_edits_sampled_text_fails_with_advice"),
+    ("seed_of_a_sample", "policy.py", "*whose, sample.index, *draw)", "*whose, *draw)",
+     "test_rollout.py::test_a_group_shares_its_prompt_and_nothing_else"),
+    ("seed_of_a_role", "policy.py", "(sample.prompt_id, sample.role) if sample.role else (sample.prompt_id,)",
+     "(sample.prompt_id,)", "test_roles.py::test_roles_of_one_sample_have_different_seeds"),
+    ("full_context", "policy.py", 'sample.finish("context")', 'sample.finish("length")',
+     "test_rollout.py::test_an_episode_that_fills_the_context_ends_there"),
+    ("aborted_reply", "policy.py", 'if completion.finish_reason == "abort":  # it', "if not completion:  # it",
+     "test_rollout.py::test_sample_is_played_once_more_after_an_aborted_reply"),
+    ("part_of_earlier_rows", "mixture.py", "earlier=before, **how", "earlier=None, **how",
+     "test_mixture.py::test_a_row_that_other_ranks_play_too_gets_other_samples"),
+)  # fmt: skip
+
+BACKENDS = _of(
+    "backends", "tests/backends",
+    ("states_without_padding_in_training", "recurrent.py", "row[:, :length]", "row",
+     "test_torch_backend.py::test_recurrent_layers_share_prompts_in_every_layout"),
+    ("attention_sinks", "attention.py", "if sinks is not None:  # one more key", "if False:  # one more key",
+     "test_attention.py::test_attention_sees_the_shared_prompt_and_its_own_past_only"),
+    ("names_in_memory", "model_backend.py", "return self._names.converted(self.own_weights())", "return self.own_weights()",
+     "test_checkpoint_names.py::test_what_is_published_is_what_save_pretrained_writes"),
+    ("parts_do_not_wait", "checkpoint_names.py", "            if len(held) == len(names):\n", "            if held:\n",
+     "test_checkpoint_names.py::test_tensors_that_only_convert_together_wait_for_each_other"),
+    ("old_copy_of_tied", "vision_language.py", " - set(tied))", ")",
+     "test_checkpoint_names.py::test_an_old_copy_of_a_tied_tensor_is_not_published"),
+    ("ties_as_the_text", "vision_language.py",
+     "        text.tie_word_embeddings = self._config.tie_word_embeddings\n", "",
+     "test_checkpoint_names.py::test_a_text_model_ties_as_the_whole_does"),
+    ("masters_not_rounded", "optimizer.py", "            self._round()\n", "",
+     "test_torch_backend.py::test_bf16_publishes_and_exports_rounded_masters"),
+    ("masters_not_saved", "torch_backend.py", "self._tensors() | self._optimizer.masters", "self._tensors()",
+     "test_torch_backend.py::test_two_steps_resume_and_two_more_equal_four_bit_for_bit"),
+    ("masters_not_loaded", "torch_backend.py", "if name in self._optimizer.masters:", "if False:",
+     "test_torch_backend.py::test_two_steps_resume_and_two_more_equal_four_bit_for_bit"),
+)  # fmt: skip
+
+INFERENCE = _of(
+    "inference",
+    "tests/inference",
+    ("windows_hide", "embedded/model_decode.py", "if size is None or window.last <= size:", "if True:",
+     "test_families.py::test_a_window_hides_tokens_but_does_not_shorten_the_context"),
+    ("states_begin_at_zero", "embedded/model_decode.py", "        states[cache.window.opening] = 0\n", "",
+     "test_families.py::test_recurrent_rows_of_unequal_length_do_not_mix"),
+    ("states_are_not_cut", "embedded/rows.py", " and not (whole and most < len(self.cached_ids))", "",
+     "test_families.py::test_a_recurrent_conversation_that_is_cut_is_computed_again"),
+    ("states_without_padding", "embedded/engine.py",
+     "apart = apart or len(fill.token_ids) != len(chunk[-1].token_ids)", "pass",
+     "test_families.py::test_recurrent_rows_of_unequal_length_do_not_mix"),
+)  # fmt: skip
+
+SYNC = _of(
+    "sync",
+    "tests/sync",
+    ("canary_not_a_number", "verify.py", "if not difference <= tolerance:", "if difference > tolerance:",
+     "test_verify.py::test_scores_that_are_not_numbers_exceed_every_tolerance"),
+    ("canary_bound", "verify.py", "tolerance or BOUNDS[dtype]", "tolerance or BOUNDS['bfloat16']",
+     "test_verify.py::test_the_bound_is_that_of_the_dtype_unless_it_is_given"),
+    ("canary_calibrated_once", "verify.py", "self._calibrated = self._calibrated or {", "self._calibrated |= {",
+     "test_verify.py::test_an_engine_that_joins_later_is_not_calibrated"),
+    ("canary_calibrated_each", "verify.py", "self._calibrated.get(str(engine), max(self._calibrated.values()))",
+     "max(self._calibrated.values())", "test_verify.py::test_an_engine_that_joins_later_is_not_calibrated"),
+    ("canary_small_step_in_bf16", "verify.py", '"bfloat16": 1e-3,', '"bfloat16": 0.25,',
+     "test_verify.py::test_one_small_step_is_found_in_every_precision"),
+    ("canary_tokens_of_the_first_rank", "inference.py",
+     "self.run(canary.sample(self.client)) if self.ranks.is_first else None", "self.run(canary.sample(self.client))",
+     "test_inference.py::test_all_ranks_score_the_tokens_of_the_first"),
+    ("canary_version", "verify.py", "if version != weight_ref.version:", "if version > weight_ref.version:",
+     "test_verify.py::test_right_weights_under_another_version_are_refused"),
+    ("canary_kept_weights", "verify.py", "        self._check_moved(engine, scored_BT, expected_BT, version)\n", "",
+     "test_verify.py::test_small_steps_add_up_until_kept_weights_are_noticed"),
+    ("canary_every_engine", "verify.py", "engines = client.engines()\n", "engines = client.engines()[:1]\n",
+     "test_verify.py::test_every_engine_is_asked_and_one_that_is_stale_is_enough"),
+    ("mismatch_not_a_number", "verify.py", "not mean <= stop_above", "mean > 2 * stop_above",
+     "test_mismatch.py::test_a_mismatch_beyond_the_limit_stops_with_both_numbers"),
+    ("effective_sample_size", "verify.py", "metrics[WEIGHT] ** 2 /", "metrics[WEIGHT] /",
+     "test_mismatch.py::test_each_number_is_what_its_definition_says"),
+)  # fmt: skip
+
+SERVERS = _of(
+    "extensions/servers",
+    "tests/extensions/servers",
+    ("version_read_back", "sync/filesystem.py", "        self._store.verify(weight_ref)\n", "",
+     "test_filesystem.py::test_a_version_that_does_not_read_back_reaches_no_server"),
+    ("finite_weights", "sync/store.py", "torch.isfinite(low) and torch.isfinite(high)", "torch.isfinite(low)",
+     "test_store.py::test_weights_that_are_not_finite_are_not_published"),
+    ("tensors_of_the_model", "sync/store.py", "if found != spec:", "if found.name != spec.name:",
+     "test_store.py::test_weights_other_than_the_models_own_list_are_refused"),
+    ("tensors_before_the_first_request", "sync/tensor.py",
+     "        check_tensors(backend.weight_specs(), backend.weights())\n", "",
+     "test_tensor.py::test_weights_that_are_not_finite_reach_no_engine"),
+    ("leased_version", "sync/store.py", "v, n in self._leases.items() if n > 0", "v, n in () if n > 0",
+     "test_store.py::test_the_newest_and_leased_versions_are_kept"),
+    ("same_version_other_weights", "sync/store.py", "if manifest.same(final, directory) and manifest", "if manifest",
+     "test_store.py::test_a_replaced_version_keeps_its_old_files_untouched"),
+    ("generation_without_weights", "fleet/cohosted.py", 'self._demand("generate", DeviceState.READY)',
+     'self._demand("generate", DeviceState.READY, DeviceState.EMPTY)',
+     "test_cohost.py::test_nothing_is_generated_between_waking_and_loading"),
+    ("claim_before_the_first_version", "sync/wrappers.py",
+     "        self._claim()\n        return await", "        return await",
+     "test_claim.py::test_a_second_trainer_is_refused_before_it_publishes"),
+    ("fallback_without_servers", "sync/wrappers.py", "        except EnginesDownError:", "        except ZeroDivisionError:",
+     "test_tensor.py::test_faulty_weights_and_absent_servers_take_no_fallback"),
+)  # fmt: skip
+
+REWARDS = _of(
+    "rewards",
+    "tests/rewards",
+    ("failures_are_not_scored", "scoring.py", "values.masked_fill(~left, math.nan)", "values.masked_fill(~left, 0.0)",
+     "test_score.py::test_a_sample_that_one_reward_failed_counts_for_no_reward"),
+)  # fmt: skip
+
+MUTANTS = {
+    mutant.name: mutant
+    for mutant in chain(ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REWARDS)
+}

@@ -1,0 +1,143 @@
+"""Environments of Gymnasium, played in words."""
+
+import asyncio
+
+import pytest
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.data.render import Renderer
+from rl4llm.envs.rollout import Rollout
+from rl4llm.extensions.adapters.gymnasium import GymnasiumEnv
+from rl4llm.extensions.adapters.step_rewards import StepRewards
+from rl4llm.testing import ScriptedClient, check_env
+
+gymnasium = pytest.importorskip("gymnasium")
+FIXED = {
+    "task": "FrozenLake-v1",
+    "task_options": {"is_slippery": False},
+    "actions": ["left", "down", "right", "up"],
+}
+PATH = [
+    "down",
+    "I go down.",
+    "right",
+    "Down, not left: down",
+    "right",
+    "right",
+]  # to the goal of the usual lake
+
+
+class Shout(gymnasium.Env):
+    """Texts in and out: repeats the last text in capitals, and rewards an echo of it."""
+
+    observation_space = gymnasium.spaces.Text(20)
+    action_space = gymnasium.spaces.Text(min_length=1, max_length=20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.last = f"start{self.np_random.integers(1000)}"
+        return self.last, {}
+
+    def step(self, action):
+        reward, self.last = float(action == self.last), action.upper()
+        return self.last, reward, False, action == "stop", {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    gymnasium.register("Shout-v0", entry_point=Shout)
+    gymnasium.register("Broken-v0", entry_point=Broken)
+
+
+class Broken(Shout):
+    """Begins otherwise each time, whatever the seed."""
+
+    begins = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        Broken.begins += 1
+        return f"beginning {Broken.begins}", {}
+
+
+def made(tokenizer, limit=2, split="train", max_steps=8, **options):
+    rows = GymnasiumEnv.prompts(split, limit, **options)
+    return GymnasiumEnv(rows, tokenizer, [StepRewards()], batch_size=1, group_size=2, max_steps=max_steps)
+
+
+def play(env, tokenizer, script, group_size=2):
+    client = ScriptedClient(tokenizer, script)
+    with asyncio.Runner() as runner:
+        runner.run(client.load(WeightRef(0)))
+        rollout = Rollout(
+            env, client, Renderer(tokenizer, roles=("user",)), runner, seed=1, max_failed_share=1.0
+        )
+        return rollout.play([0], step=0, sampling_params=SamplingParams(max_tokens=64), group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    "options", [FIXED, {"task": "Taxi-v4"}, {"task": "Blackjack-v1"}, {"task": "Shout-v0"}]
+)
+def test_environments_of_gymnasium_keep_the_contract(tokenizer, options):
+    check_env(made(tokenizer, **options), ["1", "right", "stop"])
+
+
+def test_gymnasium_episode_follows_the_library_and_its_rewards(tokenizer):
+    env = made(tokenizer, **FIXED)
+    prompt = env.dataset[0]["prompt_id"]
+    won, lost = play(env, tokenizer, {f"0/{prompt}/0": PATH, "": ["right", "what?", "down"]}).trajectories
+    assert (won.reward, won.turn_rewards, won.stop_reason) == (1.0, (0.0,) * 5 + (1.0,), "done")
+    assert won.messages[0].content == "Each of your turns is one action. Actions: left, down, right, up."
+    assert won.messages[1].content == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert won.messages[3].content.endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
+    assert won.extras["metrics"] == {"return": 1.0, "invalid_actions": 0}
+    assert (lost.reward, lost.stop_reason, lost.num_turns) == (0.0, "done", 3)  # through the ice
+    assert lost.messages[5].content == "That names no action. Actions: left, down, right, up."
+    assert lost.extras["metrics"]["invalid_actions"] == 1
+
+
+def test_texts_are_actions_and_observations_as_they_are(tokenizer):
+    env = made(tokenizer, task="Shout-v0")
+    begin = env.dataset[0]["messages"][-1]["content"]
+    (episode,) = play(env, tokenizer, {"": [begin, "x" * 30, "stop"]}, group_size=1).trajectories
+    assert episode.turn_rewards == (1.0, 0.0, 0.0)
+    assert episode.messages[3].content == begin.upper()
+    assert episode.messages[5].content.startswith("That is no action")
+    assert episode.stop_reason == "done"
+
+
+def test_gymnasium_splits_and_episodes_have_different_seeds():
+    def seeds(split, **options):
+        return [row["gymnasium"]["seed"] for row in GymnasiumEnv.prompts(split, 50, **FIXED, **options)]
+
+    assert len({*seeds("train"), *seeds("test")}) == 100
+    assert seeds("train") == seeds("train") != seeds("train", task_seed=1)
+
+
+def test_gymnasium_ignoring_its_seed_fails_the_episode(tokenizer):
+    result = play(made(tokenizer, task="Broken-v0"), tokenizer, {"": ["hello"]})
+    assert not result.trajectories
+    assert (
+        "Broken-v0 does not start with the observation in its prompt, although the seed is the same: 'beginning"
+        in result.failed[0].failure
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "FrozenLaek-v1"}, "cannot be made: .*FrozenLake"),
+        ({"task": "no_such_module:X-v0"}, "cannot be made: .*no_such_module"),
+        (
+            {"task": "FrozenLake-v1", "task_options": {"slippery": True}},
+            "'slippery' is unknown.*Did you mean 'is_slippery'",
+        ),
+        ({"task": "FrozenLake-v1", "actions": ["left"]}, "4 different names, one for each action"),
+        ({"task": "CartPole-v1", "actions": ["left", "left"]}, "2 different names"),
+        ({"task": "Pendulum-v1"}, "has the action space Box.* Accepted: Discrete, Text"),
+    ],
+)
+def test_unplayable_tasks_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        GymnasiumEnv.prompts("train", 1, **options)

@@ -1,0 +1,227 @@
+"""Tasks of reasoning-gym: prompts that the environment brings, verifiers as rewards, and no answer that runs."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rl4llm.cli import main
+from rl4llm.compose import build_trainer
+from rl4llm.config import load_config
+from rl4llm.core.base_env import ChatMessage, SampleState
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.envs import ReasoningGymEnv
+from rl4llm.extensions.adapters.reasoning_gym import reasoning_prompts
+from rl4llm.extensions.adapters.reasoning_reward import ReasoningReward
+from rl4llm.rewards.pool import RewardFailure
+from rl4llm.rewards.replies import as_sample
+from rl4llm.testing import check_env
+
+library = pytest.importorskip("reasoning_gym", reason="the package reasoning-gym is not installed")
+
+CONFIG = Path(__file__).parents[3] / "configs" / "reasoning_gym_grpo.yaml"
+SMALL = [
+    "env.task=chain_sum", "env.task_options={min_terms: 2, max_terms: 2}", "data.limit=4", "eval.limit=2", "eval.every=2",
+    "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
+    "tracking.tensorboard=false", "checkpoint.every=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Prompts of a task whose problems Python makes in the order of a set, and of one whose verifier evaluates answers."""
+    return {
+        task: reasoning_prompts("train", 4, task=task) for task in ("isomorphic_strings", "spiral_matrix")
+    }
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = ReasoningReward(workers=1)
+    yield reward
+    reward.close()
+
+
+def answered(row, text):
+    columns = {
+        name: value for name, value in row.items() if name not in ("messages", "ground_truth", "prompt_id")
+    }
+    messages = [*map(ChatMessage.from_dict, row["messages"]), ChatMessage("assistant", text)]
+    return SampleState(row["prompt_id"], 0, messages, row["ground_truth"], columns, init_msg_size=2)
+
+
+def test_reasoning_splits_share_no_question_and_follow_the_seed(rows):
+    train = reasoning_prompts("train", 64, task="coin_flip")
+    test = reasoning_prompts("test", 64, task="coin_flip")
+    questions = [row["messages"][1]["content"] for row in train + test]
+    assert len(train) == 64
+    assert 8 < len(test) < 64, "a task with few problems gives each once"
+    assert len(set(questions)) == len(questions)
+    assert [row["prompt_id"] for row in train[:2]] == ["coin_flip-train-0", "coin_flip-train-1"]
+    assert reasoning_prompts("train", 4, task="isomorphic_strings") == rows["isomorphic_strings"]
+    others = reasoning_prompts("train", 4, task="isomorphic_strings", task_seed=1)
+    assert not {row["messages"][1]["content"] for row in others} & {
+        row["messages"][1]["content"] for row in rows["isomorphic_strings"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"task": "countdwon"}, "env.task='countdwon' is unknown.*Did you mean 'countdown'"),
+        (
+            {"task": "countdown", "task_options": {"min_number": 3}},
+            "'min_number' is unknown.*Did you mean 'min_numbers'",
+        ),
+        ({"task": "countdown", "split": "dev"}, "data.split='dev' is unknown. Known: test, train"),
+        ({"task": "countdown", "limit": 0}, "data.limit=0 is not accepted"),
+    ],
+)
+def test_what_the_library_does_not_have_is_refused_by_name(given, said):
+    with pytest.raises(ConfigError, match=said):
+        reasoning_prompts(**{"split": "train", "limit": 2, **given})
+
+
+@pytest.mark.parametrize("task", ["isomorphic_strings", "spiral_matrix"])
+def test_the_verifier_of_the_task_judges_the_last_answer(rows, reward, task):
+    right, other = rows[task][:2]
+    assert right["ground_truth"]
+    said = f"<answer>no</answer> Wait: <answer>\n{right['ground_truth']}\n</answer>"
+    samples = [
+        answered(right, said),
+        answered(right, "<answer>neither</answer>"),
+        answered(right, right["ground_truth"]),
+    ]
+    assert reward.score_batch(samples) == [1.0, 0.0, 0.0]
+    assert [sample.extras.get("reward_notes") for sample in samples] == [
+        None,
+        None,
+        {"reasoning_gym": "no_answer"},
+    ]
+    assert other["messages"] != right["messages"]
+
+
+@pytest.mark.parametrize(
+    ("extract", "reply", "found"),
+    [
+        ("answer", "It is 4.", ""),
+        ("answer", "<answer> a b </answer>", "a b"),
+        ("last_number", "<answer>3</answer> or 4", "4"),
+        ("last_number", "I do not know", ""),
+        ("any", "<answer>3</answer> or 4", "3"),
+        ("any", "2 + 2 = 4", "4"),
+        ("any", "  gab\n", "gab"),
+        ("any", "3 <answer></answer>", ""),
+    ],
+)
+def test_extract_selects_where_the_answer_stands(extract, reply, found):
+    sample = as_sample([ChatMessage("assistant", reply)], "", {})
+    with closing(ReasoningReward(workers=1, extract=extract)) as reward:
+        answer, note = reward._answer(sample)
+    assert (answer or "", note) == (found, None if found else "no_answer")
+
+
+def test_an_unknown_extract_is_refused():
+    with pytest.raises(ConfigError, match=r"rewards\.reasoning_gym\.extract='tags' is not accepted"):
+        ReasoningReward(extract="tags")
+
+
+def test_the_system_prompt_of_a_task_is_an_option():
+    def messages(**given):
+        return reasoning_prompts("train", 1, task="coin_flip", **given)[0]["messages"]
+
+    system, question = messages()
+    assert "<answer>" in system["content"]
+    assert messages(system_prompt="Be brief.") == [{"role": "system", "content": "Be brief."}, question]
+    assert messages(system_prompt=None) == [question]
+
+
+def test_texts_of_datasets_are_refused_with_generated_prompts(model_dir, tmp_path):
+    given = [*SMALL, f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=r"data\.system_prompt has no effect.*set env\.system_prompt"):
+        build_trainer(load_config(CONFIG, [*given, "data.system_prompt=Be brief."]))
+    with pytest.raises(ConfigError, match=r"data\.prompt_template has no effect.*remove it"):
+        build_trainer(load_config(CONFIG, [*given, "data.prompt_template='Q: {prompt}'"]))
+
+
+def test_an_answer_is_never_run(rows, reward, tmp_path):
+    row, files = rows["spiral_matrix"][0], [tmp_path / f"{number}" for number in range(4)]
+    attacks = [
+        f"__import__('pathlib').Path('{files[0]}').touch()",
+        f"[open('{files[1]}', 'w') for x in (1,)]",
+        f"(lambda f: f('{files[2]}', 'w'))(open)",
+        f"open # \n ('{files[3]}', 'w')",
+    ]
+    samples = [answered(row, f"<answer>{attack}</answer>") for attack in attacks]
+    assert reward.score_batch(samples) == [0.0] * 4
+    notes = {sample.extras["reward_notes"]["reasoning_gym"] for sample in samples}
+    assert notes == {"crash: ValueError: the answer calls a function, which this task's verifier would run"}
+    assert not any(file.exists() for file in files)
+
+
+def test_calls_are_distinguished_from_arithmetic():
+    from rl4llm.extensions.adapters._reasoning_gym import (
+        calls_something,
+    )  # in the trainer it is only loaded by path
+
+    harmless = [
+        "82 + 20 - (67*50)",
+        "[[1, 2], [3, -4]]",
+        "x**2/2 + sin(x)*exp(2*x) + C",
+        "1 2 3",
+        "it is (probably",
+        "()",
+    ]
+    harmful = [
+        "f(1)",
+        "().__class__",
+        "x.y(1)",
+        "sin('print(1)')",
+        "sin(f(1))",
+        "5! + print(1)",
+        "(a)(b)",
+        "print\\\n(1)",
+    ]
+    assert [text for text in harmless if calls_something(text)] == ["it is (probably"]
+    assert [text for text in harmful if not calls_something(text)] == []
+
+
+def test_prompt_without_a_library_problem_is_not_scored(rows, reward):
+    sample = answered(rows["spiral_matrix"][0], "<answer>1</answer>")
+    sample.columns = {"reasoning": {**sample.columns["reasoning"], "question": "What is 1 + 1?"}}
+    assert isinstance(reward.score_batch([sample])[0], RewardFailure)
+    sample.columns = {"level": 3}
+    with pytest.raises(DataError, match=r"no column 'reasoning'.*it has \['level'\].*env.name=reasoning_gym"):
+        reward.score_batch([sample])
+
+
+def test_reasoning_environment_keeps_the_contract(rows, reward, tokenizer):
+    prompts = rows["spiral_matrix"]
+    env = ReasoningGymEnv(prompts, tokenizer, [reward], batch_size=1, group_size=1)
+    check_env(env, [f"<answer>{prompts[0]['ground_truth']}</answer>"])
+
+
+def test_reasoning_config_trains_and_evaluates_held_out_problems(model_dir, tmp_path):
+    given = [str(CONFIG), *SMALL, f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
+    assert main(["train", *given]) == 0
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("reward/reasoning_gym" in row for row in steps) == 2
+    assert {"chain_sum-train"} == tasks_of(tmp_path / "run", "step")
+    assert {"chain_sum-test"} == tasks_of(tmp_path / "run", "eval")
+
+
+def tasks_of(run, kind):
+    """The prompts of stored episodes, without their numbers."""
+    lines = [line for path in (run / "episodes").glob(f"{kind}-*") for line in path.read_text().splitlines()]
+    return {json.loads(line)["prompt_id"].rsplit("-", 1)[0] for line in lines}
+
+
+def test_the_environment_takes_no_other_data(model_dir, tmp_path):
+    given = [*SMALL, f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
+    with pytest.raises(
+        ConfigError, match=r"'arithmetic' is not accepted as data.*ReasoningGymEnv, which has its own"
+    ):
+        build_trainer(load_config(CONFIG, [*given, "data.path=arithmetic"]))
+    with pytest.raises(ConfigError, match=r"learns from demonstrations"):
+        build_trainer(load_config(CONFIG, [*given, "algorithm={name: sft}"]))

@@ -1,0 +1,3 @@
+"""The models and trajectories of all tests of backends."""
+
+from tiny_models import build, trajectories  # noqa: F401 - fixtures

@@ -1,0 +1,110 @@
+"""Any section of DeepSpeed's configuration passes through; what ours says already is refused by name."""
+
+import json
+
+import pytest
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.deepspeed.config import OURS, Demands, ZeroOptions, engine_config
+
+FP32, BF16 = (
+    Demands(bf16=False, max_grad_norm=1.0, trained=7),
+    Demands(bf16=True, max_grad_norm=1.0, trained=7),
+)
+
+
+@pytest.mark.parametrize("key", sorted(OURS))
+def test_section_with_a_key_of_rl4llm_is_refused(key):
+    with pytest.raises(ConfigError) as told:
+        engine_config({key: 1}, ZeroOptions(), FP32)
+    assert str(told.value).startswith(f"{key}=1 in the DeepSpeed configuration is not accepted")
+    assert OURS[key] in str(told.value)
+
+
+def test_auto_and_disabled_sections_change_nothing():
+    silent = {"fp16": {"enabled": False}, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    found = engine_config(dict.fromkeys(OURS, "auto") | silent, ZeroOptions(2), BF16)
+    assert found == engine_config(None, ZeroOptions(2), BF16)
+    assert found["gradient_clipping"] == 1.0 and found["bf16"]["enabled"] is True
+
+
+def test_what_both_say_alike_is_accepted():
+    bf16 = {"enabled": True, "immediate_grad_update": True}
+    given = {"bf16": bf16, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}
+    found = engine_config(given, ZeroOptions(3), BF16)
+    assert found["bf16"] == {"enabled": True, "immediate_grad_update": True, "check_grad_overflow": True}
+
+
+@pytest.mark.parametrize(("given", "options", "demands", "name"), [
+    ({"gradient_clipping": 0.5}, ZeroOptions(), FP32, r"gradient_clipping=0\.5.*training\.max_grad_norm, which is 1\.0"),
+    ({"bf16": {"enabled": True}}, ZeroOptions(), FP32, r"bf16\.enabled=True.*model\.dtype, which is float32"),
+    ({"bfloat16": {"enabled": False}}, ZeroOptions(), BF16, r"bf16\.enabled=False.*model\.dtype, which is bfloat16"),
+    ({"zero_optimization": {"stage": 3}}, ZeroOptions(2), FP32, r"zero_optimization\.stage=3.*zero_stage, which is 2"),
+    ({}, ZeroOptions(4), FP32, "zero_stage=4 is not accepted. Accepted: 0, 1, 2, 3"),
+    ({}, ZeroOptions(0, offload_optimizer=True), FP32, "offload_optimizer needs zero_stage 1 or above, not 0"),
+    ({}, ZeroOptions(2, offload_param=True), FP32, "offload_param needs zero_stage 3, not 2"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ZeroOptions(), FP32, "needs zero_stage 3"),
+])  # fmt: skip
+def test_contradictions_are_refused_with_both_sides(given, options, demands, name):
+    with pytest.raises(ConfigError, match=name):
+        engine_config(given, options, demands)
+
+
+def test_every_other_section_passes_through():
+    given = {
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 5,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+        "comms_logger": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "wall_clock_breakdown": False,
+    }
+    found = engine_config(given, ZeroOptions(offload_param=True), BF16)
+    assert {key: found[key] for key in given} == given
+
+
+def test_the_stage_is_2_unless_someone_says_otherwise():
+    stages = [
+        engine_config(None, ZeroOptions(), FP32),
+        engine_config({"zero_optimization": {"stage": 1}}, ZeroOptions(), FP32),
+        engine_config({"zero_optimization": {"reduce_bucket_size": 5}}, ZeroOptions(3), FP32),
+    ]
+    assert [found["zero_optimization"]["stage"] for found in stages] == [2, 1, 3]
+
+
+def test_gradients_of_a_bf16_model_add_up_in_fp32():
+    assert engine_config(None, ZeroOptions(1), BF16)["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types" not in engine_config(None, ZeroOptions(1), FP32)
+
+
+def test_config_file_may_be_json_or_yaml(tmp_path):
+    sections = {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}}
+    (tmp_path / "ds.json").write_text(json.dumps(sections))
+    (tmp_path / "ds.yaml").write_text("zero_optimization:\n  stage: 3\n  sub_group_size: 1e9\n")
+    found = [engine_config(tmp_path / name, ZeroOptions(), FP32) for name in ("ds.json", "ds.yaml")]
+    assert found[0] == found[1] == engine_config(sections, ZeroOptions(), FP32)
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "broken.json").write_text("{")
+    for name, reason in (
+        ("list.json", "must hold a mapping"),
+        ("broken.json", "neither"),
+        ("none.json", "does not exist"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            engine_config(str(tmp_path / name), ZeroOptions(), FP32)
+
+
+def test_what_was_given_is_not_changed():
+    given = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}}
+    engine_config(given, ZeroOptions(), FP32)
+    assert given == {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}}
+
+
+@pytest.mark.parametrize(("trained", "size"), [(0, 1), (1000, 1000), (7 * 10**9, 500_000_000)])
+def test_bucket_is_no_larger_than_the_model_by_default(trained, size):
+    demands = Demands(bf16=False, max_grad_norm=1.0, trained=trained)
+    assert engine_config(None, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == size
+    given = {"zero_optimization": {"reduce_bucket_size": 5}}
+    assert engine_config(given, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == 5

@@ -1,0 +1,118 @@
+import random
+import statistics
+from itertools import combinations
+
+import pytest
+
+from rl4llm.core.base_env import SampleState, Special
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
+from rl4llm.extensions.evaluate.scores import (
+    Problem,
+    differences,
+    mean_score,
+    pass_at_k,
+    problems_of,
+    scores,
+    share_score,
+)
+
+
+def problem(name, *earned, **more):
+    return Problem(name, tuple(map(float, earned)), sum(value >= 1 for value in earned), **more)
+
+
+def test_pass_at_k_is_the_share_of_choices_with_a_success():
+    for samples in range(1, 8):
+        for successes in range(samples + 1):
+            for k in range(1, samples + 1):
+                chosen = list(combinations([1] * successes + [0] * (samples - successes), k))
+                assert pass_at_k(samples, successes, k) == pytest.approx(sum(map(max, chosen)) / len(chosen))
+
+
+def test_with_one_sample_each_the_interval_is_wilsons():
+    score = share_score([1.0] * 8 + [0.0] * 2)
+    assert (score.low, score.high) == pytest.approx((0.490162, 0.943318), abs=1e-6)  # of 8 in 10, from tables
+    perfect = share_score([1.0] * 10)
+    assert perfect.high == 1.0
+    assert perfect.low == pytest.approx(0.722467, abs=1e-6)
+
+
+def test_interval_covers_the_truth_for_equal_attempts():
+    """400 sets of 40 problems with 8 samples each; every problem is nearly always solved, or nearly never."""
+    dice = random.Random(0)
+    covered = {"by problem": 0, "as if all samples were independent": 0}
+    for _ in range(400):
+        problems = []
+        for number in range(40):
+            chance = dice.choice((0.05, 0.95))
+            problems.append(problem(str(number), *(dice.random() < chance for _ in range(8))))
+        samples = [reward for item in problems for reward in item.rewards]
+        found = {
+            "by problem": scores(problems, [1])["pass@1"],
+            "as if all samples were independent": share_score(samples),
+        }
+        for name, score in found.items():
+            covered[name] += score.low <= 0.5 <= score.high
+    assert 0.92 < covered["by problem"] / 400 < 0.99
+    assert covered["as if all samples were independent"] / 400 < 0.7
+
+
+def test_paired_difference_is_surer_than_the_scores():
+    dice = random.Random(0)
+    before, after = [], []
+    for number in range(100):
+        solved = dice.random() < 0.5
+        before.append(problem(str(number), solved))
+        after.append(problem(str(number), solved or number < 10))
+    changed = differences(after, before, [1])["pass@1"].gained
+    apart = scores(after, [1])["pass@1"]
+    assert changed.value == pytest.approx(
+        scores(after, [1])["pass@1"].value - scores(before, [1])["pass@1"].value
+    )
+    assert changed.low > 0
+    assert changed.high - changed.low < 0.6 * (apart.high - apart.low)
+    values = [new.successes - old.successes for new, old in zip(after, before, strict=True)]
+    assert changed == mean_score(values)
+    assert changed.high - changed.value == pytest.approx(1.959964 * statistics.stdev(values) / 10, rel=1e-6)
+
+
+def test_what_only_one_of_two_evaluations_has_is_not_compared():
+    changed = differences([problem("a", 1), problem("b", 1)], [problem("b", 0), problem("c", 0)], [1])
+    assert (
+        changed["pass@1"].baseline,
+        changed["pass@1"].gained.value,
+        changed["pass@1"].gained.problems,
+    ) == (0.0, 1.0, 1)
+    assert changed["pass@1"].gained.low is None  # of one nobody knows the spread
+    assert differences([problem("a", 1)], [problem("b", 1)], [1]) == {}
+
+
+def test_a_problem_counts_where_enough_of_its_samples_are_left():
+    found = scores([problem("a", 1, 0), problem("b", 1, failed=1), problem("c", failed=2)], [1, 2])
+    assert (found["pass@1"].value, found["pass@1"].problems) == (0.75, 2)
+    assert (found["pass@2"].value, found["pass@2"].problems) == (1.0, 1)
+    assert found["mean@2"] == found["pass@1"]
+
+
+def test_scores_of_parts_stand_beside_those_of_all():
+    found = scores([problem("x/a", 1, part="x"), problem("y/a", 0, part="y")], [1])
+    assert [found[name].value for name in ("pass@1", "part/x/pass@1", "part/y/pass@1")] == [0.5, 1.0, 0.0]
+
+
+def test_results_by_problem_count_failures_and_skip_frozen_roles():
+    def group(name, role, *earned, frozen=False):
+        said = (TokenSpan.context([1]), TokenSpan((2,), "policy", (-0.5,), 0))
+        messages = (ChatMessage("user", "?"),)
+        members = [Trajectory(name, said, messages, {"right": r}, r, "done", role=role) for r in earned]
+        return Group(name, tuple(members), frozen=frozen)
+
+    pro = Special(role="pro")
+    lost = [SampleState("a", 2, [], "", special=pro), SampleState("b", 0, [], "", special=pro)]
+    groups = [group("a", "pro", 1.0, 0.5), group("a", "con", 0.0), group("a", "judge", 1.0, frozen=True)]
+    found = problems_of(groups, lost)
+    assert found == [
+        Problem("a", (1.0, 0.5), 1, failed=1, role="pro", answers=("", "")),
+        Problem("a", (0.0,), 0, role="con", answers=("",)),
+        Problem("b", (), 0, failed=1, role="pro"),
+    ]
+    assert (scores(found, [1])["pass@1"].value, scores(found, [1])["pass@1"].problems) == (0.25, 1)

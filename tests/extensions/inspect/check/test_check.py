@@ -1,0 +1,248 @@
+"""Each check passes on a setup that is whole, and fails on one that is broken on purpose."""
+
+import asyncio
+import copy
+import inspect
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from broken_parts import REWRITES_HISTORY, Lies, Talks, misspelled
+
+from rl4llm.cli import main
+from rl4llm.config import load_config
+from rl4llm.core.errors import EnvError
+from rl4llm.core.types import TokenSpan
+from rl4llm.extensions.inspect.check.bench import Bench
+from rl4llm.extensions.inspect.check.laws import check_mask, check_sampled
+from rl4llm.extensions.inspect.check.run import CHECKS, Check, _result, check
+from rl4llm.inference.local import LocalClient
+from rl4llm.sync.memory import MemoryPublisher
+
+ROOT = Path(__file__).parents[4]
+NAMED = {item.name: item for item in CHECKS}
+OF_EPISODES = ("rewards", "environment", "episodes", "log-probs", "publish")
+
+
+@pytest.fixture(scope="module")
+def small(model_dir, tmp_path_factory):
+    """config(**overrides): a small setup that is whole."""
+    directory = tmp_path_factory.mktemp("check")
+
+    def config(overrides=None):
+        own = {
+            "model.path": str(model_dir),
+            "data.path": "arithmetic",
+            "data.limit": 4,
+            "eval.every": 0,
+            "rewards": [{"name": "math", "extract": "answer"}],
+            "rollout.prompts": 2,
+            "rollout.group_size": 2,
+            "rollout.max_tokens": 4,
+            "output.dir": str(directory / "run"),
+        }
+        return load_config(None, own | (overrides or {}))
+
+    return config
+
+
+@pytest.fixture(scope="module")
+def bench(small):
+    """The parts of a whole setup, after each check passed on it; tests put back what they change."""
+    made, before = Bench(small()), {}
+    for item in CHECKS:
+        before[item.name] = _result(item, made, before)
+    yield made, before
+    made.close()
+
+
+def on(config, *names, free=None):
+    """What came of some checks, by name."""
+    made, before = Bench(config, *([free] if free else [])), {}
+    try:
+        for name in names:
+            before[name] = _result(Check(name, NAMED[name].run), made, before)
+    finally:
+        made.close()
+    return before
+
+
+def failed(result, *words):
+    return result.status == "failed" and all(word in result.text for word in words)
+
+
+def test_a_setup_that_is_whole_passes_and_nothing_is_left_of_it(bench, small):
+    _, results = bench
+    statuses = {name: result.status for name, result in results.items()}
+    assert statuses.pop("servers") == statuses.pop("sandbox") == "skipped"
+    assert set(statuses.values()) == {"passed"}, results
+    assert not Path(small().output.dir).exists()
+
+
+def test_a_dataset_is_checked_without_an_engine(model_dir, small, tmp_path):
+    said = [
+        {"role": "user", "content": "How many coins are 37 and 48?"},
+        {"role": "assistant", "content": "Answer: 85"},
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(4)))
+    config = small({"algorithm.name": "sft", "data.path": str(tmp_path), "data.limit": None, "rewards": None})
+    results = {result.name: result for result in check(config)}
+    skipped = {name for name, result in results.items() if result.status == "skipped"}
+    assert skipped == {*OF_EPISODES, "servers", "sandbox"}
+    assert {results[name].status for name in NAMED.keys() - skipped} == {"passed"}, results
+
+
+def test_check_of_missing_data_fails_and_skips_what_needs_it(small):
+    results = {result.name: result for result in check(small({"data.path": "/nowhere/train.jsonl"}))}
+    assert failed(results["data"], "/nowhere/train.jsonl")
+    assert results["disk"].status == "passed"
+    assert all("not run: 'data'" in results[name].text for name in ("rewards", "template"))
+    assert results["model"].status == results["loss"].status == "skipped"
+
+
+def test_a_reward_whose_example_lies_fails(small):
+    results = on(small({"rewards": ["broken_parts:Lies"]}), "data", "tokenizer", "rewards")
+    assert failed(results["rewards"], "'yes'", "expected 1", "gave 0")
+
+
+def test_a_template_that_rewrites_history_fails(small, tokenizer, tmp_path, model_dir):
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template = REWRITES_HISTORY
+    for file in model_dir.glob("*.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    broken.save_pretrained(tmp_path)
+    config = small({"model.path": str(tmp_path), "env": {"name": "broken_parts:Talks", "max_steps": 3}})
+    assert failed(on(config, "data", "tokenizer", "rewards", "environment")["environment"], "earlier")
+    made = Bench(config)
+    for name in ("data", "tokenizer"):
+        NAMED[name].run(made)
+    made.parts[0].env = Talks(
+        made.parts[0].dataset, made.tokenizer, [Lies()], batch_size=1, group_size=1, max_steps=3
+    )
+    assert failed(_result(Check("template", NAMED["template"].run), made, {}), "earlier")
+    made.close()
+
+
+def test_a_tool_that_raises_fails_with_its_line(small):
+    config = small({"env": {"name": "tool", "tools": ["broken_parts:misspelled"]}})
+    result = on(config, "data", "tokenizer", "rewards", "environment")["environment"]
+    line = inspect.getsourcelines(misspelled)[1] + 6
+    assert failed(
+        result, "the tool misspelled raised NameError: name 'txet' is not defined", f"broken_parts.py:{line})"
+    )
+
+
+def test_a_port_that_something_else_holds_fails_with_its_name(small):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        result = on(small({"inference": {"name": "sglang", "url": url}}), "servers")["servers"]
+    assert failed(result, "is in use by process", url) or failed(result, "is in use by a process", url)
+
+
+def test_check_of_a_missing_server_fails_with_the_next_step(small):
+    result = on(small({"inference": {"name": "sglang", "url": "http://127.0.0.1:9"}}), "servers")["servers"]
+    assert failed(result, "rl4llm serve")
+    hosted = small(
+        {"rewards": [{"name": "llm_judge", "url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "r"}]}
+    )
+    assert failed(on(hosted, "servers")["servers"], "Cannot connect to 127.0.0.1:9")
+
+
+def test_check_of_a_missing_host_fails_at_once(small):
+    away = small({"env": {"name": "chat", "remote": "127.0.0.1:9"}})
+    found = on(away, "data")["data"]  # a host may have rows of its own
+    assert failed(found, "Cannot connect to 127.0.0.1:9", "Next: start the server for this address")
+    assert found.seconds < 5
+
+
+def test_a_disk_that_is_too_small_fails_with_the_keys_that_help(small):
+    result = on(small(), "disk", free=lambda directory: 10**6)["disk"]
+    assert failed(result, "checkpoint.keep", "output.dir")
+    assert on(small(), "disk", free=lambda directory: 10**8)["disk"].status == "passed"
+
+
+def test_programs_without_walls_fail(small):
+    config = small({"rewards": ["code"], "sandbox.level": "rlimits"})
+    assert failed(on(config, "data", "tokenizer", "rewards", "sandbox")["sandbox"], "sandbox.allow_weak")
+
+
+def test_check_finds_other_weights_and_a_publish_without_effect(bench):
+    made, before = bench
+    trainer, played = made.trainer, made.played
+    own = trainer.inference
+    frozen = LocalClient(copy.deepcopy(trainer.backend.model), made.tokenizer)
+    try:  # its weights are a copy, which no publisher here reaches
+        trainer.inference = replace(own, client=frozen, publisher=MemoryPublisher(frozen), canary=None)
+        assert failed(_result(NAMED["publish"], made, before), "but the engine's did not")
+        with torch.no_grad():
+            frozen._model.model.norm.weight.mul_(1.5)
+        assert _result(NAMED["episodes"], made, before).status == "passed"
+        assert failed(_result(NAMED["log-probs"], made, before), "differences of at most")
+    finally:
+        trainer.inference, made.played = own, played
+        asyncio.run(frozen.close())
+    assert _result(NAMED["log-probs"], made, before).status == "passed"
+
+
+def test_tracker_without_its_package_fails(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    results = on(small({"tracking.wandb": True}), "model")
+    assert failed(results["model"], "tracking.wandb=true", "pip install 'rl4llm[wandb]'")
+
+
+def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small):
+    config = small({"algorithm.name": "broken_parts:MeanOfMicroBatch"})
+    results = {result.name: result for result in check(config)}
+    assert failed(results["loss"], "micro-batches", "token_losses")
+    assert results["log-probs"].status == "passed"
+
+
+def test_equal_samples_skip_the_check_of_the_loss(small):
+    result = on(small({"rollout.top_k": 1, "rollout.group_size": 4}), "data", "rewards", *NAMED)["loss"]
+    assert (result.status, "all samples of each prompt are equal" in result.text) == ("skipped", True), result
+
+
+def test_a_mask_that_is_not_what_was_sampled_fails(bench):
+    made, _ = bench
+    trajectories = [trajectory for group in made.played.groups for trajectory in group.trajectories]
+    batches = made.trainer.preparation.batching.pack(
+        trajectories, [1.0] * len(trajectories), made.trainer.preparation.batching.totals(trajectories)
+    )
+    check_sampled(made.played.completions, trajectories)
+    check_mask(trajectories, batches)
+    shifted = [replace(batch, mask_BT=batch.mask_BT.roll(1, dims=1)) for batch in batches]
+    with pytest.raises(EnvError, match="The loss mask misses"):
+        check_mask(trajectories, shifted)
+    first, *others = trajectories
+    said = first.spans[1]
+    made_up = TokenSpan((said.token_ids[0] + 1, *said.token_ids[1:]), "policy", said.logprobs, 0)
+    with pytest.raises(EnvError, match="did not sample"):
+        check_sampled(made.played.completions, [replace(first, spans=(first.spans[0], made_up)), *others])
+
+
+def test_check_prints_a_line_per_check_or_json(model_dir, tmp_path):
+    words = [sys.executable, "-m", "rl4llm", "check", "configs/quickstart.yaml", f"model.path={model_dir}"]
+    own = [f"output.dir={tmp_path / 'run'}", "rollout.max_tokens=8", "data.limit=8", "eval.limit=4", "--json"]
+    done = subprocess.run([*words, *own], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["passed"] and [item["name"] for item in told["checks"]] == list(NAMED)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_is_one_clear_line(small, tmp_path, capsys):
+    file = tmp_path / "small.yaml"
+    file.write_text("model: {path: /nowhere/model}\ndata: {path: arithmetic}\n")
+    assert main(["check", str(tmp_path / "smal.yaml")]) == 2
+    assert "Did you mean" in capsys.readouterr().err
+    assert main(["check", str(file), "training.rl=1"]) == 2
+    assert "training.lr" in capsys.readouterr().err
+    assert main(["check", str(file), "data.path=/nowhere"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(CHECKS) + 1 and "checks failed" in lines[-1]
+    assert any("failed" in line and "/nowhere/model" in line for line in lines)

@@ -1,0 +1,69 @@
+"""`rl4llm info model` tells without weights what a run finds out with them."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from families import BEGIN, END, FAMILIES, PAGE, build
+
+from rl4llm.backends.tiny import CHAT_TEMPLATE
+from rl4llm.cli import main
+
+TEMPLATES = Path(__file__).parents[3] / "data" / "templates"
+
+
+def told(capsys, *arguments):
+    capsys.readouterr()
+    assert main(["info", *arguments, "--json"]) == 0
+    return {row["what"]: row["answer"] for row in json.loads(capsys.readouterr().out)["model"]}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_path_and_form_are_those_that_a_run_measures(name, tmp_path, capsys):
+    build(name).config.save_pretrained(tmp_path)
+    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
+    row = next(line for line in lines if line.startswith(f"| {name} |")).strip("| ").split(" | ")
+    found = told(capsys, "model", str(tmp_path))
+    assert found["engine"].startswith(f"{row[2]}: ")
+    assert found["trains as"].startswith(row[5])
+    assert found["context"] == "96 tokens (max_position_embeddings)"
+    assert found["servers take its weights"].startswith("yes: ")
+
+
+def test_the_template_of_a_model_is_described(tmp_path, capsys, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+
+    def with_template(text):
+        build("Llama").config.save_pretrained(tmp_path)
+        tokenizer.chat_template = text
+        tokenizer.save_pretrained(tmp_path)
+        return told(capsys, "model", str(tmp_path))
+
+    own = with_template(CHAT_TEMPLATE)
+    assert own["end of turn"] == "<|im_end|>"
+    assert (own["tool format"], own["a tool call as the template writes it"]) == ("hermes", "ran")
+    assert own["tools"] == own["turns of a user"] == "appended token for token"
+    assert own["thoughts of earlier turns"] == "kept"
+    thinks = with_template((TEMPLATES / "thinking_chatml.jinja").read_text())
+    assert thinks["thoughts of earlier turns"] == "dropped"
+    assert "enable_thinking" in thinks["thinking"] and "no switch" in own["thinking"]
+    refused = with_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert "cannot be used" in refused["chat template"]
+
+
+def test_layers_that_no_engine_of_ours_caches_are_named(tmp_path, capsys):
+    from transformers import FalconH1Config
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 50}
+    FalconH1Config(**small, num_attention_heads=2, num_key_value_heads=2).save_pretrained(tmp_path)
+    assert (
+        "uses hybrid, which the embedded engine cannot cache"
+        in told(capsys, "model", str(tmp_path))["engine"]
+    )
+
+
+def test_a_topic_and_a_path_belong_together(tmp_path, capsys):
+    for arguments in (["model"], ["rewards", str(tmp_path)]):
+        assert main(["info", *arguments]) == 2
+        assert "needs a model directory" in capsys.readouterr().err

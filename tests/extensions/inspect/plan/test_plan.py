@@ -1,0 +1,267 @@
+"""What `rl4llm plan` says is what runs do and take."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from forked_python import python
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rl4llm.cli import main
+from rl4llm.compose import build_algorithm
+from rl4llm.config import load_config
+from rl4llm.extensions.inspect.plan.advice import changes
+from rl4llm.extensions.inspect.plan.memory import phases
+from rl4llm.extensions.inspect.plan.plan import make_plan
+from rl4llm.extensions.inspect.plan.show import parse_size
+
+GIB, WITHIN = 2**30, 0.2
+QUIET = {
+    "tracking.tensorboard": False,
+    "tracking.episodes_every": 0,
+    "eval.every": 0,
+    "threads": 1,
+    "max_steps": 2,
+}
+
+
+def saved_model(directory, tokenizer, hidden, layers):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def small(model_dir):
+    """config(**overrides): a small configuration."""
+
+    def config(overrides=None):
+        own = {"model.path": str(model_dir), "data.path": "arithmetic", "data.limit": 8, "eval.every": 0}
+        own |= {"rollout.prompts": 4, "rollout.group_size": 4, "rollout.max_tokens": 16}
+        return load_config(None, own | (overrides or {}))
+
+    return config
+
+
+@pytest.fixture(scope="module")
+def runs(tokenizer, tmp_path_factory):
+    """Three configurations of different kinds, and the memory that they took."""
+    root = tmp_path_factory.mktemp("measured")
+    model, tiny = saved_model(root / "model", tokenizer, 320, 5), saved_model(root / "tiny", tokenizer, 32, 1)
+    said = [{"role": "user", "content": "Say it. " * 10}, {"role": "assistant", "content": "word " * 90}]
+    (root / "chats").mkdir()
+    (root / "chats" / "train.jsonl").write_text(
+        "".join(json.dumps({"messages": said}) + "\n" for _ in range(8))
+    )
+    episodes = {
+        "data.path": "arithmetic",
+        "data.limit": 8,
+        "rewards": [{"name": "length", "unit": "chars", "max_length": 1, "margin": 400}],
+        "rollout.prompts": 4,
+        "rollout.group_size": 4,
+        "rollout.max_tokens": 32,
+        "training.lr": 1e-3,
+    }
+    chats = {
+        "algorithm.name": "sft",
+        "data.path": str(root / "chats"),
+        "rollout.prompts": 4,
+        "training.lr": 1e-3,
+    }
+    kinds = {
+        "warm": {**episodes, "model.lora.rank": 8, "model.path": tiny},
+        "grpo": {**episodes, "model.path": model},
+        "lora": {**episodes, "model.lora.rank": 8, "model.path": model},
+        "checkpointing": {**chats, "model.path": model, "model.gradient_checkpointing": True},
+    }
+    kinds = {name: {**QUIET, **kind, "output.dir": str(root / name)} for name, kind in kinds.items()}
+    script = Path(__file__).with_name("measured_runs.py")
+    done = python(script, json.dumps(kinds), root / "took.json", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    took = json.loads((root / "took.json").read_text())
+    return {
+        name: (load_config(None, kind), max(took[name].values()))
+        for name, kind in kinds.items()
+        if name != "warm"
+    }
+
+
+@pytest.mark.parametrize("kind", ["grpo", "lora", "checkpointing"])
+def test_the_peak_of_a_plan_is_that_of_the_run(runs, kind):
+    config, took = runs[kind]
+    planned = make_plan(config).peak.total
+    assert abs(planned - took) <= WITHIN * took, (
+        f"planned {planned / 2**20:.0f} MiB, took {took / 2**20:.0f} MiB"
+    )
+
+
+def test_a_plan_of_another_run_would_be_wrong(runs):
+    """So the test above can fail: neither checkpointing nor the size of micro-batches can be left out of a plan."""
+    config, took = runs["checkpointing"]
+    plain = replace(config, model=replace(config.model, gradient_checkpointing=False))
+    assert make_plan(plain).peak.total > (1 + WITHIN) * took
+    config, took = runs["grpo"]
+    smaller = replace(
+        config, training=replace(config.training, max_tokens_per_batch=make_plan(config).counts.longest)
+    )
+    assert make_plan(smaller).peak.total < (1 - WITHIN) * took
+
+
+PINNED = {
+    "{}": [574720, 10211072, 15605504],
+    "{model.device: cuda, model.gradient_checkpointing: true}": [574720, 10211072, 11378688],
+    "{algorithm.name: ppo, model.device: cuda, model.autocast: bfloat16, "
+    "backend: {name: torch, shard: fsdp2}}": [533632, 6031232, 4169600, 8613248, 10071424],
+    "{algorithm: {name: grpo, kl_coef: 0.1}, model.dtype: bfloat16, "
+    "backend: {name: deepspeed, zero_stage: 3}}": [359200, 4818176, 4083968, 9436928],
+    "{model.lora.rank: 4, model.device: cuda, backend: {name: deepspeed, offload_optimizer: true}}": [
+        619776,
+        9106688,
+        14464256,
+    ],
+    "{inference: {name: sglang, cohost: true}, backend: {name: torch, shard: fsdp2, cpu_offload: true}}": [
+        574720,
+        4506880,
+        14784512,
+    ],
+}
+
+
+@pytest.mark.parametrize("keys", PINNED)
+def test_a_plan_adds_up_to_what_it_always_did(small, keys):
+    """Recorded when plan had all formulas itself; a change of one must be meant."""
+    overrides, ranks = yaml.safe_load(keys), 4
+    plan = make_plan(small(overrides), ranks, GIB)
+    assert [phase.total for phase in plan.phases] == PINNED[keys]
+
+
+def test_each_model_of_a_run_counts_once_and_only_where_it_is(small):
+    def of(overrides):
+        plan = make_plan(small(overrides))
+        return {phase.name: phase.parts for phase in plan.phases}
+
+    plain, whole = of({}), of({})["update"]["weights"]
+    assert "reference" not in plain["update"] and "critic" not in plain
+    assert of({"algorithm": {"name": "grpo", "kl_coef": 0.1}})["update"]["reference"] == whole
+    assert (
+        "reference" not in of({"algorithm": {"name": "grpo", "kl_coef": 0.1}, "model.lora.rank": 4})["update"]
+    )
+    critic = of({"algorithm": {"name": "ppo"}})
+    assert (
+        critic["update"]["critic"] == critic["critic"]["critic"] == pytest.approx(3 * whole)
+    )  # weights and two moments
+    elsewhere = of({"inference": {"name": "sglang"}})
+    assert "KV cache" in plain["rollout"] and "KV cache" not in elsewhere["rollout"]
+    cohosted = of({"inference": {"name": "sglang", "cohost": True}})["rollout"]
+    assert set(cohosted) == {"server's weights", "server's KV cache"}  # the trainer has left the device
+
+
+def test_counts_multiply_and_each_rank_adds_its_own_prompts(small):
+    plan = make_plan(small({"training.updates_per_rollout": 2, "training.epochs": 3}), devices=2)
+    counts = plan.counts
+    assert (counts.prompts, counts.samples, counts.trajectories, counts.updates) == (4, 4, 16, 6)
+    assert counts.longest == counts.prompt_tokens + 16
+    smaller = make_plan(small({"training.max_tokens_per_batch": counts.longest})).counts
+    assert smaller.micro_batches == 16 and smaller.padded == counts.longest
+
+
+def test_a_model_that_ranks_share_out_is_never_whole_on_a_device(small):
+    shared = {"backend": {"name": "torch", "shard": "fsdp2"}, "model.device": "cuda"}
+    plans = [
+        make_plan(small(shared), devices=2, memory=GIB),
+        make_plan(small(shared | {"model.device": "cpu"}), devices=2),
+    ]
+    start, on_cpu = (plan.phases[0].total for plan in plans)
+    whole = plans[0].models.policy.parameters * 4
+    assert whole / 2 < start < whole <= on_cpu
+
+
+def test_nothing_of_the_weights_is_read(small, model_dir, tmp_path):
+    for file in model_dir.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text((model_dir / "chat_template.jinja").read_text())
+    assert make_plan(small({"model.path": str(tmp_path)})).peak == make_plan(small()).peak
+
+
+def test_what_does_not_fit_comes_with_keys_that_make_it_fit(small):
+    peak = make_plan(small()).peak.total
+    plan = make_plan(small(), memory=int(0.7 * peak))
+    assert not plan.fits
+    best = changes(plan)[0]
+    assert best.fits
+    changed = make_plan(load_config(None, [*_words(small()), *best.overrides]), memory=int(0.7 * peak))
+    assert changed.fits and changed.peak.total == best.peak
+
+
+def _words(config):
+    keys = {"model.path": config.model.path, "data.path": "arithmetic", "data.limit": 8, "eval.every": 0}
+    keys |= {"rollout.prompts": 4, "rollout.group_size": 4, "rollout.max_tokens": 16}
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def test_a_dataset_is_counted_as_it_will_be_packed(model_dir, tmp_path):
+    row = {"prompt": "How many?", "chosen": "Answer: 85", "rejected": "I do not know, sorry."}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    overrides = {
+        "model.path": str(model_dir),
+        "data.path": str(tmp_path),
+        "eval.every": 0,
+        "rollout.prompts": 4,
+    }
+    config = load_config(None, overrides | {"algorithm.name": "dpo"})
+    counts = make_plan(config).counts
+    assert (counts.rows, counts.prompts, counts.samples, counts.micro_batches) == (8, 4, 2, 1)
+    assert counts.keys > counts.tokens > counts.trains > 0
+    names = [
+        phase.name for phase in phases(config, build_algorithm(config), counts, make_plan(config).models, 1)
+    ]
+    assert names == [
+        "start",
+        "log-probs",
+        "update",
+    ]  # nothing is sampled, and the reference has a pass of its own
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert parse_size("24GiB") == parse_size("24 gib") == 24 * GIB
+    assert parse_size("1.5GB") == 1_500_000_000
+
+
+def test_plan_exits_with_1_if_the_run_does_not_fit(small, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("{}")
+    words = ["plan", str(file), *_words(small())]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["phases"][told["peak"]["phase"]]["total"] == told["peak"]["bytes"]
+    assert main([*words, "--device-memory", "1MiB"]) == 1
+    said = capsys.readouterr().out
+    assert "does NOT fit" in said and "max_tokens_per_batch" in said
+    wrong_words = {"--device-memory=24": "24GiB", "training.rl=1": "training.lr", "--devices=0": "1 or more"}
+    refused_in_training = {
+        "rollout.one_step_off_policy=true": "inference.name='local'",
+        "backend.name=torhc": "'torch'",
+    }
+    for wrong, hint in (wrong_words | refused_in_training).items():
+        assert main([*words, wrong]) == 2
+        assert hint in capsys.readouterr().err
+    for wrong, hint in (
+        ("model.path=/nowhere/model", "/nowhere/model"),
+        ("inference.context_length=8", "room for 7"),
+    ):
+        assert main([*words, wrong]) == 1
+        assert hint in capsys.readouterr().err

@@ -1,0 +1,35 @@
+"""Files that start a run of every role elsewhere, and stand-ins for where they do."""
+
+import pytest
+import yaml
+from launch_cluster import EVERY_ROLE, HOSTS, OPTIONS, Cluster
+
+from rl4llm.extensions.launch.launchers import launch_on
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """written(engine, *overrides): the directory with what starts a run of every role there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(EVERY_ROLE))
+    (tmp_path / "hosts").write_text(HOSTS)
+
+    def write(engine, *overrides, options=None, **more):
+        elsewhere = [f"output.dir=/shared/{tmp_path.name}"] if engine in ("skypilot", "kubernetes") else []
+        given = OPTIONS[engine] if options is None else options
+        arguments = {
+            "options": given,
+            "out": tmp_path / f"on {engine}",
+            "submit": False,
+            "say": lambda text: None,
+            **more,
+        }
+        assert launch_on(engine, "run.yaml", [*elsewhere, *overrides], **arguments) == 0
+        return arguments["out"]
+
+    return write
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return Cluster(tmp_path)

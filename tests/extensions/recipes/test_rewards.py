@@ -1,0 +1,74 @@
+"""The rewards and data of recipes that have their own."""
+
+import importlib
+import json
+
+import pytest
+from forked_python import python
+
+from rl4llm.core.types import ChatMessage
+from rl4llm.extensions.recipes.recipe import RECIPES
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Return a function that imports a module of the recipe of the same name."""
+
+    def imported(name):
+        monkeypatch.syspath_prepend(str(RECIPES / name))
+        return importlib.import_module(name)
+
+    return imported
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<reversed_text>cba</reversed_text>", 1.0),
+        ("Here it is: <reversed_text>\ncba\n</reversed_text>", 1.0),
+        ("<reversed_text>cb</reversed_text>", 0.8),
+        ("<reversed_text>xyz</reversed_text>", 0.0),
+        ("cba", 0.0),
+    ],
+)
+def test_reward_is_the_similarity_to_the_reversed_text(reply, score, module):
+    reward = module("reverse_text").Reversed()
+    found = reward([ChatMessage("user", "abc"), ChatMessage("assistant", reply)], "abc")
+    assert found == pytest.approx(score)
+
+
+FOLLOWED = {
+    "Use only lowercase letters.": ("the sea is blue.", "The sea is blue."),
+    "Use only CAPITAL LETTERS.": ("THE SEA.", "The SEA."),
+    "Use no commas.": ("The sea", "The sea, blue"),
+    "Use at most ten words.": ("a b c d e f g h i j", "a b c d e f g h i j k"),
+    "Write exactly three sentences.": ("One. Two! Is 3.5 three?", "One. Two. Three. Four"),
+    "Write exactly three lines, each beginning with '- '.": ("- a\n- b\n\n- c", "- a\n- b\nc"),
+    "End with the words: That is all.": ("The sea. That is all.", "That is all. The sea."),
+    "Put the whole answer in double quotes.": ('"The sea"', 'The "sea"'),
+    'Answer with a JSON object with the keys "title" and "text".': (
+        '{"title": "a", "text": "b"}',
+        '{"title": "a"}',
+    ),
+}
+
+
+def test_reward_is_1_only_if_the_instruction_is_followed(module):
+    instructions = module("instructions")
+    assert FOLLOWED.keys() == instructions.INSTRUCTIONS.keys()
+    reward = instructions.Follows()
+    for instruction, replies in FOLLOWED.items():
+        scores = [reward([ChatMessage("assistant", reply)], instruction) for reply in (*replies, " ")]
+        assert scores == [1.0, 0.0, 0.0], instruction
+
+
+@pytest.mark.parametrize("script", ["calculator/data.py", "code/data.py", "instructions/instructions.py"])
+def test_no_held_out_problem_is_trained_on(script, tmp_path):
+    assert python(RECIPES / script, tmp_path / "data", cwd=tmp_path).returncode == 0
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / "data" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    }
+    asked = {name: {json.dumps(row) for row in found} for name, found in rows.items()}
+    assert len(rows["test"]) >= 60 and len(rows["train"]) > len(rows["test"])
+    assert len(asked["train"]) == len(rows["train"]) and not asked["train"] & asked["test"]

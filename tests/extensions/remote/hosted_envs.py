@@ -1,0 +1,155 @@
+"""Environments and rewards that hosts run in tests; what they did is kept here, in the host's process."""
+
+import itertools
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.errors import EnvError
+from rl4llm.envs import ToolMDPEnv
+
+CLOSED, ENDED = [], []
+ON_TURN = []
+"""Called with the sample at each turn."""
+
+
+class Hints(BaseMDPEnv):
+    """A hint after each turn, which depends on the seed, the prompt, the sample, the turn and what was sampled alone.
+
+    It keeps count in the sample, gives each turn what it is worth, and brings its own prompts.
+    """
+
+    default_rewards = ("hosted_envs:Tokens",)
+    continue_truncated = True
+
+    @staticmethod
+    def prompts(split, limit=None, *, above=0):
+        texts = [f"Guess {above + i}." for i in range(limit or 4)]
+        return [
+            {"prompt_id": f"{split}-{i}", "messages": [{"role": "user", "content": text}], "ground_truth": i}
+            for i, text in enumerate(texts)
+        ]
+
+    def respond(self, sample):
+        for watch in ON_TURN:
+            watch(sample)
+        sampled = sum(len(span.token_ids) for span in sample.spans if span.author == "policy")
+        draw = random.Random(f"{self.seed} {sample.prompt_id} {sample.index} {sample.current_step} {sampled}")
+        sample.extras["object"] = self  # which no other process can have
+        sample.extras["metrics"] = {"hints": sample.current_step}
+        sample.reward_turn(draw.random())
+        if sample.current_step == self.max_steps:
+            return []
+        return [ChatMessage("user", f"No, try {draw.randint(0, 99)}")]
+
+    def end_episode(self, sample):
+        ENDED.append((sample.prompt_id, sample.index))
+
+    def close(self):
+        CLOSED.append(self)
+        super().close()
+
+
+class Stumbles(Hints):
+    """Breaks in the ways that environments break, as the prompt says."""
+
+    respond_timeout_s = 1.0
+
+    def respond(self, sample):
+        how = sample.messages[0].content
+        if sample.index and "raise" in how:
+            raise RuntimeError("the dice fell off the table")
+        if sample.index and "hang" in how:
+            time.sleep(5)
+        if sample.index and "surrogate" in how:
+            return [ChatMessage("user", "half a character: \ud800")]
+        if sample.index and "huge" in how:
+            return [ChatMessage("user", "x" * (2 * 1024**2))]
+        return super().respond(sample)
+
+    def end_episode(self, sample):
+        super().end_episode(sample)
+        if sample.index and "stick" in sample.messages[0].content:
+            raise OSError("it cannot be closed")
+
+
+class Mortal(ToolMDPEnv):
+    """Tools on a host that is killed -9 in the middle of the `dies_at`th turn, unless the file `died` says that it was."""
+
+    continue_truncated = True
+
+    def __init__(self, *args, dies_at=10, died="", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dies_at, self.died, self.turns = dies_at, Path(died), itertools.count(1)
+
+    async def respond(self, sample):
+        if next(self.turns) == self.dies_at and not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        await super().respond(sample)
+        return [ChatMessage("tool", f"go on {sample.index}")]
+
+
+class OwnLoop(BaseMDPEnv):
+    """Has a custom loop."""
+
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        return env_state
+
+
+class Tokens(BaseRewardFunction):
+    """The number of tokens that the policy sampled; not for samples that it does not like."""
+
+    def __init__(self, name="tokens", dislikes=""):
+        super().__init__(name)
+        self.dislikes = dislikes
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return 0.0
+
+    def score_batch(self, samples):
+        if any(self.dislikes and self.dislikes in sample.messages[0].content for sample in samples):
+            raise RuntimeError("I do not like this")
+        return [
+            float(sum(len(s.token_ids) for s in sample.spans if s.author == "policy")) for sample in samples
+        ]
+
+
+class TurnLetters(BaseRewardFunction):
+    """The letters of each turn."""
+
+    per_turn = True
+
+    def __init__(self, name="letters"):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return []
+
+    def score_batch(self, samples):
+        return [
+            [
+                float(len(item.content))
+                for item in sample.messages[sample.init_msg_size :]
+                if item.role == "assistant"
+            ]
+            for sample in samples
+        ]
+
+
+class Breaks(Tokens):
+    """Breaks its contract for the whole batch."""
+
+    def score_batch(self, samples):
+        return None
+
+
+class Refuses(Tokens):
+    """Cannot be made."""
+
+    def __init__(self, name="refuses"):
+        super().__init__(name)
+        raise EnvError("this reward refuses to exist")

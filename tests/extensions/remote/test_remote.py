@@ -1,0 +1,605 @@
+"""Environments on hosts: what a trainer gets from them is what it would get without, whatever becomes of the hosts."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import hosted_envs
+import pytest
+from hosting import HostThread
+
+from rl4llm.core.errors import ConfigError, HostsDownError, RL4LLMError
+from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
+from rl4llm.data.render import Renderer
+from rl4llm.envs import ToolMDPEnv
+from rl4llm.envs.rollout import Rollout
+from rl4llm.extensions.remote import hosts as trainer_side
+from rl4llm.extensions.remote import wire
+from rl4llm.extensions.remote.env import LOST
+from rl4llm.extensions.remote.hosted import HostedEnvironment
+from rl4llm.extensions.remote.rpc import HostChannel, LostError
+from rl4llm.extensions.remote.serve_env import _leave_within
+from rl4llm.extensions.remote.token import kept, new_token, token_of_start
+from rl4llm.inference.local import LocalClient
+from rl4llm.rewards import as_reward_function, weighted_sum
+from rl4llm.testing import check_env
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
+HINTS, STUMBLES = "hosted_envs:Hints", "hosted_envs:Stumbles"
+SPECS = [
+    "hosted_envs:Tokens",
+    "hosted_envs:TurnLetters",
+    {"name": "length", "max_length": 40, "unit": "chars"},
+]
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0)
+
+
+def rows(*texts):
+    return [
+        {
+            "prompt_id": f"p{i}",
+            "messages": [{"role": "user", "content": text}],
+            "ground_truth": "85",
+            "level": i,
+        }
+        for i, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def host():
+    with HostThread([HINTS, STUMBLES, "chat", "tool"]) as host:
+        yield host
+
+
+@pytest.fixture
+def remote(tokenizer):
+    """remote(hosts, name, rows, rewards, **options): an environment on hosts; those made are closed at the end."""
+    made = []
+
+    def make(hosts, name, dataset, rewards=("hosted_envs:Tokens",), seed=42, env=None, **options):
+        hosted = HostedEnvironment({"name": name, "remote": [host.address for host in hosts], **options})
+        made.append(hosted.hosts)
+        functions = hosted.rewards(list(rewards), tokenizer, dataset[0], seed)
+        return hosted(
+            dataset, tokenizer, functions, 1, 2, seed=seed, reward_transform_fn=transform(functions)
+        )
+
+    yield make
+    for hosts in made:
+        hosts.close()
+
+
+def transform(functions):
+    terminal = [function.name for function in functions if not function.per_turn]
+    return weighted_sum(dict.fromkeys(terminal, 1.0)) if len(terminal) > 1 else None
+
+
+@pytest.fixture
+def play(model, tokenizer):
+    """Plays a rollout of an environment against the embedded engine."""
+    runner = asyncio.Runner()
+    client = LocalClient(model, tokenizer, deterministic=True)
+    runner.run(client.load(WeightRef(0)))
+
+    def run(env, group_size=3, **options):
+        renderer = Renderer(tokenizer, env.tool_schemas, roles=env.reply_roles)
+        rollout = Rollout(env, client, renderer, runner, seed=1, **options)
+        return rollout.play(range(len(env.dataset)), step=0, sampling_params=PARAMS, group_size=group_size)
+
+    yield run
+    runner.run(client.close())
+    runner.close()
+
+
+def told(result):
+    """What two rollouts must agree in."""
+    episodes = result.trajectories
+    return [
+        (
+            item.spans,
+            item.messages,
+            dict(item.rewards),
+            item.turn_rewards,
+            item.stop_reason,
+            item.extras["sample"],
+        )
+        for item in episodes
+    ] + [item.reward for item in episodes]
+
+
+def test_the_compiled_protocol_is_that_of_the_published_file(tmp_path):
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    folder = wire.COMPILED.parent
+    into = tmp_path / "compiled"
+    assert protoc.main(["", f"-I{folder}", f"--descriptor_set_out={into}", "environments.proto"]) == 0
+    sets = [
+        wire.descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes()) for path in (into, wire.COMPILED)
+    ]
+    assert sets[0] == sets[1]
+    proto = (folder / "environments.proto").read_text()
+    assert f"--descriptor_set_out=rl4llm/extensions/remote/{wire.COMPILED.name}" in proto
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("tool", {"tools": ["calculator"]}), ("chat", {}), (HINTS, {"max_steps": 3})]
+)
+def test_an_environment_on_a_host_keeps_the_contract(host, remote, name, options):
+    check_env(remote([host], name, rows("How many are 37 and 48?", "And 1?"), **options), ["85", CALL])
+
+
+def test_episodes_on_hosts_are_those_of_the_trainers_own_process(host, remote, play, tokenizer):
+    dataset = rows("Guess.", "Guess again.")
+    functions = [as_reward_function(spec) for spec in SPECS]
+    here = hosted_envs.Hints(
+        dataset, tokenizer, functions, 1, 2, max_steps=3, seed=42, reward_transform_fn=transform(functions)
+    )
+    there = remote([host], HINTS, dataset, SPECS, max_steps=3)
+    expected, got = play(here), play(there)
+    assert told(got) == told(expected)
+    assert len(got.trajectories) == 6
+    assert any(item.turn_rewards for item in got.trajectories)
+    assert got.trajectories[0].extras["metrics"] == {"hints": 3}
+    assert "object" not in got.trajectories[0].extras
+    assert told(play(remote([host], HINTS, dataset, SPECS, seed=43, max_steps=3))) != told(expected)
+
+
+def test_what_ends_a_turn_and_the_tools_are_those_of_the_host(host, remote, play, tokenizer):
+    dataset = rows("How many are 37 and 48?")
+    options = {"tools": ["calculator"], "max_calls": 1}
+    here = ToolMDPEnv(dataset, tokenizer, [as_reward_function("math")], 1, 2, **options)
+    there = remote([host], "tool", dataset, ["math"], **options)
+    assert there.turn_params(PARAMS) == here.turn_params(PARAMS) != PARAMS
+    assert (there.tool_schemas, there.reply_roles, there.max_steps) == (here.tool_schemas, ("tool",), 4)
+    assert told(play(there)) == told(play(here))
+
+
+def test_episodes_spread_over_hosts_and_need_only_one_of_them(remote, play):
+    dataset = rows("Guess.", "Guess again.")
+    with HostThread([HINTS]) as one, HostThread([HINTS]) as two:
+        env = remote([one, two], HINTS, dataset, max_steps=2)
+        whole = play(env)
+        assert [host.env_host.played for host in (one, two)] == [3, 3]
+        one.stop()
+        assert told(play(env)) == told(whole)
+        assert two.env_host.played == 3 + 6
+
+
+def test_hosts_that_have_different_environments_are_refused(remote, monkeypatch):
+    with HostThread([HINTS]) as one, HostThread([HINTS]) as two:
+        make = two.env_host._make
+
+        def other(wanted, tokenizer):
+            env = make(wanted, tokenizer)
+            env.max_steps += 1
+            return env
+
+        two.env_host._make = other
+        with pytest.raises(
+            ConfigError, match=r"opened a different environment than the first host. Different: max_steps"
+        ):
+            remote([one, two], HINTS, rows("Guess."), max_steps=2)
+
+
+@pytest.fixture
+def on_turn():
+    """on_turn(number, do): `do` is called in the middle of a turn on a host, of the `number`th one."""
+    turns, due = [], {}
+
+    def watch(sample):
+        turns.append(sample)
+        due.pop(len(turns), lambda: None)()
+
+    def watch_for(number, do):
+        if not due:
+            turns.clear()
+            hosted_envs.ON_TURN[:] = [watch]
+        due[number] = do
+
+    yield watch_for
+    hosted_envs.ON_TURN.clear()
+
+
+@pytest.fixture
+def restarted():
+    """A host that `restart` ends, whatever it is doing, and starts again at the same address."""
+    host = Restarted()
+    yield host
+    with host.lock:
+        host.now.stop()
+
+
+class Restarted:
+    def __init__(self):
+        self.now, self.lock = HostThread([HINTS]), threading.Lock()
+        self.address, self.times = self.now.address, 0
+
+    def restart(self):
+        with self.lock:  # the trainer may be done before the new one stands
+            self.times += 1
+            self.now.stop()
+            self.now = HostThread([HINTS], self.now.server.port)
+
+
+def test_episode_with_a_lost_host_keeps_its_samples(remote, play, on_turn, restarted):
+    env = remote([restarted], HINTS, rows("Guess.", "Guess again."), SPECS, max_steps=3)
+    whole = play(env)
+    on_turn(8, restarted.restart)
+    on_turn(15, restarted.restart)
+    again = play(env)
+    assert restarted.times == 2
+    assert told(again) == told(whole)
+    assert not any("played_again_after" in item.extras for item in again.trajectories)
+
+
+def test_host_that_drops_one_episode_is_reopened(remote, host):
+    hosts = remote([host], HINTS, rows("Guess."))._hosts
+    link = hosts._wait(hosts.free())
+    opened = link.opened
+
+    async def lose():
+        hosts.lost(link, LostError("no answer to an episode"))
+
+    hosts._wait(lose())
+    assert hosts._wait(asyncio.wait_for(hosts.free(), 20)) is link
+    assert link.opened is not opened
+
+
+def test_episode_that_loses_every_host_is_left_out(remote, play, on_turn, restarted):
+    env = remote([restarted], HINTS, rows("Guess."), max_steps=3)
+    for number in range(2, 20):
+        on_turn(number, restarted.restart)
+    (failed,) = play(env, group_size=1, max_failed_share=1.0).failed
+    assert restarted.times > trainer_side.MOVES * 2
+    assert failed.failure_class == LOST
+    assert f"env host {restarted.address}, while " in failed.failure
+    assert f"of '{HINTS}'" in failed.failure
+
+
+def test_episode_that_replays_differently_is_retried(remote, play, on_turn, restarted, monkeypatch):
+    env = remote([restarted], HINTS, rows("Guess."), max_steps=3)
+    respond = hosted_envs.Hints.respond
+
+    def forgetful(self, sample):
+        return [ChatMessage("user", f"I was started {restarted.times} times.")]
+
+    monkeypatch.setattr(hosted_envs.Hints, "respond", lambda *args: respond(*args) and forgetful(*args))
+    on_turn(2, restarted.restart)
+    (episode,) = play(env, group_size=1).trajectories
+    assert episode.extras["played_again_after"] == "env/raised"
+    assert "I was started 0 times." not in [message.content for message in episode.messages]
+
+
+def test_episodes_wait_without_a_host_until_the_run_stops(remote, play, caplog):
+    with HostThread([HINTS]) as host:
+        env = remote([host], HINTS, rows("Guess."), max_steps=1)
+        port = host.server.port
+    env._hosts.pool.warn_every_s = 0.2
+    late = threading.Timer(1.0, lambda: hosts.append(HostThread([HINTS], port)))
+    hosts = []
+    late.start()
+    with caplog.at_level(logging.WARNING, "rl4llm.envs"):
+        assert len(play(env).trajectories) == 3
+    waiting = [
+        record.message for record in caplog.records if "No host of environments can serve" in record.message
+    ]
+    assert waiting
+    assert f"env host 127.0.0.1:{port}" in waiting[-1]
+    assert len(waiting) < 12  # not one for each episode
+    hosts[0].stop()
+    env._hosts.pool.limit_s = 0.6
+    with pytest.raises(
+        HostsDownError, match=rf"No host of environments could serve for 0.6 s \(env host 127.0.0.1:{port}"
+    ):
+        play(env)
+
+
+def test_a_host_that_hangs_is_lost_when_its_time_is_over(remote, play, monkeypatch, on_turn):
+    monkeypatch.setattr(trainer_side, "GRACE_S", 0.5)
+    monkeypatch.setattr(hosted_envs.Hints, "respond_timeout_s", 0.5)
+    hung = threading.Event()
+    with HostThread([HINTS]) as host, HostThread([HINTS]) as other:
+        env = remote([host, other], HINTS, rows("Guess."), max_steps=2)
+        whole = play(env)
+
+        def hang():
+            host.loop.call_soon_threadsafe(hung.wait, 10)  # the whole process
+
+        on_turn(2, hang)
+        again = play(env)
+        hung.set()
+        assert told(again) == told(whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "failure_class", "message"),
+    [
+        ("raise", "env/raised", "Stumbles.respond raised RuntimeError: the dice fell off the table"),
+        (
+            "stick",
+            "env/raised",
+            "Stumbles.end_episode raised OSError: it cannot be closed (tests/extensions/remote/",
+        ),
+        ("hang", "env/timeout", "Stumbles.respond took more than 1 s"),
+        ("surrogate", "env/raised", "surrogates not allowed"),
+        ("huge", "env/raised", "a message may have at most 1 MB"),
+    ],
+)
+def test_error_on_a_host_fails_only_its_episode(
+    host, remote, play, monkeypatch, text, failure_class, message
+):
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1024**2)
+    result = play(remote([host], STUMBLES, rows(text, "Guess."), max_steps=2), max_failed_share=1.0)
+    assert {(sample.prompt_id, sample.index, sample.failure_class) for sample in result.failed} == {
+        ("p0", 1, failure_class),
+        ("p0", 2, failure_class),
+    }
+    assert message in result.failed[0].failure
+    assert len(result.trajectories) == 4
+
+
+def test_a_reward_that_fails_on_a_host_leaves_the_episode_out(host, remote, play):
+    specs = [{"name": "hosted_envs:Tokens", "dislikes": "bad"}]
+    result = play(remote([host], HINTS, rows("bad", "good"), specs, max_steps=1), max_failed_share=1.0)
+    assert {(sample.prompt_id, sample.failure_class) for sample in result.failed} == {("p0", "tokens/raised")}
+    assert "RuntimeError: I do not like this" in result.failed[0].failure
+    assert [item.prompt_id for item in result.trajectories] == ["p1"] * 3
+
+
+def test_reward_that_breaks_its_contract_on_a_host_stops_the_run(host, remote, play):
+    env = remote([host], HINTS, rows("Guess."), ["hosted_envs:Breaks"], max_steps=1)
+    with pytest.raises(
+        ConfigError, match=r"while scoring an episode of .*: Reward 'tokens' returned None for \d samples"
+    ):
+        play(env)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "specs", "message"),
+    [
+        ("tol", {}, [], "env.name='tol' is unknown. Known: chat, hosted_envs:Hints, .* Did you mean 'tool'"),
+        ("tool", {"tols": []}, ["math"], "env option='tols' is unknown. .*Did you mean 'tools'"),
+        ("tool", {"tools": ["calculater"]}, ["math"], "Did you mean 'calculator'"),
+        ("chat", {}, ["mth"], "Did you mean 'math'"),
+        ("chat", {}, ["hosted_envs:Refuses"], "this reward refuses to exist"),
+    ],
+)
+def test_what_a_host_cannot_do_is_refused_before_anything_starts(host, remote, name, options, specs, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        remote([host], name, rows("Guess."), specs, **options)
+    assert f"env host {host.address}" in str(caught.value)
+    assert host.env_host._hosted == {}
+
+
+def test_a_program_is_repaired_on_a_host(remote, play):
+    row = {
+        "messages": [{"role": "user", "content": "Write double(x)."}],
+        "ground_truth": "assert double(4) == 8",
+        "public_tests": ["assert double(2) == 4"],
+    }
+    names = ["code", "math", "tool", "chat", "reasoning_gym", "gymnasium", "openenv"]
+    with HostThread(names) as host:
+        first, second = (remote([host], "code", [row], ["code"]) for _ in range(2))
+        first.close()  # the other's sandbox goes on
+        check_env(second, ["```python\ndef double(x):\n    return x * 2\n```"], rows=[0])
+
+
+def test_environment_with_a_custom_loop_is_not_hosted():
+    with pytest.raises(ConfigError, match=r"cannot be hosted: OwnLoop._run_interaction_loop takes over"):
+        HostThread(["hosted_envs:OwnLoop"])
+
+
+def test_a_row_that_no_message_can_hold_is_named(host, remote):
+    with pytest.raises(Exception, match="data: its first row cannot be sent to a host of environments"):
+        remote([host], "chat", [{**rows("Guess.")[0], "when": object()}])
+
+
+def test_another_protocol_is_refused_by_either_side(host, monkeypatch):
+    hello = wire.HelloRequest
+    monkeypatch.setattr(trainer_side.wire, "HelloRequest", lambda **fields: hello(protocol=7, version="9"))
+    with pytest.raises(
+        ConfigError,
+        match=r"this host uses protocol 1 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
+    ):
+        HostedEnvironment({"name": "chat", "remote": host.address})
+
+
+def test_a_host_is_used_only_with_its_token(remote, monkeypatch, tmp_path):
+    with HostThread(["chat"], token="open sesame") as host:
+        monkeypatch.delenv("RL4LLM_ENV_TOKEN", raising=False)
+        with pytest.raises(
+            ConfigError, match=r"the trainer sent no token, but this host requires one. Set RL4LLM_ENV_TOKEN"
+        ):
+            remote([host], "chat", rows("Guess."))
+        monkeypatch.setenv("RL4LLM_ENV_TOKEN", "open barley")
+        with pytest.raises(
+            ConfigError, match="the trainer sent a different token than this host's"
+        ) as caught:
+            remote([host], "chat", rows("Guess."))
+        assert "sesame" not in str(caught.value)
+        assert "barley" not in str(caught.value)
+        monkeypatch.delenv("RL4LLM_ENV_TOKEN")
+        (tmp_path / "token").write_text("open sesame\n")
+        monkeypatch.setenv("RL4LLM_ENV_TOKEN_FILE", str(tmp_path / "token"))
+        remote([host], "chat", rows("Guess."))
+        assert host.said == ["chat: opened by a trainer; 1 open"]
+
+
+@pytest.mark.parametrize("method", ["Hello", "Prompts", "Open", "Play"])
+def test_no_call_works_without_the_token(method):
+    with HostThread(["chat"], token="secret") as host:
+
+        async def ask():
+            channel = HostChannel(host.address, "other")
+            request = wire.MESSAGES[wire.SERVICE.methods_by_name[method].input_type.name]()
+            try:
+                if method == "Hello":
+                    return await channel.ask(method, request, 5, "tested")
+                if method == "Prompts":
+                    return [row async for row in channel.stream(method, request, 5, "tested")]
+                talk = channel.talk(method)
+                await talk.say(request, 5, "tested")
+                return await talk.hear(5, "tested")
+            finally:
+                await channel.close()
+
+        with pytest.raises(RL4LLMError, match=r"a different token|it ended the call"):
+            asyncio.run(ask())
+        assert host.said == []
+
+
+SENDS = """import grpc, sys
+channel = grpc.insecure_channel(sys.argv[1], options=[("grpc.max_send_message_length", -1)])
+call = channel.unary_unary("/rl4llm.environments.v1.Environments/Hello")
+for _ in range(2):
+    try:
+        call(b"x" * (60 << 20), timeout=30)
+    except grpc.RpcError as error:
+        print(error.code().name)
+"""
+
+
+def test_peer_without_the_token_cannot_send_a_large_message():
+    with HostThread(["chat"], token="open sesame") as host:
+        before = peak_mb(reset=True)
+        done = subprocess.run(
+            [sys.executable, "-c", SENDS, host.address], capture_output=True, text=True, timeout=120
+        )
+        assert set(done.stdout.split()) <= {"UNAUTHENTICATED", "UNAVAILABLE"} and done.stdout, done.stderr
+        assert peak_mb() - before < 30
+
+
+def peak_mb(reset=False):
+    """The most memory that this process had, since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    ]
+    return int(line.split()[1]) // 1024
+
+
+def test_trainers_of_the_same_user_find_the_token_of_a_start(remote, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RL4LLM_ENV_TOKEN", raising=False)
+    with HostThread(["chat"], token=(token := new_token())) as host:
+        with kept(token, host.server.port) as file:
+            assert file.stat().st_mode & 0o077 == file.parent.stat().st_mode & 0o077 == 0
+            remote([host], "chat", rows("Guess."))
+        assert not file.exists()
+        with pytest.raises(ConfigError, match="sent no token"):
+            remote([host], "chat", rows("Guess."))
+        assert len(token) == 32 and token != new_token()
+    with kept("of a start", 1) as file, kept("of the next start", 1):
+        assert token_of_start("127.0.0.1:1") == token_of_start("localhost:1") == "of the next start"
+        others = ("host.example:1", "10.0.0.1:1", "127.host.example:1")
+        assert {token_of_start(address) for address in others} == {""}
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl, which makes certificates, is not installed")
+def test_certificate_encrypts_the_connection(remote, tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=host -addext subjectAltName=IP:127.0.0.1 -days 1"
+    )
+    subprocess.run([*made.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with HostThread(["chat"], certificate=(certificate, key)) as host:
+        remote([host], "chat", rows("Guess."), remote_ca=str(certificate))
+
+        async def hello(authority):
+            channel = HostChannel(host.address, authority=authority)
+            try:
+                return await channel.ask("Hello", wire.HelloRequest(protocol=wire.PROTOCOL), 5, "tested")
+            finally:
+                await channel.close()
+
+        assert asyncio.run(hello(certificate)).protocol == wire.PROTOCOL
+        with pytest.raises(LostError):
+            asyncio.run(hello(None))
+        with pytest.raises(ConfigError, match=r"Cannot read env\.remote_ca='.*nothing.pem': No such file"):
+            asyncio.run(hello(tmp_path / "nothing.pem"))
+
+
+def test_a_host_leaves_in_time_whatever_hangs():
+    pid = os.fork()
+    if pid == 0:
+        _leave_within(0.1)
+        time.sleep(60)
+        os._exit(9)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_garbage_is_answered_and_the_host_goes_on(host, remote, play):
+    async def talk(method, *messages):
+        channel = HostChannel(host.address)
+        try:
+            call = channel.talk(method)
+            for message in messages:
+                await call.say(message, 5, "tested")
+            return await call.hear(5, "tested")
+        finally:
+            await channel.close()
+
+    file = wire.OpenRequest(file=wire.FilePart(name="../../escaped", data=b"x"))
+    wanted = wire.OpenRequest(wanted=wire.Wanted(environment="chat", options="[", row="{}"))
+    complete = wire.OpenRequest(complete=True)
+    for method, messages, message in [
+        ("Open", [file], "is not a file name of a tokenizer"),
+        ("Open", [wanted], "the options of an environment is not JSON"),
+        ("Open", [complete], "without naming it"),
+        ("Play", [wire.Said(step=3)], "this environment is not open on this host"),
+    ]:
+        with pytest.raises(Exception, match=message):
+            asyncio.run(talk(method, *messages))
+    assert len(play(remote([host], "chat", rows("Guess."))).trajectories) == 3
+
+
+def test_an_environment_on_a_host_brings_its_prompts(host):
+    hosted = HostedEnvironment({"name": HINTS, "remote": [host.address], "above": 5, "max_steps": 2})
+    assert hosted.default_rewards == ["hosted_envs:Tokens"]
+    assert [row["messages"][0]["content"] for row in hosted.prompts("test", 2)] == ["Guess 5.", "Guess 6."]
+    hosted.hosts.close()
+
+
+CLIENT = """
+import sys
+sys.path[:0] = {path}
+from rl4llm.extensions.remote.hosted import HostedEnvironment
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.extensions.remote.hosts import HostedEpisode
+from rl4llm.core.base_env import SampleState, ChatMessage
+hosted = HostedEnvironment({{"name": "hosted_envs:Hints", "remote": ["{address}"], "max_steps": 3}})
+row = {{"messages": [{{"role": "user", "content": "Guess."}}], "ground_truth": 1}}
+hosted.rewards(["hosted_envs:Tokens"], load_tokenizer("{model}"), row, 1)
+sample = SampleState("p", 7, [ChatMessage("user", "Guess."), ChatMessage("assistant", "1")], 1)
+hosted.hosts._wait(HostedEpisode(hosted.hosts, "hints").respond(sample))
+print("talking", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_trainer_that_is_killed_leaves_nothing_on_a_host(host, model_dir):
+    hosted_envs.CLOSED.clear()
+    hosted_envs.ENDED.clear()
+    code = CLIENT.format(path=[path for path in sys.path if path], address=host.address, model=model_dir)
+    client = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout.readline() == "talking\n"
+    assert len(host.env_host._hosted) == 1
+    assert not hosted_envs.ENDED
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    deadline = time.monotonic() + 10
+    while not (hosted_envs.CLOSED and hosted_envs.ENDED) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert host.env_host._hosted == {}
+    assert len(hosted_envs.CLOSED) == 1
+    assert hosted_envs.ENDED == [("p", 7)]

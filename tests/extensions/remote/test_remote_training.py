@@ -1,0 +1,133 @@
+"""Training on environments in other processes: a real host, which is killed and started again in the middle of a step."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from hosting import HostThread
+
+from rl4llm.cli import main
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs" / "remote_grpo.yaml"
+SMALL = [
+    "rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
+    "tracking.tensorboard=false", "checkpoint.every=0", "eval.every=0", "env.describe_tools=false", "algorithm.name=grpo",
+    "training.lr=1e-3", "deterministic=true", "rewards=[math, {name: length, unit: chars, max_length: 1, margin: 40}]",
+]  # fmt: skip
+ON_PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+
+
+class Host:
+    """`rl4llm serve-env`, in a process; what it says is kept."""
+
+    def __init__(self, names, port=0, environ=()):
+        command = [sys.executable, "-m", "rl4llm", "serve-env", "--env", names, "--port", str(port)]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | ON_PATH | dict(environ)
+        )
+        self.said = [self.process.stderr.readline()]
+        self.address = self.said[0].partition(" at ")[2].partition(",")[0].strip(" .\n")
+        self.port = int(self.address.rpartition(":")[2])
+
+    def end(self):
+        """End it as a user does; nothing of it stays."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        self.said += self.process.stderr.readlines()
+        assert self.process.wait(20) == 0
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+
+
+def train(model_dir, directory, *overrides):
+    assert (
+        main(["train", str(CONFIG), f"model.path={model_dir}", f"output.dir={directory}", *SMALL, *overrides])
+        == 0
+    )
+    return (directory / "model" / "model.safetensors").read_bytes()
+
+
+def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd):
+    mortal = [
+        "env.name=hosted_envs:Mortal",
+        "env.tools=[calculator]",
+        "env.max_steps=3",
+        f"env.died={tmp_path / 'died'}",
+    ]
+    (tmp_path / "died").touch()
+    here = train(model_dir, tmp_path / "here", *mortal, "env.remote=null")
+    (tmp_path / "died").unlink()
+    first, hosts = Host("hosted_envs:Mortal"), []
+
+    def start_again():
+        first.process.wait()
+        hosts.append(Host("hosted_envs:Mortal", first.port))
+
+    watch = threading.Thread(target=start_again, daemon=True)
+    watch.start()
+    there = train(model_dir, tmp_path / "there", *mortal, f"env.remote={first.address}", "env.dies_at=30")
+    watch.join(60)
+    assert (tmp_path / "died").exists()
+    assert there == here
+    said = " ".join(capfd.readouterr().out.split())
+    lost = f"Host of environments {first.address} leaves the pool of 1: env host {first.address}, while "
+    lost += r".*; its \d episodes continue elsewhere"
+    assert re.search(lost, said)
+    rows = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["trajectories"] for row in rows if "trajectories" in row] == [8.0, 8.0]
+    hosts[0].end()
+    assert [line.partition(";")[0] for line in hosts[0].said[1:3]] == [
+        "hosted_envs:Mortal: opened by a trainer",
+        "hosted_envs:Mortal: its trainer disconnected after 8 episodes",
+    ]
+
+
+def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("RL4LLM_ENV_TOKEN", "open sesame vqxwzk")
+    host = Host("tool")
+    train(model_dir, tmp_path / "run", f"env.remote={host.address}", "max_steps=1")
+    assert "for trainers with the same token" in host.said[0]
+    assert "vqxwzk" not in " ".join(psutil.Process(host.process.pid).cmdline())
+    host.end()
+    told = capfd.readouterr()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files if b"vqxwzk" in path.read_bytes()]
+    assert "vqxwzk" not in "".join([*host.said, told.out, told.err])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "tool", "--host", "0.0.0.0"], "--host 0.0.0.0 without a token is not accepted"),
+        (["--env", "tol"], "env.name='tol' is unknown. Known: "),
+        (["--env", "tool", "--port", "70000"], "--port 70000 is not accepted"),
+        (["--env", "tool", "--port", "{taken}"], "is in use by process"),
+        (["--env", "tool", "sandbox.levl=x"], "Did you mean 'sandbox.level'"),
+        (["--env", "tool", "training.lr=1"], "Accepted: keys of the section `sandbox`"),
+        (["--env", ","], "does not name an environment"),
+    ],
+)
+def test_a_host_that_must_not_be_started_is_refused(arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("RL4LLM_ENV_TOKEN", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        filled = [argument.format(taken=taken.getsockname()[1]) for argument in arguments]
+        assert main(["serve-env", *filled]) in (1, 2)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_whose_environment_no_host_has_does_not_start(model_dir, tmp_path, capsys):
+    with HostThread(["chat"]) as host:
+        place = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}", f"env.remote={host.address}"]
+        assert main(["train", str(CONFIG), *SMALL, *place]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"env host {host.address}: env.name='tool' is unknown. Known: chat." in said
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,147 @@
+"""One device for engine and trainer: the order in which they give it to each other, and what is refused out of order."""
+
+import asyncio
+
+import pytest
+
+from rl4llm.backends.models import load_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import EngineError, WeightsError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.server import Sampled, ServerClient
+from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet, DeviceState
+from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
+from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.extensions.servers.sync.wrappers import CohostPublisher
+
+
+class Quiet(ServerClient):
+    """A server in this process, which samples one token."""
+
+    held = -1
+
+    async def sample(self, prompt_ids, params, request_id):
+        return Sampled([5], [-1.0], "length", ((0, self.held),))
+
+    async def score(self, token_ids):
+        return [-1.0] * (len(token_ids) - 1)
+
+    async def version(self):
+        return self.held
+
+    async def health(self):
+        return {}
+
+    async def pause(self):
+        pass
+
+    async def resume(self):
+        pass
+
+
+@pytest.fixture
+def parts(model, tokenizer, tmp_path):
+    """Return (log of calls, the engine on a shared device, its publisher, the trainer's backend)."""
+    calls = []
+
+    class Engine(Quiet):
+        async def sleep(self, tags=("weights", "kv_cache")):
+            calls.append(("engine sleeps", *tags))
+
+        async def wake(self, tags=("weights", "kv_cache")):
+            calls.append(("engine wakes", *tags))
+
+        async def load_weights(self, weight_ref):
+            assert (tmp_path / f"v{weight_ref.version:06d}" / "manifest.json").exists()
+            calls.append(("engine loads", weight_ref.version))
+            self.held = weight_ref.version
+
+    class Backend(TorchBackend):
+        def onload(self):
+            calls.append(("trainer takes the device",))
+
+        def offload(self):
+            calls.append(("trainer leaves the device",))
+
+    engine = Engine("http://127.0.0.1:9", tokenizer, vocab_size=len(tokenizer), context_length=64)
+    client = CohostedFleet([engine])
+    publisher = CohostPublisher(client, FilesystemPublisher(client, WeightStore(tmp_path)))
+    return calls, client, publisher, Backend(load_model(model), lr=1e-3)
+
+
+HANDOVER = [
+    ("engine sleeps", "weights", "kv_cache"),
+    ("trainer takes the device",),
+    ("trainer leaves the device",),
+    ("engine wakes", "weights"),
+]
+
+
+def test_every_step_shares_the_device_in_one_order(parts):
+    calls, client, publisher, backend = parts
+
+    async def steps():
+        await publisher.publish(backend, 0)
+        await client.generate([5], SamplingParams())
+        await publisher.lend_device(backend)  # the update begins
+        await publisher.lend_device(backend)
+        await publisher.publish(backend, 1)
+        await client.generate([5], SamplingParams())
+
+    asyncio.run(steps())
+    expected = [[*HANDOVER, ("engine loads", version), ("engine wakes", "kv_cache")] for version in (0, 1)]
+    assert calls == expected[0] + expected[1]
+
+
+def test_nothing_is_generated_between_waking_and_loading(parts):
+    _, client, _, _ = parts
+    params = SamplingParams()
+
+    async def refused(match):
+        for question in (client.generate([5], params), client.score([5, 6])):
+            with pytest.raises(EngineError, match=match):
+                await question
+
+    async def walk():
+        await client.generate([5], params)
+        await client.sleep()
+        await refused("is asleep, so it cannot")
+        with pytest.raises(EngineError, match="cannot load"):
+            await client.load(WeightRef(1, "full", "/nowhere"))
+        with pytest.raises(EngineError, match="cannot wake kv_cache"):
+            await client.wake(("kv_cache",))
+        await client.wake(("weights",))
+        await refused("is awake, without weights, so it cannot")
+        with pytest.raises(EngineError, match="cannot wake kv_cache"):
+            await client.wake(("kv_cache",))
+        with pytest.raises(EngineError, match="cannot sleep"):
+            await client.sleep()
+
+    asyncio.run(walk())
+    assert client.state is DeviceState.EMPTY
+
+
+def test_a_load_that_fails_leaves_an_engine_that_does_not_answer(parts, monkeypatch):
+    _, client, publisher, backend = parts
+
+    async def fail(weight_ref):
+        raise EngineError("the server died")
+
+    monkeypatch.setattr(client.engines()[0], "load_weights", fail)
+
+    async def walk():
+        with pytest.raises(EngineError, match="died"):
+            await publisher.publish(backend, 3)
+        with pytest.raises(EngineError, match="without weights"):
+            await client.generate([5], SamplingParams())
+
+    asyncio.run(walk())
+
+
+def test_a_closed_publisher_lets_its_directory_go(parts, tmp_path):
+    _, _, publisher, backend = parts
+    asyncio.run(publisher.publish(backend, 0))
+    with pytest.raises(WeightsError, match="in use by this process itself"):
+        WeightStore(tmp_path).write(1, backend.weight_specs(), backend.weights())
+    asyncio.run(publisher.close())
+    WeightStore(tmp_path).write(1, backend.weight_specs(), backend.weights())

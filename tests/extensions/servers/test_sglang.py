@@ -1,0 +1,419 @@
+"""The real SGLang: it samples what a plain forward would, takes weights every way, and learns."""
+
+import asyncio
+import copy
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sweeps import sampled
+from vowels import WHOLE, asks_twice, check_learned, learn_vowels
+
+from rl4llm.backends.lora import add_adapter
+from rl4llm.backends.models import load_model
+from rl4llm.backends.tiny import build_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, StaleWeightsError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.adapters import adapter_name
+from rl4llm.extensions.servers.clients.server import DamagedReplyError
+from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraPublisher
+from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.extensions.servers.sync.tensor import TensorPublisher
+from rl4llm.extensions.servers.sync.wrappers import FallbackPublisher
+from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.transport import Retry
+from rl4llm.sync.verify import Canary
+from rl4llm.testing import check_client
+
+pytestmark = pytest.mark.sglang
+PROMPT = [5, 9, 40, 33, 7]
+WAYS = ["filesystem", "tensor", "distributed"]
+
+
+@pytest.fixture
+def client(sglang_url, tokenizer):
+    client = SGLangClient(sglang_url, tokenizer, vocab_size=len(tokenizer), context_length=512)
+    yield client
+    asyncio.run(client.close())
+
+
+@pytest.fixture
+def backend(model):
+    return TorchBackend(load_model(model), lr=1e-3)
+
+
+def publisher(name, client, root):
+    return (
+        FilesystemPublisher(client, WeightStore(root))
+        if name == "filesystem"
+        else TensorPublisher(client, name)
+    )
+
+
+def canary(client):
+    return Canary(client.vocab_size, dtype="float32", tolerance=1e-4)
+
+
+def change(model, seed, scale=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def change_adapter(backend, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, tensor in backend.adapter.weights():
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+
+
+def run(client, work):
+    """Run a coroutine function; connections belong to the event loop."""
+
+    async def whole():
+        try:
+            return await work()
+        finally:
+            await client.disconnect()
+
+    return asyncio.run(whole())
+
+
+def logprobs(model, prompt_ids, token_ids):
+    ids = torch.tensor([[*prompt_ids, *token_ids]])
+    with torch.no_grad():
+        logp_TV = model(ids).logits[0].log_softmax(-1)
+    return [logp_TV[place - 1, ids[0, place]].item() for place in range(len(prompt_ids), ids.shape[1])]
+
+
+def test_it_keeps_the_contract_of_clients(client, backend, tmp_path):
+    run(client, lambda: publisher("filesystem", client, tmp_path).publish(backend, 1))
+    check_client(client, [PROMPT, [8, 100, 3]], tolerance=1e-5, seeded=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_publisher_passes_the_canary(client, backend, tmp_path, way):
+    async def work():
+        publishes = publisher(way, client, tmp_path)
+        for version in (1, 2):
+            change(backend.model, version)
+            weight_ref = await publishes.publish(backend, version)
+            assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+            completion = await client.generate(PROMPT, SamplingParams(max_tokens=32, ignore_eos=True))
+            assert completion.version == version
+            assert completion.logprobs == pytest.approx(
+                logprobs(backend.model, PROMPT, completion.token_ids), abs=1e-5
+            )
+
+    run(client, work)
+
+
+def test_every_token_is_scored_as_the_trainer_scores_it(client, backend, tmp_path):
+    async def work():
+        await publisher("filesystem", client, tmp_path).publish(backend, 1)
+        others = [client.vocab_size - 1, 0, 12]
+        expected = logprobs(backend.model, PROMPT[:1], [*PROMPT[1:], *others])
+        assert await client.score([*PROMPT, *others]) == pytest.approx(expected, abs=1e-5)
+
+    run(client, work)
+
+
+@pytest.mark.parametrize("way", sampled(WAYS, ["tensor"]))
+def test_weights_that_moved_without_a_publish_are_noticed(client, backend, tmp_path, way):
+    async def work():
+        weight_ref = await publisher(way, client, tmp_path).publish(backend, 3)
+        change(backend.model, 9)
+        with pytest.raises(StaleWeightsError, match=r"SGLangClient at http.* does not hold version 3"):
+            await canary(client).verify(backend, client, weight_ref)
+
+    run(client, work)
+
+
+def test_spans_of_an_interrupted_turn_match_their_own_weights(client, backend, tmp_path):
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        await way.publish(backend, 4)
+        before = copy.deepcopy(backend.model)
+        tasks = [asyncio.create_task(client.generate([*PROMPT, n], params)) for n in range(8)]
+        await asyncio.sleep(0.3)
+        change(backend.model, 5)
+        await way.publish(backend, 5)
+        return before, await asyncio.gather(*tasks)
+
+    before, completions = run(client, work)
+    split = [completion for completion in completions if completion.versions]
+    assert split, "no request was under way while the weights changed"
+    for completion in split:
+        (first, old), (second, new) = completion.versions
+        assert (first, old, new) == (0, 4, 5)
+        assert 0 < second < 400
+        prompt = [*PROMPT, completions.index(completion)]
+        by_old, by_new = (logprobs(model, prompt, completion.token_ids) for model in (before, backend.model))
+        assert completion.logprobs[:second] == pytest.approx(by_old[:second], abs=1e-4)
+        assert completion.logprobs[second:] == pytest.approx(by_new[second:], abs=1e-4)
+        assert by_old[second:] != pytest.approx(by_new[second:], abs=1e-2)
+
+
+def test_a_wrong_path_is_an_error_and_keeps_the_old_weights(client, backend, tmp_path):
+    async def work():
+        weight_ref = await publisher("filesystem", client, tmp_path).publish(backend, 6)
+        wrong = type(weight_ref)(7, "full", str(tmp_path / "nowhere"))
+        with pytest.raises(EngineError):
+            await client.load(wrong)
+        assert await client.version() == 6
+        await client.generate(PROMPT, SamplingParams(max_tokens=2))  # it was not left paused
+        await canary(client).verify(backend, client, weight_ref)
+
+    run(client, work)
+
+
+def test_when_one_way_fails_the_fallback_is_taken_and_reported(client, backend, tmp_path):
+    warnings = []
+
+    async def work():
+        broken = SGLangClient(
+            client.base_url,
+            client._tokenizer,
+            vocab_size=client.vocab_size,
+            context_length=512,
+            trainer_host="256.0.0.1",
+        )
+        first = TensorPublisher(broken, "distributed")
+        both = FallbackPublisher(first, publisher("filesystem", client, tmp_path), warnings.append)
+        weight_ref = await both.publish(backend, 8)
+        await canary(client).verify(backend, client, weight_ref)
+        await both.close()
+        await broken.close()
+
+    run(client, work)
+    assert len(warnings) == 1
+    assert "Version 8 was published with sync.fallback" in warnings[0]
+
+
+def test_what_a_server_would_die_of_never_reaches_it(client):
+    async def work():
+        for prompt in ([], [client.vocab_size], [-1], [5] * 512):
+            with pytest.raises(EngineError, match="generate:"):
+                await client.generate(prompt, SamplingParams(max_tokens=2))
+        await client.generate(PROMPT, SamplingParams(max_tokens=2))
+
+    run(client, work)
+
+
+def test_the_server_refuses_a_repeated_request_id(client):
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def work():
+        await client.pause()  # so that the first cannot be over before the second is there
+        twice = [asyncio.create_task(client.sample(PROMPT, params, "twice")) for _ in range(2)]
+        await asyncio.wait(twice, return_when=asyncio.FIRST_COMPLETED)
+        await client.resume()
+        found = await asyncio.gather(*twice, return_exceptions=True)
+        assert any(isinstance(item, RefusedError) and "uplicate" in str(item) for item in found), found
+        same = [client.generate(PROMPT, params, session="1/p/0") for _ in range(4)]
+        assert len(await asyncio.gather(*same)) == 4
+
+    run(client, work)
+
+
+@pytest.mark.parametrize("way", sampled(WAYS, ["tensor"]))
+def test_grpo_learns_through_the_server(sglang_url, model_dir, learns, tmp_path, way):
+    learns(model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, way)
+
+
+def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend, model, tmp_path):
+    async def work():
+        await publisher("filesystem", client, tmp_path / "base").publish(backend, 50)
+        with_adapter = load_model(copy.deepcopy(model))
+        adapted = TorchBackend(with_adapter, lr=1e-3, adapter=add_adapter(with_adapter, rank=8))
+        way = LoraPublisher(client, WeightStore(tmp_path / "adapters"))
+        before, tasks = {}, {}
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        for version in (0, 1, 2):
+            change_adapter(adapted, version)
+            weight_ref = await way.publish(adapted, version)
+            assert await canary(client).verify(adapted, client, weight_ref) < 1e-4
+            before[version] = copy.deepcopy(adapted.model)
+            tasks[version] = asyncio.create_task(client.generate(PROMPT, params))
+            await asyncio.sleep(0.2)
+        for version, task in tasks.items():
+            completion = await task
+            assert completion.version == version
+            assert completion.logprobs == pytest.approx(
+                logprobs(before[version], PROMPT, completion.token_ids), abs=1e-4
+            )
+        assert await client._listed() == {adapter_name("rl4llm", weight_ref)}
+        assert await client.version() == 2
+        await client.load(WeightRef(51, "full", str(tmp_path / "base" / "v000050")))
+        assert await client.version() == 51
+        assert await client._listed() == set()
+        await canary(client).verify(backend, client, WeightRef(51, "full"))
+
+    run(client, work)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", sampled([2, 3], [3]))
+def test_two_ranks_of_deepspeed_learn_through_the_server(on_ranks, sglang_url, model_dir, tmp_path, stage):
+    options = {"backend": {"name": "deepspeed", "zero_stage": stage}, "sync": {"name": "filesystem"}, **WHOLE}
+    on_ranks(trained, model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, options)
+    check_learned(tmp_path, WHOLE["max_steps"])
+
+
+@pytest.mark.parametrize(("way", "shard"), [("tensor", "ddp"), ("distributed", "ddp"), ("lora", "fsdp2")])
+def test_two_ranks_publish_every_way_to_the_server(on_ranks, client, model, adaptable, tmp_path, way, shard):
+    base = adaptable(model)
+    run(client, lambda: client.load(WeightRef(0, "full", str(base))))
+    options = {
+        "backend": {"name": "torch", "shard": shard},
+        "sync": {"name": way},
+        "training.lr": 1e-2,
+        "max_steps": 3,
+    }
+    options |= {"model.lora": {"rank": 4}} if way == "lora" else {}
+    on_ranks(trained, base, tmp_path / "run", {"name": "sglang", "url": client.base_url}, options)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("mismatch/max", 0) < 1e-4 and "time/verify" in row for row in rows] == [True] * 3
+    assert any("mismatch/max" in row for row in rows)
+
+
+def trained(ranks, model_dir, directory, inference, options):
+    learn_vowels(ranks, model_dir, directory, inference, **options)
+
+
+@pytest.mark.parametrize("env", [{"name": "debate", "max_steps": 2}, {"name": "agent", "agent": asks_twice}])
+def test_conversations_led_by_others_train_on_server_tokens(sglang_url, model_dir, tmp_path, env):
+    """Conversations have several roles, or an agent leads them through an SDK."""
+    inference = {"name": "sglang", "url": sglang_url}
+    learn_vowels(
+        Ranks(), model_dir, tmp_path / "run", inference, env=env, **{"training.lr": 1e-3, "max_steps": 1}
+    )
+    for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
+        assert row["mismatch/max"] < 1e-4
+        assert row["turns"] == 2
+
+
+@pytest.mark.sweep  # vLLM learns one in every run of the tests
+def test_grpo_learns_an_adapter_through_the_server(client, model, learns, adaptable, tmp_path):
+    base = adaptable(model)
+    run(client, lambda: client.load(WeightRef(0, "full", str(base))))
+    learns(base, tmp_path / "run", {"name": "sglang", "url": client.base_url}, "lora")
+    versions = sorted(path.name for path in (tmp_path / "run" / "weights").glob("v*"))
+    assert versions == ["v000015", "v000016"]
+    assert (tmp_path / "run" / "weights" / "v000016" / "adapter_model.safetensors").exists()
+
+
+def test_weights_of_another_model_are_not_sent_to_a_server(client, tokenizer, tmp_path):
+    other = build_model(tokenizer, seed=0, hidden_size=32, num_layers=2)
+    weight_ref = FilesystemPublisher(client, WeightStore(tmp_path)).write(
+        TorchBackend(load_model(other), lr=1e-3), 90
+    )
+
+    async def work():
+        with pytest.raises(
+            ConfigError, match=r"does not serve the model that trains.* has hidden_size=64, not 32"
+        ):
+            await client.load(weight_ref)
+        await client.generate(PROMPT, SamplingParams(max_tokens=4))
+
+    run(client, work)
+
+
+def test_damaged_weights_give_no_sample_and_fail_the_canary(client, backend, tmp_path):
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        weight_ref = way.write(backend, 60)
+        file = next((tmp_path / "v000060").glob("*.safetensors"))
+        tensors = load_file(file)
+        tensors["model.norm.weight"][:] = float("nan")
+        save_file(tensors, file, metadata={"format": "pt"})
+        await client.load(weight_ref)
+        assert await client.version() == 60  # the server says that all is well
+        with pytest.raises(StaleWeightsError, match="does not hold version 60"):
+            await canary(client).verify(backend, client, weight_ref)
+        client.retry = Retry(2, first_wait_s=0.01)
+        with pytest.raises(DamagedReplyError, match="weights are probably corrupted"):
+            await client.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
+        await canary(client).verify(backend, client, await way.publish(backend, 60))
+        assert (await client.generate(PROMPT, SamplingParams(max_tokens=4))).version == 60
+
+    run(client, work)
+
+
+def test_a_refused_load_leaves_no_old_cache(client, backend, tmp_path):
+    class InPlace(SGLangClient):
+        """Keeps requests in their places, over which SGLang cannot forget its cache."""
+
+        async def pause(self):
+            await super().pause("in_place")
+
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        await way.publish(backend, 70)
+        digest = await client.checksum()
+        tasks = [
+            asyncio.create_task(client.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True)))
+        ]
+        await asyncio.sleep(0.2)
+        change(backend.model, 7)
+        weight_ref = way.write(backend, 71)
+        rash = InPlace(client.base_url, client._tokenizer, vocab_size=client.vocab_size, context_length=512)
+        with pytest.raises(EngineError, match=r"flush_cache .* a failed load: .*Weights were updated, but"):
+            await rash.load(weight_ref)
+        assert await client.checksum() != digest
+        await asyncio.gather(*tasks)
+        await client.load(weight_ref)
+        assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+        completion = await client.generate(PROMPT, SamplingParams(max_tokens=32, ignore_eos=True))
+        assert completion.logprobs == pytest.approx(
+            logprobs(backend.model, PROMPT, completion.token_ids), abs=1e-5
+        )
+        await rash.close()
+
+    run(client, work)
+
+
+def test_an_open_update_of_a_dead_trainer_is_closed(client, backend):
+    async def work():
+        await client.http.post("/begin_weight_update", {})
+        weight_ref = await TensorPublisher(client, "tensor").publish(backend, 80)
+        assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+
+    run(client, work)
+
+
+def test_files_that_show_late_are_waited_for(client, backend, tmp_path):
+    async def work():
+        way = publisher("filesystem", client, tmp_path)
+        await way.publish(backend, 90)
+        weight_ref = way.write(backend, 91)
+        (tmp_path / "v000091").rename(tmp_path / "hidden")
+        load = asyncio.create_task(client.load(weight_ref))
+        await asyncio.sleep(1)
+        assert await client.version() == 90
+        (tmp_path / "hidden").rename(tmp_path / "v000091")
+        await load
+        assert await client.version() == 91
+
+    run(client, work)
+
+
+def test_the_loop_of_the_examples_trains_against_a_server(sglang_url, model_dir):
+    place = str(Path(__file__).parents[3] / "examples")
+    sys.path.append(place)
+    try:
+        loop, prompts = import_module("loop_sglang").loop, import_module("shared").prompts
+    finally:
+        sys.path.remove(place)
+    backend = loop(str(model_dir), sglang_url, prompts("Guess.", answers=["3", "4", "5", "6"]), steps=2)
+    start = dict(TorchBackend(load_model(str(model_dir)), lr=0.0).weights())
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in backend.weights())

@@ -1,0 +1,288 @@
+"""Weights in requests and through process groups: whole or not at all, and what a failure leaves open is closed."""
+
+import asyncio
+import base64
+import pickle
+import time
+
+import pytest
+import torch
+from aiohttp import web
+from fault_server import FaultServer, reset, small_model, status
+
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
+from rl4llm.core.types import SamplingParams, TensorSpec, WeightRef
+from rl4llm.extensions.servers.clients import sglang
+from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
+from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.extensions.servers.sync.tensor import TensorPublisher
+from rl4llm.extensions.servers.sync.wrappers import FallbackPublisher
+from rl4llm.runtime.transport import Retry
+from rl4llm.sync.verify import Canary
+
+PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+
+
+class TensorServer(FaultServer):
+    """Takes tensors in requests as SGLang does: between two others, and never twice begun."""
+
+    open = False
+
+    async def start(self):
+        self.open = False
+        self.groups = set()
+        await super().start()
+
+    async def _begin_weight_update(self, body):
+        if self.open:
+            raise web.HTTPBadRequest(
+                text="a weight-update session is already open; call end_weight_update() first"
+            )
+        self.open = True
+        return {"success": True, "message": "Success"}
+
+    async def _end_weight_update(self, body):
+        if not self.open:
+            raise web.HTTPBadRequest(text="no weight-update session is open")
+        self.open = False
+        return {"success": True, "message": "Success"}
+
+    async def _update_weights_from_tensor(self, body):
+        if not self.open:
+            raise web.HTTPBadRequest(text="no weight-update session is open")
+        [payload] = body["serialized_named_tensors"]
+        self.model.load_state_dict(dict(pickle.loads(base64.b64decode(payload))), strict=False)
+        if body["weight_version"] is not None:
+            self.weight_version = body["weight_version"]
+            await self.engine.load(WeightRef(int(self.weight_version)))
+        return {"success": True, "message": "Succeeded to update parameter online."}
+
+    async def _init_weights_update_group(self, body):
+        self.groups.add(body["group_name"])
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    async def _destroy_weights_update_group(self, body):
+        self.groups.discard(body["group_name"])
+        return {"success": True, "message": "Succeeded to destroy custom process group."}
+
+
+@pytest.fixture
+def backend(tokenizer):
+    return TorchBackend(small_model(tokenizer, seed=1), lr=1e-3)
+
+
+@pytest.fixture
+def play(tokenizer, monkeypatch):
+    """Run `story(server, client)`; each tensor goes in a separate request."""
+
+    def run(story):
+        async def main():
+            server = TensorServer(small_model(tokenizer), tokenizer)
+            await server.start()
+            client = SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)
+            client.retry = Retry(2, first_wait_s=0.001)
+            try:
+                async with asyncio.timeout(30):
+                    return await story(server, client)
+            finally:
+                await client.close()
+                await server.stop()
+
+        monkeypatch.setattr(sglang, "BUCKET_BYTES", 1)
+        return asyncio.run(main())
+
+    return run
+
+
+async def proven(client, backend, weight_ref):
+    return await Canary(client.vocab_size, dtype="float32").verify(backend, client, weight_ref) < 1e-4
+
+
+def spoil(backend, value=float("nan")):
+    """Make the last number of the last tensor not finite."""
+    with torch.no_grad():
+        list(backend.model.parameters())[-1].view(-1)[-1] = value
+
+
+def test_the_version_comes_with_the_last_tensor(play, backend):
+    async def story(server, client):
+        sent = []
+        take = server._update_weights_from_tensor
+
+        async def note(body):
+            sent.append(body["weight_version"])
+            return await take(body)
+
+        server._update_weights_from_tensor = note
+        weight_ref = await TensorPublisher(client, "tensor").publish(backend, 7)
+        assert sent == [None] * (len(backend.weight_specs()) - 1) + ["7"]
+        assert not server.open
+        assert not server.paused
+        assert await proven(client, backend, weight_ref)
+
+    play(story)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "distributed"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_reach_no_engine(play, backend, kind, value):
+    async def story(server, client):
+        await TensorPublisher(client, "tensor").publish(backend, 1)
+        before, calls = await client.checksum(), dict(server.calls)
+        with torch.no_grad():
+            next(backend.model.parameters()).add_(1.0)
+        spoil(backend, value)
+        with pytest.raises(WeightsError, match="holds 1 values that are not finite"):
+            await TensorPublisher(client, kind).publish(backend, 2)
+        assert server.calls == calls
+        assert (await client.version(), await client.checksum()) == (1, before)
+        assert (await client.generate([5, 6], PARAMS)).version == 1
+
+    play(story)
+
+
+def test_tensors_other_than_the_models_own_reach_no_engine(play, backend):
+    async def story(server, client):
+        calls = dict(server.calls)
+        specs = backend.weight_specs()
+        for wrong in (specs[:-1], [*specs, TensorSpec("more", (1,), torch.float32)], [*specs[:-1], specs[0]]):
+            backend.weight_specs = lambda wrong=wrong: wrong
+            with pytest.raises(WeightsError, match="The weights"):
+                await TensorPublisher(client, "tensor").publish(backend, 1)
+        assert server.calls == calls
+
+    play(story)
+
+
+def test_what_a_trainer_that_died_left_open_is_closed_first(play, backend):
+    async def story(server, client):
+        await client.http.post("/begin_weight_update", {})
+        weight_ref = await TensorPublisher(client, "tensor").publish(backend, 3)
+        assert not server.open
+        assert await proven(client, backend, weight_ref)
+
+    play(story)
+
+
+FAULTS = {
+    "begin refused": ("/begin_weight_update", [status(400, text="busy")] * 2),
+    "begin lost": ("/begin_weight_update", [reset(after=True)]),
+    "tensor refused": ("/update_weights_from_tensor", [None, None, status(400, text="no such tensor")]),
+    "tensor lost": ("/update_weights_from_tensor", [None, reset()]),
+    "end lost": ("/end_weight_update", [reset(after=True)]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_a_failed_update_is_closed_and_the_next_one_succeeds(play, backend, name):
+    async def story(server, client):
+        way = TensorPublisher(client, "tensor")
+        await way.publish(backend, 1)
+        path, faults = FAULTS[name]
+        server.next(path, *faults)
+        with torch.no_grad():
+            next(backend.model.parameters()).add_(0.1)
+        if name == "end lost":  # all of them arrived, and so did the version: what reads back decides
+            await way.publish(backend, 2)
+        else:
+            with pytest.raises(EngineError, match=f"{path} (answered|failed)"):
+                await way.publish(backend, 2)
+            assert await client.version() == 1
+        assert (server.open, server.paused) == (False, False)
+        assert await proven(client, backend, await way.publish(backend, 2))
+
+    play(story)
+
+
+def test_a_cancelled_update_leaves_nothing_open(play, backend):
+    async def story(server, client):
+        async def hold(body):
+            await asyncio.Event().wait()
+
+        server._update_weights_from_tensor = hold
+        update = asyncio.create_task(TensorPublisher(client, "tensor").publish(backend, 2))
+        while not server.calls["/update_weights_from_tensor"]:
+            await asyncio.sleep(0.01)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert (server.open, server.paused) == (False, False)
+
+    play(story)
+
+
+def test_a_tensor_that_is_part_of_a_larger_one_is_sent_alone(play, backend):
+    whole = torch.randn(1000, 100)
+    payload = sglang._pickled(["a", "b"], [whole[3], whole[:, 3]])
+    assert len(payload) < 10_000
+    (_, row), (_, column) = pickle.loads(base64.b64decode(payload))
+    assert torch.equal(row, whole[3])
+    assert torch.equal(column, whole[:, 3])
+
+
+def test_a_failed_process_group_is_left_at_both_ends(play, backend):
+    began = time.monotonic()
+
+    async def story(server, client):
+        server.next("/init_weights_update_group", status(400, text="no route"), reset(after=True))
+        names = set()
+        for _ in range(2):
+            with pytest.raises(
+                EngineError, match=r"could not be sent weights .* inference.trainer_host='127.0.0.1'"
+            ):
+                await TensorPublisher(client, "distributed").publish(backend, 2)
+            assert client._group is None
+            assert not server.groups
+            names.add(str(server.calls["/destroy_weights_update_group"]))
+        assert names == {"1", "2"}
+        assert not server.paused
+        assert (await client.generate([5, 6], PARAMS)).version == -1
+
+    play(story)
+    assert time.monotonic() - began < 20  # the call that waits for the server has 120 s
+
+
+def test_the_fallback_is_reported_and_holds_for_one_version(play, backend, tmp_path):
+    async def story(server, client):
+        lines = []
+        way = FallbackPublisher(
+            TensorPublisher(client, "tensor"),
+            FilesystemPublisher(client, WeightStore(tmp_path)),
+            lines.append,
+        )
+        server.next("/update_weights_from_tensor", None, status(400, text="out of memory"))
+        weight_ref = await way.publish(backend, 1)
+        assert weight_ref.kind == "full"
+        assert await proven(client, backend, weight_ref)
+        assert len(lines) == way.taken == 1
+        assert "Version 1 was published with sync.fallback" in lines[0]
+        assert "out of memory" in lines[0]
+        assert (await way.publish(backend, 2)).kind == "tensor"
+        assert way.taken == 1
+        await way.close()
+
+    play(story)
+
+
+def test_faulty_weights_and_absent_servers_take_no_fallback(play, backend, tmp_path):
+    async def story(server, client):
+        lines = []
+        files = FilesystemPublisher(client, WeightStore(tmp_path))
+        spoil(backend)
+        with pytest.raises(WeightsError):
+            await FallbackPublisher(TensorPublisher(client, "tensor"), files, lines.append).publish(
+                backend, 1
+            )
+
+        class Down(TensorPublisher):
+            async def publish(self, backend, version):
+                raise EnginesDownError("all servers are down")
+
+        with pytest.raises(EnginesDownError):
+            await FallbackPublisher(Down(client, "tensor"), files, lines.append).publish(backend, 1)
+        assert not lines
+        await files.close()
+
+    play(story)

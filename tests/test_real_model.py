@@ -1,0 +1,126 @@
+"""SmolLM2-135M-Instruct, a pretrained model: it is checked, evaluated, trained, killed, resumed and exported."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from downloads import smollm2
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parent.parent
+QUICK = (
+    "eval.every=0", "rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=16", "training.warmup_steps=0",
+    "checkpoint.every=1", "max_steps=2", "tracking.tensorboard=false",
+    "rewards=[{name: length, unit: chars, max_length: 1, margin: 100}]",
+)  # fmt: skip
+
+
+def command(name, *arguments):
+    return [sys.executable, "-m", "rl4llm", name, *map(str, arguments)]
+
+
+def run(*arguments):
+    done = subprocess.run(command(*arguments), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def model():
+    return smollm2()
+
+
+@pytest.fixture(scope="module")
+def sums(model, tmp_path_factory):
+    """Return the arguments that name the shipped configuration, the model and the data."""
+    data = tmp_path_factory.mktemp("sums")
+    subprocess.run([sys.executable, ROOT / "examples" / "sums.py", data], check=True, capture_output=True)
+    return [ROOT / "configs" / "recipes" / "sums" / "train.yaml", f"model.path={model}", f"data.path={data}"]
+
+
+@pytest.fixture(scope="module")
+def whole(sums, tmp_path_factory):
+    """Return the directory of two steps that nobody killed."""
+    directory = tmp_path_factory.mktemp("whole")
+    run("train", *sums, *QUICK, "deterministic=true", f"output.dir={directory}")
+    return directory
+
+
+def mismatches(directory):
+    """Return the mean mismatch of each step."""
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [row["mismatch/mean"] for row in rows if "mismatch/mean" in row]
+
+
+def weights(directory):
+    return load_file(directory / "model" / "model.safetensors")
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def test_every_check_passes_under_autocast(sums, tmp_path):
+    said = run("check", *sums, "rollout.max_tokens=8", "model.autocast=bfloat16", f"output.dir={tmp_path}")
+    assert "All checks passed" in said
+
+
+def test_it_solves_some_sums_before_training(sums, tmp_path):
+    run("eval", *sums, "eval.limit=24", f"output.dir={tmp_path}", "--out", tmp_path / "answers.json")
+    scores = json.loads((tmp_path / "answers.json").read_text())["scores"]
+    assert 0 < scores["pass@1"]["value"] < 0.6
+
+
+def test_engine_and_trainer_agree_in_float32(whole):
+    assert len(mismatches(whole)) == 2
+    assert max(mismatches(whole)) < 1e-5
+
+
+def test_engine_and_trainer_agree_in_bf16(sums, tmp_path):
+    """Two forwards of the model, in bf16, differ by 0.033 nats on average."""
+    run("train", *sums, *QUICK, "model.autocast=bfloat16", "checkpoint.every=0", f"output.dir={tmp_path}")
+    assert 1e-3 < max(mismatches(tmp_path)) < 0.1
+
+
+def test_a_run_killed_after_one_step_resumes_bit_for_bit(whole, sums, tmp_path):
+    arguments = [*sums, *QUICK, "deterministic=true", f"output.dir={tmp_path}"]
+    with subprocess.Popen(command("train", *arguments), stdout=subprocess.DEVNULL) as killed:
+        while not (tmp_path / "checkpoints" / "latest").exists():
+            assert killed.poll() is None
+            time.sleep(0.02)
+        killed.kill()
+    run("train", *arguments)
+    assert_same(weights(tmp_path), weights(whole))
+
+
+def test_an_exported_model_loads_in_plain_transformers(whole, model, tmp_path):
+    run("export", whole, "--out", tmp_path / "exported")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_same(dict(exported.named_parameters()), {**dict(exported.named_parameters()), **weights(whole)})
+    assert not torch.equal(
+        next(exported.parameters()), load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    said = exported.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(said)
+
+
+@pytest.mark.sglang
+def test_two_steps_through_a_real_sglang_agree(sglang_python, model, sums, tmp_path):
+    from rl4llm.extensions.servers.launch import launch
+
+    flags = ["--model-path", str(model), "--port", "0", "--dtype", "float32"]
+    with launch("sglang", flags, python=sglang_python, cpu=True, ready_within_s=600) as server:
+        through = ("inference.name=sglang", f"inference.url={server.url}")
+        run("train", *sums, *QUICK, *through, "checkpoint.every=0", f"output.dir={tmp_path / 'run'}")
+    assert max(mismatches(tmp_path / "run")) < 1e-5

@@ -1,0 +1,170 @@
+"""What a run writes holds no secret, reads back, and still identifies the run."""
+
+import json
+import os
+import stat
+
+import pytest
+import yaml
+
+from rl4llm.compose import build_trainer
+from rl4llm.config import as_written, load_config
+from rl4llm.core.errors import ConfigError, RunDirError
+from rl4llm.core.redact import HIDDEN
+from rl4llm.extensions.export.export import model_card
+from rl4llm.extensions.launch.launchers import prepared
+from rl4llm.extensions.view.export import export
+from rl4llm.extensions.view.run import find_runs
+from rl4llm.runs.run_dir import RunDir
+
+TEXT = """
+model: {path: "${oc.env:MODEL}"}
+data: {path: arithmetic, limit: 4}
+eval: {every: 0}
+rollout: {prompts: 1, group_size: 2, max_tokens: 4}
+rewards: [{name: length, max_length: 9}]
+inference: {name: sglang, url: "http://me:${oc.env:DOOR}@127.0.0.1:9", api_key: "${oc.env:OWN}"}
+tracking: {tensorboard: false}
+"""
+SECRETS = {"DOOR": "door-secret", "OWN": "own-secret"}
+FLAGS = ["--admin-api-key", "literal-secret"]
+
+
+@pytest.fixture
+def config_file(tmp_path, model_dir, monkeypatch):
+    for name, value in {**SECRETS, "MODEL": str(model_dir)}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "given.yaml").write_text(TEXT)
+    return tmp_path / "given.yaml"
+
+
+def opened(config_file, **keys):
+    """Return the directory of the run after one more start."""
+    with build_trainer(
+        load_config(config_file, {"output.dir": str(config_file.parent / "run"), **keys})
+    ) as trainer:
+        trainer.claim()
+        return trainer.run
+
+
+def files_with(text, directory):
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if text in path.read_bytes()]
+
+
+def test_files_of_a_run_keep_references_and_hold_no_secret(config_file, tmp_path):
+    umask = os.umask(0)
+    try:
+        run = opened(config_file, **{"launch.server_flags": FLAGS})
+    finally:
+        os.umask(umask)
+    shown = yaml.safe_load(run.config_file.read_text())
+    assert shown["inference"]["api_key"] == "${oc.env:OWN}" and shown["model"]["path"] == "${oc.env:MODEL}"
+    assert shown["inference"]["url"] == "http://me:${oc.env:DOOR}@127.0.0.1:9"
+    assert shown["launch"]["server_flags"] == ["--admin-api-key", HIDDEN]
+    assert not files_with(b"-secret", run.path)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (run.config_file, run.run_file)} == {0o600}
+    assert load_config(run.config_file).inference["api_key"] == "own-secret"
+    card = model_card(load_config(run.config_file), 1, [])
+    assert "-secret" not in card and "\n  path: " in card
+
+
+def test_page_hides_secrets_that_an_older_run_wrote(config_file, tmp_path):
+    run = opened(config_file)
+    (run.path / "episodes").mkdir(exist_ok=True)
+    old = "inference: {name: sglang, api_key: own-secret}\nrewards: [{url: 'http://me:door-secret@h/v1'}]\n"
+    run.config_file.write_text(old)
+    export(find_runs([run.path]), tmp_path / "page.html", 1)
+    page = (tmp_path / "page.html").read_bytes()
+    assert HIDDEN.encode() in page and b"-secret" not in page
+
+
+def test_another_value_of_a_secret_or_variable_is_the_same_run(config_file, monkeypatch, tmp_path):
+    opened(config_file)
+    monkeypatch.setenv("OWN", "new-secret")
+    assert opened(config_file).changes == ()
+    (tmp_path / "moved").symlink_to(os.environ["MODEL"])
+    monkeypatch.setenv("MODEL", str(tmp_path / "moved"))
+    run = opened(config_file)
+    assert [change.split(":")[0] for change in run.changes] == ["environment.MODEL"]  # reported, and taken
+    with pytest.raises(RunDirError, match=r"model\.path: '\$\{oc\.env:MODEL\}' -> "):
+        opened(config_file, **{"model.path": os.environ["MODEL"] + "/."})
+
+
+def test_a_run_that_wrote_its_secrets_in_clear_resumes(config_file):
+    run = opened(config_file)
+    identity = json.loads(run.run_file.read_text())
+    identity["fingerprint"]["model.path"] = os.environ["MODEL"]
+    identity["settings"] |= {
+        "inference.url": "http://me:door-secret@127.0.0.1:9",
+        "inference.api_key": "own-secret",
+    }
+    identity["settings"] = {
+        key: value for key, value in identity["settings"].items() if "environment" not in key
+    }
+    run.run_file.write_text(json.dumps(identity))
+    run.run_file.chmod(0o644)
+    assert opened(config_file).changes == ()
+    assert not files_with(b"-secret", run.path)
+    assert stat.S_IMODE(run.run_file.stat().st_mode) == 0o600
+
+
+def test_an_older_run_with_a_nested_secret_can_resume(tmp_path):
+    key = "env.credentials.user"  # secret by the name above it, which a flat key does not show
+    RunDir.open(tmp_path, {key: "own-secret", "seed": 1}).close()
+    with RunDir.open(tmp_path, {key: HIDDEN, "seed": 1}, resolved={key: HIDDEN, "seed": 1}) as run:
+        assert run.changes == () and not files_with(b"-secret", tmp_path)
+
+
+def test_a_hidden_secret_is_missed_only_where_it_is_needed(config_file, monkeypatch):
+    run = opened(config_file, **{"inference.api_key": "own-secret"})
+    monkeypatch.delenv("DOOR")
+    config = load_config(run.config_file, of_run=True)  # as export and replay read it
+    assert config.inference["api_key"] == HIDDEN == config.inference["url"]
+    with pytest.raises(ConfigError, match="Environment variable 'DOOR' not found"):
+        load_config(run.config_file)
+    monkeypatch.setenv("DOOR", "door-secret")
+    with pytest.raises(ConfigError, match=r"inference\.api_key is '\(hidden\)'"):
+        build_trainer(load_config(run.config_file))
+
+
+def test_files_for_other_machines_name_the_variables_of_secrets(config_file, tmp_path):
+    (tmp_path / "hosts").write_text("a trainer server\n")
+    keys = [
+        "launch.servers=1",
+        f"output.dir={tmp_path}/run",
+        "inference.url=null",
+        "inference.api_key=${oc.env:OWN}",
+    ]
+    _, files, _, job = prepared(
+        "ssh", str(config_file), keys, options=[f"hosts={tmp_path}/hosts"], out=tmp_path
+    )
+    assert "OWN" in job.secrets and "MODEL" not in job.secrets
+    text = yaml.safe_load(files["config.yaml"])
+    assert text["inference"]["api_key"] == "${oc.env:OWN}" and text["model"]["path"] == os.environ["MODEL"]
+    with pytest.raises(ConfigError, match=r"inference\.api_key contains a key"):
+        prepared(
+            "ssh",
+            str(config_file),
+            [*keys, "inference.api_key=own-secret"],
+            options=[f"hosts={tmp_path}/hosts"],
+            out=tmp_path,
+        )
+
+
+def test_a_reference_to_a_reference_stays_a_reference(monkeypatch):
+    monkeypatch.setenv("OWN", "own-secret")
+    chain = {
+        "model.path": "m",
+        "data.path": "d",
+        "inference.api_key": "${oc.env:OWN}",
+        "env.note": "${inference.api_key}",
+    }
+    config = load_config(overrides=chain)
+    assert config.env["note"] == "own-secret"
+    assert (
+        as_written(config)["env"]["note"]
+        == "${inference.api_key}"
+        == as_written(config, elsewhere=True)["env"]["note"]
+    )
