@@ -67,7 +67,7 @@ class RankProcesses:
         if len(answers) == self.size and not failures:
             return [answers[rank][1] for rank in range(self.size)]
         told = [
-            f"--- rank {rank} " + (failures[rank] if rank in failures else self._state(rank, rank in answers))
+            f"--- rank {rank} " + (failures.get(rank) or self._state(rank, answers.get(rank)))
             for rank in sorted(range(self.size), key=lambda rank: rank not in failures)
         ]
         self.close()
@@ -138,27 +138,30 @@ class RankProcesses:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return found
 
-    def _state(self, rank: int, answered: bool) -> str:
-        if answered:
+    def _state(self, rank: int, answer: tuple[bool, object] | None) -> str:
+        process, stacks = self._processes[rank], self._stacks / str(rank)
+        if answer and not answer[0]:
             return "was done."
-        if not self._processes[rank].is_alive():
-            return f"died with exit code {self._processes[rank].exitcode}."
-        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        process.join(1.0 if answer else 0.0)
+        if not process.is_alive():
+            return f"died with exit code {process.exitcode}.\n" + stacks.read_text()
+        os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return "was not done in time:\n" + (self._stacks / str(rank)).read_text()
+        return "was not done in time:\n" + stacks.read_text()
 
 
 def _answer(connection: Connection) -> tuple[bool, object]:
     try:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionResetError):
-        return True, "died."
+        return True, ""  # it died
 
 
 def _serve(connection: Connection, environ: dict[str, str], stacks: Path) -> None:
     os.environ.update(environ)
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
+        faulthandler.enable(file=file)  # a crash leaves the stacks of all threads
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         ranks = join_ranks(timeout_s=60.0)
         connection.send_bytes(b"")

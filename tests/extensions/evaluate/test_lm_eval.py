@@ -81,12 +81,17 @@ def test_the_prompt_equals_that_of_lm_eval(name):
         assert prompt == item["prompt"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_verdicts_equal_those_of_lm_eval(name, graders):
+def skip_unless_there(name):
+    """Skip a benchmark whose grader is not installed."""
     if name == "humaneval" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
     if name == "ifeval":
         pytest.importorskip("lm_eval", reason="the extra ifeval is not installed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_verdicts_equal_those_of_lm_eval(name, graders):
+    skip_unless_there(name)
     items = [*RECORDED[name], *RECORDED["made"][name]]
     verdicts = IFEVAL if name == "ifeval" else FILTERS
     differ, seen = {}, set()
@@ -105,10 +110,7 @@ def test_the_verdicts_equal_those_of_lm_eval(name, graders):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_model_gives_the_answers_that_lm_eval_got(name, tmp_path):
-    if name == "humaneval" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
-    if name == "ifeval":
-        pytest.importorskip("lm_eval", reason="the extra ifeval is not installed")
+    skip_unless_there(name)
     files = {"test": [stored(item) for item in RECORDED[name]], "train": RECORDED["gsm8k_shots"]}
     for split, found in files.items() if name == "gsm8k" else [("test", files["test"])]:
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
