@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.commands.arguments import add_command, add_json, add_overrides
-from rl4llm.commands.output import Facts, say, show, show_facts, write_json
+from rl4llm.commands.output import Facts, say, show, write_json
 from rl4llm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,10 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(as_json: bool) -> int:
     from rl4llm.extensions.recipes.recipe import load, names
-    from rl4llm.extensions.recipes.summary import COLUMNS, rows
+    from rl4llm.extensions.recipes.summary import COLUMNS, listed, rows
 
-    found = [row for name in names() for row in rows(load(name))]
-    show_facts([Facts("recipes", "recipes: `rl4llm recipe run NAME` repeats one", COLUMNS, found)], as_json)
+    if as_json:
+        found = [row for name in names() for row in rows(load(name))]
+        write_json({"recipes": [dict(zip(COLUMNS, row, strict=True)) for row in found]})
+    else:
+        show(*(line for name in names() for line in listed(load(name))))
     return 0
 
 

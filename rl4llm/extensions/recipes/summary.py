@@ -25,6 +25,15 @@ def rows(recipe: Recipe) -> list[list[str]]:
     ]
 
 
+def listed(recipe: Recipe) -> list[str]:
+    """Return lines for a terminal: what a recipe learns, then each variant with its results."""
+    lines = [f"{recipe.name}: {recipe.learns}"]
+    for _, variant, _, held_out, minutes, memory, where in rows(recipe):
+        facts = [held_out, minutes and f"{minutes} minutes", memory and f"{memory} GB", where]
+        lines.append(f"  {variant}: {', '.join(filter(None, facts))}")
+    return lines
+
+
 def _row(recipe: Recipe, variant: str, results: Stored | None, old: bool) -> list[str]:
     if results is None:
         claimed = [item for item in recipe.expected if item["variant"] == variant]

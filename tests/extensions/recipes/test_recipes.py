@@ -180,6 +180,11 @@ def test_list_names_every_recipe(tmp_path):
     assert not [
         row for row in listed if not row["held-out"] and not row["measured on"].startswith("not run here")
     ]
+    lines = recipe("list", cwd=tmp_path).stdout.splitlines()
+    for row in listed:  # a line for each recipe, then one for each variant
+        assert not row["learned"] or f"{row['name']}: {row['learned']}" in lines
+        start, end = f"  {row['variant']}: ", row["measured on"]
+        assert any(line.startswith(start) and line.endswith(end) for line in lines)
 
 
 @pytest.fixture(scope="module")
