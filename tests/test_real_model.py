@@ -107,12 +107,15 @@ def test_an_exported_model_loads_in_plain_transformers(whole, model, tmp_path):
         next(exported.parameters()), load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    asked = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
     ids = tokenizer.apply_chat_template(
-        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        asked, continue_final_message=True, return_tensors="pt", return_dict=True
     )
-    said = exported.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(said)
+    likeliest = exported(**ids).logits[0, -1].argmax()  # by far, so on every processor
+    assert tokenizer.decode(likeliest) == " Paris"
 
 
 @pytest.mark.sglang

@@ -160,7 +160,7 @@ def test_tensors_that_only_convert_together_wait_for_each_other():
 def test_the_text_of_a_vision_model_trains_and_its_whole_is_kept(around, tmp_path, name):
     whole, directory = around(name)
     text = load_model(directory)
-    assert torch.equal(logits(text), logits(whole))
+    assert torch.allclose(logits(text), logits(whole), atol=1e-6)  # other kernels, on some processors
     assert type(empty_model(directory)) is type(text)
     assert not any("vis" in parameter for parameter, _ in text.named_parameters())
     backend = moved(TorchBackend(text, lr=1e-3))
@@ -172,8 +172,8 @@ def test_the_text_of_a_vision_model_trains_and_its_whole_is_kept(around, tmp_pat
         == whole.config.model_type
     )
     again = type(whole).from_pretrained(tmp_path / "exported")
-    assert torch.equal(logits(again), logits(backend.model))
-    assert not torch.equal(logits(again), logits(whole))
+    assert torch.allclose(logits(again), logits(backend.model), atol=1e-6)
+    assert not torch.allclose(logits(again), logits(whole), atol=1e-3)
     before = dict(whole.named_parameters())
     kept = {
         key: tensor
