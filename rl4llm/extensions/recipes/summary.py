@@ -45,8 +45,10 @@ def _row(recipe: Recipe, variant: str, results: Stored | None, old: bool) -> lis
         return [held_out, "", "", f"not run here; needs {recipe.needs}" if recipe.needs else "not run here"]
     runs = list(results.seeds.values())
     minutes = sorted(run["seconds"] / 60 for run in runs)
-    about = runs[0]["machine"]
-    place = f"{about['gpu'] or about['processor']}, {about['threads']} thread{'s' * (about['threads'] > 1)}"
+    machines = [run["machine"] for run in runs]
+    threads = _range([str(count) for count in sorted(about["threads"] for about in machines)])
+    place = ", ".join(dict.fromkeys(about["gpu"] or about["processor"] for about in machines))
+    place += f", {threads} thread{'s' * (threads != '1')}"
     return [
         f"{spread(results.at(0))} -> {spread(results.at(-1))}",
         _range([f"{minutes[0]:.1f}", f"{minutes[-1]:.1f}"]),
@@ -60,8 +62,9 @@ def spread(shares: Sequence[float]) -> str:
     return _range([f"{100 * shares[0]:.1f}", f"{100 * shares[-1]:.1f}"]) + " %"
 
 
-def _range(ends: list[str]) -> str:
-    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+def _range(sorted_texts: list[str]) -> str:
+    first, last = sorted_texts[0], sorted_texts[-1]
+    return first if first == last else f"{first} to {last}"
 
 
 def compared(recipe: Recipe, known: Stored | None, seed: int, found: dict[str, Any]) -> dict[str, Any]:
