@@ -16,6 +16,7 @@ from pathlib import Path
 from rl4llm import BaseRewardFunction
 
 HELD_OUT = 128
+WORDS = 5  # of a reply, at least
 HELD_OUT_TOPICS = 6
 TOPICS = """the sea, a cat, winter, bread, trains, the moon, a garden, rain, music, bicycles, tea, mountains, a library,
 bees, chess, a river, pizza, robots, autumn, the sun, dogs, paper, a bridge, football, honey, a lighthouse, snow, the desert,
@@ -54,20 +55,21 @@ INSTRUCTIONS: dict[str, Callable[[str], bool]] = {
 
 
 class Follows(BaseRewardFunction):
-    """1 if the reply is not empty and follows the instruction, 0 if not."""
+    """1 if the reply follows the instruction and names the topic, in five words or more, 0 if not."""
 
     def __init__(self, name: str = "follows"):
         super().__init__(name)
 
     def __call__(self, messages, ground_truth, **columns) -> float:
         text = messages[-1].content.strip()
-        return float(bool(text) and INSTRUCTIONS[ground_truth](text))
+        says = columns["topic"].split()[-1] in text.lower() and len(text.split()) >= WORDS
+        return float(says and INSTRUCTIONS[ground_truth](text))
 
 
 def rows(topics):
     """Return all requests about these topics, in a fixed random order."""
     found = [
-        {"question": f"{request.format(topic)} {instruction}", "answer": instruction}
+        {"question": f"{request.format(topic)} {instruction}", "answer": instruction, "topic": topic}
         for topic, request, instruction in product(topics, REQUESTS, INSTRUCTIONS)
     ]
     random.Random(0).shuffle(found)

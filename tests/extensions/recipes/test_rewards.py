@@ -38,17 +38,17 @@ def test_reward_is_the_similarity_to_the_reversed_text(reply, score, module):
 
 
 FOLLOWED = {
-    "Use only lowercase letters.": ("the sea is blue.", "The sea is blue."),
-    "Use only CAPITAL LETTERS.": ("THE SEA.", "The SEA."),
-    "Use no commas.": ("The sea", "The sea, blue"),
-    "Use at most ten words.": ("a b c d e f g h i j", "a b c d e f g h i j k"),
-    "Write exactly three sentences.": ("One. Two! Is 3.5 three?", "One. Two. Three. Four"),
-    "Write exactly three lines, each beginning with '- '.": ("- a\n- b\n\n- c", "- a\n- b\nc"),
+    "Use only lowercase letters.": ("the sea is deep blue.", "The sea is deep blue."),
+    "Use only CAPITAL LETTERS.": ("THE SEA IS DEEP BLUE.", "The SEA IS DEEP BLUE."),
+    "Use no commas.": ("The sea is deep blue", "The sea, it is blue"),
+    "Use at most ten words.": ("sea b c d e f g h i j", "sea b c d e f g h i j k"),
+    "Write exactly three sentences.": ("A sea. Two! Is 3.5 three?", "A sea. Two. Three. Four five"),
+    "Write exactly three lines, each beginning with '- '.": ("- a sea\n- b\n\n- c", "- a sea\n- b\nc d"),
     "End with the words: That is all.": ("The sea. That is all.", "That is all. The sea."),
-    "Put the whole answer in double quotes.": ('"The sea"', 'The "sea"'),
+    "Put the whole answer in double quotes.": ('"The sea is deep blue"', 'The "sea" is deep blue'),
     'Answer with a JSON object with the keys "title" and "text".': (
-        '{"title": "a", "text": "b"}',
-        '{"title": "a"}',
+        '{"title": "a sea", "text": "b c"}',
+        '{"title": "the deep blue sea"}',
     ),
 }
 
@@ -58,8 +58,17 @@ def test_reward_is_1_only_if_the_instruction_is_followed(module):
     assert FOLLOWED.keys() == instructions.INSTRUCTIONS.keys()
     reward = instructions.Follows()
     for instruction, replies in FOLLOWED.items():
-        scores = [reward([ChatMessage("assistant", reply)], instruction) for reply in (*replies, " ")]
+        scores = [
+            reward([ChatMessage("assistant", reply)], instruction, topic="the sea")
+            for reply in (*replies, " ")
+        ]
         assert scores == [1.0, 0.0, 0.0], instruction
+
+
+@pytest.mark.parametrize("reply", ["sea", "The moon is big and round"])
+def test_reward_is_0_for_a_reply_that_says_nothing_of_the_topic(reply, module):
+    reward = module("instructions").Follows()
+    assert reward([ChatMessage("assistant", reply)], "Use no commas.", topic="the sea") == 0.0
 
 
 @pytest.mark.parametrize("script", ["calculator/data.py", "code/data.py", "instructions/instructions.py"])
