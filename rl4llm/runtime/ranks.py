@@ -196,6 +196,11 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
         )
     backend = "gloo"
     if torch.cuda.is_available():
+        if int(environ["LOCAL_RANK"]) >= (gpus := torch.cuda.device_count()):
+            raise ConfigError(
+                f"LOCAL_RANK={environ['LOCAL_RANK']} has no GPU, since {gpus} are visible here. Start at most {gpus} "
+                "processes on this machine, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+            )
         torch.cuda.set_device(int(environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
     try:

@@ -119,13 +119,11 @@ def _check_config(arguments: argparse.Namespace) -> None:
 def _ranks(arguments: argparse.Namespace) -> int:
     """Train with several processes on this machine."""
     from rl4llm.config import load_config
+    from rl4llm.extensions.launch.devices import check_ranks
     from rl4llm.extensions.launch.ranks import Nodes, launch
 
-    nproc = (
-        load_config(arguments.config, arguments.overrides).launch.nproc
-        if arguments.nproc is None
-        else arguments.nproc
-    )
+    config = load_config(arguments.config, arguments.overrides)
+    nproc = config.launch.nproc if arguments.nproc is None else arguments.nproc
     nnodes, node_rank = 1 if arguments.nnodes is None else arguments.nnodes, arguments.node_rank or 0
     restarts = arguments.restarts or 0
     if nproc < 1 or nnodes < 1 or restarts < 0:
@@ -137,6 +135,7 @@ def _ranks(arguments: argparse.Namespace) -> int:
             f"--node-rank {node_rank} is not accepted. Accepted: 0 to {nnodes - 1}, one per machine."
         )
     _check_config(arguments)
+    check_ranks(config, nproc, os.environ)
     nodes = Nodes(nproc, nnodes, node_rank, arguments.rendezvous)
     return launch(
         arguments.config, arguments.overrides, nodes=nodes, restarts=restarts, force=arguments.force, say=say
@@ -146,11 +145,14 @@ def _ranks(arguments: argparse.Namespace) -> int:
 def _here(arguments: argparse.Namespace) -> int:
     """Start all processes of a run on this machine."""
     from rl4llm.extensions.launch.local import launch_here, own, planned
+    from rl4llm.runtime.gpus import visible_gpus
 
     _check_config(arguments)
     if not arguments.dry_run:
         return launch_here(arguments.config, arguments.overrides, force=arguments.force, say=say)
-    found, shared = planned(arguments.config, arguments.overrides, force=arguments.force)
+    found, shared = planned(
+        arguments.config, arguments.overrides, force=arguments.force, gpus=visible_gpus(os.environ) or None
+    )
     processes: list[dict[str, Any]] = [
         {
             "role": place.role.name,

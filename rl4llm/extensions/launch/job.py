@@ -43,11 +43,11 @@ class ClusterJob:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One process of a role on a machine: its number, and the GPUs that it may use."""
+    """One process of a role on a machine: its number, and the GPUs that it may use, by number or by name."""
 
     role: Role
     number: int
-    devices: tuple[int, ...] = ()
+    devices: tuple[int | str, ...] = ()
 
     def environ(self) -> dict[str, str]:
         """Return the variables that distinguish it from other processes; a process without GPUs sees none."""
@@ -55,7 +55,8 @@ class Assignment:
 
 
 def places(machines: Sequence[Mapping[str, int]], roles: Sequence[Role]) -> list[list[Assignment]]:
-    """Assign processes to machines, given the number per role on each. Numbers count over machines, GPUs per machine.
+    """Assign processes to machines, given the number per role on each. Numbers count over machines, GPUs per machine. Roles
+    that share the trainer's GPUs begin at its first one.
 
     Raises ConfigError if the machines and the configuration ask for different numbers.
     """
@@ -70,6 +71,7 @@ def places(machines: Sequence[Mapping[str, int]], roles: Sequence[Role]) -> list
             if name not in by_name:
                 raise ConfigError(unknown("a machine's role", name, by_name))
             role = by_name[name]
+            device = 0 if role.shares_gpus else device
             for _ in range(count):
                 here.append(Assignment(role, counts[name], tuple(range(device, device + role.gpus))))
                 counts[name] += 1

@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
-from rl4llm.config import load_config
+from rl4llm.config import Config, load_config
+from rl4llm.extensions.launch.devices import check_gpus, present
 from rl4llm.extensions.launch.job import Assignment, places
 from rl4llm.extensions.launch.ranks import STOPPED
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
@@ -38,7 +40,7 @@ def launch_here(
     The output of the others is in `output.dir/logs`. Raises ConfigError and RunDirError before anything starts.
     """
     chosen = load_config(config, overrides)
-    found, shared = planned(config, overrides, force=force, python=python)
+    found, shared = planned(config, overrides, force=force, python=python, gpus=present(os.environ))
     RunDir(chosen.output.dir).make_logs()
     with ExitStack() as started:
         processes = {}
@@ -63,15 +65,33 @@ def planned(
     *,
     force: bool = False,
     python: Sequence[str] = (sys.executable, "-m", "rl4llm"),
+    gpus: Sequence[str] | None = None,
 ) -> tuple[list[Assignment], dict[str, str]]:
     """Return the processes, trainer first, and the variables that all get: the address of each, on free ports.
 
-    GPUs are assigned by number: first to the training processes, then to each server.
+    GPUs are assigned in order: first to the training processes, then to each server. With inference.cohost servers begin at
+    the trainer's first GPU.
+
+    Args:
+        gpus: names of the GPUs to assign; None for any number of them, named from 0. Raises ConfigError for too few.
     """
+    chosen = load_config(config, overrides)
     command = (*python, "launch", config, *overrides, *(["--force"] if force else []))
-    wanted = roles(load_config(config, overrides), command, here=True)
+    wanted = roles(chosen, command, here=True)
+    if gpus is not None and not gpus and chosen.model.device == "auto":  # the trainer then uses the CPU
+        wanted = [replace(role, gpus=0) if role.name == "trainer" else role for role in wanted]
     (found,) = places([{role.name: role.count for role in wanted}], wanted)
+    if gpus is not None:
+        asked = max((int(device) + 1 for place in found for device in place.devices), default=0)
+        check_gpus(asked, _asked(chosen), gpus, os.environ)
+        found = [replace(one, devices=tuple(gpus[int(device)] for device in one.devices)) for one in found]
     return found, {hosts_variable(role.name): ",".join(_hosts(role)) for role in wanted}
+
+
+def _asked(config: Config) -> str:
+    launch = config.launch
+    servers = f", launch.servers={launch.servers}, launch.server_gpus={launch.server_gpus}"
+    return f"The run (launch.nproc={launch.nproc}{servers if launch.servers else ''})"
 
 
 def _hosts(role: Role) -> list[str]:

@@ -28,6 +28,11 @@ PORTS = {"trainer": 29500, "server": 30000, "router": 30100, "env": 50051}
 
 WITH_PORT = re.compile(r"(\[.*\]|[^:]*):(\d+)")  # an IPv6 address has more than one colon
 SHARDS = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
+IN_TURNS = {
+    "sglang": ("--enable-memory-saver", "--mem-fraction-static", "0.7"),
+    "vllm": ("--enable-sleep-mode", "--gpu-memory-utilization", "0.7"),
+}
+"""Flags of a server on the trainer's GPU: it can free its memory, and leaves some for what the trainer keeps there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Role:
         command: starts each process, given the environment variables with all hosts.
         gpus: GPUs of each process; 0 for none.
         gpu: type of the GPUs; None for any.
+        shares_gpus: whether its processes use the trainer's GPUs, in turns with it.
         secrets: environment variables that must be set where it runs; no file contains them.
         shared: whether it must see output.dir, models and data under the same paths as the trainer.
     """
@@ -51,6 +57,7 @@ class Role:
     gpu: str | None = None
     secrets: tuple[str, ...] = ()
     shared: bool = False
+    shares_gpus: bool = False
 
     def port(self, number: int) -> int:
         """Return the port of the process with this number."""
@@ -86,6 +93,7 @@ def roles(config: Config, command: Sequence[str], *, here: bool = False) -> list
             gpu if gpus else None,
             () if here else _secrets(config, name),
             shared=name != "router",
+            shares_gpus=name == "server" and bool(config.inference.get("cohost")),
         )
         for name, (count, gpus, gpu) in counts.items()
         if count
@@ -170,6 +178,7 @@ def _server(config: Config) -> list[str]:
     engine, launch, model = config.inference["name"], config.launch, str(model_directory(config.model.path))
     named = [model] if engine == "vllm" else ["--model-path", model]
     shards = [SHARDS[engine], str(launch.server_gpus)] if launch.server_gpus > 1 else []
+    in_turns = IN_TURNS[engine] if launch.server_gpus and config.inference.get("cohost") else ()
     return [
         "serve",
         "--engine",
@@ -179,6 +188,7 @@ def _server(config: Config) -> list[str]:
         "3",
         *named,
         *shards,
+        *in_turns,
         *launch.server_flags,
     ]
 
@@ -246,6 +256,16 @@ def _check(config: Config, here: bool) -> None:
         raise ConfigError(
             "launch.router=true is not accepted without SGLang servers to start. Set inference.name=sglang "
             "and launch.servers."
+        )
+    if launch.router and config.inference.get("cohost"):
+        raise ConfigError(
+            "launch.router=true is not accepted with inference.cohost=true: a router checks the health of servers that "
+            "sleep, which makes them generate. Remove one of the two."
+        )
+    if launch.servers and launch.server_gpus and "tensor" in (config.sync.name, config.sync.fallback):
+        raise ConfigError(
+            "sync.name=tensor shares the memory of a GPU, but each process of a launch has separate GPUs. Accepted: "
+            "filesystem or distributed."
         )
     if here and launch.nodes > 1:
         raise ConfigError(

@@ -401,7 +401,7 @@ HERE = """import sys
 from rl4llm.extensions.launch.local import launch_here
 sys.exit(launch_here(sys.argv[1], sys.argv[2:], say=print, python=["rl4llm"]))
 """
-ALONE = ("launch.nodes=1",)
+ALONE = ("launch.nodes=1", "model.device=cpu", "launch.server_gpus=0")
 
 
 def here(cluster, directory, *overrides):

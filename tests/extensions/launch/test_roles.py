@@ -131,13 +131,26 @@ def test_processes_listen_at_known_ports_and_check_a_key(monkeypatch):
     assert "--cpu" in line("server", 0, "launch.server_gpus=0")
 
 
+def test_a_server_that_shares_a_gpu_can_free_its_memory():
+    shared = ["inference.cohost=true", "launch.router=false", "launch.nodes=1", "launch.server_flags=[--x]"]
+    config, found = of(*shared, here=True)
+    server = words(config, ["run.yaml"], found["server"], 0, HOSTS)
+    start = server.index("--enable-memory-saver")
+    assert server[start : start + 4] == ["--enable-memory-saver", "--mem-fraction-static", "0.7", "--x"]
+    assert found["server"].shares_gpus
+    assert not found["trainer"].shares_gpus
+    assert "--enable-memory-saver" not in line("server", 0)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["inference.name=local"], "launch.servers=3 is not accepted with inference.name='local'"),
         (["inference.name=vllm", "launch.router=false"], "a vLLM server checks no key"),
         (["launch.servers=0"], "launch.router=true is not accepted without SGLang servers"),
-        (["inference.cohost=true"], "trainer and server share a GPU"),
+        (["inference.cohost=true", "launch.router=false"], "trainer and server share a GPU"),
+        (["inference.cohost=true"], "launch.router=true is not accepted with inference.cohost=true"),
+        (["sync.name=tensor"], "sync.name=tensor shares the memory of a GPU"),
         (["launch.servers=-1"], "launch.servers=-1 is not accepted: a whole number, 0 or above"),
         (["inference.api_key=abc"], "inference.api_key contains a key or password"),
         (["inference.url=http://me:pw@host:1"], "inference.url contains a key or password"),

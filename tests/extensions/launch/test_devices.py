@@ -1,0 +1,98 @@
+"""GPUs that a launch assigns: those that are visible, under their names, and never more than there are."""
+
+import json
+
+import pytest
+import torch
+
+from rl4llm.cli import main
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.launch import local
+from rl4llm.extensions.launch.devices import present
+from rl4llm.extensions.launch.local import launch_here, own, planned
+
+RUN = ["model.path=hub/model", "data.path=arithmetic", "inference.name=sglang", "launch.servers=1"]
+BOTH = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-94f1da9b-6c27-5d2d-9d1f-ef5d3b2a1c11"]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Return a function that sets the number of GPUs and CUDA_VISIBLE_DEVICES, and plans a run on them."""
+    (tmp_path / "run.yaml").write_text("")
+
+    def plan(count, visible, *overrides):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found, _ = planned(str(tmp_path / "run.yaml"), [*RUN, *overrides], gpus=present(local.os.environ))
+        return {place.role.name: own(place).get("CUDA_VISIBLE_DEVICES") for place in found}
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "expected"),
+    [
+        (8, None, ["0", "1"]),
+        (2, "4,5", ["4", "5"]),
+        (2, " 5 , 4 ", ["5", "4"]),
+        (2, ",".join(BOTH), BOTH),
+        (2, "4,5,-1,6", ["4", "5"]),
+    ],
+)
+def test_processes_get_the_visible_gpus_under_their_names(machine, count, visible, expected):
+    assert list(machine(count, visible).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "visible"), [(1, None), (1, "4"), (1, "4,5"), (1, "4,x,5"), (0, "4,5"), (0, None)]
+)
+def test_more_gpus_than_visible_are_refused(machine, count, visible):
+    with pytest.raises(
+        ConfigError, match=r"launch.nproc=1, launch.servers=1, .* GPU\(s\), but this machine has \d"
+    ):
+        machine(count, visible, "model.device=cuda")
+
+
+def test_a_server_with_cohost_shares_the_gpus_of_the_trainer(machine):
+    assert machine(1, "3", "inference.cohost=true") == {"trainer": "3", "server": "3"}
+    four = ["inference.cohost=true", "launch.nproc=4", "launch.server_gpus=2"]
+    assert machine(4, "4,5,6,7", *four) == {"trainer": "4,5,6,7", "server": "4,5"}
+
+
+def test_a_trainer_without_gpus_uses_the_cpu(machine):
+    assert machine(0, None, "launch.server_gpus=0") == {"trainer": None, "server": None}
+    with pytest.raises(ConfigError, match=r"needs 1 GPU\(s\), but this machine has 0 visible"):
+        machine(0, None)
+
+
+def test_a_launch_refuses_missing_gpus_before_it_starts_anything(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(local, "_start", lambda *_: pytest.fail("a process was started"))
+    (tmp_path / "run.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"needs 2 GPU\(s\), but this machine has 1 visible"):
+        launch_here(str(tmp_path / "run.yaml"), [*RUN, f"output.dir={tmp_path}/run"], say=print)
+
+
+def test_a_dry_run_uses_the_visible_names_but_needs_no_gpu(monkeypatch, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("")
+    words = ["launch", str(tmp_path / "run.yaml"), *RUN, "--on", "local", "--dry-run", "--json"]
+    for visible, expected in (("4,5", ["4", "5"]), ("", ["0", "1"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert main(words) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [process["environ"]["CUDA_VISIBLE_DEVICES"] for process in found] == expected
+
+
+@pytest.mark.parametrize(("device", "refused"), [("auto", True), ("cpu", False)])
+def test_nproc_above_the_number_of_gpus_is_refused(monkeypatch, model_dir, tmp_path, capsys, device, refused):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("rl4llm.extensions.launch.ranks.launch", lambda *_, **__: 7)
+    monkeypatch.setattr("rl4llm.extensions.launch.command._check_config", lambda _: None)
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {model_dir}, device: {device}}}\n")
+    words = ["launch", str(tmp_path / "run.yaml"), "--nproc"]
+    assert main([*words, "2"]) == 7
+    assert main([*words, "3"]) == (2 if refused else 7)
+    told = " ".join(capsys.readouterr().err.split())
+    assert ("--nproc 3, with one process per GPU, needs 3 GPU(s), but this machine has 2" in told) is refused

@@ -1,0 +1,76 @@
+"""What a process sees of the GPUs of its machine, and how it uses their memory."""
+
+import os
+
+import pytest
+import torch
+
+from rl4llm.compose import models
+from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.runtime.gpus import visible_gpus
+from rl4llm.runtime.ranks import join_ranks
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("4,5", ["4", "5"]),
+        (" 5 ,4", ["5", "4"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),  # Slurm's for a job without GPUs
+        ("0,-1,1", ["0"]),
+        ("GPU-8932f937,MIG-GPU-8932f937/1/2,MIG-94f1", ["GPU-8932f937", "MIG-GPU-8932f937/1/2", "MIG-94f1"]),
+    ],
+)
+def test_visible_gpus_end_at_the_first_invalid_entry(value, names):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
+    assert visible_gpus({}) is None
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    started = {
+        "RANK": "2",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK=2 has no GPU, since 2 are visible"):
+        join_ranks(1, started)
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "told"),
+    [
+        ([], {}, ["expandable_segments:True"]),
+        ([], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, []),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
+        (["inference.name=sglang", "sync.name=tensor"], {}, []),
+        (["inference.name=sglang", "sync.fallback=tensor"], {}, []),
+        (["model.device=cpu"], {}, []),
+    ],
+)
+def test_only_a_trainer_on_a_gpu_grows_its_segments(monkeypatch, keys, given, told):
+    found = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    monkeypatch.setattr(models, "demand_device", lambda name: None)
+    before = dict(os.environ)
+    models.set_up_torch(load_config(overrides=["model.path=m", "model.device=cuda", *keys]))
+    assert found == told
+    assert {name: value for name, value in os.environ.items() if "ALLOC" in name} == {
+        name: value for name, value in before.items() if "ALLOC" in name
+    }
+
+
+def test_torch_knows_the_setting_by_its_name():
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    with pytest.raises(ValueError, match="True"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:Perhaps")
