@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl4llm.backends.models import empty_model
 from rl4llm.compose.models import all_ranks, autocast_of
 from rl4llm.compose.tables import ENGINES, PUBLISHERS
 from rl4llm.config import Config
@@ -14,7 +15,7 @@ from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, EngineError, RL4LLMError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.runs.run_dir import RunDir
@@ -25,6 +26,7 @@ FLEET = "rl4llm.extensions.servers.fleet.build:build_fleet"
 STORE = "rl4llm.extensions.servers.sync.store:WeightStore"
 CLAIMING = "rl4llm.extensions.servers.sync.wrappers:ClaimingPublisher"
 COHOST = "rl4llm.extensions.servers.sync.wrappers:CohostPublisher"
+FREE_DEVICE = "rl4llm.extensions.servers.sync.wrappers:free_device"
 FALLBACK = "rl4llm.extensions.servers.sync.wrappers:FallbackPublisher"
 """What only runs with servers need; a run with the embedded engine imports none of it."""
 
@@ -37,6 +39,23 @@ def build_client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
         return load(FLEET, "inference.name")(config, engine, model, tokenizer)
     fixed = {"deterministic": config.deterministic, "autocast": autocast_of(config)}
     return with_options("inference", engine, options, model, tokenizer, **fixed)
+
+
+def free_device(config: Config, given: Any, tokenizer: Any) -> None:
+    """Have servers that share the trainer's device (inference.cohost) free it, before a model of the trainer takes it."""
+    if not config.inference.get("cohost"):
+        return
+    ranks, refused = (
+        all_ranks(config),
+        EngineError("The server did not free the device. See the error of rank 0."),
+    )
+
+    def free() -> None:
+        if ranks.is_first:
+            model = empty_model(config.model.path) if given is None else given
+            load(FREE_DEVICE, "inference.cohost")(build_client(config, model, tokenizer), server_urls(config))
+
+    ranks.agree(free, (RL4LLMError,), refused)
 
 
 def check_engine(config: Config) -> None:
@@ -65,9 +84,17 @@ def server_urls(config: Config) -> list[str]:
 
 
 def build_publisher(
-    config: Config, client: BaseClient, run: RunDir, tokenizer: Any, tracker: RunTracker
+    config: Config,
+    client: BaseClient,
+    run: RunDir,
+    tokenizer: Any,
+    tracker: RunTracker,
+    others: Sequence[BaseBackend] = (),
 ) -> BasePublisher:
-    """Make the publisher of weights, with its fallback and the claim on its servers."""
+    """Make the publisher of weights, with its fallback and the claim on its servers.
+
+    `others` are models on the device beside the one that is published.
+    """
     sync, urls = config.sync, server_urls(config)
 
     @functools.cache
@@ -78,7 +105,7 @@ def build_publisher(
         return PUBLISHERS[name](client, store, tokenizer)
 
     if config.inference.get("cohost"):
-        publisher = load(COHOST, "inference.cohost")(client, make("filesystem"))
+        publisher = load(COHOST, "inference.cohost")(client, make("filesystem"), others)
     else:
         publisher = make(client.publishers[0] if sync.name == "auto" else sync.name)
     if sync.fallback is not None:
@@ -116,6 +143,11 @@ def check_sync(config: Config, needs: Needs) -> None:
     ):
         raise ConfigError(
             "inference.cohost=true publishes through files. Remove sync.name and sync.fallback."
+        )
+    if config.inference.get("cohost") and config.inference.get("router"):
+        raise ConfigError(
+            "inference.cohost=true cannot be combined with inference.router: a router checks the health of servers "
+            "that sleep, which makes them generate. Remove inference.router (and launch.router)."
         )
     if config.sync.dir and Path(config.sync.dir).resolve() == Path(config.output.dir).resolve():
         raise ConfigError(

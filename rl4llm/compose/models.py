@@ -19,6 +19,8 @@ from rl4llm.core.schema import check_options, with_options
 from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
 from rl4llm.runtime.ranks import Ranks, join_ranks
 
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
+
 
 def all_ranks(config: Config) -> Ranks:
     """Return the processes that train together; they are joined on the first call."""
@@ -32,6 +34,10 @@ def set_up_torch(config: Config) -> None:
         keep_freed_memory()
         # Without it DeepSpeed, which transformers may import, guesses the accelerator and prints its guess.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    elif "tensor" not in (config.sync.name, config.sync.fallback) and not ALLOCATOR & os.environ.keys():
+        # Batches have other shapes in each step, which would fragment the memory. Set here and not in the environment, which
+        # servers inherit; and not for CUDA IPC, since importing such memory takes the right to trace this process.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)

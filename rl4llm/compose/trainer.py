@@ -18,7 +18,14 @@ from rl4llm.compose.data import (
     prompts_of,
     training_rows,
 )
-from rl4llm.compose.engines import build_canary, build_client, build_publisher, check_parts, computed_in
+from rl4llm.compose.engines import (
+    build_canary,
+    build_client,
+    build_publisher,
+    check_parts,
+    computed_in,
+    free_device,
+)
 from rl4llm.compose.environments import (
     Provided,
     build_env,
@@ -183,6 +190,7 @@ def _reinforced(
         for name, part in parts.items()
     ]
     start = copy.deepcopy(given.model)  # before training changes the policy's weights
+    free_device(config, given.model, tokenizer)
     backend = build_policy(config, algorithm, given.model)
     check_parts(config, backend)
     client = build_client(
@@ -203,6 +211,7 @@ def _reinforced(
         reference=build_reference(config, algorithm, backend, start, tokenizer),
         ranks=all_ranks(config),
     )
+    beside = [one for one in (preparation.critic, preparation.reference) if isinstance(one, BaseBackend)]
     longest = [(task.env, task.renderer, task.config.rollout.max_tokens) for task in tasks]
     plan = micro_batch_plan(config, batching, longest, client.context_length).table()
     runner = asyncio.Runner()
@@ -229,7 +238,7 @@ def _reinforced(
                 client=client,
                 runner=runner,
                 ranks=all_ranks(config),
-                publisher=build_publisher(config, client, run, tokenizer, tracker),
+                publisher=build_publisher(config, client, run, tokenizer, tracker, beside),
                 canary=build_canary(config, client) if config.sync.verify else None,
                 stop_above=config.mismatch.stop_above,
             ),

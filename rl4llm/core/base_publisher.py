@@ -18,6 +18,9 @@ class BasePublisher(ABC):
     async def lend_device(self, backend: BaseBackend) -> None:
         """Free the device for the trainer: engines that share it release memory. May be called again at any time."""
 
+    def take_device(self, backend: BaseBackend) -> None:
+        """Do what every other rank must do after `lend_device` of the first one."""
+
     def follow(self, backend: BaseBackend) -> None:
         """Do what every other rank must do after the first one has published and all weights are gathered."""
 

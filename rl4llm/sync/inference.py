@@ -56,7 +56,7 @@ class Inference:
             self.run(self.publisher.lend_device(backend))
         self.ranks.wait()
         if not self._asks_engines:
-            backend.onload()
+            self.publisher.take_device(backend)
 
     def publish(
         self,

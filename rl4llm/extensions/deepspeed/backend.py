@@ -246,8 +246,12 @@ class DeepSpeedBackend(ModelBackend):
         """Shard the model in stage 3, where it stays on the device except with offload_param; below it, every rank
         keeps a full copy.
         """
-        self._engine = self._initialize() if self.stage == 3 else self._module
-        return NoOptimizer(self._module if self.stage < 3 else None, self.device)
+        if self.stage < 3:
+            self._engine = self._module
+            return NoOptimizer(self._module, self.device)
+        self._engine = self._initialize()
+        on_gpu = self.device.type == "cuda" and self._engine.zero_offload_param() is None
+        return NoOptimizer(None, self.device, stays=on_gpu)
 
     def _initialize(self, **given: Any) -> Any:
         _join_alone()

@@ -29,12 +29,15 @@ from rl4llm.runs.tensor_file import TensorFile
 
 
 class NoOptimizer:
-    """For a model that never trains; if every rank has all of it, `module` can leave the device."""
+    """For a model that never trains; if every rank has all of it, `module` can leave the device.
+
+    `stays` is whether it is sharded on the device: DeepSpeed cannot move the parts of such a model.
+    """
 
     step_number = 0
 
-    def __init__(self, module: nn.Module | None, device: torch.device):
-        self._module, self._device = module, device
+    def __init__(self, module: nn.Module | None, device: torch.device, *, stays: bool = False):
+        self._module, self._device, self._stays = module, device, stays
 
     def step(self) -> dict[str, float]:
         raise ConfigError("A model with trains=False cannot take optimizer steps.")
@@ -64,6 +67,11 @@ class NoOptimizer:
         """Do nothing: there is no copy of the parameter."""
 
     def offload(self) -> None:
+        if self._stays:
+            raise ConfigError(
+                "With zero_stage=3 a model that does not train cannot leave the device. Set backend.offload_param=true, or "
+                "zero_stage=2."
+            )
         if self._module is not None:
             self._module.to("cpu")
 

@@ -15,6 +15,7 @@ from rl4llm.core.redact import is_secret_name
 from rl4llm.runtime.ports import KEY_VARIABLE, free_port, is_loopback
 
 SERVERS = Path(__file__).parent / "inside"
+SLEEPS = ("--enable-memory-saver", "--enable-sleep-mode")  # flags of servers that can free their memory
 FLAGS_VARIABLE = "RL4LLM_SERVER_FLAGS"
 """Passes flags with keys to `rl4llm/extensions/servers/inside/with_flags.py`, since every user can read command lines."""
 
@@ -148,6 +149,8 @@ def server_command(
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(SERVERS), os.environ.get("PYTHONPATH")])
         )
+    if any(_given(name, flags) for name in SLEEPS):
+        environment |= _without_segments(os.environ)
     where = ["--host", host, "--port", str(port)]  # last, so that they override earlier flags
     return ServerCommand(engine, (program, *start, *flags, *where), environment, host, port)
 
@@ -164,6 +167,17 @@ def boot_advice(engine: str, cpu: bool, log: str) -> str:
     if not cpu and shutil.which("nvidia-smi") is None:
         return " No GPU was found (nvidia-smi is not installed). Next: add --cpu, for tests and small models."
     return ""
+
+
+def _without_segments(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of torch's allocator without expandable segments, whose memory a server could not free."""
+    found = {
+        name: environ[name] for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in environ
+    }
+    return {
+        name: value.replace("expandable_segments:True", "expandable_segments:False")
+        for name, value in found.items()
+    }
 
 
 def _check_model(flags: Sequence[str]) -> None:

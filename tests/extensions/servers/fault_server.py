@@ -385,7 +385,7 @@ class FaultServer:
             self.kill()
             await asyncio.Event().wait()
         self.weight_version = str(body["weight_version"])
-        await self.engine.load(WeightRef(int(self.weight_version)))
+        await self.engine.load(WeightRef(int(self.weight_version.partition(" ")[0])))
         return {"success": True, "message": "Succeeded to update model weights."}
 
     async def _weights_checker(self, body):
@@ -419,6 +419,10 @@ class FaultServer:
 
     async def _flush_cache(self, body):
         return web.Response(text="Cache flushed.\nPlease check backend logs for more details.")
+
+    async def _update_weight_version(self, body):
+        self.weight_version = body["new_version"]
+        return {"success": True, "message": f"Weight version updated to {self.weight_version}"}
 
     async def _release_memory_occupation(self, body):
         return None

@@ -6,7 +6,7 @@ import pytest
 
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import EngineError, WeightsError
+from rl4llm.core.errors import EngineError, UnreachableError, WeightsError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.server import Sampled, ServerClient
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet, DeviceState
@@ -91,6 +91,78 @@ def test_every_step_shares_the_device_in_one_order(parts):
     asyncio.run(steps())
     expected = [[*HANDOVER, ("engine loads", version), ("engine wakes", "kv_cache")] for version in (0, 1)]
     assert calls == expected[0] + expected[1]
+
+
+class Guest:
+    """Another model on the trainer's device."""
+
+    def __init__(self, calls, name):
+        self.calls, self.name = calls, name
+
+    def onload(self):
+        self.calls.append((f"{self.name} takes the device",))
+
+    def offload(self):
+        self.calls.append((f"{self.name} leaves the device",))
+
+
+def test_critic_and_reference_take_and_leave_the_device_too(parts):
+    calls, client, publisher, backend = parts
+    publisher = CohostPublisher(client, publisher._files, [Guest(calls, "critic"), Guest(calls, "reference")])
+    asyncio.run(publisher.publish(backend, 0))
+    assert calls == [
+        HANDOVER[0],
+        *[(f"{name} takes the device",) for name in ("trainer", "critic", "reference")],
+        *[(f"{name} leaves the device",) for name in ("trainer", "critic", "reference")],
+        HANDOVER[3],
+        ("engine loads", 0),
+        ("engine wakes", "kv_cache"),
+    ]
+    calls.clear()
+    publisher.take_device(backend)  # what the other ranks do
+    publisher.follow(backend)
+    names = ("trainer", "critic", "reference")
+    assert calls == [(f"{name} {what} the device",) for what in ("takes", "leaves") for name in names]
+
+
+def test_no_model_takes_the_device_before_every_server_sleeps(tokenizer):
+    asleep, calls = set(), {"late": 0}
+
+    class Engine(Quiet):
+        async def version(self):
+            calls["late"] += "9002" in self.base_url
+            if "9002" in self.base_url and calls["late"] < 3:
+                raise UnreachableError("still starting")
+            return self.held
+
+        async def health(self):
+            await self.version()
+            return {}
+
+        async def sleep(self, tags=("weights", "kv_cache")):
+            asleep.add(self.base_url)
+
+        wake = load_weights = sleep
+
+    urls = [f"http://127.0.0.1:{port}" for port in (9001, 9002)]
+    engines = [Engine(url, tokenizer, vocab_size=len(tokenizer), context_length=64) for url in urls]
+
+    async def connects(deadline_s):
+        pass
+
+    for engine in engines:
+        engine.http.knock = connects
+    fleet = CohostedFleet(engines)
+
+    async def work():
+        try:
+            await fleet.sleep()
+        finally:
+            await fleet.disconnect()
+
+    asyncio.run(work())
+    assert asleep == set(urls)
+    assert not fleet.awake
 
 
 def test_nothing_is_generated_between_waking_and_loading(parts):

@@ -475,6 +475,21 @@ def test_a_cpu_server_gets_what_it_needs_unless_told_otherwise():
     assert words("m", engine="vllm", cpu=True)[:3] == ("-m", "vllm.entrypoints.cli.main", "serve")
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_server_that_sleeps_gets_no_expandable_segments(monkeypatch, variable):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
+
+    def environment(*flags):
+        return server_command("sglang", flags, python=sys.executable).environment
+
+    sleeps = environment("--enable-memory-saver")
+    assert sleeps[variable] == "max_split_size_mb:64,expandable_segments:False"
+    assert len([name for name in sleeps if name.startswith("PYTORCH")]) == 1
+    assert variable not in environment()  # what a user has set stays
+
+
 def test_cpu_server_warns_that_it_is_for_small_models(launch):
     launcher = launch("--cpu", mode="dies")
     launcher.wait(PATIENCE_S)

@@ -22,10 +22,11 @@ from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import adapter_name
 from rl4llm.extensions.servers.clients.server import DamagedReplyError
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.extensions.servers.sync.tensor import TensorPublisher
-from rl4llm.extensions.servers.sync.wrappers import FallbackPublisher
+from rl4llm.extensions.servers.sync.wrappers import CohostPublisher, FallbackPublisher
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.transport import Retry
 from rl4llm.sync.verify import Canary
@@ -417,3 +418,93 @@ def test_the_loop_of_the_examples_trains_against_a_server(sglang_url, model_dir)
     backend = loop(str(model_dir), sglang_url, prompts("Guess.", answers=["3", "4", "5", "6"]), steps=2)
     start = dict(TorchBackend(load_model(str(model_dir)), lr=0.0).weights())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in backend.weights())
+
+
+@pytest.fixture
+def newcomer(sglang_url, tokenizer):
+    """Make further clients of the server, as trainers do that start again."""
+
+    def make():
+        return SGLangClient(sglang_url, tokenizer, vocab_size=len(tokenizer), context_length=512)
+
+    return make
+
+
+def test_a_request_under_way_ends_before_the_server_sleeps(client, backend, tmp_path):
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    async def work():
+        await publisher("filesystem", client, tmp_path).publish(backend, 1)
+        abandoned = [asyncio.create_task(client.generate(PROMPT, params)) for _ in range(8)]
+        await asyncio.sleep(0.3)
+        await client.sleep()
+        ended = await asyncio.wait_for(asyncio.gather(*abandoned), 30)
+        assert all(one.finish_reason == "abort" for one in ended)
+        await client.wake()
+        assert (await client.generate(PROMPT, params.replace(max_tokens=4))).version == 1
+
+    run(client, work)
+
+
+def test_a_sleeping_server_is_found_by_the_next_trainer(client, newcomer, backend, tmp_path):
+    """Without the note, the real server dies when it is woken twice (and on a GPU when it is put to sleep twice)."""
+    publishes, second, third = publisher("filesystem", client, tmp_path), newcomer(), newcomer()
+
+    async def killed():
+        await publishes.publish(backend, 1)
+        await client.sleep()
+
+    async def restarted():
+        assert await second.version() == 1
+        await second.sleep()
+        change(backend.model, 5)
+        weight_ref = publishes.write(backend, 2)
+        with pytest.raises(EngineError, match=r"is asleep: a run with inference.cohost=true ended"):
+            await second.load(weight_ref)
+        assert "device" in await second.health()  # which does not generate
+        for tag in ("weights", "weights"):
+            await second.wake((tag,))
+        await second.load(weight_ref)
+
+    async def restarted_again():  # the second one died before it woke the cache
+        assert await third.version() == 2
+        await third.sleep()
+        for tag in ("weights", "kv_cache", "kv_cache"):
+            await third.wake((tag,))
+        weight_ref = WeightRef(2, "full", str(tmp_path / "v000002"))
+        assert await canary(third).verify(backend, third, weight_ref) < 1e-4
+
+    for trainer, work in ((client, killed), (second, restarted), (third, restarted_again)):
+        run(trainer, work)
+
+
+def test_a_server_sleeps_and_wakes_with_the_trainer(newcomer, backend, tmp_path):
+    fleet = CohostedFleet([newcomer()])
+    publishes = CohostPublisher(fleet, FilesystemPublisher(fleet, WeightStore(tmp_path)))
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+
+    async def steps():
+        for version in (1, 2, 3):
+            change(backend.model, version)
+            expected_BT = canary(fleet).expected(backend)
+            weight_ref = await publishes.publish(backend, version)
+            assert await canary(fleet).compare(expected_BT, fleet, weight_ref) < 1e-4
+            found = await asyncio.gather(*(fleet.generate(PROMPT, params) for _ in range(8)))
+            assert {completion.version for completion in found} == {version}
+
+    run(fleet, steps)
+
+
+def test_the_health_of_a_sleeping_server_waits_until_it_wakes(client, backend, tmp_path):
+    """Whatever probes it, such as Kubernetes: the request that it makes for that must not reach the sleeping engine."""
+
+    async def work():
+        await publisher("filesystem", client, tmp_path).publish(backend, 1)
+        await client.sleep()
+        probe = asyncio.create_task(client.http.ping("/health", deadline_s=30))
+        await asyncio.sleep(3)
+        assert not probe.done()
+        await client.wake()
+        await probe
+
+    run(client, work)

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import inspect
 import pickle
 import time
 
@@ -13,7 +14,7 @@ from fault_server import FaultServer, reset, small_model, status
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
 from rl4llm.core.types import SamplingParams, TensorSpec, WeightRef
-from rl4llm.extensions.servers.clients import sglang
+from rl4llm.extensions.servers.clients import neighbour, sglang, sglang_tensors
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
@@ -90,7 +91,7 @@ def play(tokenizer, monkeypatch):
                 await client.close()
                 await server.stop()
 
-        monkeypatch.setattr(sglang, "BUCKET_BYTES", 1)
+        monkeypatch.setattr(sglang_tensors, "BUCKET_BYTES", 1)
         return asyncio.run(main())
 
     return run
@@ -215,7 +216,8 @@ def test_a_cancelled_update_leaves_nothing_open(play, backend):
 
 def test_a_tensor_that_is_part_of_a_larger_one_is_sent_alone(play, backend):
     whole = torch.randn(1000, 100)
-    payload = sglang._pickled(["a", "b"], [whole[3], whole[:, 3]])
+    payload, second = sglang_tensors.pickled(["a", "b"], [whole[3], whole[:, 3]], 2)
+    assert payload == second
     assert len(payload) < 10_000
     (_, row), (_, column) = pickle.loads(base64.b64decode(payload))
     assert torch.equal(row, whole[3])
@@ -284,5 +286,127 @@ def test_faulty_weights_and_absent_servers_take_no_fallback(play, backend, tmp_p
             await FallbackPublisher(Down(client, "tensor"), files, lines.append).publish(backend, 1)
         assert not lines
         await files.close()
+
+    play(story)
+
+
+def test_each_rank_gets_separate_handles_by_uuid(monkeypatch):
+    made = []
+
+    class Shared(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(sglang_tensors, "_alone", lambda tensor: tensor)
+    monkeypatch.setattr(
+        sglang_tensors, "_handles", lambda pairs: made.append(pairs) or str(len(made)).encode()
+    )
+    tensors = [torch.zeros(2).as_subclass(Shared)]
+    payloads = sglang_tensors.pickled(["a"], tensors, 3)
+    assert [base64.b64decode(payload) for payload in payloads] == [b"1", b"2", b"3"]
+    rebuild, arguments = sglang_tensors.by_uuid((print, tuple(range(15))), "8932f937")
+    assert (rebuild, arguments) == (print, (*range(6), "8932f937", *range(7, 15)))
+
+
+def test_the_device_is_where_torch_has_it():
+    """`by_uuid` replaces an argument by its place, which is the name of it in the function that SGLang calls with them."""
+    names = list(inspect.signature(torch.multiprocessing.reductions.rebuild_cuda_tensor).parameters)
+    assert names[sglang_tensors.DEVICE] == "storage_device"
+
+
+OTHER = "http://127.0.0.1:30000"
+
+
+@pytest.fixture
+def neighbours(monkeypatch):
+    """Set what this process and the server's see, and the version of NCCL that each has."""
+
+    class Process:
+        def __init__(self, environ):
+            self._environ = environ
+
+        def environ(self):
+            return self._environ
+
+    def arrange(ours, theirs, uuid="8932f937"):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if ours is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+        environ = {"HOME": "/"} if theirs is None else {"CUDA_VISIBLE_DEVICES": theirs}
+        monkeypatch.setattr(neighbour, "_processes", lambda url: iter([Process(environ)]))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda index: type("Properties", (), {"uuid": uuid})
+        )
+
+    return arrange
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "index", "shared"),
+    [
+        ("4", "5", 0, False),
+        ("4,5", "5", 1, True),
+        ("4,5", "4,5", 0, True),
+        (None, "0", 0, True),
+        (None, "1", 0, False),
+        (None, None, 0, True),
+        ("4", "GPU-8932f9", 0, True),
+        ("4", "GPU-77", 0, False),
+        ("GPU-8932f937", "GPU-8932", 0, True),
+        ("GPU-8932f937", "5", 0, True),  # which cannot be compared
+        ("4", "", 0, False),
+    ],
+)
+def test_handles_of_a_gpu_go_only_to_servers_that_see_it(neighbours, ours, theirs, index, shared):
+    neighbours(ours, theirs)
+    device = torch.device("cuda", index)
+    if shared:
+        neighbour.check_gpu_is_shared(OTHER, device)
+    else:
+        with pytest.raises(EngineError, match=r"does not see the trainer's GPU .* Set sync.name=filesystem"):
+            neighbour.check_gpu_is_shared(OTHER, device)
+
+
+def test_handles_of_a_gpu_do_not_leave_the_machine(neighbours):
+    neighbours(None, None)
+    with pytest.raises(EngineError, match=r"http://192.0.2.1:30000 is on another machine. Set sync.name="):
+        neighbour.check_gpu_is_shared("http://192.0.2.1:30000", torch.device("cuda"))
+
+
+def test_versions_of_nccl_are_compared_before_joining(monkeypatch, tmp_path):
+    site = tmp_path / "lib" / "site-packages"
+    library = site / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    (site / "nvidia_nccl_cu13-2.30.7.dist-info").mkdir(parents=True)
+    assert neighbour.nccl_beside(library) == "2.30.7"
+    assert neighbour.nccl_beside(tmp_path / "libnccl.so.2") is None
+
+    class Process:
+        def memory_maps(self):
+            return [type("Map", (), {"path": path}) for path in ("[heap]", str(library))]
+
+    monkeypatch.setattr(neighbour, "_processes", lambda url: iter([Process()]))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    neighbour.check_same_nccl(OTHER)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    with pytest.raises(EngineError, match=r"the trainer has 2.29.7, .* has 2.30.7. Set sync.name=filesystem"):
+        neighbour.check_same_nccl(OTHER)
+    monkeypatch.setattr(neighbour, "_processes", lambda url: iter(()))
+    neighbour.check_same_nccl(OTHER)  # nobody knows
+
+
+def test_a_server_with_another_nccl_is_not_asked_to_join(play, backend, monkeypatch):
+    def differs(url):
+        raise EngineError(f"the trainer has 2.29.7, {url} has 2.30.7. Set sync.name=filesystem")
+
+    monkeypatch.setattr(sglang, "check_same_nccl", differs)
+
+    async def story(server, client):
+        async def on_a_gpu(body):
+            return {"version": "0.5.23", "tp_size": 1, "device": "cuda"}
+
+        server._server_info = on_a_gpu
+        with pytest.raises(EngineError, match=r"has 2.30.7. Set sync.name=filesystem"):
+            await TensorPublisher(client, "distributed").publish(backend, 2)
+        assert not server.calls["/init_weights_update_group"]
+        assert not server.paused
 
     play(story)

@@ -495,11 +495,22 @@ def test_sleep_and_wake_go_by_levels_and_tags(tokenizer, level):
 
     server = Server()
     play(server, tokenizer, script, sleep_level=level)
-    forgotten = ["/collective_rpc"] * (level == 2)  # weights that are thrown away have no version
     assert [path for path, _ in server.asked] == [
-        *forgotten, f"/sleep?level={level}&mode=wait", "/wake_up?tags=weights", "/wake_up?tags=kv_cache",
+        "/collective_rpc", f"/sleep?level={level}&mode=wait", "/wake_up?tags=weights", "/wake_up?tags=kv_cache",
         "/release_kv_cache_memory", "/is_sleeping",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_that_cannot_free_memory_is_refused(tokenizer, level):
+    async def script(client):
+        with pytest.raises(ConfigError, match=r"started without --enable-sleep-mode"):
+            await client.sleep()
+
+    server = Server()
+    server.workers[0]["can_sleep"] = False
+    play(server, tokenizer, script, sleep_level=level)
+    assert [path for path, _ in server.asked] == ["/collective_rpc"]
 
 
 def test_the_model_itself_is_refused_where_adapters_leak_into_it(tokenizer):

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import pickle
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
 from rl4llm.extensions.servers.clients.broadcast import Broadcast
+from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared, check_same_nccl
 from rl4llm.extensions.servers.clients.server import FINISHED, NEVER_LOADED, Sampled, field, sampling_options
+from rl4llm.extensions.servers.clients.sglang_memory import Held
+from rl4llm.extensions.servers.clients.sglang_tensors import buckets, pickled
 from rl4llm.runtime.threads import in_own_thread
 
-BUCKET_BYTES = 256 << 20
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+IDLE_S = 60.0  # for a server to end its requests before it sleeps
 LEAVE_S = 5.0  # for a server to leave an unused process group
 
 
@@ -58,6 +57,7 @@ class SGLangClient(AdaptingClient):
         super().__init__(base_url, tokenizer, **options)
         self.trainer_host = trainer_host
         self._group: Broadcast | None = None
+        self._shares_gpu = False
 
     async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
         body = {
@@ -72,8 +72,7 @@ class SGLangClient(AdaptingClient):
         return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
 
     async def base_version(self) -> int:
-        info = await self.retry.run(lambda _: self.http.get("/model_info", deadline_s=30))
-        return _version(field(info, "weight_version", "/model_info"))
+        return _version((await self.retry.run(lambda _: self._held())).version)
 
     async def checksum(self) -> str:
         """Return a digest of the weights on the server: the same weights give the same digest on every server."""
@@ -81,6 +80,7 @@ class SGLangClient(AdaptingClient):
         return str(field(answer, "per_engine_checksum", "/weights_checker"))
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
+        (await self._held()).check_awake(self.base_url)
         ways = {"full": self._from_disk, "tensor": self._inline, "distributed": self._broadcast}
         await ways[weight_ref.kind](weight_ref)
         await self.sample_from_model()
@@ -100,7 +100,8 @@ class SGLangClient(AdaptingClient):
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
         await self._check_model(weight_ref.path)
-        body = {"model_path": weight_ref.path, "weight_version": str(weight_ref.version), "flush_cache": True}
+        version = str((await self._held()).with_version(weight_ref.version))
+        body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": True}
         await self.admin("/update_weights_from_disk", body)
 
     async def _check_model(self, path: str | None) -> None:
@@ -124,10 +125,12 @@ class SGLangClient(AdaptingClient):
         """Send the tensors in requests, once for each of the server's tensor-parallel ranks."""
         ranks = await self._ranks()
         async with self._update():
-            for names, tensors, version in _buckets(weight_ref):
-                payload = await asyncio.to_thread(_pickled, names, tensors)
+            for names, tensors, version in buckets(weight_ref):
+                if tensors[0].is_cuda and not self._shares_gpu:
+                    check_gpu_is_shared(self.base_url, tensors[0].device)
+                    self._shares_gpu = True
                 body = {
-                    "serialized_named_tensors": [payload] * ranks,
+                    "serialized_named_tensors": await asyncio.to_thread(pickled, names, tensors, ranks),
                     "weight_version": version,
                     "flush_cache": True,
                 }
@@ -135,10 +138,12 @@ class SGLangClient(AdaptingClient):
 
     async def _broadcast(self, weight_ref: WeightRef) -> None:
         """Send the tensors through a process group; leave a group that failed, so that the next update makes a new one."""
+        if self._group is None and await self._backend() == "nccl":
+            check_same_nccl(self.base_url)
         try:
             group = self._group or await self._join()
             async with self._update():
-                for names, tensors, version in _buckets(weight_ref):
+                for names, tensors, version in buckets(weight_ref):
                     body = {
                         "names": names,
                         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
@@ -155,15 +160,14 @@ class SGLangClient(AdaptingClient):
                 raise
             raise EngineError(
                 f"{self} could not be sent weights through a process group: {error} The server must be able to reach the "
-                f"trainer at inference.trainer_host={self.trainer_host!r}."
+                f"trainer at inference.trainer_host={self.trainer_host!r}, and have the same version of NCCL. "
+                "sync.name=filesystem needs neither."
             ) from error
 
     async def _join(self) -> Broadcast:
         ranks = await self._ranks()
-        backend = "gloo" if (await self._info()).get("device") == "cpu" else "nccl"
-        self._group = group = Broadcast(
-            self.trainer_host, 1 + ranks, f"rl4llm-{self.names.next('')}", backend
-        )
+        name = f"rl4llm-{self.names.next('')}"
+        self._group = group = Broadcast(self.trainer_host, 1 + ranks, name, await self._backend())
         body = {
             "master_address": group.host,
             "master_port": group.port,
@@ -174,6 +178,9 @@ class SGLangClient(AdaptingClient):
         }
         await self._meet("/init_weights_update_group", body, group.connect)
         return group
+
+    async def _backend(self) -> str:
+        return "gloo" if (await self._info()).get("device") == "cpu" else "nccl"
 
     async def _meet(
         self, path: str, body: Mapping[str, Any], ours: Callable[..., None], *arguments: Any
@@ -214,12 +221,21 @@ class SGLangClient(AdaptingClient):
     async def _info(self) -> Mapping[str, Any]:
         return await self.http.get("/server_info", deadline_s=30)
 
+    async def _held(self) -> Held:
+        """Return the version of the weights and what sleeps; raise EngineError if that is uncertain."""
+        info = await self.http.get("/model_info", deadline_s=30)
+        held = Held.of(str(field(info, "weight_version", "/model_info")))
+        held.check_known(self.base_url)
+        return held
+
     async def pause(self, mode: str = "retract") -> None:
         """Stop generating. "retract" keeps requests and recomputes their cache afterwards, "abort" ends them."""
         await self.admin("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self.admin("/continue_generation", {})
+        """Continue after `pause`. A server that sleeps stays paused, since it would compute with memory that it freed."""
+        if not (await self._held()).asleep:
+            await self.admin("/continue_generation", {})
 
     async def abort(self, request_id: str = "") -> None:
         """End one request, or all without an id; they return the tokens so far with the finish reason "abort"."""
@@ -230,14 +246,58 @@ class SGLangClient(AdaptingClient):
         await self.http.tell("/flush_cache", deadline_s=self.admin_deadline_s)
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        await self.admin("/release_memory_occupation", {"tags": list(tags)})
+        """End all requests, pause, and free the memory that is not free yet."""
+        held = await self.retry.run(lambda _: self._held())
+        if wanted := sorted(set(tags) - held.asleep):
+            await self._check_saver()
+            await self.admin("/pause_generation", {"mode": "abort"}, IDLE_S)
+            await self._until_idle()
+            await self._move("/release_memory_occupation", wanted, held, held.asleep.union(wanted))
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        await self.admin("/resume_memory_occupation", {"tags": list(tags)})
+        """Take the memory that is free again, and continue when no part is missing."""
+        held = await self.retry.run(lambda _: self._held())
+        if wanted := sorted(held.asleep.intersection(tags)):
+            await self._move("/resume_memory_occupation", wanted, held, held.asleep.difference(wanted))
+        await self.resume()
+
+    async def _move(self, path: str, tags: Sequence[str], held: Held, asleep: frozenset[str]) -> None:
+        """Free memory or take it, with a note before and after."""
+        await self._note(held.moving())
+        await self.admin(path, {"tags": tags})
+        await self._note(replace(held, asleep=asleep))
+
+    async def _note(self, held: Held) -> None:
+        body = {"new_version": str(held), "abort_all_requests": False}
+        await self.admin("/update_weight_version", body)
+
+    async def _until_idle(self) -> None:
+        """Flush until the server accepts that, as it does without requests. With one, it would die as it falls asleep."""
+        ends = time.monotonic() + IDLE_S
+        while True:
+            try:
+                return await self.flush()
+            except RefusedError as error:
+                if time.monotonic() > ends:
+                    raise EngineError(
+                        f"{self.base_url} still has requests {IDLE_S:g} s after an abort, so it cannot sleep: {error}"
+                    ) from error
+            await asyncio.sleep(0.1)
+
+    async def _check_saver(self) -> None:
+        """Raise ConfigError for a server that would keep its memory; on a CPU none frees any."""
+        info = await self._info()
+        if info.get("device") != "cpu" and not info.get("enable_memory_saver"):
+            raise ConfigError(
+                f"inference.cohost=true needs a server that can free its memory, and {self.base_url} was started without "
+                "--enable-memory-saver. Start it with that flag (its environment needs torch-memory-saver), or use "
+                "scripts/train_cohost.sh."
+            )
 
     async def health(self) -> dict[str, Any]:
-        """Return what the server reports about itself, after it generated a token."""
-        await self.http.get("/health", deadline_s=30)
+        """Return what the server reports about itself, after it generated a token if it is awake."""
+        if not (await self._held()).asleep:
+            await self.http.get("/health", deadline_s=30)
         return await self.http.get("/server_info", deadline_s=30)
 
     async def close(self) -> None:
@@ -321,32 +381,3 @@ def _versions(info: Mapping[str, Any], request_id: str) -> tuple[tuple[int, int]
 def _version(text: Any) -> int:
     """Parse a version; that of a server that never got weights from a trainer is "default"."""
     return int(text) if str(text).removeprefix("-").isdecimal() else NEVER_LOADED
-
-
-def _buckets(weight_ref: WeightRef) -> Iterator[tuple[list[str], list[Tensor], str | None]]:
-    """Yield names and tensors of at most BUCKET_BYTES together; only the last bucket has the version, complete by then."""
-    names: list[str] = []
-    tensors: list[Tensor] = []
-    size = 0
-    assert weight_ref.tensors is not None  # true for these kinds
-    for name, tensor in weight_ref.tensors():
-        if tensors and size + tensor.nbytes > BUCKET_BYTES:
-            yield names, tensors, None
-            names, tensors, size = [], [], 0
-        names.append(name)
-        tensors.append(tensor)
-        size += tensor.nbytes
-    yield names, tensors, str(weight_ref.version)
-
-
-def _pickled(names: Sequence[str], tensors: Sequence[Tensor]) -> str:
-    """Pickle tensors as SGLang expects them: from a CPU by value, from a GPU as handles that the server opens."""
-    pairs = [(name, _alone(tensor.detach())) for name, tensor in zip(names, tensors, strict=True)]
-    shared = all(tensor.is_cuda for tensor in tensors)
-    content = bytes(ForkingPickler.dumps(pairs)) if shared else pickle.dumps(pairs)
-    return base64.b64encode(content).decode()
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that fills its storage, since pickle writes the whole storage."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -29,6 +29,7 @@ class Held:
     ids: tuple[str, ...]
     logprobs_mode: str
     adapters_leak: bool
+    can_sleep: bool
 
 
 class FreshReads(Generic[T]):
@@ -158,12 +159,16 @@ class VLLMClient(AdaptingClient):
             raise EngineError(
                 f"VLLMClient.sleep: tags={list(tags)} is not accepted. Accepted: weights with kv_cache, or kv_cache."
             )
-        if self._sleep_level == 2:
-            if self.adapter is not None:
-                raise EngineError(
-                    "VLLMClient.sleep: level 2 discards the model under the adapter. Set sleep_level=1."
-                )
-            await self._ask_workers("rl4llm_forget")
+        if self._sleep_level == 2 and self.adapter is not None:
+            raise EngineError(
+                "VLLMClient.sleep: level 2 discards the model under the adapter. Set sleep_level=1."
+            )
+        held = await self._ask_workers("rl4llm_forget" if self._sleep_level == 2 else "rl4llm_state")
+        if not held.can_sleep:
+            raise ConfigError(
+                f"inference.cohost=true needs a server that can free its memory, and {self.base_url} was started without "
+                "--enable-sleep-mode. Start it with that flag."
+            )
         await self.admin(f"/sleep?level={self._sleep_level}&mode=wait")
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -363,4 +368,5 @@ def _held(answer: Any) -> Held:
     ids = tuple(str(field(worker, "id", "/collective_rpc")) for worker in workers)
     mode = str(field(workers[0], "logprobs_mode", "/collective_rpc"))
     leak = any(worker.get("adapters_leak") for worker in workers)
-    return Held(versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak)
+    can_sleep = all(worker.get("can_sleep", True) for worker in workers)
+    return Held(versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak, can_sleep)

@@ -49,7 +49,10 @@ class CohostedFleet(FleetClient):
             self.state = DeviceState.LOADED
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Free the device, once every server is there: one that starts later would take the memory that the trainer uses."""
         self._demand("sleep", DeviceState.READY)
+        await self.version()
+        await self._pool.wait(lambda: all(member.up for member in self._servers))
         await super().sleep(tags)
         self.state = DeviceState.ASLEEP
 

@@ -31,7 +31,9 @@ class WeightsExtension:
     reload_weights: Any
 
     def rl4llm_state(self) -> dict[str, Any]:
-        """Return the version of the weights, an id that changes whenever they change, and how log-probs are computed."""
+        """Return the version of the weights, an id that changes whenever they change, how log-probs are computed, and
+        whether `sleep` frees memory. On a CPU it never does, and is accepted nevertheless.
+        """
         if not self.rl4llm_state_id:
             self._rl4llm_hold(NEVER_LOADED)
         return {
@@ -39,6 +41,7 @@ class WeightsExtension:
             "id": self.rl4llm_state_id,
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
             "adapters_leak": self._rl4llm_adapters_leak(),
+            "can_sleep": self.device.type == "cpu" or bool(self.vllm_config.model_config.enable_sleep_mode),
         }
 
     def rl4llm_load(self, path: str, version: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,52 +14,32 @@ from rl4llm.core.base_client import LendsDevice
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import EngineError, EnginesDownError, RunDirError
 from rl4llm.core.types import WeightRef
+from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.runs.lock import DirectoryLock
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class ClaimingPublisher(BasePublisher):
-    """Claims servers with its first version and until `close`: two trainers would overwrite each other's weights.
+class Claims:
+    """Servers that this process has claimed: two trainers would overwrite each other's weights.
 
-    A claim ends with its process, however that ends.
-    Claims are files of this machine and user, so a server is not protected from trainers on other machines. Only the first
-    rank of a run publishes, and claims.
+    A claim ends with its process, however that ends. Claims are files of this machine and user, so a server is not protected
+    from trainers on other machines.
     """
 
-    def __init__(self, publisher: BasePublisher, urls: Sequence[str], root: Path | None = None):
-        self._publisher = publisher
+    def __init__(self, urls: Sequence[str], root: Path | None = None):
         self._urls = urls
         self._root = root or Path(tempfile.gettempdir()) / f"rl4llm-{os.getuid()}" / "servers"
-        self._claims: list[DirectoryLock] = []
+        self._locks: list[DirectoryLock] = []
 
-    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
-        """Publish with the inner publisher; raise EngineError if another run has claimed one of the servers."""
-        self._claim()
-        return await self._publisher.publish(backend, version)
-
-    async def lend_device(self, backend: BaseBackend) -> None:
-        self._claim()
-        await self._publisher.lend_device(backend)
-
-    def follow(self, backend: BaseBackend) -> None:
-        self._publisher.follow(backend)
-
-    async def close(self) -> None:
-        try:
-            await self._publisher.close()
-        finally:
-            for claim in self._claims:
-                claim.release()
-            self._claims = []
-
-    def _claim(self) -> None:
-        for url in self._urls[len(self._claims) :]:
+    def take(self) -> None:
+        """Claim the servers that are not claimed yet; raise EngineError if another run has one of them."""
+        for url in self._urls[len(self._locks) :]:
             directory = self._root / _name(url)
             try:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self._claims.append(DirectoryLock(directory))
+                self._locks.append(DirectoryLock(directory))
             except RunDirError as error:
                 reason, _, _ = str(error).partition(" Next: ")
                 raise EngineError(
@@ -69,6 +50,40 @@ class ClaimingPublisher(BasePublisher):
                 raise EngineError(
                     f"The server at {url} cannot be claimed for this run: {error}. Next: set TMPDIR to a writable directory."
                 ) from error
+
+    def release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+        self._locks = []
+
+
+class ClaimingPublisher(BasePublisher):
+    """Claims servers with its first version and until `close`. Only the first rank of a run publishes, and claims."""
+
+    def __init__(self, publisher: BasePublisher, urls: Sequence[str], root: Path | None = None):
+        self._publisher = publisher
+        self._claims = Claims(urls, root)
+
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        """Publish with the inner publisher; raise EngineError if another run has claimed one of the servers."""
+        self._claims.take()
+        return await self._publisher.publish(backend, version)
+
+    async def lend_device(self, backend: BaseBackend) -> None:
+        self._claims.take()
+        await self._publisher.lend_device(backend)
+
+    def take_device(self, backend: BaseBackend) -> None:
+        self._publisher.take_device(backend)
+
+    def follow(self, backend: BaseBackend) -> None:
+        self._publisher.follow(backend)
+
+    async def close(self) -> None:
+        try:
+            await self._publisher.close()
+        finally:
+            self._claims.release()
 
 
 class FallbackPublisher(BasePublisher):
@@ -91,6 +106,9 @@ class FallbackPublisher(BasePublisher):
     async def lend_device(self, backend: BaseBackend) -> None:
         await self._first.lend_device(backend)
 
+    def take_device(self, backend: BaseBackend) -> None:
+        self._first.take_device(backend)
+
     def follow(self, backend: BaseBackend) -> None:
         self._first.follow(backend)
 
@@ -105,33 +123,60 @@ class CohostPublisher(BasePublisher):
         rollout -> engine sleeps -> trainer takes the device -> update -> trainer leaves the device
                 -> engine wakes its weights -> load -> engine wakes its cache -> rollout
 
-    Weights go through files, since the trainer's model leaves the device before the engine wakes.
+    Weights go through files, since the trainer's models leave the device before the engine wakes: the one that is
+    published, and `others` beside it, a critic or a reference.
     """
 
-    def __init__(self, client: LendsDevice, files: FilesystemPublisher):
+    def __init__(self, client: LendsDevice, files: FilesystemPublisher, others: Sequence[BaseBackend] = ()):
         self._client = client
         self._files = files
+        self._others = others
 
     async def lend_device(self, backend: BaseBackend) -> None:
         if self._client.awake:
             await self._client.sleep(("weights", "kv_cache"))
-            backend.onload()
+            self.take_device(backend)
+
+    def take_device(self, backend: BaseBackend) -> None:
+        for model in (backend, *self._others):
+            model.onload()
 
     async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
         await self.lend_device(backend)
         weight_ref = self._files.write(backend, version)
-        backend.offload()
+        self.follow(backend)
         await self._client.wake(("weights",))
         await self._files.hand_over(weight_ref)
         await self._client.wake(("kv_cache",))
         return weight_ref
 
     def follow(self, backend: BaseBackend) -> None:
-        backend.offload()
+        for model in (backend, *self._others):
+            model.offload()
 
     async def close(self) -> None:
         """Release the directory of the weights."""
         await self._files.close()
+
+
+def free_device(client: CohostedFleet, urls: Sequence[str]) -> None:
+    """Have servers that share the trainer's device sleep, before any of its models is there.
+
+    They may sleep already, since the run before this one was killed.
+    """
+    claims = Claims(urls)
+
+    async def free() -> None:
+        try:
+            await client.sleep()
+        finally:
+            await client.disconnect()
+
+    claims.take()  # for this moment; the publisher of the run claims them again
+    try:
+        asyncio.run(free())
+    finally:
+        claims.release()
 
 
 def _name(url: str) -> str:

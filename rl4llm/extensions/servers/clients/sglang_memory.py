@@ -1,0 +1,59 @@
+"""What an SGLang server has on its device: a version of the weights, less the memory that it freed while it sleeps.
+
+SGLang does not report whether it sleeps, and dies when it is put to sleep twice or woken twice. So the client adds what
+sleeps to the version of the weights, which the server keeps until it ends: "12", "12 asleep:kv_cache,weights". The note
+survives the trainer that wrote it, but not the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rl4llm.core.errors import EngineError
+
+ASLEEP = " asleep:"
+UNSURE = "unsure"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The version of a server's weights as it reports it, and the kinds of memory that it freed.
+
+    >>> str(Held.of("12 asleep:weights").with_version(13)), str(Held("13"))
+    ('13 asleep:weights', '13')
+    """
+
+    version: str
+    asleep: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, text: str) -> Held:
+        """Read what `str` has written."""
+        version, _, asleep = text.partition(ASLEEP)
+        return cls(version, frozenset(filter(None, asleep.split(","))))
+
+    def __str__(self) -> str:
+        return self.version + (ASLEEP + ",".join(sorted(self.asleep)) if self.asleep else "")
+
+    def with_version(self, version: int) -> Held:
+        return replace(self, version=str(version))
+
+    def moving(self) -> Held:
+        """Return the note for the time in which memory is freed or taken: a trainer that dies then leaves it."""
+        return replace(self, asleep=frozenset({UNSURE}))
+
+    def check_known(self, url: str) -> None:
+        """Raise EngineError if a trainer died while the server freed memory or took it."""
+        if UNSURE in self.asleep:
+            raise EngineError(
+                f"{url} may be asleep or awake: a trainer ended while the server freed its memory or took it back. Restart "
+                "the server."
+            )
+
+    def check_awake(self, url: str) -> None:
+        """Raise EngineError if the weights are not on the device, so that none can be loaded."""
+        if "weights" in self.asleep:
+            raise EngineError(
+                f"{url} is asleep: a run with inference.cohost=true ended while the trainer had the device. Resume that "
+                "run, or restart the server."
+            )
