@@ -15,7 +15,6 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=3,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"],  # the last two for a local database
     "trackio": ["trackio>=0.40,<1"],
     "lora": ["peft>=0.15,<1"],
-    "sglang": ["sglang>=0.5.2,<0.6", "torch-memory-saver>=0.0.8,<0.1"],
     "vllm": ["vllm>=0.32,<0.33"],
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
     "remote": ["grpcio>=1.66,<2", "protobuf>=5,<8"],
@@ -40,7 +39,8 @@ EXTRAS = {
         "gguf>=0.17,<1", "setuptools>=77,<90",
     ],
 }  # fmt: skip
-# Engines pin versions of torch that differ from each other, so each goes into a separate environment and not into "all".
+# Servers pin versions of torch, so each has a separate environment: "vllm" is not in "all". SGLang needs a torch outside of
+# the range below, so it has no extra.
 IN_ALL = (
     "deepspeed",
     "wandb",
@@ -118,7 +118,7 @@ setup(
         ]
     },
     install_requires=[
-        "torch>=2.6,<3",  # tried: 2.13.0, on a CPU
+        "torch>=2.11,<2.14",  # tried: 2.13.0, on a CPU
         "transformers>=5.18,<6",  # older ones read and describe tool calls otherwise
         "safetensors>=0.5,<1",
         "datasets>=3,<6",

@@ -4,7 +4,8 @@
 #   RL4LLM_VENV    its directory (default: .venv in the repository)
 #   RL4LLM_PYTHON  the Python 3.11 or newer that creates it (default: python3)
 #
-# On Linux, PyPI's build of torch brings CUDA. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu selects the CPU build.
+# On Linux, PyPI's build of torch brings CUDA. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu selects the CPU build, and
+# cu126 instead of cpu one for older drivers.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -40,10 +41,8 @@ if [ -n "$missing" ] || [ "${installed#* }" != "$sum" ]; then
       "other files, \`scripts/lock.sh\` (needs uv) writes the lock again." >&2
     exit 1
   }
-  # The build of torch depends on the machine, so the lock has neither torch nor CUDA. Without a GPU this is the tested version.
-  if ! command -v nvidia-smi > /dev/null 2>&1 && [ "$(uname -s)" = Linux ]; then
-    "${pip[@]}" torch==2.13.0
-  fi
+  # The build of torch depends on the machine, so the lock has neither torch nor CUDA. The version is the tested one everywhere.
+  "${pip[@]}" torch==2.13.0
   unlocked="$(IFS=,; echo "${unlocked[*]-}")"
   "${pip[@]}" --no-build-isolation -e "$root${unlocked:+[$unlocked]}"
   earlier="${installed%% *}"

@@ -266,6 +266,31 @@ def test_calls_for_other_extras_install_each_extra_once(tmp_path):
     assert calls == [True, True, False, False, False]
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_every_machine_gets_the_torch_that_tests_ran_with(tmp_path, gpu):
+    shutil.copytree(ROOT / "scripts" / "lock", tmp_path / "scripts" / "lock")
+    for name in ("scripts/environment.sh", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python, pip, log = (tmp_path / ".venv" / name for name in ("bin/python", "bin/pip", "log"))
+    programs = [python, *([tmp_path / "nvidia-smi"] if gpu else [])]
+    for program in programs:
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
+        program.chmod(0o755)
+    pip.symlink_to(python)
+    environment = {**os.environ, "RL4LLM_PYTHON": sys.executable, "RL4LLM_VENV": str(tmp_path / ".venv")}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    command = ["bash", "-c", ". scripts/environment.sh"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    asked = [line.split()[-1] for line in log.read_text().splitlines() if "torch==" in line]
+    tried = re.search(r"torch(>=\S+)\",  # tried: (\S+), on a CPU", (ROOT / "setup.py").read_text())
+    assert asked == [f"torch=={tried[2]}"]
+    assert tried[2] in Requirement(f"torch{tried[1]}").specifier
+    assert (
+        "2.15.0" not in Requirement(f"torch{tried[1]}").specifier
+    )  # the newest of the index, which no test ran with
+
+
 def test_the_picture_of_the_house_is_drawn_from_todays_imports():
     """What to do when this fails: python scripts/architecture.py --write."""
     picture = architecture.draw(architecture.imports())
