@@ -307,6 +307,18 @@ def test_each_rank_gets_separate_handles_by_uuid(monkeypatch):
     assert (rebuild, arguments) == (print, (*range(6), "8932f937", *range(7, 15)))
 
 
+def rebuilt(*arguments):
+    return arguments
+
+
+def test_a_handle_is_pickled_with_the_uuid_of_its_gpu(monkeypatch):
+    properties = type("Properties", (), {"uuid": "8932f937"})
+    monkeypatch.setattr(sglang_tensors, "reduce_tensor", lambda tensor: (rebuilt, tuple(range(15))))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    [(name, arguments)] = pickle.loads(sglang_tensors._handles([("a", torch.zeros(2))]))
+    assert (name, arguments) == ("a", (*range(6), "8932f937", *range(7, 15)))
+
+
 def test_the_device_is_where_torch_has_it():
     """`by_uuid` replaces an argument by its place, which is the name of it in the function that SGLang calls with them."""
     names = list(inspect.signature(torch.multiprocessing.reductions.rebuild_cuda_tensor).parameters)
@@ -353,6 +365,7 @@ def neighbours(monkeypatch):
         ("4", "GPU-77", 0, False),
         ("GPU-8932f937", "GPU-8932", 0, True),
         ("GPU-8932f937", "5", 0, True),  # which cannot be compared
+        ("4", "MIG-94f1", 0, True),
         ("4", "", 0, False),
     ],
 )

@@ -38,14 +38,14 @@ def check_gpu_is_shared(url: str, device: torch.device) -> None:
 
 
 def sees(names: list[str], ours: str, uuid: str) -> bool:
-    """Return whether a process with these visible GPUs may see ours; numbers and UUIDs cannot be compared.
+    """Return whether a process with these visible GPUs may see ours. Numbers, and MIG devices, compare only with their kind.
 
     >>> sees(["5"], "4", "8932"), sees(["4", "5"], "4", "8932"), sees(["GPU-89"], "4", "8932"), sees(["GPU-77"], "4", "8932")
     (False, True, True, False)
     """
-    if not ours.isdecimal() and any(name.isdecimal() for name in names):
+    if any(name.isdecimal() != ours.isdecimal() and not name.startswith("GPU-") for name in names):
         return True
-    return any(name == ours or uuid.startswith(name.removeprefix("GPU-")) for name in names if name != "GPU-")
+    return any(name == ours or (name[:4] == "GPU-" and uuid.startswith(name[4:])) for name in names)
 
 
 def check_same_nccl(url: str) -> None:

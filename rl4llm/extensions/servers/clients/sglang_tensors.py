@@ -55,7 +55,7 @@ def _handles(pairs: Sequence[tuple[str, Tensor]]) -> bytes:
 
     buffer = io.BytesIO()
     pickler: Any = ForkingPickler(buffer)
-    pickler.dispatch_table = pickler.dispatch_table.new_child({Tensor: reduce})
+    pickler.dispatch_table = {**pickler.dispatch_table, Tensor: reduce}
     pickler.dump(pairs)
     return buffer.getvalue()
 
