@@ -23,6 +23,7 @@ from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.pack import pack
 from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend
+from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -507,3 +508,12 @@ def test_without_deepspeed_the_error_names_the_command(build, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"pip install 'rl4llm\[deepspeed\]'"):
         DeepSpeedBackend(load_model(build("qwen3")), ranks=Ranks(), lr=1e-3)
+
+
+def test_a_sharded_model_that_stays_on_the_device_is_refused():
+    staying = NoOptimizer(None, torch.device("cuda"), stays=True)
+    with pytest.raises(
+        ConfigError, match=r"zero_stage=3 .* cannot leave the device. Set backend.offload_param=true"
+    ):
+        staying.offload()
+    NoOptimizer(None, torch.device("cuda")).offload()
