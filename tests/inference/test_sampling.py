@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl4llm.core.types import SamplingParams
+from rl4llm.inference.embedded import sampling
 from rl4llm.inference.embedded.sampling import LARGE, Sampler, draw, keep_likely, uniforms
 
 
@@ -106,3 +108,46 @@ def test_slices_draw_what_the_whole_vocabulary_draws(vocabulary, spread):
     assert (drawn >= 0).all() and (drawn < vocabulary).all()
     assert (weights[1:].gather(1, drawn[1:]) > 0).all()
     assert torch.equal(drawn[1:], expected[1:])
+
+
+class Sums(TorchDispatchMode):
+    """Records the dtypes that cumulative sums add up."""
+
+    def __init__(self):
+        super().__init__()
+        self.added = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten.cumsum:
+            self.added.append((kwargs or {}).get("dtype") or args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("vocabulary", [512, 151_936])
+def test_a_gpu_in_deterministic_mode_adds_up_integers(vocabulary):
+    """Torch refuses the cumulative sum of floats there. Tensors without memory stand in for those of a GPU."""
+
+    def added(device):
+        with Sums() as sums:
+            weights = torch.ones(2, vocabulary, device=device)
+            rows = torch.zeros(2, device=device, dtype=torch.float64)
+            draw(keep_likely(weights, rows.long(), rows), rows[:, None])
+        return set(sums.added)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert added("meta") == {torch.int64}
+        assert added("cpu") == {torch.float64}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert added("meta") == {torch.float64}
+
+
+@pytest.mark.parametrize("vocabulary", [300, LARGE])
+def test_integers_draw_the_tokens_that_floats_draw(vocabulary, monkeypatch):
+    weights = (3 * torch.randn(500, vocabulary)).softmax(-1)
+    numbers = torch.rand(500, 1, dtype=torch.float64)
+    expected = draw(weights, numbers)
+    monkeypatch.setattr(sampling, "_running_sums", sampling._fixed_point_sums)
+    assert draw(weights, numbers).equal(expected)
+    assert draw(weights, torch.ones(500, 1, dtype=torch.float64) - 2**-53).max() < vocabulary

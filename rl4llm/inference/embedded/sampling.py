@@ -15,6 +15,7 @@ from rl4llm.core.types import SamplingParams
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 AHEAD = 32  # tokens for which uniforms are computed at once
 SLICE = 256  # at most so many neighbouring tokens are one slice of a large vocabulary
+FIXED_POINT = 2.0**52  # of the unit in which probabilities are added up as integers; their sum is about 1
 LARGE = 8192  # tokens of a vocabulary whose slices are added up first, which takes a third of the time
 
 
@@ -43,7 +44,7 @@ def keep_likely(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(probs_BV.shape[-1], device=probs_BV.device)
     sorted_BV = sorted_BV.masked_fill((rank_V >= top_k_B[:, None]) & (top_k_B[:, None] > 0), 0.0)
-    total_BV = sorted_BV.cumsum(-1, dtype=torch.float64)
+    total_BV = _running_sums(sorted_BV)
     before_BV = total_BV - sorted_BV
     sorted_BV = sorted_BV.masked_fill(
         (before_BV >= top_p_B[:, None] * total_BV[:, -1:]) & (top_p_B[:, None] < 1), 0.0
@@ -52,22 +53,40 @@ def keep_likely(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """Return tokens (B, 1) with probabilities in proportion to weights, by the inverse of the distribution function."""
+    """Return tokens (B, 1) with probabilities in proportion to weights, by the inverse of the distribution function.
+
+    The weights are a part of a softmax, so their sum is at most about 1.
+    """
     vocabulary = weights_BV.shape[-1]
     size = math.gcd(vocabulary, SLICE)
     if vocabulary < LARGE or size < SLICE // 8:
-        cdf_BV = weights_BV.cumsum(-1, dtype=torch.float64)
+        cdf_BV = _running_sums(weights_BV)
         return _invert(cdf_BV, uniforms_B1 * cdf_BV[:, -1:])
     slices_BPS = weights_BV.unflatten(-1, (-1, size))
-    cdf_BP = slices_BPS.sum(-1).cumsum(-1, dtype=torch.float64)
+    cdf_BP = _running_sums(slices_BPS.sum(-1))
     targets_B1 = uniforms_B1 * cdf_BP[:, -1:]
     slice_B1 = _invert(cdf_BP, targets_B1)
     ends = cdf_BP.gather(-1, slice_B1), F.pad(cdf_BP, (1, 0)).gather(-1, slice_B1)
     share_B1 = (targets_B1 - ends[1]) / (ends[0] - ends[1])  # of the slice, in [0, 1)
-    inner_BS = slices_BPS.take_along_dim(slice_B1[:, :, None], 1)[:, 0].cumsum(-1, dtype=torch.float64)
+    inner_BS = _running_sums(slices_BPS.take_along_dim(slice_B1[:, :, None], 1)[:, 0])
     last_B1 = inner_BS[:, -1:]
     targets_B1 = torch.minimum(share_B1 * last_B1, last_B1.nextafter(torch.zeros_like(last_B1)))
     return slice_B1 * size + _invert(inner_BS, targets_B1)
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """Return the cumulative sums of the last dimension, in float64.
+
+    In deterministic mode torch refuses the cumulative sum of floats on a GPU, where their order may change. That of
+    integers has no order.
+    """
+    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(-1, dtype=torch.float64)
+    return _fixed_point_sums(x)
+
+
+def _fixed_point_sums(x: Tensor) -> Tensor:
+    return (x.double() * FIXED_POINT).long().cumsum(-1).double() / FIXED_POINT
 
 
 def _invert(cdf_BN: Tensor, targets_B1: Tensor) -> Tensor:
