@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
+from rl4llm.backends.varlen import Kernel, Spans
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TrainBatch
 
@@ -60,7 +61,8 @@ class Stream:
     """One row of N tokens in an order in which each block is contiguous; blocks of roots come first.
 
     `place_BT` is the index of each token of the batch in the row, -1 for those that are not computed. `pad_M` spreads the
-    row over the blocks with their padding and `unpad_N` gathers it again; None when no block has any.
+    row over the blocks with their padding and `unpad_N` gathers it again; None when no block has any. With `spans`, all
+    blocks are one call.
     """
 
     token_ids_1N: Tensor
@@ -69,6 +71,7 @@ class Stream:
     blocks: tuple[Block, ...]
     pad_M: Tensor | None
     unpad_N: Tensor | None
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,8 @@ class _Segments:
         return np.repeat(self.starts[chosen], lengths) + within
 
 
-def stream_of(batch: TrainBatch) -> Stream:
-    """Return the stream of a batch that has at least one policy token."""
+def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
+    """Return the stream of a batch that has at least one policy token; `kernel` computes all its blocks in one call."""
     segments = _segments(batch)
     order, blocks = _blocks(segments)
     flat = segments.flat(order)
@@ -109,6 +112,10 @@ def stream_of(batch: TrainBatch) -> Stream:
     place[flat] = np.arange(len(flat))
     chosen = torch.from_numpy(flat).to(device)
     pad, unpad = _padding(segments.lengths[order], blocks)
+    spans = None
+    if kernel is not None:
+        rank = np.append(np.argsort(order), -1)  # the entry at the end answers for parent -1
+        spans = Spans.of(kernel, segments.lengths[order], rank[segments.parents[order]], device)
     return Stream(
         segments.token_ids[chosen][None],
         segments.position_ids[chosen][None],
@@ -116,6 +123,7 @@ def stream_of(batch: TrainBatch) -> Stream:
         tuple(blocks),
         None if pad is None else torch.from_numpy(pad).to(device),
         None if unpad is None else torch.from_numpy(unpad).to(device),
+        spans,
     )
 
 
@@ -175,10 +183,14 @@ def stream_attention(
         else value.dtype
     )
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    scaling = scaling or q.shape[-1] ** -0.5
+    if stream.spans is not None and s_aux is None and q.shape[-1] == v.shape[-1]:
+        with torch.autocast(query.device.type, enabled=False):
+            return stream.spans.attend(q, k, v, scaling, sliding_window)[None], None
     if stream.pad_M is not None:
         q, k, v = (_Pad.apply(x, stream.pad_M, stream.unpad_N) for x in (q, k, v))
     with torch.autocast(query.device.type, enabled=False):
-        out = _attend_blocks(q, k, v, stream.blocks, scaling or q.shape[-1] ** -0.5, sliding_window, s_aux)
+        out = _attend_blocks(q, k, v, stream.blocks, scaling, sliding_window, s_aux)
     return (out if stream.unpad_N is None else out.index_select(0, stream.unpad_N))[None], None
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rl4llm.backends.attention import STREAM_ATTENTION, STREAM_EAGER, register, rows_of, stream_of
 from rl4llm.backends.heads import OutputLayer, ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.recurrent import stream_recurrent, unstream_recurrent
+from rl4llm.backends.varlen import Kernel, kernel_for
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TrainBatch
 from rl4llm.runtime.ranks import Ranks
@@ -59,7 +60,7 @@ class ModelRunner:
         return OutputLayer(layer.weight, layer.bias, float(softcap or 0.0))
 
     def _stream(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        stream = stream_of(batch)
+        stream = stream_of(batch, self._kernel(batch.mask_BT.device))
         output = self.model.base_model(
             input_ids=stream.token_ids_1N,
             position_ids=stream.position_ids_1N,
@@ -69,6 +70,18 @@ class ModelRunner:
             stream=stream,
         )
         return output.last_hidden_state[0], stream.place_BT
+
+    def _kernel(self, device: torch.device) -> Kernel | None:
+        """Return what computes the attention of a stream in one call, in the dtype of this pass; None if nothing can."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)
+        if not heads:
+            return None
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        casts = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if casts else self.model.dtype
+        return kernel_for(device, dtype, heads, kv_heads, width)
 
     def _rows(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         output, place_BT = _run_rows(self.model.base_model, batch)

@@ -4,7 +4,10 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rl4llm.backends import varlen
 from rl4llm.backends.attention import rows_of, stream_attention, stream_of
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.backends.varlen import plain_varlen
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
@@ -92,14 +95,15 @@ def reference(batch, stream, q, k, v, scaling, window=None, sinks=None):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
-def test_attention_sees_the_shared_prompt_and_its_own_past_only(window, dtype, sinks):
+@pytest.mark.parametrize("kernel", [None, plain_varlen], ids=["blocks", "one call"])
+def test_attention_sees_the_shared_prompt_and_its_own_past_only(window, dtype, sinks, kernel):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     group = [
         trajectory("a", [1] * 7, [2] * int(torch.randint(2, 12, (1,), generator=generator))) for _ in range(5)
     ] + [trajectory(f"c{n}", [3] * (3 + n), [4] * 6) for n in range(3)]
     batch = batch_of(group)
-    stream = stream_of(batch)
+    stream = stream_of(batch, kernel)
     assert stream.pad_M is not None and any(block.prompt_length for block in stream.blocks)
     total = stream.token_ids_1N.shape[1]
     q, k, v = (torch.randn(1, heads, total, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
@@ -129,3 +133,46 @@ def test_variants_it_does_not_compute_are_refused_by_name(option):
     q = torch.randn(1, 4, stream.token_ids_1N.shape[1], 8)
     with pytest.raises(ModelError, match=next(iter(option))):
         stream_attention(torch.nn.Module(), q, q, q, None, stream=stream, **option)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])  # mistral has a window
+def test_a_model_gives_the_same_numbers_through_one_call_a_layer(build, trajectories, name, monkeypatch):
+    calls = []
+
+    def one_call(*args, **options):
+        calls.append(options["window_size"])
+        return plain_varlen(*args, **options)
+
+    found = []
+    for kernel in (None, one_call):
+        monkeypatch.setattr("rl4llm.backends.runner.kernel_for", lambda *sizes, kernel=kernel: kernel)
+        backend = TorchBackend(build(name), lr=0.0)
+        calls.clear()
+        batch = batch_of(trajectories)
+        numbers = backend.forward(batch)
+        backend.forward_backward(batch, lambda batch, logprobs, entropy: (-logprobs, {}))
+        found.append([numbers, *(parameter.grad for parameter in backend.model.parameters())])
+        assert len(calls) == (0 if kernel is None else 2 * 2)  # layers and passes
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_kernel_that_gives_other_numbers_is_refused(monkeypatch):
+    sizes = (torch.device("cpu"), torch.bfloat16, 4, 2, 8)
+    assert varlen._difference(plain_varlen, *sizes) == 0
+
+    def sees_the_future(q, k, v, *ends, scale, window_size, enable_gqa):
+        return plain_varlen(q, k, v, *ends, scale=2 * scale, window_size=window_size)
+
+    assert varlen._difference(sees_the_future, *sizes) > varlen.TOLERANCE
+    assert varlen.kernel_for(*sizes) is None  # a CPU has none, and is not asked
+
+
+def test_a_gpu_without_the_kernel_warns_and_uses_blocks(monkeypatch):
+    def fails(*args):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    monkeypatch.setattr(varlen, "_difference", fails)
+    with pytest.warns(UserWarning, match=r"block by block.*Ampere"):
+        assert varlen.kernel_for(torch.device("cuda"), torch.bfloat16, 4, 2, 8) is None
+    assert varlen.kernel_for(torch.device("cuda"), torch.float32, 4, 2, 8) is None

@@ -1,0 +1,149 @@
+"""Attention of all segments of a row in one call: each has its own queries, and the keys of its prompt before its own.
+
+Flash attention takes tokens in rows (N, heads, width) and the ends of each segment, so nothing is padded and no mask is
+stored. torch has it as `varlen_attn`, for 16-bit numbers on GPUs. It is used where it gives the numbers and gradients of
+`plain_varlen`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+TOLERANCE = 0.03
+"""Accepted difference from `plain_varlen`, relative to the largest number compared; bf16 rounds to 0.004."""
+
+Ints = NDArray[np.int64]
+Kernel = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Segment s of a row has the queries ends_q[s] to ends_q[s + 1], which are the last of its keys.
+
+    Its keys are the places keys_M[ends_k[s]:ends_k[s + 1]] of the row. The longest segment has `longest_q` and `longest_k`.
+    """
+
+    kernel: Kernel
+    keys_M: Tensor
+    ends_q: Tensor
+    ends_k: Tensor
+    longest_q: int
+    longest_k: int
+
+    @classmethod
+    def of(cls, kernel: Kernel, lengths: Ints, parents: Ints, device: torch.device) -> Spans:
+        """Return the spans of segments that follow each other; `parents` are the segments of their prompts, -1: none."""
+        begins = np.cumsum(lengths) - lengths
+        before = np.where(parents >= 0, lengths[parents], 0)
+        totals = before + lengths
+        within = np.arange(int(totals.sum())) - np.repeat(np.cumsum(totals) - totals, totals)
+        prompts, own = np.repeat(begins[parents], totals), np.repeat(begins - before, totals)
+        keys = np.where(within < np.repeat(before, totals), prompts, own) + within
+
+        def placed(numbers: Ints, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(numbers).to(device, dtype)
+
+        return cls(
+            kernel,
+            placed(keys, torch.int64),
+            placed(np.r_[0, np.cumsum(lengths)], torch.int32),
+            placed(np.r_[0, np.cumsum(totals)], torch.int32),
+            int(lengths.max()),
+            int(totals.max()),
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Return the attention output (N, H, D) of queries (N, H, D); keys and values (N, K, D) may have fewer heads."""
+        k, v = (_Gather.apply(x, self.keys_M) for x in (k, v))
+        past = -1 if window is None or window >= self.longest_k else window - 1
+        ends = (self.ends_q, self.ends_k, self.longest_q, self.longest_k)
+        return self.kernel(q.contiguous(), k, v, *ends, scale=scaling, window_size=(past, 0), enable_gqa=True)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by index. A prompt's row is taken once for each of its answers, so its gradients are added up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places_M: Tensor) -> Tensor:
+        ctx.save_for_backward(places_M)
+        ctx.rows = len(x)
+        return x.index_select(0, places_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places_M,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, places_M, grad.float()).to(grad.dtype), None
+
+
+def plain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int,
+    *, scale: float, window_size: tuple[int, int] = (-1, 0), enable_gqa: bool = True,
+) -> Tensor:  # fmt: skip
+    """Compute what `torch.nn.attention.varlen.varlen_attn` computes, one segment at a time and with masks."""
+    groups, outs = q.shape[1] // k.shape[1], []
+    (begin_q, *ends_of_q), (begin_k, *ends_of_k) = ends_q.tolist(), ends_k.tolist()
+    for end_q, end_k in zip(ends_of_q, ends_of_k, strict=True):
+        length, total = end_q - begin_q, end_k - begin_k
+        own_k, own_v = (x[begin_k:end_k].repeat_interleave(groups, dim=1) for x in (k, v))
+        seen = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
+        if window_size[0] >= 0:
+            seen = seen.triu(total - length - window_size[0])
+        scores = torch.einsum("qhd,khd->hqk", q[begin_q:end_q] * scale, own_k)
+        probs = scores.float().masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype)
+        outs.append(torch.einsum("hqk,khd->qhd", probs, own_v))
+        begin_q, begin_k = end_q, end_k
+    return torch.cat(outs)
+
+
+@functools.cache
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> Kernel | None:
+    """Return the kernel for these sizes, or None: on a CPU, in fp32, and with a warning where torch has no right one."""
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    try:
+        from torch.nn.attention import varlen  # noqa: PLC0415 - not in every torch that is supported
+
+        kernel: Kernel = varlen.varlen_attn
+        differs = _difference(kernel, device, dtype, heads, kv_heads, width)
+        problem = f"it differs by {differs:.2g} from plain attention" if not differs <= TOLERANCE else ""
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+    if problem:
+        warnings.warn(f"Attention runs block by block, without torch's varlen_attn: {problem}", stacklevel=2)
+        return None
+    return kernel
+
+
+def _difference(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> float:
+    """Return the largest relative difference of outputs and gradients from `plain_varlen`, with a window and without."""
+    lengths, parents = np.array([9, 5, 70, 3]), np.array([-1, -1, 0, 0])
+    generator = torch.Generator().manual_seed(0)
+    random = [
+        torch.randn(int(lengths.sum()), count, width, generator=generator).to(device, dtype)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+    worst = 0.0
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for window in (None, 6):
+            found = []
+            for each in (kernel, plain_varlen):
+                q, k, v = (x.clone().requires_grad_() for x in random[:3])
+                out = Spans.of(each, lengths, parents, device).attend(q, k, v, width**-0.5, window)
+                found.append([out.detach(), *torch.autograd.grad((out * random[3]).sum(), (q, k, v))])
+            for one, other in zip(*found, strict=True):
+                worst = max(worst, float((one - other).abs().max() / other.abs().max()))
+    return worst
