@@ -22,8 +22,9 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 KEEP_BYTES = 64 << 20
 """So much of the fp32 logits is kept for the backward pass; the rest is computed again."""
 
-TILE_ROWS, TILE_BYTES = 2048, 8 << 20
-"""Rows and size of a tile, the fp32 logits that exist at once: few enough that the passes over them stay in the cache."""
+TILE_ROWS, TILE_BYTES, GPU_TILE_BYTES = 2048, 8 << 20, 128 << 20
+"""Rows and size of a tile, the fp32 logits that exist at once: few enough that the passes over them stay in a CPU's cache;
+on a GPU many enough that computing a tile takes longer than launching its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def head_memory(
     if values:
         return hidden * (precision.weights + FP32)
     logits = asked * shape.vocabulary * FP32
-    tiles = 3 * min(TILE_BYTES, logits)
+    tiles = 3 * min(GPU_TILE_BYTES if precision.gpu else TILE_BYTES, logits)
     if not backward:
         return hidden * precision.weights + tiles
     weight = 0 if shape.adapter else shape.vocabulary * shape.hidden * FP32
@@ -127,13 +128,14 @@ def selected_logprobs(
     entropy: bool = False,
     dtype: torch.dtype | None = None,
     keep_bytes: int = KEEP_BYTES,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else meaningless); both fp32.
 
     Logits are computed a tile of rows and vocabulary at a time, in products of `dtype` (default: that of the hidden
     states), and again in the backward pass where they were not kept. The softmax is always computed in fp32.
     """
+    tile_bytes = tile_bytes or (TILE_BYTES if hidden_ND.device.type == "cpu" else GPU_TILE_BYTES)
     plan = _Cuts(temperature, output.softcap, entropy, dtype or hidden_ND.dtype, keep_bytes, tile_bytes)
     return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan)
 

@@ -8,20 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FP32 = 4
+ONE_SEQUENCE = "server's KV cache of one sequence"
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes of a number: `weights` of what is stored and of what stands between layers, `computed` inside the layers."""
+    """Bytes of a number: `weights` of what is stored and of what stands between layers, `computed` inside the layers.
+
+    `gpu` says whether a GPU computes, which works on larger pieces.
+    """
 
     weights: int = FP32
     autocast: bool = False
+    gpu: bool = False
 
     @classmethod
-    def of(cls, dtype: str, autocast: str = "none") -> Precision:
+    def of(cls, dtype: str, autocast: str = "none", *, gpu: bool = False) -> Precision:
         """Return the precision of `model.dtype` and `model.autocast`."""
         weights = 2 if dtype == "bfloat16" else FP32
-        return cls(weights, autocast == "bfloat16" and weights == FP32)
+        return cls(weights, autocast == "bfloat16" and weights == FP32, gpu)
 
     @property
     def computed(self) -> int:
@@ -57,14 +62,28 @@ class ModelShape:
         Between layers: the two inputs of its norms. Computed: the outputs of the norms, which all projections behind them
         share; queries, attention's output and the copy of it that the projection reads; keys and values of all positions
         that are attended to; of a gated MLP gate, its activation, up and their product. Korthikanti et al. 2022, section
-        4.1, count those of GPT in the same way.
+        4.1, count those of GPT in the same way. In fp32 a GPU repeats the keys of shared prompts for all heads.
         """
-        attention, keyed = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.heads * self.head_dim
+        repeated = precision.gpu and precision.computed == FP32 and keys > tokens
+        keyed = (self.heads if repeated else self.kv_heads) * self.head_dim
         wide = (4 if self.gated else 2) * self.mlp
         computed = tokens * (2 * self.hidden + 3 * attention + wide) + keys * 2 * keyed
         between = tokens * 2 * self.hidden
         normalisers = tokens * (self.heads + 2) * FP32
-        return computed * precision.computed + between * precision.weights + normalisers
+        kept = computed * precision.computed + between * precision.weights + normalisers
+        return kept + tokens * self._adapter_inputs(precision)
+
+    def _adapter_inputs(self, precision: Precision) -> int:
+        """Return what an adapter keeps of each token beyond the inputs that all projections share.
+
+        Each adapted layer casts its input for itself; the frozen layer beside it keeps none.
+        """
+        if not self.adapter or precision.computed == FP32:
+            return 0
+        ends = self.heads * self.head_dim + self.mlp  # of attention's output and the MLP's
+        own = (5 if self.gated else 4) * self.hidden + ends
+        return own * (2 if precision.autocast else FP32) - (2 * self.hidden + ends) * precision.computed
 
     def activations(self, precision: Precision, tokens: int, keys: int, *, checkpointing: bool) -> int:
         """Return the bytes that a forward pass keeps for the backward pass: all layers, or with checkpointing the input of
@@ -79,8 +98,8 @@ class ModelShape:
 
     def working(self, precision: Precision, tokens: int, *, backward: bool) -> int:
         """Return further bytes while one layer computes: the outputs of its MLP, or their gradients, and the stream's."""
-        wide = (3 if self.gated else 2) * self.mlp
-        return tokens * (wide * precision.computed + (4 if backward else 3) * self.hidden * precision.weights)
+        wide = (3 if self.gated else 2) * self.mlp * (FP32 if self.adapter else precision.computed)
+        return tokens * (wide + (4 if backward else 3) * self.hidden * precision.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +142,8 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the engines of a run play in a step, at most: sequences of each of the ranks, `held_out` ones when they are
-    measured, and the tokens of a prompt and of the longest sequence."""
+    """What an engine plays for a rank at most: sequences, and the tokens of a prompt and of the longest sequence."""
 
     sequences: int
-    held_out: int
-    ranks: int
     prompt_tokens: int
     longest: int

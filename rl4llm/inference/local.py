@@ -81,7 +81,7 @@ class LocalClient(BaseClient):
         cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
     ) -> dict[str, int]:
         """Return the bytes of the cache with all rows at full length, and of a prefill pass or of a step's logits."""
-        rows = min(int(options.get("max_rows", MAX_ROWS)), max(load.sequences, load.held_out))
+        rows = min(int(options.get("max_rows", MAX_ROWS)), load.sequences)
         length = -(-(load.longest + LOOKAHEAD) // LENGTH_STEP) * LENGTH_STEP
         filling = shape.working(precision, min(PREFILL_TOKENS, rows * load.prompt_tokens), backward=False)
         logits = 3 * rows * shape.vocabulary * FP32

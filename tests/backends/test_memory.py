@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl4llm.backends.heads import KEEP_BYTES, TILE_BYTES, head_memory
+from rl4llm.backends.heads import GPU_TILE_BYTES, KEEP_BYTES, TILE_BYTES, head_memory
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.runner import TokenNumbers
@@ -34,9 +34,8 @@ def llama(tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_what_autograd_saves(llama, checkpointing):
-    module = TokenNumbers(load_model(llama, gradient_checkpointing=checkpointing), None, None, Ranks())
+def saved_bytes(module):
+    """Return the bytes that autograd keeps of 8 rows of 64 tokens, beside the weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     saved, alive = {}, []
 
@@ -61,12 +60,34 @@ def test_activations_are_what_autograd_saves(llama, checkpointing):
     )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         module(batch, 1.0, False)
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_what_autograd_saves(llama, checkpointing):
+    module = TokenNumbers(load_model(llama, gradient_checkpointing=checkpointing), None, None, Ranks())
     shape, tokens = shape_of(module.model), 8 * 64
     planned = shape.activations(FLOAT32, tokens, tokens, checkpointing=checkpointing)
     planned -= tokens * shape.hidden * 4  # what the last norm gives is there, but not for the backward pass
     if checkpointing:  # the layer that is computed again is not there yet
         planned -= shape.layer_activations(FLOAT32, tokens, tokens)
-    assert sum(saved.values()) == pytest.approx(planned, rel=0.05)
+    assert saved_bytes(module) == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [("float32", "none"), ("float32", "bfloat16"), ("bfloat16", "none")]
+)
+def test_an_adapter_keeps_the_inputs_that_it_casts(llama, dtype, autocast, monkeypatch):
+    monkeypatch.setattr("rl4llm.backends.attention.EAGER_SCORES", 0)  # keeps no scores, like a GPU
+    model = load_model(llama, dtype=dtype)
+    shape, tokens = shape_of(model, lora_rank=4), 8 * 64
+    add_adapter(model, rank=4)
+    module = TokenNumbers(model, None, torch.bfloat16 if autocast == "bfloat16" else None, Ranks())
+    precision = Precision.of(dtype, autocast)
+    planned = shape.layers * shape.layer_activations(precision, tokens, tokens)
+    if precision.autocast:  # copies of the frozen weights, which the gradient passes through
+        planned += 2 * (shape.linear - shape.vocabulary * shape.hidden)
+    assert saved_bytes(module) == pytest.approx(planned, rel=0.1)
 
 
 def test_an_adapter_has_as_many_numbers_as_the_real_one(model):
@@ -129,3 +150,5 @@ def test_a_head_needs_no_more_than_its_tiles(model):
     few, many = (head_memory(shape, FLOAT32, asked, backward=True) for asked in (10**6, 2 * 10**6))
     assert many - few == 10**6 * shape.hidden * 12  # hidden states, their copy and their gradient
     assert few > 3 * TILE_BYTES + KEEP_BYTES
+    gpu = head_memory(shape, Precision.of("float32", gpu=True), 10**6, backward=True)
+    assert gpu - few == 3 * (GPU_TILE_BYTES - TILE_BYTES)

@@ -625,6 +625,6 @@ def test_the_cache_is_no_larger_than_the_engine_says(build, tokenizer):
     while engine.busy:
         engine.step()
         most = max(most, engine.describe()["cache_bytes"])
-    load = EngineLoad(sequences=6, held_out=0, ranks=1, prompt_tokens=40, longest=48)
+    load = EngineLoad(sequences=6, prompt_tokens=40, longest=48)
     planned = LocalClient.memory(shape_of(model), Precision(), {}, load)["KV cache"]
     assert 0.3 * planned <= most <= planned

@@ -149,6 +149,6 @@ def test_a_plan_counts_the_copied_weights(build, name):
     model = build(name)
     copied = AutocastCopy(model, torch.bfloat16).model
     size = sum(2 * item.numel() for item in copied.parameters() if item.dtype == torch.bfloat16)
-    load = EngineLoad(sequences=2, held_out=0, ranks=1, prompt_tokens=8, longest=16)
+    load = EngineLoad(sequences=2, prompt_tokens=8, longest=16)
     planned = LocalClient.memory(shape_of(model), Precision.of("float32", "bfloat16"), {}, load)
     assert planned["weights in bfloat16"] == pytest.approx(size, rel=0.02)  # without biases

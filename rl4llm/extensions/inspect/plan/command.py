@@ -24,7 +24,8 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--device-memory",
         metavar="SIZE",
-        help="memory of one device, such as 24GiB (default: this machine's)",
+        help="memory of one GPU, here or on another machine, such as 24GiB; with model.device=cpu, of the machine "
+        "(default: this machine's)",
     )
     add_json(command)
 
@@ -32,13 +33,14 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.config import load_config
     from rl4llm.extensions.inspect.plan.advice import changes
-    from rl4llm.extensions.inspect.plan.plan import make_plan
+    from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
     from rl4llm.extensions.inspect.plan.show import as_json, parse_size, tables, verdict
 
     if arguments.devices < 1:
         raise ConfigError(f"--devices {arguments.devices} is not accepted. Accepted: 1 or more.")
     memory = None if arguments.device_memory is None else parse_size(arguments.device_memory)
-    plan = make_plan(load_config(arguments.config, arguments.overrides), arguments.devices, memory)
+    config = on_target(load_config(arguments.config, arguments.overrides), memory)
+    plan = make_plan(config, arguments.devices, memory)
     found = [] if plan.fits else changes(plan)
     if arguments.json:
         write_json(as_json(plan, found))

@@ -7,7 +7,7 @@ its libraries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rl4llm.backends.heads import head_memory
@@ -18,6 +18,9 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape, Precision
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.inspect.plan.counts import Counts
+
+SLEEPING = 2 << 30
+"""Bytes of a GPU that a server keeps while it sleeps: CUDA's context, its graphs and communication buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class _Memory:
     def __init__(self, config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int):
         self.config, self.counts, self.models, self.ranks = config, counts, models, ranks
         self.needs = algorithm.needs()
-        self.precision = Precision.of(config.model.dtype, autocast_of(config))
+        self.on_gpu = device_of(config) != "cpu"
+        self.precision = Precision.of(config.model.dtype, autocast_of(config), gpu=self.on_gpu)
         self.policy = self._held(models.policy)
         self.critic = self._held(models.critic) if models.critic else None
         self.reference = self._held(models.reference, trains=False) if models.reference else None
@@ -64,7 +68,7 @@ class _Memory:
     def phases(self) -> list[Phase]:
         found = [self._start()]
         if self.needs.learns_from == "episodes":
-            found.append(self._rollout())
+            found.extend(self._rollouts())
         if self.needs.old_logprobs or self.needs.reference or self.needs.critic:
             found.append(self._logprobs())
         if self.critic and self.models.critic:
@@ -85,8 +89,13 @@ class _Memory:
             "optimizer": self.policy.optimizer,
             "critic": self.critic.weights + self.critic.optimizer if self.critic else 0,
             "reference": self.reference.weights if self.reference else 0,
+            "sleeping server": self._sleeping,
             **self.models.others,
         }
+
+    @property
+    def _sleeping(self) -> int:
+        return SLEEPING if self.on_gpu and self.config.inference.get("cohost") else 0
 
     def _start(self) -> Phase:
         """Plan the loading of one model after the other.
@@ -95,19 +104,26 @@ class _Memory:
         """
         kept, most = sum(self.models.others.values()), 0
         for model in filter(None, (self.policy, self.critic, self.reference)):
-            in_pieces = model.weights < model.whole and device_of(self.config) != "cpu"
+            in_pieces = model.weights < model.whole and self.on_gpu
             most = max(most, kept + (model.weights + model.piece if in_pieces else model.whole))
             kept += model.weights
-        return Phase("start", {"weights of all models": most})
+        return Phase("start", {"weights of all models": most, "sleeping server": self._sleeping})
 
-    def _rollout(self) -> Phase:
-        """Plan the rollout; for an engine that shares the device in turns, the trainer has left it."""
+    def _rollouts(self) -> Iterator[Phase]:
+        """Plan the rollout, and the evaluation if it takes more than that.
+
+        For an engine that shares the device in turns, the trainer has left it.
+        """
         counts, options = self.counts, self.config.inference
-        load = EngineLoad(
-            counts.trajectories, counts.held_out, self.ranks, counts.prompt_tokens, counts.longest
-        )
-        playing = ENGINES[options["name"]].memory(self.models.policy, self.precision, options, load)
-        return Phase("rollout", {**({} if options.get("cohost") else self._resident()), **playing})
+        engine, resident = ENGINES[options["name"]], {} if options.get("cohost") else self._resident()
+        most = 0
+        for name, sequences in (("rollout", counts.trajectories), ("evaluation", counts.held_out)):
+            load = EngineLoad(sequences, counts.prompt_tokens, counts.longest)
+            playing = engine.memory(self.models.policy, self.precision, options, load)
+            phase = Phase(name, {**resident, **playing})
+            if phase.total > most:
+                yield phase
+            most = phase.total
 
     def _logprobs(self) -> Phase:
         """Plan the passes without a gradient: the policy before its update, the reference, the critic."""
@@ -141,5 +157,5 @@ class _Memory:
 
     def _batches(self) -> int:
         """Return the bytes of batches: all are in the CPU's memory, but only one micro-batch at a time on a GPU."""
-        tokens = self.counts.step_tokens if device_of(self.config) == "cpu" else self.counts.padded
+        tokens = self.counts.padded if self.on_gpu else self.counts.step_tokens
         return tokens * TrainBatch.TOKEN_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -16,7 +16,7 @@ from rl4llm.compose.models import demand_device, device_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm
-from rl4llm.core.model_memory import Precision
+from rl4llm.core.model_memory import ONE_SEQUENCE, Precision
 from rl4llm.extensions.inspect.plan.counts import Counts, count
 from rl4llm.extensions.inspect.plan.memory import Models, Phase, phases
 from rl4llm.extensions.inspect.plan.shape import read_shape, shape_of
@@ -24,6 +24,9 @@ from rl4llm.inference.paths import context_limit
 
 RESERVE = 0.1
 """Share of a GPU that is left free for CUDA's context and the gaps between blocks, which are not counted."""
+
+SERVER_SHARE = 0.7
+"""Share of a GPU for a server beside the trainer, as `scripts/train_cohost.sh` starts it."""
 
 BRING_MODELS = ("reward_model", "model")
 """Rewards and opponents that run the model at their `path` in this process."""
@@ -55,6 +58,22 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether every phase fits."""
         return self.peak.total <= self.room
+
+    @property
+    def served(self) -> int | None:
+        """How many of the longest sequences fit the cache of a server on the same device; None without such a server."""
+        rollout = next((phase.parts for phase in self.phases if ONE_SEQUENCE in phase.parts), None)
+        if rollout is None:
+            return None
+        weights = sum(rollout.values()) - rollout[ONE_SEQUENCE]
+        return max(0, int(self.memory * SERVER_SHARE) - weights) // rollout[ONE_SEQUENCE]
+
+
+def on_target(config: Config, memory: int | None) -> Config:
+    """Return the configuration for the device that has `memory` bytes: a GPU, unless the configuration names one."""
+    if memory is None or config.model.device != "auto":
+        return config
+    return replace(config, model=replace(config.model, device="cuda"))
 
 
 def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> RunPlan:

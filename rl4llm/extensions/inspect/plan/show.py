@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.inspect.plan.advice import Change
-from rl4llm.extensions.inspect.plan.plan import RunPlan
+from rl4llm.extensions.inspect.plan.plan import SERVER_SHARE, RunPlan
 
 BASES = {"B": 1000, "IB": 1024}
 UNITS = {f"{letter}{unit}": BASES[unit] ** power for power, letter in enumerate("KMGT", 1) for unit in BASES}
@@ -50,7 +50,14 @@ def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
         f"{size_text(plan.memory)} of {'this machine' if plan.device == 'cpu' else 'each device'}",
     )
     if plan.fits:
-        return [f"It fits: at most {size_text(peak.total)}, in the phase {peak.name}, in {where}."]
+        lines = [f"It fits: at most {size_text(peak.total)}, in the phase {peak.name}, in {where}."]
+        if plan.served is not None:
+            held, played = min(plan.served, plan.counts.trajectories), plan.counts.trajectories
+            lines.append(
+                f"With {SERVER_SHARE:.0%} of the device, the server runs {held:,} of {played:,} sequences of the maximum "
+                "length at once; the others wait."
+            )
+        return lines
     room = f"{size_text(plan.room)} of {where} are available"
     lines = [f"It does NOT fit: {size_text(peak.total)} in the phase {peak.name}, but {room}."]
     for change in found:
@@ -75,6 +82,7 @@ def as_json(plan: RunPlan, found: Sequence[Change]) -> dict[str, Any]:
             "longest": plan.counts.longest,
         },
         "steps": plan.config.max_steps,
+        "served": plan.served,
         "phases": {phase.name: {"total": phase.total, **phase.parts} for phase in plan.phases},
         "changes": [asdict(change) for change in found],
     }

@@ -16,7 +16,7 @@ from yarl import URL
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
-from rl4llm.core.model_memory import EngineLoad, ModelShape, Precision
+from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 from rl4llm.inference.embedded.kv_cache import KVCache
 from rl4llm.inference.embedded.stops import stop_tokens, text_of
@@ -134,11 +134,15 @@ class ServerClient(BaseClient):
     def memory(
         cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
     ) -> dict[str, int]:
-        """Return the bytes on the trainer's device: with `cohost` the whole model and a cache, else nothing."""
+        """Return the bytes on the trainer's device: nothing, or with `cohost` the least that a server needs.
+
+        That is the whole model in the dtype that the trainer computes in, and a cache for one sequence, since requests that
+        do not fit the cache wait.
+        """
         if not options.get("cohost"):
             return {}
-        cache = KVCache.memory(shape, load.sequences * load.ranks, load.longest, precision.weights)
-        return {"server's weights": shape.parameters * precision.weights, "server's KV cache": cache}
+        cache = KVCache.memory(shape, 1, load.longest, precision.computed)
+        return {"server's weights": shape.parameters * precision.computed, ONE_SEQUENCE: cache}
 
     def __str__(self) -> str:
         return f"{type(self).__name__} at {self.base_url}"
