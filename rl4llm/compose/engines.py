@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl4llm.backends.models import empty_model
 from rl4llm.compose.models import all_ranks, autocast_of
 from rl4llm.compose.tables import ENGINES, PUBLISHERS
@@ -99,7 +101,8 @@ def build_publisher(
 
     @functools.cache
     def store() -> Any:
-        return load(STORE, "sync")(Path(sync.dir) if sync.dir else run.weights_dir, keep=sync.keep)
+        directory = Path(sync.dir) if sync.dir else run.weights_dir
+        return load(STORE, "sync")(directory, keep=sync.keep, dtype=getattr(torch, computed_in(config)))
 
     def make(name: str) -> BasePublisher:
         return PUBLISHERS[name](client, store, tokenizer)

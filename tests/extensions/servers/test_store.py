@@ -66,6 +66,20 @@ def test_safetensors_reads_back_streams_of_any_shard_size(tmp_path, shard_bytes)
     store.verify(weight_ref)
 
 
+def test_float32_matrices_are_written_in_the_servers_dtype(tmp_path):
+    store, named = WeightStore(tmp_path, dtype=torch.bfloat16), tensors()
+    weight_ref = write(store, 1, named)
+    store.verify(weight_ref)
+    found = read(store.root / "v000001")
+    assert_equal(found, {name: x.bfloat16() if x.dim() > 1 else x for name, x in named.items()})
+    assert {str(x.dtype) for x in found.values()} == {"torch.bfloat16", "torch.float32"}
+    assert write(store, 1, named) == weight_ref
+    with pytest.raises(WeightsError, match=r"a \[3, 6\]"):
+        write(store, 2, {**named, "a": torch.zeros(3, 6)}, specs(named))
+    with pytest.raises(WeightsError, match="not finite"):
+        write(store, 2, {**named, "a": torch.full((3, 5), torch.nan)})
+
+
 @pytest.mark.parametrize("experts", [False, True])
 def test_transformers_and_so_every_server_starts_from_a_version(tmp_path, model, tokenizer, experts):
     if experts:

@@ -24,6 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -48,11 +49,20 @@ class WeightStore:
     """Versions under `root`. The newest `keep` are kept, and those that a server is loading.
 
     A store that writes or leases versions owns its directory until `close`: two stores would delete each other's versions.
+    Matrices of models are written in `dtype` if they are in float32: half of the bytes for a server that computes in bf16.
     """
 
-    def __init__(self, root: Path | str, *, keep: int = 2, shard_bytes: int = SHARD_BYTES):
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        keep: int = 2,
+        shard_bytes: int = SHARD_BYTES,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.root = Path(root).absolute()
         self._keep = keep
+        self._dtype = dtype
         self._shard_bytes = shard_bytes
         self._leases: Counter[int] = Counter()
         self._guard = threading.Lock()
@@ -81,6 +91,8 @@ class WeightStore:
         and when another store writes to this directory. Earlier versions stay as they were.
         """
         self._own()
+        if kind == "full" and self._dtype != torch.float32:
+            specs, tensors = _narrowed(specs, tensors, self._dtype)
         directory = self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}"
         self._writing = directory
         try:
@@ -271,6 +283,22 @@ def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[Tens
         shards[-1].append(spec)
         room -= spec.num_bytes
     return shards
+
+
+def _narrowed(
+    specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype
+) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+    """Return the same with float32 matrices in `dtype`; norms and biases are small and may be float32 on the server."""
+
+    def is_wide(shape: Sequence[int], found: torch.dtype) -> bool:
+        return found == torch.float32 and len(shape) > 1
+
+    narrow = [replace(spec, dtype=dtype) if is_wide(spec.shape, spec.dtype) else spec for spec in specs]
+    cast = (
+        (name, tensor.to(dtype) if is_wide(tensor.shape, tensor.dtype) else tensor)
+        for name, tensor in tensors
+    )
+    return narrow, cast
 
 
 def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
