@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import os
 import re
 import shutil
 import threading
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TEXTS
 from vowels import Vowels
 
@@ -23,9 +25,10 @@ from rl4llm.compose import Given, build_trainer
 from rl4llm.compose.choices import check_choices, check_config, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, computed_in, server_urls
 from rl4llm.compose.environments import make_env, make_prompts
-from rl4llm.compose.models import autocast_of
+from rl4llm.compose.models import autocast_of, set_up_torch
 from rl4llm.compose.supervised import dataset_renderer
 from rl4llm.compose.tables import ENGINES
+from rl4llm.compose.trainer import precision_of
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleState
 from rl4llm.core.base_publisher import BasePublisher
@@ -199,6 +202,47 @@ def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, capsys, 
         run("auto")
     assert run("bfloat16", max_steps=2).train().trainer.step == 2
     assert autocast_of(load_config(overrides={"model.path": "M", "model.autocast": "auto"})) == "none"
+
+
+def test_a_gpu_computes_in_bfloat16_by_default(monkeypatch):
+    def config(**model):
+        return load_config(
+            None, {"model.path": "M", **{f"model.{key}": value for key, value in model.items()}}
+        )
+
+    monkeypatch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: True)
+    assert autocast_of(config(device="cpu")) == "none"  # stored recipes keep their meaning
+    assert precision_of(config(device="cpu")) == ""
+    assert autocast_of(config(device="cuda")) == "bfloat16"  # without one here, as `rl4llm plan` needs it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for native in (True, False):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native
+        )
+        assert autocast_of(config(device="cuda")) == ("bfloat16" if native else "none")
+        assert precision_of(config(device="cuda")).startswith(
+            f"computes in {'bfloat16' if native else 'float32'} with float32 weights"
+        )
+    assert autocast_of(config(device="cuda", autocast="none")) == "none"
+    assert autocast_of(config(device="cuda", dtype="bfloat16")) == "none"
+    assert "model.autocast=none" in precision_of(config(device="cuda", autocast="none"))
+
+
+def test_a_gpu_has_exact_float32_and_no_plans_for_attention(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    set_up_torch(load_config(None, {"model.path": "M", "model.device": "cuda"}))
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    try:
+        set_up_torch(load_config(None, {"model.path": "M", "model.device": "cuda", "deterministic": True}))
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_run_without_prompts_must_set_data_path(model_dir, tmp_path):

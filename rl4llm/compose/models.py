@@ -34,14 +34,29 @@ def set_up_torch(config: Config) -> None:
         keep_freed_memory()
         # Without it DeepSpeed, which transformers may import, guesses the accelerator and prints its guess.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    elif "tensor" not in (config.sync.name, config.sync.fallback) and not ALLOCATOR & os.environ.keys():
-        # Batches have other shapes in each step, which would fragment the memory. Set here and not in the environment, which
-        # servers inherit; and not for CUDA IPC, since importing such memory takes the right to trace this process.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    else:
+        _set_up_gpu(config)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
+
+
+def _set_up_gpu(config: Config) -> None:
+    """Set the precision of float32, the kernels and the allocator of a GPU; prepare cuBLAS for the deterministic mode.
+
+    float32 is exact: TF32 would round the positions of rotary embeddings above 2,048. Attention of cuDNN plans each new
+    shape for up to half a second, and nearly every micro-batch has new shapes.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+    if "tensor" not in (config.sync.name, config.sync.fallback) and not ALLOCATOR & os.environ.keys():
+        # Batches have other shapes in each step, which would fragment the memory. Set here and not in the environment, which
+        # servers inherit; and not for CUDA IPC, since importing such memory takes the right to trace this process.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def device_of(config: Config) -> str:
@@ -56,11 +71,20 @@ def device_of(config: Config) -> str:
 
 
 def autocast_of(config: Config) -> str:
-    """Return the dtype of matrix products, "none" for that of the weights; "auto" is bfloat16 where it is faster."""
-    if config.model.autocast != "auto":
-        return config.model.autocast
+    """Return the dtype of matrix products, "none" for that of the weights; "auto" is bfloat16 where it is faster.
+
+    By default a GPU has "auto" and a CPU "none". A GPU that only a plan knows multiplies in bfloat16.
+    """
     on_cpu = device_of(config) == "cpu"
-    faster = multiplies_bfloat16() if on_cpu else torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = config.model.autocast or ("none" if on_cpu else "auto")
+    if wanted != "auto":
+        return wanted
+    planned = not torch.cuda.is_available()
+    faster = (
+        multiplies_bfloat16()
+        if on_cpu
+        else planned or torch.cuda.is_bf16_supported(including_emulation=False)
+    )
     return "bfloat16" if faster and config.model.dtype == "float32" else "none"
 
 

@@ -335,14 +335,20 @@ def tracker_of(config: Config, run: RunDir) -> RunTracker:
         ranks=all_ranks(config),
         console=config.output.console,
     )
-    if config.model.autocast == "auto" and all_ranks(config).is_first:
-        reason = (
-            "which this machine multiplies faster"
-            if autocast_of(config) == "bfloat16"
-            else "model.autocast=auto"
-        )
-        tracker.note(f"computes in {computed_in(config)} with {config.model.dtype} weights: {reason}")
+    precision = precision_of(config)
+    if precision and all_ranks(config).is_first:
+        tracker.note(precision)
     return tracker
+
+
+def precision_of(config: Config) -> str:
+    """Return the line that tells in what a GPU computes, or what model.autocast=auto chose; "" for a CPU without it."""
+    asked = config.model.autocast
+    if device_of(config) == "cpu" and asked != "auto":
+        return ""
+    chosen = asked in (None, "auto") and autocast_of(config) == "bfloat16"
+    reason = "which this machine multiplies faster" if chosen else f"model.autocast={asked or 'auto'}"
+    return f"computes in {computed_in(config)} with {config.model.dtype} weights: {reason}"
 
 
 def warn(tracker: RunTracker, config: Config, texts: Sequence[str]) -> None:
