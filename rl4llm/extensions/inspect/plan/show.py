@@ -52,10 +52,10 @@ def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
     if plan.fits:
         lines = [f"It fits: at most {size_text(peak.total)}, in the phase {peak.name}, in {where}."]
         if plan.served is not None:
-            held, played = min(plan.served, plan.counts.trajectories), plan.counts.trajectories
+            played = plan.counts.trajectories
+            held = f"{plan.served:,} of {played:,}" if plan.served < played else f"all {played:,}"
             lines.append(
-                f"With {SERVER_SHARE:.0%} of the device, the server runs {held:,} of {played:,} sequences of the maximum "
-                "length at once; the others wait."
+                f"With {SERVER_SHARE:.0%} of the device, the server runs {held} sequences of the maximum length at once."
             )
         return lines
     room = f"{size_text(plan.room)} of {where} are available"

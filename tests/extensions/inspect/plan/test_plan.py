@@ -136,7 +136,7 @@ PINNED = {
     ],
     "{inference: {name: sglang, cohost: true}, backend: {name: torch, shard: fsdp2, cpu_offload: true}}": [
         574720,
-        4506880,
+        636160,
         14784512,
     ],
 }
