@@ -115,7 +115,7 @@ def kernel_for(
     try:
         from torch.nn.attention import varlen  # noqa: PLC0415 - not in every torch that is supported
 
-        kernel: Kernel = varlen.varlen_attn
+        kernel: Any = varlen.varlen_attn
         differs = _difference(kernel, device, dtype, heads, kv_heads, width)
         problem = f"it differs by {differs:.2g} from plain attention" if not differs <= TOLERANCE else ""
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
