@@ -230,6 +230,7 @@ def test_a_gpu_computes_in_bfloat16_by_default(monkeypatch):
 
 def test_a_gpu_has_exact_float32_and_no_plans_for_attention(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     torch.set_float32_matmul_precision("high")
