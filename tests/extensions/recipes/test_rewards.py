@@ -66,7 +66,7 @@ def test_reward_is_1_only_if_the_instruction_is_followed(module):
 
 
 @pytest.mark.parametrize("reply", ["sea", "The moon is big and round"])
-def test_reward_is_0_for_a_reply_that_says_nothing_of_the_topic(reply, module):
+def test_reward_is_0_for_a_reply_that_leaves_the_topic_out(reply, module):
     reward = module("instructions").Follows()
     assert reward([ChatMessage("assistant", reply)], "Use no commas.", topic="the sea") == 0.0
 
