@@ -47,17 +47,15 @@ def free_device(config: Config, given: Any, tokenizer: Any) -> None:
     """Have servers that share the trainer's device (inference.cohost) free it, before a model of the trainer takes it."""
     if not config.inference.get("cohost"):
         return
-    ranks, refused = (
-        all_ranks(config),
-        EngineError("The server did not free the device. See the error of rank 0."),
-    )
+    ranks = all_ranks(config)
 
     def free() -> None:
         if ranks.is_first:
             model = empty_model(config.model.path) if given is None else given
             load(FREE_DEVICE, "inference.cohost")(build_client(config, model, tokenizer), server_urls(config))
 
-    ranks.agree(free, (RL4LLMError,), refused)
+    elsewhere = EngineError("The server did not free the device. See the error of rank 0.")
+    ranks.agree(free, (RL4LLMError,), elsewhere)
 
 
 def check_engine(config: Config) -> None:
