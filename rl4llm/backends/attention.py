@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,9 +23,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from rl4llm.backends.varlen import Kernel, Spans
 from rl4llm.core.errors import ModelError
+from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from rl4llm.backends.varlen import Kernel, Spans
 
 STREAM_ATTENTION = "rl4llm_stream"
 """Name of the attention in transformers' registry; without a stream it is transformers' own SDPA."""
@@ -115,7 +118,9 @@ def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
     spans = None
     if kernel is not None:
         rank = np.append(np.argsort(order), -1)  # the entry at the end answers for parent -1
-        spans = Spans.of(kernel, segments.lengths[order], rank[segments.parents[order]], device)
+        spans = load("rl4llm.backends.varlen:Spans", "attention").of(
+            kernel, segments.lengths[order], rank[segments.parents[order]], device
+        )
     return Stream(
         segments.token_ids[chosen][None],
         segments.position_ids[chosen][None],

@@ -28,11 +28,10 @@ from transformers.utils import logging
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
-from rl4llm.backends.norms import use_fast_norms
 from rl4llm.backends.vision_language import ATTRIBUTE, WholeCheckpoint, is_around_text, without_reports
 from rl4llm.core.errors import ModelError, unknown
 from rl4llm.core.types import TensorSpec
-from rl4llm.runtime.cpu import use_fast_linear
+from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
 from rl4llm.runtime.hub import hub_answers
 from rl4llm.runtime.ranks import Ranks
 

@@ -5,7 +5,7 @@ The model's name does not decide the form. The runner computes a few tokens both
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from transformers import PreTrainedModel
 from rl4llm.backends.attention import STREAM_ATTENTION, STREAM_EAGER, register, rows_of, stream_of
 from rl4llm.backends.heads import OutputLayer, ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.recurrent import stream_recurrent, unstream_recurrent
-from rl4llm.backends.varlen import Kernel, kernel_for
 from rl4llm.core.errors import ModelError
+from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
 from rl4llm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from rl4llm.backends.varlen import Kernel
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Accepted difference of two forms, relative to the largest number compared."""
@@ -75,8 +78,8 @@ class ModelRunner:
         """Return what computes the attention of a stream in one call, in the dtype of this pass; None if nothing can."""
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)
-        if not heads:
-            return None
+        if not heads or getattr(config, "is_heterogeneous", False):
+            return None  # or the sizes of layers differ
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         casts = torch.is_autocast_enabled(device.type)
@@ -220,3 +223,13 @@ def _probe_batch(model: PreTrainedModel) -> TrainBatch:
         weights_BT=zeros,
         previous_BT=torch.tensor([previous]),
     ).to(next(model.parameters()).device)
+
+
+def kernel_for(device: torch.device, *sizes: Any) -> Kernel | None:
+    """Return `varlen.kernel_for` of these sizes; on a CPU there is none, and it is not imported."""
+    found: Kernel | None = (
+        None
+        if device.type == "cpu"
+        else load("rl4llm.backends.varlen:kernel_for", "attention")(device, *sizes)
+    )
+    return found

@@ -5,13 +5,14 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl4llm.backends.norms import FastRMSNorm, use_fast_norms
 from rl4llm.runtime import cpu as kernels
 from rl4llm.runtime.cpu import (
     FastLinear,
+    FastRMSNorm,
     PackedLinear,
     linear,
     use_fast_linear,
+    use_fast_norms,
     weight_gradient,
 )
 

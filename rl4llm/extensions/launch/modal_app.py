@@ -42,6 +42,7 @@ VOLUME = "RL4LLM_VOLUME"
 SOURCES = "/root"  # where Modal puts Python sources; only processes that it starts search there
 CACHES = ["**/__pycache__"]
 CUDA = "nvidia/cuda:12.9.1-devel-ubuntu24.04"  # SGLang compiles kernels when it starts
+SGLANG = "sglang>=0.5.2,<0.6"  # needs another torch than rl4llm, so it is none of its extras
 SERVERS = "/opt/sglang"
 DAY_S = 24 * 3600  # Modal's limit for a call
 BOOTS_WITHIN_S = 1800
@@ -248,8 +249,7 @@ def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: b
             *_requirements(extras), client
         )
         if servers:
-            (sglang,) = (text for text in _requirements(["sglang"]) if text.startswith("sglang"))
-            make = [f"python -m venv {SERVERS}", f"{SERVERS}/bin/pip install '{sglang}'"]
+            make = [f"python -m venv {SERVERS}", f"{SERVERS}/bin/pip install '{SGLANG}'"]
             image = image.run_commands(*make).env({"RL4LLM_SGLANG_PYTHON": f"{SERVERS}/bin/python"})
         image = image.add_local_python_source("rl4llm", ignore=CACHES)
     own = sorted(set(_own_modules(config)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from rl4llm.backends.norms import rms_norm, use_fast_norms
+from rl4llm.runtime.cpu import rms_norm, use_fast_norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
