@@ -3,11 +3,17 @@
 from rl4llm.core.registry import lazy
 
 __version__ = "0.1.0"
+TESTED_TORCH = "2.13"
+"""The version of torch that the tests run with."""
+__path__.append(
+    f"{__path__[0]}/extensions/migration/former"
+)  # modules that michaelnny/rl4llm has, such as logging
 _HOMES = {
     "BaseJudge": "rl4llm.extensions.judges.judges",
     "BaseMDPEnv": "rl4llm.core.base_env",
     "BaseOpponent": "rl4llm.core.base_opponent",
     "BaseRLTrainer": "rl4llm.core.base_trainer",
+    "BaseReward": "rl4llm.extensions.migration.rewards",
     "BaseRewardFunction": "rl4llm.core.base_env",
     "BaseTrainer": "rl4llm.core.base_trainer",
     "Batching": "rl4llm.data.pack",
@@ -16,6 +22,7 @@ _HOMES = {
     "DAPOTrainer": "rl4llm.api",
     "DPOConfig": "rl4llm.extensions.trl.arguments",
     "DPOTrainer": "rl4llm.api",
+    "DatasetMixtureConfig": "rl4llm.extensions.trl.parser",
     "DebateEnv": "rl4llm.envs.debate",
     "EnvState": "rl4llm.core.base_env",
     "FilesystemPublisher": "rl4llm.extensions.servers.sync.filesystem",
@@ -26,10 +33,13 @@ _HOMES = {
     "KTOTrainer": "rl4llm.api",
     "LocalClient": "rl4llm.inference.local",
     "MemoryPublisher": "rl4llm.sync.memory",
+    "ModelConfig": "rl4llm.extensions.trl.parser",
     "PPO": "rl4llm.algorithms.ppo",
     "PPOTrainer": "rl4llm.api",
     "Preparation": "rl4llm.trainers.prepare",
     "PromptStream": "rl4llm.data.prompts",
+    "RLOOConfig": "rl4llm.extensions.trl.arguments",
+    "RLOOTrainer": "rl4llm.api",
     "RewardConfig": "rl4llm.extensions.trl.arguments",
     "RewardTrainer": "rl4llm.api",
     "RolesEnv": "rl4llm.envs.roles",
@@ -42,8 +52,14 @@ _HOMES = {
     "ToolError": "rl4llm.envs.tools.tool",
     "ToolMDPEnv": "rl4llm.envs.tool",
     "ToolSet": "rl4llm.envs.tools.tool",
+    "ScriptArguments": "rl4llm.extensions.trl.parser",
     "TorchBackend": "rl4llm.backends.torch_backend",
+    "TrlParser": "rl4llm.extensions.trl.parser",
     "WeightStore": "rl4llm.extensions.servers.sync.store",
+    "get_dataset": "rl4llm.extensions.trl.parser",
+    "get_kbit_device_map": "rl4llm.extensions.trl.parser",
+    "get_peft_config": "rl4llm.extensions.trl.parser",
+    "get_quantization_config": "rl4llm.extensions.trl.parser",
     "load_config": "rl4llm.config",
     "load_model": "rl4llm.backends.models",
     "load_tokenizer": "rl4llm.backends.models",

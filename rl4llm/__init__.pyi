@@ -8,6 +8,7 @@ from rl4llm.api import GRPOTrainer as GRPOTrainer
 from rl4llm.api import KTOTrainer as KTOTrainer
 from rl4llm.api import PPOTrainer as PPOTrainer
 from rl4llm.api import RewardTrainer as RewardTrainer
+from rl4llm.api import RLOOTrainer as RLOOTrainer
 from rl4llm.api import SFTTrainer as SFTTrainer
 from rl4llm.backends.models import load_model as load_model
 from rl4llm.backends.models import load_tokenizer as load_tokenizer
@@ -35,6 +36,7 @@ from rl4llm.envs.tools.tool import ToolError as ToolError
 from rl4llm.envs.tools.tool import ToolSet as ToolSet
 from rl4llm.envs.tools.tool import tool as tool
 from rl4llm.extensions.judges.judges import BaseJudge as BaseJudge
+from rl4llm.extensions.migration.rewards import BaseReward as BaseReward
 from rl4llm.extensions.sandbox.code_env import CodeEnv as CodeEnv
 from rl4llm.extensions.servers.clients.sglang import SGLangClient as SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher as FilesystemPublisher
@@ -43,8 +45,19 @@ from rl4llm.extensions.trl.arguments import DPOConfig as DPOConfig
 from rl4llm.extensions.trl.arguments import GRPOConfig as GRPOConfig
 from rl4llm.extensions.trl.arguments import KTOConfig as KTOConfig
 from rl4llm.extensions.trl.arguments import RewardConfig as RewardConfig
+from rl4llm.extensions.trl.arguments import RLOOConfig as RLOOConfig
 from rl4llm.extensions.trl.arguments import SFTConfig as SFTConfig
+from rl4llm.extensions.trl.parser import DatasetMixtureConfig as DatasetMixtureConfig
+from rl4llm.extensions.trl.parser import ModelConfig as ModelConfig
+from rl4llm.extensions.trl.parser import ScriptArguments as ScriptArguments
+from rl4llm.extensions.trl.parser import TrlParser as TrlParser
+from rl4llm.extensions.trl.parser import get_dataset as get_dataset
+from rl4llm.extensions.trl.parser import get_kbit_device_map as get_kbit_device_map
+from rl4llm.extensions.trl.parser import get_peft_config as get_peft_config
+from rl4llm.extensions.trl.parser import get_quantization_config as get_quantization_config
 from rl4llm.inference.local import LocalClient as LocalClient
 from rl4llm.rewards.registry import register_reward as register_reward
 from rl4llm.sync.memory import MemoryPublisher as MemoryPublisher
 from rl4llm.trainers.prepare import Preparation as Preparation
+
+TESTED_TORCH: str

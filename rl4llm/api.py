@@ -48,7 +48,7 @@ class PolicyTrainer:
         model: Any,
         dataset: Any = None,
         reward_functions: Sequence[Any] | None = None,
-        *,
+        *others: Any,
         tokenizer: Any = None,
         eval_dataset: Any = None,
         reward_transform_fn: RewardTransform | None = None,
@@ -56,7 +56,10 @@ class PolicyTrainer:
         config: str | Path | None = None,
         **overrides: Any,
     ):
-        script = _script(self.algorithm, overrides)
+        dataset, reward_functions = _by_position(
+            self.algorithm, (dataset, reward_functions, *others), overrides
+        )
+        script = _script(self.algorithm, overrides, configured=config is not None)
         given = Given(
             model=model,
             tokenizer=tokenizer,
@@ -89,6 +92,7 @@ class PolicyTrainer:
         ):
             keys["eval.every"] = 0
         self._trained = False
+        self._script = script
         self.config = load_config(config, _named(keys))
         self.trainer = build_trainer(self.config, given)
 
@@ -108,6 +112,12 @@ class PolicyTrainer:
             trainer.train()
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what TRL's trainers have besides, such as `accelerator` or `evaluate`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return load("rl4llm.extensions.trl.trainer:attribute", f"trainer.{name}")(self, name)
+
     @property
     def model(self) -> Any:
         """Return the policy with its current weights."""
@@ -123,13 +133,29 @@ class PolicyTrainer:
         self.trainer.export(Path(directory))
 
 
-def _script(algorithm: str, overrides: dict[str, Any]) -> Any:
+def _by_position(algorithm: str, values: tuple[Any, ...], overrides: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the dataset and the rewards of positional arguments; those in TRL's order become overrides instead."""
+    second = values[0]
+    if isinstance(second, list | tuple):
+        ours = not any(map(callable, second))
+    else:
+        ours = second is None or isinstance(second, str | Path) or hasattr(second, "__iter__")
+    if ours and len(values) == 2:
+        return second, values[1]
+    load("rl4llm.extensions.trl.script:named", "A trainer with TRL's order of arguments")(
+        algorithm, values, overrides
+    )
+    return None, None
+
+
+def _script(algorithm: str, overrides: dict[str, Any], *, configured: bool) -> Any:
     """Return the script of arguments that have names of TRL, or None if all are configuration keys."""
     ours = {item.name for item in fields(Config)}
     foreign = next((name for name in overrides if name.partition(".")[0] not in ours), None)
     if foreign is None:
         return None
-    return load("rl4llm.extensions.trl.script:Script", f"{foreign!r}, a name of TRL's,")(algorithm, overrides)
+    script = load("rl4llm.extensions.trl.script:Script", f"{foreign!r}, a name of TRL's,")
+    return script(algorithm, overrides, configured=configured)
 
 
 def _env_class(env: Any) -> type[BaseMDPEnv] | None:
@@ -170,6 +196,12 @@ class GRPOTrainer(PolicyTrainer):
     """Group Relative Policy Optimization."""
 
     algorithm = "grpo"
+
+
+class RLOOTrainer(PolicyTrainer):
+    """REINFORCE with a leave-one-out baseline."""
+
+    algorithm = "rloo"
 
 
 class SFTTrainer(PolicyTrainer):

@@ -6,14 +6,16 @@ import argparse
 import logging
 import os
 import select
+import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from rl4llm import __version__
 from rl4llm.commands.output import STOPPED, say
 from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL4LLMError
-from rl4llm.core.registry import Registry, missing_extension
+from rl4llm.core.registry import Registry, elsewhere, missing_extension
 from rl4llm.runtime.terminal import Terminal, protect_terminal
 
 COMMANDS: Registry[Any] = Registry(
@@ -21,20 +23,24 @@ COMMANDS: Registry[Any] = Registry(
     group="rl4llm.commands",
     table={
         "quickstart": "rl4llm.extensions.quickstart.command",
+        "new": "rl4llm.extensions.new.command",
         "plan": "rl4llm.extensions.inspect.plan.command",
         "check": "rl4llm.extensions.inspect.check.command",
         "train": "rl4llm.commands.train:TRAIN",
         "sft": "rl4llm.commands.train:SFT",
         "dpo": "rl4llm.commands.train:DPO",
+        "run": "rl4llm.extensions.trl.command",
         "launch": "rl4llm.extensions.launch.command",
         "recipe": "rl4llm.extensions.recipes.command",
         "eval": "rl4llm.extensions.evaluate.command",
         "collect": "rl4llm.extensions.evaluate.collect_command",
         "export": "rl4llm.extensions.export.command",
         "view": "rl4llm.extensions.view.command",
+        "play": "rl4llm.extensions.view.play.command",
         "replay": "rl4llm.extensions.inspect.replay.command",
         "serve": "rl4llm.extensions.servers.command",
         "serve-env": "rl4llm.extensions.remote.command",
+        "import": "rl4llm.extensions.migration.command",
         "info": "rl4llm.extensions.inspect.info.command",
         "completion": "rl4llm.commands.completion",
     },
@@ -116,22 +122,33 @@ def _reader_is_gone() -> bool:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; unlike argparse alone, this accepts overrides before and after options."""
-    parser = build_parser()
+    parser = build_parser(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete  # noqa: PLC0415 - only for completion
 
         argcomplete.autocomplete(parser, always_complete_options=False)
     arguments, rest = parser.parse_known_args(argv)
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_override(rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; this imports nothing heavy."""
-    parser = argparse.ArgumentParser(
+def _as_override(rest: Sequence[str]) -> str:
+    """Return how to write the first key of a configuration that was written as an option, as a further sentence."""
+    key, equals, value = next((word for word in rest if word.startswith("-")), "").lstrip("-").partition("=")
+    if "." not in key and not equals:
+        return ""
+    following = rest[1:2] if rest[0].startswith("-") else []
+    value = value or next((word for word in following if "=" not in word), "VALUE")
+    return f". Keys of a configuration have no dashes: write {key}={value}"
+
+
+def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of all commands, for the words that are `given`; this imports nothing heavy."""
+    parser = _Parser(
+        given=given,
         prog="rl4llm",
         description="Reinforcement learning for language models. Start with `rl4llm quickstart`.",
         epilog="Run `rl4llm COMMAND --help` for the arguments and examples of a command.",
@@ -141,7 +158,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     # DeepSpeed's launcher puts it first; the environment variable LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser_class: Any = partial(_Parser, given=given)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=parser_class)
     for name in (*COMMANDS.builtin, *(name for name in COMMANDS if name not in COMMANDS.builtin)):
         if missing := missing_extension(COMMANDS.path_of(name)):
             _add_refused(commands, name, f"{missing} is missing")
@@ -155,6 +173,17 @@ def build_parser() -> argparse.ArgumentParser:
         else:
             command.add(commands)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that answers the options of other projects with the command to type."""
+
+    def __init__(self, *args: Any, given: Sequence[str] = (), **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.given = given
+
+    def error(self, message: str) -> NoReturn:
+        super().error(elsewhere("command", shlex.join(self.given)) or message)
 
 
 def _add_refused(commands: Any, name: str, why: str) -> None:

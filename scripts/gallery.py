@@ -193,7 +193,7 @@ def draw(recipe: Recipe, results: dict[str, Stored]) -> None:
     axes.set_ylim(0, 100)
     axes.set_xlabel("training step", color=INK)
     axes.set_title(recipe.title, loc="left", fontsize=12, fontweight="bold", color=INK)
-    axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=INK)
     PICTURES.mkdir(exist_ok=True)
     figure.savefig(PICTURES / f"{recipe.name}.png", metadata={"Description": drawn(results)})
 

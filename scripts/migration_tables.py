@@ -1,10 +1,14 @@
-"""Prints the tables of docs/migration.md, which are those of rl4llm/extensions/trl/table.py; --write puts them into the
-page."""
+"""Prints TRL's tables of docs/migration.md, which are those of rl4llm/extensions/trl/table.py. --write puts them into the
+page, and the tables of the other projects: the keys of rl4llm/extensions/migration, and the snippets that its tests run."""
 
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import yaml
+
+from rl4llm.extensions.migration.projects import PROJECTS
+from rl4llm.extensions.migration.row import Row
 from rl4llm.extensions.trl.alias import Alias
 from rl4llm.extensions.trl.table import (
     ANSWERS,
@@ -16,16 +20,19 @@ from rl4llm.extensions.trl.table import (
     KTO,
     PPO,
     REWARD,
+    RLOO,
     SFT,
 )
 
-PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
-BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "migration.md"
+SNIPPETS = ROOT / "tests" / "extensions" / "migration" / "snippets.yaml"
 PARTS: tuple[tuple[str, Mapping[str, Alias], Mapping[str, Alias]], ...] = (
     ("Arguments of the trainers", CONSTRUCTOR, {}),
     ("All configs", COMMON, {}),
     ("GRPOConfig, and keywords of PPOTrainer and DAPOTrainer", EPISODES, COMMON),
     ("GRPOConfig alone", GRPO, EPISODES),
+    ("RLOOConfig alone", RLOO, EPISODES),
     ("Keywords of PPOTrainer alone", PPO, EPISODES),
     ("DPOConfig, KTOConfig, RewardConfig and SFTConfig", ANSWERS, COMMON),
     ("DPOConfig alone", DPO, ANSWERS),
@@ -70,9 +77,52 @@ def silent(table: Mapping[str, Alias]) -> Iterator[str]:
         yield f"| {', '.join(those)} | | {says} |"
 
 
+def of_projects() -> dict[str, str]:
+    """Return the tables of the projects beside TRL, by the mark in the page: snippets and keys."""
+    snippets = yaml.safe_load(SNIPPETS.read_text(encoding="utf-8"))
+    found = {f"snippets of {name}": _snippets(rows) for name, rows in snippets.items()}
+    return found | {f"keys of {project.name}": _keys(project.rows) for project in PROJECTS}
+
+
+def _snippets(rows: list[dict[str, str]]) -> str:
+    lines = ["| you write | here |", "|---|---|"]
+    for item in rows:
+        given = item.get("shown") or next(iter(item.values()))
+        lines.append(f"| `{given.strip()}` | {item['here']} |")
+    return "\n".join(lines)
+
+
+def _keys(rows: Mapping[str, Row]) -> str:
+    """Return two tables: keys with a counterpart, and keys without one; those with the same answer share a line."""
+    grouped: dict[Row, list[str]] = {}
+    for name, item in rows.items():
+        if not name.startswith("--") and name not in ("method.name", "launch.nproc"):
+            grouped.setdefault(Row(item.ours, item.note), []).append(f"`{name.removeprefix('method.')}`")
+    parts = [
+        ("| key | rl4llm |", [(names, str(item)) for item, names in grouped.items() if item.ours]),
+        (
+            "| key without a counterpart | why |",
+            [(names, item.note) for item, names in grouped.items() if not item.ours],
+        ),
+    ]
+    return "\n\n".join(
+        "\n".join([head, "|---|---|", *(f"| {', '.join(names)} | {says} |" for names, says in lines)])
+        for head, lines in parts
+        if lines
+    )
+
+
+def _with(page: str, mark: str, text: str) -> str:
+    """Return the page with a text between the two marks."""
+    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
+    return f"{page.split(begin)[0]}{begin}\n\n{text}\n\n{end}{page.split(end)[1]}"
+
+
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
-        page = PAGE.read_text()
-        PAGE.write_text(f"{page.split(BEGIN)[0]}{BEGIN}\n\n{tables()}\n\n{END}{page.split(END)[1]}")
+        page = _with(PAGE.read_text(), "tables", tables())
+        for mark, text in of_projects().items():
+            page = _with(page, mark, text)
+        PAGE.write_text(page)
     else:
         print(tables())

@@ -43,8 +43,18 @@ wrong path      | eval small.yaml --out nowhere/x.json             | the directo
 wrong path      | eval small.yaml --compare nowhere.json           | --compare nowhere.json cannot be read
 wrong path      | export nowhere --out x                           | nowhere is not a run
 wrong path      | view nowhere                                     | 'nowhere' does not exist
+wrong path      | play nowhere.yaml                                | There is no configuration file nowhere.yaml
+wrong path      | play small.yaml --out nowhere/x.jsonl            | nowhere/x.jsonl cannot be written
+not accepted    | play small.yaml --prompt -1                      | --prompt -1 is not accepted
 wrong path      | replay nowhere                                   | nowhere holds no optimizer step
+wrong path      | run nowhere.py                                   | nowhere.py is not a file. Accepted: a Python script
 wrong path      | quickstart --dir small.yaml                      | small.yaml
+wrong path      | import nowhere.yaml                              | There is no file nowhere.yaml
+another version | import damaged.yaml                              | damaged.yaml cannot be read
+wrong path      | new small.yaml --write-only                      | small.yaml cannot be written
+wrong path      | new fresh --write-only --data nowhere.jsonl      | The dataset 'nowhere.jsonl' does not exist
+not accepted    | new fresh --write-only --turns 0                 | turns=0 is not accepted. Accepted: 1 or more
+not accepted    | check small.yaml --prompts 4                     | --prompts is not accepted without --task
 wrong path      | serve --model-path ./nowhere --python {python}   | nowhere
 wrong path      | serve-env --env nowhere --port 0                 | 'nowhere' is unknown
 broken run      | train small.yaml output.dir=broken               | run.json is damaged

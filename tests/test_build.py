@@ -22,7 +22,7 @@ from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose import Given, build_trainer
-from rl4llm.compose.choices import check_choices, check_config, warnings_of
+from rl4llm.compose.choices import build_algorithm, check_choices, check_config, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, computed_in, server_urls
 from rl4llm.compose.environments import make_env, make_prompts
 from rl4llm.compose.models import autocast_of, set_up_torch
@@ -278,6 +278,25 @@ def test_template_args_reach_every_rendering(model_dir, tmp_path, tokenizer):
     made.close()
 
 
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("described", [True, False])
+def test_demonstrations_show_the_tools_that_episodes_show(tokenizer, shown, described):
+    template = copy.deepcopy(tokenizer)
+    template.chat_template = (
+        tokenizer.chat_template if shown else tokenizer.chat_template.replace("tools", "x")
+    )
+    row = ROWS[0]["messages"]
+    question = [ChatMessage.from_dict(message) for message in row]
+    answered = {"messages": [*row, {"role": "assistant", "content": "3"}]}
+    keys = {"model.path": "m", "data.path": "d", "env.name": "tool", "env.describe_tools": described}
+    config = load_config(overrides={**keys, "env.tools": ["calculator", "python"]})
+    env = ToolMDPEnv(ROWS, template, [Vowels()], tools=["calculator", "python"], describe_tools=described)
+    prompt = dataset_renderer(config, template, [answered], ()).first(question)
+    assert prompt == Rollout(env, None)._renderer.first(question)
+    assert ("calculator" in template.decode(prompt)) == described
+    env.close()
+
+
 @pytest.mark.parametrize("value", ["enable_thinking", 3, ["a"]])
 def test_template_args_must_be_a_mapping(model_dir, tmp_path, value):
     with pytest.raises(ConfigError, match=r"env\.template_args=.* is not accepted"):
@@ -512,3 +531,12 @@ def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, mo
     check_engine(config)
     assert server_urls(config) == []
     assert isinstance(build_client(config, model, tokenizer), Elsewhere)
+
+
+def test_untested_torch_is_reported_at_the_start(model_dir, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    keys = {"model.path": str(model_dir), "data.path": "arithmetic"}
+    for name in ("grpo", "sft"):
+        config = load_config(None, keys | {"algorithm.name": name})
+        [line] = warnings_of(config, build_algorithm(config).needs())
+        assert "torch 2.11.0+cu130 is not tested: the tests run with 2.13" in line

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl4llm.cli import COMMANDS, _parsed, build_parser, main
 from rl4llm.config import load_config
+from rl4llm.data.demonstrations import as_row
 from rl4llm.data.read import read_rows
-from rl4llm.extensions.evaluate.episodes import as_row
+from rl4llm.extensions.evaluate.command import examples
 from rl4llm.extensions.evaluate.play import collect
+from rl4llm.extensions.evaluate.scores import Problem
 from rl4llm.extensions.export.export import model_card
 from rl4llm.extensions.servers.fleet.member import FleetLimits
 from rl4llm.runtime.ports import free_port
@@ -60,9 +63,10 @@ def test_a_run_leaves_its_logs_its_picture_and_its_episodes(run):
         "turns",
         "time/rollout",
     } <= names
-    assert {"config.yaml", "learning_curve.png", "episodes", "tensorboard", "checkpoints"} <= {
+    assert {"config.yaml", "learning_curve.png", "episodes", "checkpoints"} <= {
         path.name for path in directory.iterdir()
     }
+    assert list(directory.glob("events.out.tfevents.*"))
     episode = json.loads((directory / "episodes" / "step-000001.jsonl").read_text().splitlines()[0])
     assert {"messages", "spans", "rewards", "reward", "stop_reason"} <= episode.keys()
 
@@ -337,6 +341,46 @@ def test_an_exported_run_is_a_model_with_a_card_of_its_results(run, tmp_path, ca
     ):
         assert said in " ".join(rl4llm("export", *arguments, "--out", tmp_path / "x", code=1).split())
     assert not (tmp_path / "x").exists()
+
+
+def test_export_finds_a_relative_model_above_the_run(model_dir, tmp_path, monkeypatch, capsys):
+    shutil.copytree(model_dir, tmp_path / "models" / "of" / "mine")
+    small = [
+        "rollout.prompts=1",
+        "rollout.group_size=2",
+        "rollout.max_tokens=4",
+        "eval.every=0",
+        "data.limit=4",
+    ]
+    monkeypatch.chdir(tmp_path)
+    keys = ["model.path=models/of/mine", "output.dir=runs/one", "data.path=arithmetic", "max_steps=1", *small]
+    (tmp_path / "one.yaml").write_text("rewards: [math]\n")
+    assert main(["train", "one.yaml", *keys]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["export", "../runs/one", "--out", "here"]) == 0
+    assert (tmp_path / "elsewhere" / "here" / "model.safetensors").is_file()
+    (tmp_path / "models").rename(tmp_path / "moved")
+    assert main(["export", "../runs/one", "--out", "again"]) == 1
+    assert "add model.path=DIRECTORY to the command" in " ".join(capsys.readouterr().err.split())
+    assert main(["export", "../runs/one", "--out", "again", "model.path=../moved/of/mine"]) == 0
+
+
+def test_eval_shows_wrong_answers_before_right_ones():
+    problems = [
+        Problem("a", (1.0,), 1, question="1+1?", answers=("2",)),
+        Problem("b", (0.0,), 0, question="2+2?", answers=("x " * 400,)),
+        Problem("c", (), 0, failed=1),
+    ]
+    lines = examples(problems)
+    assert [line[:14] for line in lines] == [
+        "question b: 2+",
+        "  answer with ",
+        "question a: 1+",
+        "  answer with ",
+    ]
+    assert lines[-1] == "  answer with reward 1: 2"
+    assert all(len(line) < 400 for line in lines)
 
 
 def test_a_model_card_has_neither_secrets_nor_local_paths(tmp_path):

@@ -28,6 +28,8 @@ def test_parts_of_the_gpu_benchmark_run_on_a_cpu(tmp_path):
     assert found["numbers", "float32 autocast=none"]["logprob_max"] < 1e-4
     assert found["numbers", "deterministic"]["equal"]
     assert found["update", "0.5b autocast"]["tokens"] > 100
+    assert found["update", "1.5b autocast, compiled"]["compiled"]
+    assert found["decode", "4 rows, graph"]["tokens_per_s"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")

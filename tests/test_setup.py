@@ -11,6 +11,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from rl4llm import TESTED_TORCH
+
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/michaelnny/rl4llm"
 
@@ -90,5 +92,6 @@ def test_image_has_the_torch_of_the_scripts():
         for name in ("Dockerfile", "scripts/environment.sh")
     ]
     assert found[0] == found[1] and f"tried: {found[0][0]}" in (ROOT / "setup.py").read_text()
+    assert found[0][0].startswith(f"{TESTED_TORCH}.")
     named = re.findall(r"^COPY (\S+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert named and all((ROOT / name).exists() for name in named)

@@ -133,6 +133,7 @@ NEED_MORE = {
     "agent",
     "gymnasium",
     "openenv",
+    "stepped",
     "verifiers",
 }  # than rows: a program, a task; they have tests of their own
 

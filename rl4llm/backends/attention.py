@@ -218,6 +218,8 @@ def stream_or_eager_attention(
 
 def register() -> None:
     """Register the attention with transformers; a second call has no effect."""
+    if STREAM_ATTENTION in AttentionInterface().valid_keys():
+        return
     AttentionInterface.register(STREAM_ATTENTION, stream_attention)
     AttentionMaskInterface.register(STREAM_ATTENTION, sdpa_mask)
     AttentionInterface.register(STREAM_EAGER, stream_or_eager_attention)

@@ -52,6 +52,7 @@ class ModelBackend(BaseBackend):
         autocast: str,
         value_head: ValueHead | None,
         device: torch.device | str | None,
+        compile_layers: bool = False,
     ):
         if autocast not in AUTOCAST:
             raise ConfigError(unknown("model.autocast", autocast, AUTOCAST))
@@ -61,7 +62,9 @@ class ModelBackend(BaseBackend):
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._ranks = ranks
         self._autocast = autocast
-        self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast], ranks)
+        self._module = TokenNumbers(
+            model, self.value_head, AUTOCAST[autocast], ranks, compiles=compile_layers
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._names.converted(self.own_weights())
@@ -129,6 +132,7 @@ class ModelBackend(BaseBackend):
             "device": str(self.device),
             "ranks": self._sharing(),
             "batches as": "one row without padding" if self._module.runner.streams else "padded rows",
+            "compiled": self._module.compiled,
             "gradient_checkpointing": any(
                 layer.gradient_checkpointing and layer.training
                 for layer in self.model.modules()
@@ -137,13 +141,15 @@ class ModelBackend(BaseBackend):
         }
 
     def warnings(self) -> list[str]:
-        reason = self._module.runner.padded_since
-        if not reason:
-            return []
-        return [
-            f"{type(self.model).__name__} trains on padded rows, since {reason}. A prompt that several samples share is "
-            "computed for each of them, and so is padding."
-        ]
+        found = []
+        if reason := self._module.runner.padded_since:
+            found.append(
+                f"{type(self.model).__name__} trains on padded rows, since {reason}. A prompt that several samples share "
+                "is computed for each of them, and so is padding."
+            )
+        if reason := self._module.not_compiled:
+            found.append(f"backend.compile_layers=true has no effect: {reason}.")
+        return found
 
     @cached_property
     def _names(self) -> CheckpointNames:

@@ -381,6 +381,10 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _unreadable(what: str, path: str, error: BaseException) -> str:
     reason = str(error).strip().splitlines() or [type(error).__name__]
+    missing = [name for name in TOKENIZER_FILES if not (Path(path) / name).is_file()]
+    if what == "tokenizer" and missing and Path(path).is_dir():
+        step = "Copy the tokenizer's files from the model that it was made from."
+        return f"model.path={path!r} has no {' and no '.join(missing)}, so its tokenizer cannot be loaded. {step}"
     if Path(path).is_dir():
         step = "Check that all files are present and complete, or copy the directory again from its source."
     else:

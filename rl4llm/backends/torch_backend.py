@@ -84,6 +84,8 @@ class TorchBackend(ModelBackend):
     do not depend on the number of ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in
     CPU memory and steps them there.
 
+    `compile_layers` runs the layers through `torch.compile`, see `rl4llm.backends.compiled`.
+
     `device` is where the model trains, by default where it is; under "fsdp2" its parts come there from wherever it is.
     """
 
@@ -99,6 +101,7 @@ class TorchBackend(ModelBackend):
         ranks: Ranks | None = None,
         shard: str | None = None,
         cpu_offload: bool = False,
+        compile_layers: bool = False,
         trains: bool = True,
         device: torch.device | str | None = None,
         **optimizer: Any,
@@ -106,7 +109,12 @@ class TorchBackend(ModelBackend):
         if not trains:
             model.requires_grad_(False)
         super().__init__(
-            model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head, device=device
+            model,
+            ranks=ranks or Ranks(),
+            autocast=autocast,
+            value_head=value_head,
+            device=device,
+            compile_layers=compile_layers,
         )
         self.adapter = cast("LoraAdapter | None", adapter)
         shard = shard or ("none" if self._ranks.size == 1 else "ddp")
@@ -133,11 +141,13 @@ class TorchBackend(ModelBackend):
         if ranks == 1 or options.get("shard") != "fsdp2":
             return whole
         sizes = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
-        kept = {
-            name: 0 if options.get("cpu_offload") else part_of(size, ranks) for name, size in sizes.items()
-        }
+        kept, host = {name: part_of(size, ranks) for name, size in sizes.items()}, 0
+        if options.get("cpu_offload"):
+            kept, host = dict.fromkeys(sizes, 0), sum(kept.values())
         together = gathered(shape, precision, trains=trains)
-        return replace(whole, **kept, casts=0, gathered=together)  # FSDP2 casts what it puts together
+        return replace(
+            whole, **kept, casts=0, gathered=together, host=host
+        )  # FSDP2 casts what it puts together
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

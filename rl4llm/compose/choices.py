@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from rl4llm import TESTED_TORCH
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.backends.models import check_model_path
 from rl4llm.compose.data import GENERATED
@@ -60,7 +63,12 @@ def _misses_module(error: BaseException | None) -> bool:
 
 def check_choices(config: Config, given: Given, needs: Needs) -> None:
     """Raise ConfigError for all mistakes that can be found without opening a file."""
-    check_backend(config)
+    check_backend(config, needs)
+    if config.model.lora.targets and not config.model.lora.rank:
+        raise ConfigError(
+            f"model.lora.targets={list(config.model.lora.targets)} has no effect without an adapter. Set model.lora.rank, "
+            "such as 16, or remove it."
+        )
     _check_mixture(config, given, needs.learns_from)
     for name, part in by_part(config).items():
         # Hosts have their own environments and rewards.
@@ -74,12 +82,37 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
 
 
 def warnings_of(config: Config, needs: Needs) -> list[str]:
-    """Return warnings about choices that are accepted."""
-    if config.rollout.temperature > 0 or needs.learns_from != "episodes":
+    """Return warnings about choices that are accepted, and about the installed torch."""
+    untested = untested_torch(torch.__version__)
+    if needs.learns_from != "episodes":
+        return untested
+    prompts, updates = config.rollout.prompts, config.training.updates_per_rollout
+    uneven = [
+        f"rollout.prompts={prompts} cannot be divided by training.updates_per_rollout={updates}: some optimizer steps train "
+        f"on {prompts // updates} prompts and others on {prompts // updates + 1}. For equal steps set rollout.prompts to "
+        f"{updates * max(1, round(prompts / updates))}."
+    ]
+    warnings = [*untested, *(uneven if prompts % updates else ())]
+    if config.rollout.temperature > 0:
+        return warnings
+    return [
+        *warnings,
+        "rollout.temperature=0: every episode is the policy's most probable one, so the policy explores nothing and has "
+        "little to learn from. Training usually needs rollout.temperature=1.0. For evaluation set eval.temperature.",
+    ]
+
+
+def untested_torch(version: str) -> list[str]:
+    """Return a warning if the tests run with another version of torch.
+
+    >>> untested_torch("2.13.1+cpu")
+    []
+    """
+    if version.startswith(f"{TESTED_TORCH}."):
         return []
     return [
-        "rollout.temperature=0: every episode is the policy's most probable one, so the policy explores nothing and has "
-        "little to learn from. Training usually needs rollout.temperature=1.0. For evaluation set eval.temperature."
+        f"torch {version} is not tested: the tests run with {TESTED_TORCH}. If a run fails or `rl4llm check` does, install "
+        f"torch=={TESTED_TORCH}.*."
     ]
 
 

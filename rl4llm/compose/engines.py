@@ -25,7 +25,7 @@ from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
 
 FLEET = "rl4llm.extensions.servers.fleet.build:build_fleet"
-STORE = "rl4llm.extensions.servers.sync.store:WeightStore"
+STORE = "rl4llm.extensions.servers.sync.shared_memory:open_store"
 CLAIMING = "rl4llm.extensions.servers.sync.wrappers:ClaimingPublisher"
 COHOST = "rl4llm.extensions.servers.sync.wrappers:CohostPublisher"
 FREE_DEVICE = "rl4llm.extensions.servers.sync.wrappers:free_device"
@@ -99,8 +99,9 @@ def build_publisher(
 
     @functools.cache
     def store() -> Any:
-        directory = Path(sync.dir) if sync.dir else run.weights_dir
-        return load(STORE, "sync")(directory, keep=sync.keep, dtype=getattr(torch, computed_in(config)))
+        return load(STORE, "sync")(
+            sync, run.weights_dir, urls, getattr(torch, computed_in(config)), tracker.note
+        )
 
     def make(name: str) -> BasePublisher:
         return PUBLISHERS[name](client, store, tokenizer)

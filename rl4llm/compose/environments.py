@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,9 +15,12 @@ from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_opponent import OPPONENTS
+from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, unknown
-from rl4llm.core.registry import imported, load
+from rl4llm.core.registry import elsewhere, imported, load
 from rl4llm.core.schema import accepted_options, check_values, with_options
+from rl4llm.data.lengths import place
+from rl4llm.data.load import Rows
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import as_reward_function
 
@@ -74,6 +78,7 @@ def build_env(
         "shuffle_dataset": config.data.shuffle,
         "reward_transform_fn": transform,
     }
+    _demand_ground_truth(dataset, rewards)
     own = environment_of(config, given), config.env, provided
     env = (
         given.hosted(**fixed) if given.hosted else make_env(*own, **fixed)
@@ -83,6 +88,21 @@ def build_env(
     env.template_args = config.env.get("template_args") or {}
     env.thoughts = config.env.get("thoughts", env.thoughts)
     return env
+
+
+def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
+    """Raise DataError, with the place of the row, if a row of a dataset lacks a ground truth that a reward needs."""
+    needing = next((reward for reward in rewards if needs_ground_truth(reward)), None)
+    if needing is None or not isinstance(rows, Rows):
+        return
+    for number, row in enumerate(rows):
+        if row["ground_truth"] is None:
+            others = ", ".join(name for name in row if name not in ("prompt_id", "messages", "ground_truth"))
+            raise DataError(
+                f"{place(rows, number)} has no ground truth, with which the reward {needing.name!r} compares answers. Next: "
+                f"set data.answer_column to its column (the row has: {others or 'no other column'}), or use rewards that "
+                "need none; the class of such a reward sets needs_ground_truth = False."
+            )
 
 
 def build_rewards(
@@ -170,9 +190,20 @@ def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
     own = {name: value for name, value in options.items() if name not in NOT_OPTIONS}
     for name in own:
         if name not in of_env | of_prompts:
-            raise ConfigError(unknown("env option", name, of_env | of_prompts))
+            known = unknown("env option", name, of_env | of_prompts) + _with_option(name)
+            raise ConfigError(elsewhere("key", f"env.{name}") or known)
     for make in filter(None, (env_class, env_class.prompts)):
         check_values("env", make, own)
+
+
+def _with_option(option: str) -> str:
+    """Return a sentence that names the environments with this option; "" if there is none."""
+    found = []
+    for name in ENVIRONMENTS.builtin:
+        with suppress(ConfigError):  # an extension may be deleted
+            if option in accepted_options(ENVIRONMENTS[name]):
+                found.append(name)
+    return f" It is an option of env.name={' and '.join(found)}." if found else ""
 
 
 def make_prompts(

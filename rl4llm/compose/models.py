@@ -12,7 +12,7 @@ import torch
 from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
 from rl4llm.compose.tables import BACKENDS
 from rl4llm.config import Config
-from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import check_options, with_options
@@ -135,7 +135,7 @@ def build_reference(
     needs = algorithm.needs()
     if not needs.reference:
         return None
-    if policy.adapter is not None and needs.reference_path is None and not needs.reference_every:
+    if policy.adapter is not None and not needs.separate_reference(adapter=True):
         from rl4llm.backends.lora import FrozenModel  # noqa: PLC0415 - most runs have no adapter
 
         return FrozenModel(policy, policy.adapter)
@@ -176,12 +176,16 @@ def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None
         )
 
 
-def check_backend(config: Config) -> None:
+def check_backend(config: Config, needs: Needs) -> None:
     """Raise ConfigError for options that the backend does not accept; load nothing."""
     own = dict(config.backend)
+    backend = BACKENDS[own.pop("name")]
     fixed = {"model", "autocast", "ranks", "device", "value_head", "adapter", "trains"}
     fixed |= _optimizer(config, 1, 1).keys()
-    check_options("backend", BACKENDS[own.pop("name")], own, fixed)
+    check_options("backend", backend, own, fixed)
+    if config.inference.get("cohost"):
+        reference = needs.separate_reference(adapter=config.model.lora.rank > 0)
+        backend.check_leaves(own, config.model.dtype, reference=reference and device_of(config) != "cpu")
 
 
 def _on_backend(config: Config, model: Any, **options: Any) -> BaseBackend:

@@ -9,17 +9,20 @@ from functools import partial
 from typing import Any
 
 from rl4llm.compose.data import by_size, check_texts, held_out_rows, prompt_stream
+from rl4llm.compose.environments import make_env, make_rewards
 from rl4llm.compose.models import all_ranks, build_policy, build_reference
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of, warn
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import ANSWER_COLUMNS
 from rl4llm.data.demonstrations import Read, demonstration_group, label_group, pair_group, valued_at_the_end
 from rl4llm.data.lengths import PATIENCE, dropped, fitting_rows, too_long
 from rl4llm.data.render import Renderer
+from rl4llm.envs import ENVIRONMENTS
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.trainers.dataset import DatasetTrainer
 from rl4llm.trainers.prepare import Preparation
@@ -119,10 +122,30 @@ def dataset_renderer(config: Config, tokenizer: Any, dataset: Any, answers: Sequ
     columns = answers or ("messages",)
     roles = {message["role"] for row in dataset for column in columns for message in row[column]}
     between = tuple(sorted(roles - {"assistant", "system"}))
-    template_args = config.env.get("template_args")
+    schemas, call_example = _shown_tools(config, tokenizer, dataset)
     return Renderer(
-        tokenizer, roles=between, template_args=template_args, special_tokens=config.data.special_tokens
+        tokenizer,
+        schemas,
+        roles=between,
+        template_args=config.env.get("template_args"),
+        special_tokens=config.data.special_tokens,
+        call_example=call_example,
     )
+
+
+def _shown_tools(config: Config, tokenizer: Any, dataset: Any) -> tuple[Any, str]:
+    """Return what prompts of the environment show of its tools: their schemas, and an example of a call."""
+    env_class = ENVIRONMENTS[config.env["name"]]
+    if "tools" not in accepted_options(env_class):
+        return None, ""
+    row = {"messages": dataset[0]["messages"], "ground_truth": None}
+    fixed = {"dataset": [row], "tokenizer": tokenizer, "reward_functions": make_rewards(["tool_use"], {})}
+    env = make_env(env_class, config.env, {"sandbox": None}, **fixed)  # no tool runs, and nothing is scored
+    env.template_args = config.env.get("template_args") or {}
+    try:
+        return env.tool_schemas, env.call_example if env.tool_schemas else ""
+    finally:
+        env.close()
 
 
 def fitting_conversations(

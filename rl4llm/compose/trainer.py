@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
@@ -108,7 +108,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
     """An environment with its rewards and rows, and one for evaluation; `part` is its name if there are several."""
 
     part: str
@@ -154,7 +154,7 @@ def _task(
     tokenizer: Any,
     dataset: Any,
     sandbox: Callable[[], Any],
-) -> _Task:
+) -> Task:
     provided = provided_by(config, given, sandbox)
     shared = Provided({"sandbox": sandbox})
     rewards, transform = build_rewards(config, given, shared, tokenizer, dataset[0])
@@ -170,7 +170,27 @@ def _task(
     check_examples(rewards)
     for opponent in env.opponents.values():
         opponent.check()
-    return _Task(part, config, env, held_out, renderer)
+    return Task(part, config, env, held_out, renderer)
+
+
+def task_without_model(config: Config) -> Task:
+    """Make the environment of a configuration with its training rows and rewards; no model is loaded."""
+    algorithm = build_algorithm(config)
+    check_choices(config, Given(), algorithm.needs())
+    if algorithm.needs().learns_from != "episodes":
+        raise ConfigError(
+            f"algorithm.name={config.algorithm['name']!r} does not sample, so there are no episodes."
+        )
+    if config.parts:
+        raise ConfigError(
+            f"parts={', '.join(config.parts)} are several environments. Next: write one of them into a separate file."
+        )
+    config = replace(config, eval=replace(config.eval, every=0))
+    given = with_hosts(config, Given(), algorithm)
+    tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
+    check_tokenizer(tokenizer, config.model.path, given=False)
+    rows = training_rows(config, given, "episodes")
+    return _task("", config, given, algorithm, tokenizer, rows, lambda: build_sandbox(config))
 
 
 def _reinforced(
@@ -245,8 +265,8 @@ def _reinforced(
             rollout=_together([task.rollout(**played) for task in tasks]),
             prompts=prompts,
             plan=plan,
-            sampling_params=_sampling(config),
-            eval_params=_sampling(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
+            sampling_params=sampling_of(config),
+            eval_params=sampling_of(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
             preparation=preparation,
             tracker=tracker,
             plays_ahead=config.rollout.one_step_off_policy,
@@ -288,7 +308,7 @@ def batching_of(
     )
 
 
-def _sampling(config: Config) -> SamplingParams:
+def sampling_of(config: Config) -> SamplingParams:
     rollout = config.rollout
     return SamplingParams(
         max_tokens=rollout.max_tokens,

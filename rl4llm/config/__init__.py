@@ -22,6 +22,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from rl4llm.config.keys import FREE, PART_KEYS, RENAMED, Config, LaunchConfig, TrackingConfig
 from rl4llm.config.references import hide_unset, references_in, variables, written
 from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.registry import elsewhere
 from rl4llm.core.schema import check_fields, hints_of, refusal
 
 __all__ = [
@@ -157,9 +158,15 @@ def _found(path: Path) -> Path:
             return place
     if path.is_dir():
         raise ConfigError(f"{str(path)!r} is a directory, not a configuration file.")
+    if "=" in path.name:
+        raise ConfigError(
+            f"{str(path)!r} is a key, but the first argument is a configuration file. Write the file before the keys, as in "
+            f"`rl4llm train configs/gsm8k_grpo.yaml {path}`."
+        )
     known = {item.name for place in places for item in place.parent.glob("*.yaml") if item.is_file()}
     near = difflib.get_close_matches(path.name, sorted(known), n=1)
-    hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+    accepted = " Accepted: the path of a YAML file, or configs/NAME.yaml for a bundled one."
+    hint = f" Did you mean {path.parent / near[0]}?" if near else accepted
     raise ConfigError(f"There is no configuration file {path}.{hint}")
 
 
@@ -284,11 +291,30 @@ def _check_keys(given: Iterable[str], config: DictConfig) -> None:
         sections = {name.split(".")[0] for name in known}
         if key.split(".")[0] in free or key in known or key in sections:
             continue
-        tail = {name.split(".")[-1]: name for name in known}
-        close = difflib.get_close_matches(key, known, n=1) or [
-            tail[name] for name in difflib.get_close_matches(key.split(".")[-1], tail, n=1)
-        ]
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        if answer := elsewhere("key", key):
+            raise ConfigError(f"Unknown configuration key: {answer}")
+        close = _closest(key, known)
+        hint = f" Did you mean {close!r}?" if close else ""
         section = key.split(".")[0]
         near = [name for name in known if name.split(".")[0] == section] or sorted(sections | set(free))
         raise ConfigError(f"Unknown configuration key {key!r}.{hint} Known: {', '.join(near)}.")
+
+
+def _closest(key: str, known: Iterable[str]) -> str:
+    """Return the known key that was probably meant; "" if none is close.
+
+    Within a section the last parts are compared, so that the name of the section does not make all its keys look alike.
+    """
+    section, _, last = key.rpartition(".")
+
+    def alike(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    def closeness(name: str) -> float:
+        of, _, tail = name.rpartition(".")
+        same = 0.0 if of == section else 0.15 * (1 - alike(of, section))
+        flat = alike(key.replace(".", "_"), name.replace(".", "_")) if of != section else 0.0
+        return max(alike(last, tail) - same, flat - 0.1)
+
+    best = max(known, key=closeness)
+    return best if closeness(best) >= 0.65 else ""

@@ -60,11 +60,13 @@ class ModelConfig:
 class DataConfig:
     """Where prompts come from; rows without `messages` and `ground_truth` are made from two columns."""
 
-    # A directory, .jsonl, .parquet, hub name, or a generated task; null: what the environment brings.
+    # A directory, .jsonl, .parquet, .csv, hub name, or a generated task; null: what the environment brings.
     path: str | None = None
     split: str = "train"
-    prompt_column: str | None = None
-    answer_column: str | None = None
+    prompt_column: str | None = None  # messages or a text; null: messages, or else prompt
+    answer_column: str | None = (
+        None  # a dot leads into a nested column; null: ground_truth, which may be missing
+    )
     answer_pattern: str | None = None  # regular expression; its first group is the ground truth
     system_prompt: str | None = None
     prompt_template: str | None = None  # with {prompt}
@@ -110,7 +112,7 @@ class SyncConfig:
     # memory for the embedded engine, filesystem for servers; see PUBLISHERS in rl4llm/compose/tables.py
     name: str = "auto"
     fallback: str | None = None  # the way that is taken, and reported, when the first one fails
-    dir: str | None = None  # of the weight store, absolute and on all servers; null: weights/ in output.dir
+    dir: str | None = None  # absolute and on all servers; null: in shared memory, or weights/ in output.dir
     keep: Count = 2  # versions
     verify: bool = True  # ask every engine for the log-probs of a few tokens after every publish
     tolerance: NonNegative | None = None  # nats on average; null: calibrated, see rl4llm.sync.verify

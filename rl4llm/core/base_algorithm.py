@@ -63,6 +63,11 @@ class Needs:
     rewards: tuple[str, ...] = ()  # that each trajectory must have, by name
     refills: int = 0  # how often prompts are sampled in place of groups that `keep` refused
 
+    def separate_reference(self, adapter: bool) -> bool:
+        """Return whether the reference is a further model; with an `adapter` it may be the policy without it."""
+        under_adapter = adapter and self.reference_path is None and not self.reference_every
+        return self.reference and not under_adapter
+
 
 class BaseAlgorithm(ABC):
     """Pure maths on tensors. Subclasses are dataclasses whose fields are the algorithm's options.

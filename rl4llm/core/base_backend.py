@@ -85,6 +85,10 @@ class BaseBackend(ABC):
         return False
 
     @classmethod
+    def check_leaves(cls, options: Mapping[str, Any], dtype: str, *, reference: bool) -> None:
+        """Raise ConfigError if models with these options, or a `reference` that is one of them, cannot `offload`."""
+
+    @classmethod
     def memory(
         cls,
         shape: ModelShape,

@@ -113,6 +113,9 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
         """Return every engine behind this client, so that the canary can check each; a single one returns itself."""
         return (self,)
 
+    async def resume(self) -> None:
+        """Generate again after a pause; a trainer that was killed while it published may have left a server paused."""
+
     async def disconnect(self) -> None:
         """Close what belongs to the running event loop; the next request opens it again."""
 

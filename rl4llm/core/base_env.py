@@ -152,6 +152,10 @@ class BaseMDPEnv(Player):
         llm.run(self._run_episodes(env_state, llm, self.turn_params(sampling_params)))
         return env_state
 
+    def _convert_to_batch_prompts(self, env_state: EnvState) -> list[list[ChatMessage]]:
+        """Return the conversations as `llm.generate` takes them; loops of michaelnny/rl4llm call this."""
+        return [sample.messages for sample in env_state.sample_states]
+
     def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
         """Return how the policy's turns are sampled, for example with another stop string."""
         return sampling_params
@@ -217,7 +221,9 @@ class BaseMDPEnv(Player):
     def _check_rewards(self, where: str) -> None:
         names = [reward.name for reward in self.reward_functions]
         if not names:
-            raise ConfigError(f"{where}: reward_functions is empty. Pass at least one reward.")
+            raise ConfigError(
+                f"{where}: reward_functions is empty. Pass at least one reward, such as rewards=[math]."
+            )
         if len(set(names)) < len(names):
             raise ConfigError(f"{where}: the names of rewards must differ, but they are {names}.")
         judges = [reward.name for reward in self.reward_functions if _needs_roles(reward)]

@@ -58,6 +58,7 @@ class BaseRewardFunction(ABC):
 
     score_timeout_s: float | None = 300.0
     per_turn: bool = False
+    needs_ground_truth: bool = True  # False accepts rows without one, and gets None
     needs_roles: bool = False  # whether it only works where several roles speak in an episode
     rewards_among_options: tuple[str, ...] = ()  # options of the constructor that are rewards themselves
     parts: Sequence[BaseRewardFunction] = ()  # rewards that this one asks; their examples must hold too
@@ -96,3 +97,8 @@ class BaseRewardFunction(ABC):
         """Release worker processes and the like."""
         for part in self.parts:
             part.close()
+
+
+def needs_ground_truth(reward: BaseRewardFunction) -> bool:
+    """Return whether a reward, or one that it is made of, compares with a ground truth."""
+    return any(map(needs_ground_truth, reward.parts)) if reward.parts else reward.needs_ground_truth

@@ -47,7 +47,7 @@ class LLM(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[Completion]:
-        """Return completions for level-3 loops; a prompt is a SampleState, a list of messages or of token ids."""
+        """Return completions for level-3 loops; a prompt is a SampleState, a list of messages or token ids, or a string."""
         ...
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -15,6 +15,11 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 Named = TypeVar("Named", bound=Callable[..., Any])
 EXTENSIONS = "rl4llm.extensions."
+ELSEWHERE = {
+    "key": "rl4llm.extensions.migration.answers:of_key",
+    "name": "rl4llm.extensions.migration.names:of_name",
+    "command": "rl4llm.extensions.migration.commands:of_command",
+}
 
 
 class Registry(Generic[T]):
@@ -168,10 +173,28 @@ def missing_extension(module: str) -> str | None:
     return None if found else extension.replace(".", "/")
 
 
+def elsewhere(kind: str, name: str) -> str:
+    """Return a sentence about a name that another project has; "" for other names.
+
+    `kind` is "key" for configuration keys, "name" for what Python imports, and "command" for a line of a shell. The
+    extension `migration` has the tables.
+    """
+    if missing_extension(ELSEWHERE[kind]):
+        return ""
+    said: str = load(ELSEWHERE[kind], name)(name)
+    return said
+
+
 def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package that imports its names on first use; `homes` are their modules."""
+    """Return the ``__getattr__`` of a package that imports its names on first use; `homes` are their modules.
+
+    A name that another project has raises ImportError with its counterpart: ``from package import name`` hides the message
+    of an AttributeError.
+    """
 
     def attribute(name: str) -> Any:
+        if name not in homes and not name.startswith("_") and (said := elsewhere("name", name)):
+            raise ImportError(f"cannot import name {name!r} from {module!r}. The name is {said}")
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return load(f"{homes[name]}:{name}", f"{module}.{name}")
@@ -186,7 +209,7 @@ def imported(where: str, name: str, accepted: str = "'package.module:function'")
         if not colon:
             raise ImportError("there is no ':' in it")
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError, NameError) as error:
         raise ConfigError(
             f"{where}={name!r} cannot be imported: {error}. Accepted: {accepted}, "
             "found from the directory that the command is run in, or on PYTHONPATH."

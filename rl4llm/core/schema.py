@@ -19,6 +19,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rl4llm.core.errors import ConfigError, did_you_mean, unknown
+from rl4llm.core.registry import elsewhere
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,7 +85,8 @@ def check_options(
     accepted = accepted_options(make) - set(fixed)
     for name in options:
         if name not in accepted:
-            raise ConfigError(unknown(f"{where} option", name, accepted))
+            answer = elsewhere("key", f"{where}.{name}") if "." not in where else ""  # an option of a section
+            raise ConfigError(answer or unknown(f"{where} option", name, accepted))
     check_values(where, make, options)
 
 
@@ -137,6 +139,10 @@ def checked(where: str) -> Callable[[Function], Function]:
 def refusal(where: str, value: Any, hint: Any) -> str:
     """Return the message for a refused value: what was given, what is accepted, the closest choice."""
     near = did_you_mean(value, choices_of(hint)) if isinstance(value, str) else ""
+    if value is None:
+        near = " Set a value, or leave the key out if it has a default."
+    elif isinstance(value, str) and not near and in_words(hint).startswith("a list"):
+        near = f" Did you mean [{value:.80}]?"
     return f"{where}={value!r:.200} is not accepted: {in_words(hint)}.{near}"
 
 

@@ -122,6 +122,10 @@ class Completion:
                 f"A completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs."
             )
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field by its name, as loops do that expect the answer of a server: ``outputs[i].get("text", "")``."""
+        return getattr(self, name, default)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:

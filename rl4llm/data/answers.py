@@ -14,7 +14,7 @@ from typing import Any
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.load import Messages, Recipe, conversation
+from rl4llm.data.load import Messages, Recipe, conversation, has_column, value_at
 
 ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "labels": ("completion",)}
 """The columns that contain the answers of a row, by what an algorithm learns from."""
@@ -24,16 +24,15 @@ class _WithAnswers(Recipe):
     """Read rows that contain what is learned, so that no ground truth is needed."""
 
     def ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
-        return row.get(self.answer_column or "ground_truth")
+        column = self.answer_column or "ground_truth"
+        return value_at(row, column) if has_column(row, column) else None
 
     def prompt_beside(self, where: str, row: Mapping[str, Any]) -> Messages | None:
         """Return the prompt of a row with answers; None if it has no separate column."""
         column = self.prompt_column or next(
             (name for name in ("prompt", "messages") if row.get(name) is not None), None
         )
-        if column is None or not isinstance(row.get(column), list | tuple):
-            return None if column is None else [self.prompt(where, row, column)]
-        return conversation(where, column, row[column])
+        return None if column is None else self.prompt(where, row, column)
 
 
 class Conversations(_WithAnswers):
@@ -44,7 +43,7 @@ class Conversations(_WithAnswers):
             return Recipe.read(self, where, row)
         column = self.answer_column or "completion"
         prompt = self.prompt_beside(where, row)
-        if prompt is None or column not in row:
+        if prompt is None or not has_column(row, column):
             raise DataError(
                 f"{where}: the row has no conversation. Accepted: a column 'messages', or 'prompt' and 'completion' "
                 f"(others: data.prompt_column, data.answer_column). The row has: {', '.join(map(str, row))}."
@@ -128,10 +127,11 @@ def check_labels(rows: Any, limit: int | None = None) -> None:
 
 def answer_of(where: str, row: Mapping[str, Any], column: str) -> Messages:
     """Return the answer in a column, a string or messages, as messages; raises DataError if it is missing or empty."""
-    value = row.get(column)
+    value = value_at(row, column) if has_column(row, column) else None
     if value is None:
         raise DataError(
-            f"{where}: the column {column!r} is missing. The row has: {', '.join(map(str, row))}."
+            f"{where}: the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
+            "Next: rename the column, or choose an algorithm.name that learns from other columns."
         )
     messages = (
         [ChatMessage("assistant", value)] if isinstance(value, str) else conversation(where, column, value)

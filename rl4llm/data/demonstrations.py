@@ -135,3 +135,18 @@ def _spans(
 
 def _policy(token_ids: tuple[int, ...]) -> TokenSpan:
     return TokenSpan(token_ids, "policy", (0.0,) * len(token_ids), version=0)
+
+
+def as_row(episode: Trajectory) -> dict[str, Any]:
+    """Return an episode as a row of a dataset; `group` is the id of its prompt."""
+    names = [episode.prompt_id, *([episode.role] if episode.role else []), str(episode.extras["sample"])]
+    return {
+        "prompt_id": "/".join(names),
+        "group": episode.prompt_id,
+        **({"role": episode.role} if episode.role else {}),
+        "messages": [message.to_dict() for message in episode.messages],
+        "ground_truth": episode.extras["ground_truth"],
+        "reward": episode.reward,
+        "rewards": dict(episode.rewards),
+        "stop_reason": episode.stop_reason,
+    }

@@ -71,15 +71,16 @@ def load_rows(
 
         load_rows("openai/gsm8k:main", prompt_column="question", answer_column="answer", answer_pattern=r"####\s*(.+)")
 
-    Rows have the columns `messages` and `ground_truth`, or they are made from `prompt_column` (after `system_prompt`, inside
-    `prompt_template` with its ``{prompt}``) and `answer_column` (the first group of `answer_pattern`, if given).
+    The prompt is in `prompt_column`, "messages" or "prompt": messages, or a text (inside `prompt_template` with its
+    ``{prompt}``), in both cases after `system_prompt`. The ground truth is in `answer_column` or "ground_truth" (the first
+    group of `answer_pattern`, if given). A dot leads into a nested column, such as ``reward_model.ground_truth``.
     All other columns are kept and passed to the rewards.
 
     A row's `prompt_id` is its column `prompt_id` or `id`, which must be unique. Other rows are named by a hash of their
     stored prompt and answer, so the name does not depend on the system prompt or the order. Rows that are equal in both get
     the suffixes -2, -3 ...
 
-    `learns_from` tells what the rows are for. Only "episodes" need a ground truth. "demonstrations", "worlds" and
+    `learns_from` tells what the rows are for. Rows for "episodes" may lack a ground truth. "demonstrations", "worlds" and
     "conversations" contain the assistant's messages, or a prompt and its answer in `answer_column` or "completion".
     "pairs" and "labels" contain answers beside the prompt. The prompt's column is `prompt_column`, "prompt" or "messages",
     see `rl4llm.data.answers`.
@@ -147,8 +148,11 @@ class Recipe:
     def draft(self, where: str, row: Any) -> Draft:
         """Return the prompt of a stored row; raises DataError for an invalid row."""
         if not isinstance(row, Mapping):
+            table = (
+                " A table of pandas is accepted as table.to_dict('records')." if isinstance(row, str) else ""
+            )
             raise DataError(
-                f"{where}: a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}."
+                f"{where}: a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}.{table}"
             )
         messages, answers, stored = self.read(where, row)
         self.check(where, messages)
@@ -179,51 +183,61 @@ class Recipe:
 
     def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         """Return the messages, the columns made from the row, and what the hash of its name covers."""
-        stored = row.get(self.prompt_column or "messages"), row.get(self.answer_column or "ground_truth")
-        if self.prompt_column is not None:
-            return [self.prompt(where, row, self.prompt_column)], {}, stored
-        if "messages" not in row:
+        column = self.prompt_column or next((name for name in ("messages", "prompt") if name in row), None)
+        if column is None:
             raise DataError(
-                f"{where}: the column 'messages' is missing. Next step: set data.prompt_column to the column of the prompt. "
-                f"The row has: {', '.join(map(str, row))}."
+                f"{where}: the row has neither 'messages' nor 'prompt'. Next step: set data.prompt_column to the column of "
+                f"the prompt. The row has: {', '.join(map(str, row))}."
             )
-        if self.prompt_template is not None:
-            raise ConfigError(
-                "data.prompt_template requires data.prompt_column, the column whose text it wraps. Set both or neither."
-            )
-        return conversation(where, "messages", row["messages"]), {}, stored
+        prompt = self.prompt(where, row, column)
+        answer = self.answer_column or "ground_truth"
+        truth = value_at(row, answer) if has_column(row, answer) else None
+        return prompt, {}, (value_at(row, column), truth)
 
     def check(self, where: str, messages: Messages) -> None:
         """Raise DataError for messages that do not end with one to answer."""
-        if not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
+        if messages and messages[-1].role == "assistant":
+            raise DataError(
+                f"{where}: the prompt ends with a message of role 'assistant', which leaves nothing to answer. Remove that "
+                "message, or train on whole conversations with algorithm.name=sft."
+            )
+        if not messages or not messages[-1].content.strip():
             raise DataError(
                 f"{where}: the prompt is empty. It must end with a message to answer that is not blank."
             )
 
     def ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
-        """Return what the rewards compare an answer with; raises DataError if it is missing."""
+        """Return what the rewards compare an answer with; None if the row has none, which some rewards refuse later."""
         column = self.answer_column or "ground_truth"
-        answer = _column(where, row, "data.answer_column", column)
-        if answer is None:
-            raise DataError(f"{where}: column {column!r} is empty. Fill it in or remove the row.")
+        named = self.answer_column is not None or has_column(row, column)
+        answer = _column(where, row, "data.answer_column", column) if named else None
         if self.answer_pattern is None:
             return answer
         found = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
         if found is None or found[1] is None:
             raise DataError(
                 f"{where}: column {column!r} does not match data.answer_pattern={self.answer_pattern!r}: "
-                f"{answer!r:.60}."
+                f"{answer!r:.60}. Next: change the pattern, or remove it if the column holds the answer alone."
             )
         return found[1]
 
-    def prompt(self, where: str, row: Mapping[str, Any], column: str) -> ChatMessage:
-        """Return the text of a column as the user's message, inside `prompt_template`."""
+    def prompt(self, where: str, row: Mapping[str, Any], column: str) -> Messages:
+        """Return the messages of a column, or its text as the user's message, inside `prompt_template`."""
         prompt = _column(where, row, "data.prompt_column", column)
+        if isinstance(prompt, list | tuple) or (column == "messages" and self.prompt_column is None):
+            if self.prompt_template is not None:
+                raise ConfigError(
+                    f"data.prompt_template wraps a text, but the column {column!r} holds messages. Remove it, or set "
+                    "data.prompt_column to a column of texts."
+                )
+            return conversation(where, column, prompt)
         if not isinstance(prompt, str):
-            raise DataError(f"{where}: column {column!r} must be a string, not {prompt!r:.60}.")
+            raise DataError(
+                f"{where}: column {column!r} must be a string or a list of messages, not {prompt!r:.60}."
+            )
         if prompt.strip() and self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)
-        return ChatMessage("user", prompt)
+        return [ChatMessage("user", prompt)]
 
 
 def conversation(where: str, column: str, stored: Any) -> Messages:
@@ -265,10 +279,27 @@ def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
     return str(value)
 
 
+def has_column(row: Mapping[str, Any], column: str) -> bool:
+    """Return whether a row has a column; a dot leads into a nested one, such as ``reward_model.ground_truth``."""
+    if column in row:
+        return True
+    name, _, rest = column.partition(".")
+    return bool(rest) and isinstance(row.get(name), Mapping) and has_column(row[name], rest)
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column that the row has, see `has_column`."""
+    if column in row:
+        return row[column]
+    name, _, rest = column.partition(".")
+    return value_at(row[name], rest)
+
+
 def _column(where: str, row: Mapping[str, Any], option: str, column: str) -> Any:
-    if column not in row:
-        raise DataError(f"{where}: {unknown(option, column, map(str, row))}")
-    return row[column]
+    if not has_column(row, column):
+        nested = [f"{name}.{key}" for name, item in row.items() if isinstance(item, Mapping) for key in item]
+        raise DataError(f"{where}: {unknown(option, column, [*map(str, row), *nested])}")
+    return value_at(row, column)
 
 
 def _texts(value: Any) -> Iterator[str]:

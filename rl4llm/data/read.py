@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import difflib
 import gzip
@@ -189,9 +190,23 @@ def _csv(path: Path, split: str) -> Iterator[Located]:
                 raise DataError(
                     f"{where}: the row does not have {columns} fields, the number of columns. Fix the row."
                 )
-            yield where, row
+            yield where, {column: _cell(text) for column, text in row.items()}
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}.") from error
+
+
+def _cell(text: str) -> Any:
+    """Return the messages in a cell, which JSON or Python wrote; any other text stays as it is."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value):
+            return value
+    return text
 
 
 def _parquet(path: Path, split: str) -> Iterator[Located]:

@@ -146,7 +146,8 @@ class PolicyLLM:
     def generate(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[Completion]:
         """Return one completion per prompt, in order; synchronous, and nothing is appended.
 
-        A prompt is a SampleState, a conversation (list of ChatMessage or dicts) or a list of token ids.
+        A prompt is a SampleState, a conversation (list of ChatMessage or dicts), a list of token ids, or a string: the chat
+        template's text of a sample's messages, or any other text.
         """
         claimed: set[str] = set()
         requests = [self._request(prompt, sampling_params, claimed) for prompt in prompts]
@@ -166,7 +167,10 @@ class PolicyLLM:
     def _request(
         self, prompt: Any, params: SamplingParams, claimed: set[str]
     ) -> Coroutine[Any, Any, Completion]:
+        if isinstance(prompt, str):
+            prompt = self._of_text(self._renderer.encode(prompt), claimed)
         if isinstance(prompt, SampleState):
+            claimed.add(prompt.session)
             return self.reply(prompt, params, append=False)
         if prompt and isinstance(prompt[0], int):
             return self._client.generate(prompt, self._with_stops(params))
@@ -176,6 +180,12 @@ class PolicyLLM:
                 claimed.add(sample.session)
                 return self.reply(sample, params, append=False)
         return self._client.generate(self._renderer.first(messages), self._with_stops(params))
+
+    def _of_text(self, token_ids: list[int], claimed: set[str]) -> SampleState | list[int]:
+        """Return the sample whose messages the template renders as these tokens, so that its record stays exact."""
+        waiting = (sample for sample in self._samples if not sample.done and sample.session not in claimed)
+        same = (sample for sample in waiting if self._renderer.prompt(sample.messages) == token_ids)
+        return next(same, token_ids)
 
     async def _ask(
         self,

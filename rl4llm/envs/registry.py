@@ -23,6 +23,7 @@ ENVIRONMENTS: Registry[type[BaseMDPEnv]] = Registry(
         "openenv": "rl4llm.extensions.adapters.openenv:OpenEnv",
         "reasoning_gym": "rl4llm.extensions.adapters.reasoning_gym:ReasoningGymEnv",
         "roles": "rl4llm.envs.roles:RolesEnv",
+        "stepped": "rl4llm.extensions.adapters.stepped:SteppedEnv",
         "tool": "rl4llm.envs.tool:ToolMDPEnv",
         "verifiers": "rl4llm.extensions.adapters.verifiers:VerifiersEnv",
     },

@@ -221,6 +221,8 @@ def _as_opponent(role: str, given: Any) -> BaseOpponent:
 
 def _filled(role: str, instruction: str, columns: Mapping[str, Any]) -> str:
     given = {**columns, "role": role}
+    if columns.get("ground_truth") is None:
+        given.pop("ground_truth", None)
     try:
         return instruction.format_map(given)
     except (KeyError, IndexError, ValueError, AttributeError) as error:

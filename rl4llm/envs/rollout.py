@@ -267,7 +267,7 @@ def begin_episode(
     columns["messages"] = task = messages_of(columns["messages"])
     openings = env.openings(columns)
     del columns["messages"]
-    prompt_id, ground_truth = str(columns.pop("prompt_id", row)), columns.pop("ground_truth")
+    prompt_id, ground_truth = str(columns.pop("prompt_id", row)), columns.pop("ground_truth", None)
     prompt_id = f"{special.part}/{prompt_id}" if special.part else prompt_id
     special = replace(special, part=pool) if pool else special
     if not any(openings):

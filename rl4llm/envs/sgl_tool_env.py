@@ -1,5 +1,7 @@
 """The import path under which older code finds the tool environment; it works with every engine."""
 
+from rl4llm.core.registry import lazy
 from rl4llm.envs.tool import ToolMDPEnv as SglToolMDPEnv
 
+__getattr__ = lazy(__name__, {})
 __all__ = ["SglToolMDPEnv"]

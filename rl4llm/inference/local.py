@@ -36,7 +36,8 @@ class LocalClient(BaseClient):
         max_rows: how many requests decode at once; parked sessions use the free rows.
         context_length: prompt plus completion, in tokens; by default what the model allows.
         path: "fast" (functions for the Llama family), "model" (the model's own forward), or "auto": the first of
-            them whose log-probs equal the model's own forward.
+            them whose log-probs equal the model's own forward. "graph" is "fast" in a fixed shape, as CUDA graphs where
+            there is a GPU; each request gets a copy of its group's prompt.
         deterministic: decode only while every session announced with `expect` has a request, so that batches, and with
             them the last bits of log-probs, do not depend on how long tools take.
         stall_timeout_s: how long requests may wait for `resume`, or for such a session, before they fail.

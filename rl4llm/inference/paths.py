@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import EngineError, unknown
+from rl4llm.core.registry import load
 from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
 from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder, autocasting, evaluating
 from rl4llm.inference.embedded.precision import in_float32
 
-Path = Literal["auto", "fast", "model"]
-PATHS = ("auto", "fast", "model")
+Path = Literal["auto", "fast", "graph", "model"]
+PATHS = ("auto", "fast", "graph", "model")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the logits' spread
 TF32_TOLERANCE = 2e-2
 FARTHER = 1.5  # times as far from float32 as the model's own forward, on average over the vocabulary
@@ -25,12 +26,14 @@ class Decoder(Protocol):
 
     `refresh` copies the weights that are copied, as some are under autocast.
     `reads_prefixes` is whether it can attend to a `SharedPrefix` in place; else each row holds a copy. `recurrent` is
-    whether rows have states, so that neither a window may have padding nor a row be cut.
+    whether rows have states, so that neither a window may have padding nor a row be cut. `spare_rows` are rows of a cache
+    that it uses for padding.
     """
 
     name: str
     reads_prefixes: bool
     recurrent: bool
+    spare_rows: int
 
     def serves(self, model: Any) -> bool: ...
 
@@ -67,6 +70,7 @@ def choose_decoder(
 ) -> Choice:
     """Return the fastest path whose log-probs are those of the model's own forward on a few random tokens.
 
+    The path "graph" is the fast one with steps in a fixed shape, which are CUDA graphs where there is a GPU.
     Raises EngineError when the requested path, or every path, fails.
     """
     if path not in PATHS:
@@ -74,14 +78,17 @@ def choose_decoder(
     reason = "requested"
     if path != "model":
         try:
-            fast = LlamaDecoder(model, context_length, autocast)
+            fast: Decoder = LlamaDecoder(model, context_length, autocast)
+            if path == "graph":
+                wrap = load("rl4llm.inference.embedded.static_decode:StaticDecoder", "inference.path")
+                fast = wrap(fast, next(model.parameters()).device)
             fast.refresh()
             return Choice(fast, str(prove(model, fast, context_length, autocast)))
         except UnsupportedModelError as error:
             reason = f"the fast path does not fit, since {error}"
-            if path == "fast":
+            if path != "auto":
                 raise EngineError(
-                    f"path='fast' is impossible: {error}. Use path='auto' or 'model'."
+                    f"path={path!r} is impossible: {error}. Use path='auto' or 'model'."
                 ) from error
     decoder = ModelDecoder(model, autocast)
     prove(model, decoder, context_length, autocast)
@@ -110,7 +117,9 @@ def prove(
     tokens_BT = torch.randint(vocab_size, (2, long), generator=generator).to(device)
     name, kind = f"the {decoder.name} path", type(model).__name__
     try:
-        found_BV = _logprobs(_replay(decoder, KVCache(dtype, device), tokens_BT, lengths))
+        found_BV = _logprobs(
+            _replay(decoder, KVCache(dtype, device, spare=decoder.spare_rows), tokens_BT, lengths)
+        )
         with evaluating(model), autocasting(device, autocast):
             own_BV = _forward(model, tokens_BT, lengths)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -29,12 +29,18 @@ _HOMES = {
     "Unavailable": "rl4llm.rewards.pool",
     "VerifierPool": "rl4llm.rewards.pool",
     "Winner": "rl4llm.extensions.judges.judges",
+    "accuracy_reward": "rl4llm.extensions.trl.functions",
     "add": "rl4llm.rewards.combine",
     "as_reward_function": "rl4llm.rewards.callables",
     "check_examples": "rl4llm.rewards.examples",
     "check_reward": "rl4llm.rewards.callables",
+    "get_cosine_scaled_reward": "rl4llm.extensions.trl.functions",
+    "get_repetition_penalty_reward": "rl4llm.extensions.trl.functions",
+    "get_soft_overlong_punishment": "rl4llm.extensions.trl.functions",
     "multiply": "rl4llm.rewards.combine",
+    "reasoning_accuracy_reward": "rl4llm.extensions.trl.functions",
     "score": "rl4llm.rewards.scoring",
+    "think_format_reward": "rl4llm.extensions.trl.functions",
     "weighted_sum": "rl4llm.rewards.combine",
 }
 __getattr__ = lazy(__name__, _HOMES)

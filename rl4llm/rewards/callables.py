@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
 from rl4llm.core.errors import ConfigError, RewardError, unknown
@@ -52,6 +52,7 @@ def check_reward(spec: str | Mapping[str, Any]) -> None:
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     key, label = _key_of(options)
     item = REWARDS[key]
+    _refuse_other_class(key, item)
     if not (inspect.isclass(item) and issubclass(item, BaseRewardFunction)):
         _check_options(key, {}, options)
         return
@@ -79,6 +80,10 @@ class BatchCallable(BaseRewardFunction):
         examples: what it must give to known conversations before training starts.
     """
 
+    by_name: ClassVar[bool] = (
+        False  # even to a function without a parameter `completions`, if it takes any name
+    )
+
     def __init__(
         self,
         function: Callable[..., Sequence[Score] | Coroutine[Any, Any, Sequence[Score]]],
@@ -92,6 +97,8 @@ class BatchCallable(BaseRewardFunction):
         self.per_turn = per_turn
         self._examples = examples
         self.parameters = inspect.signature(function).parameters
+        truth = self.parameters.get("ground_truth")
+        self.needs_ground_truth = truth is not None and truth.default is truth.empty
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Score:
         score = self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
@@ -106,7 +113,8 @@ class BatchCallable(BaseRewardFunction):
         if inspect.Parameter.VAR_KEYWORD not in kinds.values():
             available = {name: column for name, column in available.items() if name in kinds}
         completions = self.completions(samples)
-        only_by_name = set(kinds.values()) <= {inspect.Parameter.VAR_KEYWORD}
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        only_by_name = set(kinds.values()) <= {inspect.Parameter.VAR_KEYWORD} or (self.by_name and takes_any)
         by_name = kinds["completions"] in _NAMED if "completions" in kinds else only_by_name
         positional = [] if by_name else [completions]
         if by_name:
@@ -128,13 +136,15 @@ class BatchCallable(BaseRewardFunction):
         """Return what the function can get by name besides `completions`."""
         names = dict.fromkeys(name for sample in samples for name in sample.columns)
         columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
+        truths = [sample.ground_truth for sample in samples]
+        if "ground_truth" in self.parameters or any(truth is not None for truth in truths):
+            columns["ground_truth"] = truths
         return columns | {
             "prompts": [
                 [message.to_dict() for message in sample.messages[: sample.init_msg_size]]
                 for sample in samples
             ],
             "messages": [list(sample.messages) for sample in samples],
-            "ground_truth": [sample.ground_truth for sample in samples],
         }
 
     def examples(self) -> Sequence[RewardExample]:
@@ -179,12 +189,22 @@ def _build(
         named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
         provided = provided or {}
         return item(**{key: provided[key] for key in provided if key in parameters} | named)
+    _refuse_other_class(key, item)
     _check_options(key, {}, options)
     if not callable(item):
         raise RewardError(
             f"rewards.name={key!r} is {item!r:.200}, which is neither a BaseRewardFunction nor a function."
         )
     return BatchCallable(item, name or getattr(item, "__name__", type(item).__name__).strip("<>"))
+
+
+def _refuse_other_class(key: str, item: Any) -> None:
+    """Raise ConfigError for a class of another base: calling it would make an object and not a score."""
+    if inspect.isclass(item) and not issubclass(item, BaseRewardFunction):
+        raise ConfigError(
+            f"The reward {key!r} is the class {item.__name__}. Accepted: a subclass of BaseRewardFunction, or a function "
+            "f(completions, **columns) -> list[float]."
+        )
 
 
 def _check_class_options(
@@ -208,6 +228,7 @@ def _check_options(key: str, accepted: Mapping[str, inspect.Parameter], options:
         if parameter.kind in _NAMED and parameter.default is parameter.empty and parameter.name not in options
     ]
     if missing:
+        step = " Next: give `name` a default in the class's __init__." if missing == ["name"] else ""
         raise ConfigError(
-            f"Reward {key!r} needs the option {', '.join(missing)}. It accepts: {', '.join(accepted)}."
+            f"Reward {key!r} needs the option {', '.join(missing)}. It accepts: {', '.join(accepted)}.{step}"
         )

@@ -26,6 +26,8 @@ class FormatReward(BaseRewardFunction):
         think_opened: whether the chat template already wrote the opening tag of the reasoning.
     """
 
+    needs_ground_truth = False
+
     def __init__(
         self,
         name: str = "format",

@@ -30,6 +30,8 @@ class LengthReward(BaseRewardFunction):
         outside: the score far outside.
     """
 
+    needs_ground_truth = False
+
     @checked("rewards.{name}")
     def __init__(
         self,

@@ -28,6 +28,8 @@ class OverlongPenalty(BaseRewardFunction):
         factor: the largest penalty is -factor.
     """
 
+    needs_ground_truth = False
+
     @checked("rewards.{name}")
     def __init__(self, name: str = "overlong", *, max_length: int, buffer: Count, factor: NonNegative = 1.0):
         super().__init__(name)

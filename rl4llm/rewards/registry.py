@@ -16,6 +16,7 @@ REWARDS: Registry[type[BaseRewardFunction] | Callable[..., Any]] = Registry(
     table={
         "clip": "rl4llm.rewards.wrappers:Clip",
         "code": "rl4llm.extensions.sandbox.code_reward:CodeReward",
+        "compute_score": "rl4llm.extensions.migration.rewards:ComputeScore",
         "env_steps": "rl4llm.extensions.adapters.step_rewards:StepRewards",
         "format": "rl4llm.rewards.format:FormatReward",
         "gate": "rl4llm.rewards.wrappers:Gate",

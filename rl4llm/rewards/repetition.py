@@ -28,6 +28,8 @@ class RepetitionPenalty(BaseRewardFunction):
         factor: the largest penalty is -factor.
     """
 
+    needs_ground_truth = False
+
     @checked("rewards.{name}")
     def __init__(
         self,

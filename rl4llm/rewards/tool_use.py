@@ -26,6 +26,8 @@ class ToolUseReward(BaseRewardFunction):
         per_turn: whether each turn gets its part: of its calls that worked, over all calls of the episode.
     """
 
+    needs_ground_truth = False
+
     @checked("rewards.{name}")
     def __init__(self, name: str = "tool_use", *, max_calls: Count = 8, per_turn: bool = False):
         super().__init__(name)

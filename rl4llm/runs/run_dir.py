@@ -1,7 +1,7 @@
 """The output directory of a run: its layout, its one owner, and atomic writes into it.
 
-config.yaml  run.json  metrics.jsonl  eval.jsonl  alerts.jsonl  learning_curve.png  episodes/  tensorboard/  checkpoints/
-weights/  model/ (the trained model, when the run has finished)  failed/ (non-finite steps)  .lock
+config.yaml  run.json  metrics.jsonl  eval.jsonl  alerts.jsonl  learning_curve.png  events.out.tfevents.*
+episodes/  checkpoints/  weights/  model/ (the trained model, when the run has finished)  failed/ (non-finite steps)  .lock
 logs/ (of servers and hosts that were started with the run)
 """
 
@@ -63,7 +63,6 @@ class RunDir:
         self.alerts_file = self.path / "alerts.jsonl"
         self.curve_file = self.path / "learning_curve.png"
         self.episodes_dir = self.path / "episodes"
-        self.tensorboard_dir = self.path / "tensorboard"
         self.checkpoints_dir = self.path / "checkpoints"
         self.weights_dir = self.path / "weights"
         self.model_dir = self.path / "model"

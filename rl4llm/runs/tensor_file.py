@@ -27,20 +27,22 @@ DTYPES = {
 }  # fmt: skip
 ALIGNMENT = 8  # of the first tensor, so that readers can map them
 FLUSH_BYTES = 32 << 20
+PINNED_BYTES = 64 << 20
 
 
 def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Write `tensors`, which are those of `specs` in their order, holding one at a time; returns the file's xxh3_64.
 
-    What is written goes to the disk while the next tensors are made, so that there is little left to wait for at the end.
-    Raises OSError.
+    What is written goes to the disk while the next tensors are made, so that there is little left to wait for at the end,
+    and is hashed beside. Raises OSError.
     """
     digest = xxhash.xxh3_64()
-    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(2) as beside:
         flush, waiting = None, 0
         for data in _contents(path, specs, tensors):
-            digest.update(data)
+            hashed = beside.submit(digest.update, data)
             write_all(file, data)
+            hashed.result()
             waiting += len(data)
             if waiting >= FLUSH_BYTES and (flush is None or flush.done()):
                 _raise_failure(flush)
@@ -84,10 +86,30 @@ def _contents(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[memoryview]:
     yield memoryview(header(specs))
+    buffer: Tensor | None = None
     for spec, given in zip(specs, tensors, strict=True):
         if TensorSpec.of(*given) != spec:
             raise WeightsError(f"{path}: {TensorSpec.of(*given)} came where {spec} was announced.")
-        yield tensor_bytes(given[1].detach().to("cpu"))
+        tensor = given[1].detach()
+        if tensor.is_cuda:
+            buffer = _pinned() if buffer is None else buffer
+            yield from pieces(tensor, buffer)
+        else:
+            yield tensor_bytes(tensor.to("cpu"))
+
+
+def pieces(tensor: Tensor, buffer: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in copies that are valid until the next one, since all use `buffer`."""
+    for piece in tensor.contiguous().reshape(-1).view(torch.uint8).split(len(buffer)):
+        yield tensor_bytes(buffer[: len(piece)].copy_(piece))
+
+
+def _pinned() -> Tensor:
+    """Return memory that a GPU copies to several times faster than to other memory, if the system grants it."""
+    try:
+        return torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(PINNED_BYTES, dtype=torch.uint8)
 
 
 def _raise_failure(flush: Future[None] | None) -> None:

@@ -1,7 +1,7 @@
 """The inference side of a training run: an engine, its event loop, the publisher of its weights, and their proof.
 
 Ranks that each hold a part of the weights gather them for the first rank, which publishes. A publisher iterates over the
-weights as often as it needs to: once for files, once for each server, once more for a fallback. All ranks must take part
+weights as often as it needs to: once for files, once or more for servers, once more for a fallback. All ranks must take part
 each time, so the first rank announces every iteration and the end of them.
 """
 

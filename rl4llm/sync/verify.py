@@ -79,6 +79,7 @@ class Canary:
         for engine in () if hasattr(client, "awake") else client.engines():
             try:
                 async with asyncio.timeout(SAMPLING_S):
+                    await engine.resume()
                     return await self._sampled_by(engine)
             except (EngineError, TimeoutError):
                 continue  # publishing reports what is wrong with it

@@ -148,6 +148,13 @@ def failing_calls(row: Row, first: Sequence[Row]) -> str | None:
     return f"all {calls * _number(row, 'trajectories', below=0.0):.0f} tool calls return an error"
 
 
+def no_calls(row: Row, first: Sequence[Row]) -> str | None:
+    """Return the sign if a policy that may call tools never does, and is not good without them."""
+    if row.get("env/tool_calls") != 0.0 or _number(row, "accuracy", below=0.0) >= SUCCESS:
+        return None
+    return f"no tool was called in {_number(row, 'trajectories', below=0.0):.0f} episodes"
+
+
 RULES = (
     Rule(
         "constant reward",
@@ -211,6 +218,13 @@ RULES = (
         weight=lambda row: min(
             1.0, _number(row, "env/tool_calls") * _number(row, "trajectories") / FEW_CALLS
         ),
+    ),
+    Rule(
+        "no calls",
+        "env/tool_calls",
+        no_calls,
+        "A policy that never calls a tool does not learn to: no sample shows what a call is worth.",
+        "`rl4llm check --task`, the system prompt, env.format, and SFT on conversations with calls first",
     ),
     Rule(
         "failing part",

@@ -19,7 +19,9 @@ BLUE, ORANGE, GREY, INK = (
 )  # Okabe and Ito's, safe for the colour-blind
 
 
-def plot_learning_curve(metrics_jsonl: Path, eval_rows: Iterable[Mapping[str, Any]], png_path: Path) -> bool:
+def plot_learning_curve(
+    metrics_jsonl: Path, eval_rows: Iterable[Mapping[str, Any]], png_path: Path, title: str = "Learning curve"
+) -> bool:
     """Draw held-out success (`accuracy` of the evaluations) above the training reward (`reward/mean`), over steps.
 
     A log without one of them gets one panel; without both, nothing is drawn and the result is False.
@@ -37,7 +39,7 @@ def plot_learning_curve(metrics_jsonl: Path, eval_rows: Iterable[Mapping[str, An
         return False
     figure = Figure(figsize=(8, 0.6 + 2.5 * len(panels)), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle("Learning curve", fontsize=13, fontweight="bold", color=INK, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=13, parse_math=False, fontweight="bold", color=INK, x=0.01, ha="left")
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (draw, points) in zip(rows, panels, strict=True):
         draw(axes, *points)

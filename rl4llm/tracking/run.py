@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
@@ -18,7 +19,7 @@ from rl4llm.tracking.alerts import Alerts
 from rl4llm.tracking.console import Console, Mode
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, told
 from rl4llm.tracking.resources import PhaseClock, Resources
-from rl4llm.tracking.summary import Episode, Failure, facts, faults, summarize_facts
+from rl4llm.tracking.summary import Episode, Failure, facts, faults, last_words, summarize_facts, unread
 from rl4llm.tracking.tracker import (
     SERVICES,
     JsonlTracker,
@@ -78,6 +79,7 @@ class RunTracker:
         self._alert_file: JsonlTracker | None = None
         self._episodes: EpisodeLog | None = None
         self._step = self._drawn = -1
+        self._answers_checked = False
 
     def begin(self, step: int) -> None:
         """Open the logs after `step` finished steps; -1 means from the start, evaluation of step 0 included."""
@@ -119,6 +121,7 @@ class RunTracker:
         phases = self.clock.lap()
         if groups or failed:
             self._store_episodes(step, groups, failed, credits=credits, trained=trained)
+            self._check_answers(step, groups)
         gathered = self._gathered(tokens, groups, failed)
         if not gathered:
             return
@@ -207,6 +210,19 @@ class RunTracker:
             if self._alert_file is not None:
                 self._alert_file.close()
 
+    def _check_answers(self, step: int, groups: Sequence[Group]) -> None:
+        """Warn if the rewards found no answer in the first step of this start."""
+        members = [one for group in groups if not group.frozen for one in group.trajectories]
+        if self._answers_checked or not members or not self._ranks.is_first:
+            return
+        self._answers_checked = True
+        if all(map(unread, members)):
+            self.warn(
+                f"The rewards found no answer in any of the {len(members)} episodes of step {step}, such as "
+                f"{last_words(members[0])!r}. Next: ask for the format in data.system_prompt, or set `extract` of the "
+                "reward. `rl4llm check CONFIG --task` shows the effect."
+            )
+
     def _gathered(
         self, tokens: int, groups: Sequence[Group], failed: Sequence[SampleState]
     ) -> list[Gathered]:
@@ -244,7 +260,9 @@ class RunTracker:
         known: dict[str, Callable[[], Tracker]] = {
             "metrics.jsonl": lambda: JsonlTracker(run.metrics_file, step),
             "eval.jsonl": lambda: JsonlTracker(run.eval_file, step),
-            "tensorboard": lambda: load(TENSORBOARD, "tracking.tensorboard=true")(run.tensorboard_dir, step),
+            "tensorboard": lambda: load(TENSORBOARD, "tracking.tensorboard=true")(
+                run.path, step, self._config
+            ),
             **{name: partial(open_service, name, *given) for name in SERVICES},
         }
         trackers: list[Tracker] = []
@@ -265,13 +283,24 @@ class RunTracker:
             with self._tolerant("episodes"):
                 self._episodes.log(step, groups, failed, **details)
 
+    def _title(self) -> str:
+        """Return the names of the run, the model and the algorithm."""
+        model, algorithm = (str(self._config.get(key) or "") for key in ("model.path", "algorithm.name"))
+        model = "" if "${" in model else PurePath(model).name  # a variable of the environment is left out
+        return ", ".join(filter(None, (self._run.path.resolve().name, model, algorithm.upper())))
+
     def _draw_curve(self, step: int) -> None:
         from rl4llm.tracking.curve import plot_learning_curve  # noqa: PLC0415 - once or twice a run
 
         with self._tolerant("learning curve"):
-            if plot_learning_curve(
-                self._run.metrics_file, read_jsonl(self._run.eval_file), self._run.curve_file
-            ):
+            run, model, algorithm = (
+                self._run,
+                self._config.get("model.path"),
+                self._config.get("algorithm.name"),
+            )
+            names = (run.path.resolve().name, PurePath(str(model or "")).name, str(algorithm or "").upper())
+            title = ", ".join(filter(None, names))
+            if plot_learning_curve(run.metrics_file, read_jsonl(run.eval_file), run.curve_file, title):
                 self._trackers.picture(step, "learning_curve", self._run.curve_file)
                 self._drawn = step
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from rl4llm.algorithms.functional import differ
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.types import Group
+from rl4llm.core.types import Group, Trajectory
 
 TRUNCATED = ("length", "context")
 RESERVED = ("mean", "std")
+NO_ANSWER = "no_answer"
+QUOTED_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,18 @@ def faults(failed: Sequence[SampleState]) -> list[Failure]:
 def succeeded(rewards: Mapping[str, float]) -> bool:
     """Return whether the reward named "accuracy", or else the first one, is at least 1."""
     return rewards.get("accuracy", next(iter(rewards.values()), 0.0)) >= 1.0
+
+
+def unread(trajectory: Trajectory) -> bool:
+    """Return whether a reward reported that it found no answer, or the reward named format gave nothing."""
+    notes = trajectory.extras.get("reward_notes", {}).values()
+    return NO_ANSWER in notes or trajectory.rewards.get("format", 1.0) <= 0
+
+
+def last_words(trajectory: Trajectory) -> str:
+    """Return the end of the policy's last message, where an answer is looked for."""
+    said = next((item.content for item in reversed(trajectory.messages) if item.role == "assistant"), "")
+    return said if len(said) <= QUOTED_CHARS else f"...{said[-QUOTED_CHARS:]}"
 
 
 def summarize(groups: Sequence[Group], failed: Sequence[SampleState] = ()) -> dict[str, float]:

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rl4llm.core.redact import redacted
 from rl4llm.tracking.glossary import find
 from rl4llm.tracking.tracker import Row, Tracker
 
 _IN_A_CELL = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "\\|", "\r": "", "\n": "<br>"})
 
 
-class TensorBoardTracker(Tracker):
-    """Writes into an events file; a resumed run hides what an earlier one wrote after `resume_step`.
+SCORES = ("eval/accuracy", "eval/reward/mean", "train/accuracy", "reward/mean")
+"""Tags that TensorBoard compares runs by, beside their hyper-parameters."""
 
-    Every step is flushed, so that a killed run has all of its points.
+
+class TensorBoardTracker(Tracker):
+    """Writes an events file into the directory of a run; a resumed run hides what an earlier one wrote after `resume_step`.
+
+    `config` becomes the run's hyper-parameters. Every step is flushed, so that a killed run has all of its points.
     """
 
-    def __init__(self, directory: Path, resume_step: int = -1):
+    def __init__(self, directory: Path, resume_step: int = -1, config: Mapping[str, Any] | None = None):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow to import, and only wanted by some
 
-        earlier = directory.is_dir() and any(directory.iterdir())
+        earlier = any(directory.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1 if earlier else None)
+        if config:
+            self._describe(redacted(config))
 
     def __str__(self) -> str:
         return "TensorBoard"
+
+    def _describe(self, config: Mapping[str, Any]) -> None:
+        """Write the hyper-parameters into this events file; SummaryWriter.add_hparams would begin another directory."""
+        from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 - slow to import
+
+        values = {key: _value(value) for key, value in config.items() if value is not None}
+        for summary in hparams(values, dict.fromkeys(SCORES, 0.0))[:2]:  # the third declares the run finished
+            self._writer._get_file_writer().add_summary(summary)
+        self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from torch.utils.tensorboard.summary import scalar  # noqa: PLC0415 - slow to import
 
         for name, value in metrics.items():
-            point = scalar(name, float(value))
+            point = scalar(tag_of(name), float(value))
             if metric := find(name):  # in the glossary
                 point.value[0].metadata.summary_description = str(metric)
             self._writer._get_file_writer().add_summary(point, step)
@@ -48,6 +66,21 @@ class TensorBoardTracker(Tracker):
 
     def close(self) -> None:
         self._writer.close()
+
+
+def tag_of(name: str) -> str:
+    """Return the tag of a metric: its name, in the group `train` if the name has no group.
+
+    >>> tag_of("accuracy"), tag_of("eval/accuracy")
+    ('train/accuracy', 'eval/accuracy')
+    """
+    return name if "/" in name else f"train/{name}"
+
+
+def _value(value: Any) -> str | float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

@@ -9,8 +9,8 @@ and, with --out, appended to OUT/gpu.jsonl. A part that fails writes its error i
     numbers     log-probs and gradients in every dtype against float32 on the CPU; deterministic mode, twice
     attention   an update with answers in one call a layer and block by block, at lengths that are new each time
     head        log-probs of 8,192 tokens with tiles of 8 MiB to 1 GiB
-    update      tokens and TFLOP per second, and memory beside that of `rl4llm plan`; offload and onload
-    decode      the embedded engine at 1, 64 and 256 rows
+    update      tokens and TFLOP per second, plain and compiled; memory beside that of `rl4llm plan`; offload and onload
+    decode      the embedded engine at 1, 64 and 256 rows, with CUDA graphs and without
     deepspeed   ZeRO 1, 2, 3 and 2 with offload_optimizer on one rank: a step, offload, onload, another step
 
 With --tiny the numbers only prove that this script calls the library correctly.
@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,6 @@ def attention(probe: Probe) -> None:
                 torch.bfloat16,
                 *SHAPES["tiny" if probe.tiny else "1.5b"][3:5],
             )
-            width = backend.model.config.hidden_size // sizes[2]
             for seed in range(1 if probe.tiny else 4):
                 batch = batch_of(3, probe.answers(450), seed)
                 first, again = (
@@ -237,7 +237,8 @@ def attention(probe: Probe) -> None:
                 probe.report(
                     name,
                     seed=seed,
-                    kernel=runner.kernel_for(*sizes, width) is not None,
+                    kernel=runner.kernel_for(*sizes, backend.model.config.hidden_size // sizes[2])
+                    is not None,
                     first_s=first,
                     again_s=again,
                     peak_gib=probe.peak(),
@@ -268,29 +269,30 @@ def head(probe: Probe) -> None:
             probe.report(f"{mib} MiB", seconds=seconds, tflops=flops / 1e12, extra_gib=probe.peak() - held)
 
 
-CASES = {  # size, prompts, dtype, autocast, checkpointing
-    "0.5b autocast": ("0.5b", 2, "float32", "bfloat16", False),
-    "0.5b float32": ("0.5b", 2, "float32", "none", False),
-    "1.5b autocast": ("1.5b", 2, "float32", "bfloat16", False),
-    "1.5b autocast, checkpointing": ("1.5b", 3, "float32", "bfloat16", True),
-    "1.5b bfloat16, checkpointing": ("1.5b", 3, "bfloat16", "none", True),
-    "7b bfloat16, checkpointing": ("7b", 3, "bfloat16", "none", True),
+CASES: dict[str, tuple[str, int, str, str, dict[str, bool]]] = {  # size, prompts, dtype, autocast, options
+    "0.5b autocast": ("0.5b", 2, "float32", "bfloat16", {}),
+    "0.5b float32": ("0.5b", 2, "float32", "none", {}),
+    "1.5b autocast": ("1.5b", 2, "float32", "bfloat16", {}),
+    "1.5b autocast, compiled": ("1.5b", 2, "float32", "bfloat16", {"compile_layers": True}),
+    "1.5b autocast, checkpointing": ("1.5b", 3, "float32", "bfloat16", {"checkpointing": True}),
+    "1.5b bfloat16, checkpointing": ("1.5b", 3, "bfloat16", "none", {"checkpointing": True}),
+    "7b bfloat16, checkpointing": ("7b", 3, "bfloat16", "none", {"checkpointing": True}),
 }
 
 
 def update(probe: Probe) -> None:
     """How fast is an update, and does it take the memory that `rl4llm plan` says?"""
-    for what in list(CASES)[::4] if probe.tiny else CASES:
+    for what in list(CASES)[::3] if probe.tiny else CASES:
         with probe.guard(what):
             _update(probe, what, *CASES[what])
 
 
 def _update(
-    probe: Probe, what: str, size: str, prompts: int, dtype: str, autocast: str, checkpointing: bool
+    probe: Probe, what: str, size: str, prompts: int, dtype: str, autocast: str, options: dict[str, bool]
 ) -> None:
     from rl4llm.extensions.inspect.plan.shape import shape_of
 
-    backend = trainer(probe, size, dtype, autocast, checkpointing=checkpointing)
+    backend, checkpointing = trainer(probe, size, dtype, autocast, **options), "checkpointing" in options
     batch = batch_of(prompts, probe.answers(450))
     for _ in range(2):  # makes the optimizer's moments, and a kernel for each shape
         backend.forward_backward(batch, loss)
@@ -307,6 +309,7 @@ def _update(
     planned = TorchBackend.memory(shape, precision, {})
     probe.report(
         what,
+        compiled=backend.info()["compiled"],
         tokens=tokens,
         seconds=seconds,
         tokens_per_s=tokens / seconds,
@@ -327,10 +330,10 @@ def _update(
 def decode(probe: Probe) -> None:
     """How fast does the embedded engine sample?"""
     tokenizer, new = build_tokenizer(["1 + 1 = 2", "What is the sum?"] * 8, 320), 8 if probe.tiny else 256
-    for rows in (1, 4) if probe.tiny else (1, 64, 256):
-        with probe.guard(f"{rows} rows"):
+    for rows, path in product((1, 4) if probe.tiny else (1, 64, 256), ("fast", "graph")):
+        with probe.guard(f"{rows} rows, {path}"):
             model = load_model(build(probe, "1.5b"), "bfloat16", probe.device)
-            engine = Engine(model, tokenizer, rows, 4096, "auto")
+            engine = Engine(model, tokenizer, rows, 4096, path)
             for row in range(rows):
                 params = SamplingParams(max_tokens=new, ignore_eos=True, seed=row)
                 engine.waiting.append(engine.request([5 + row // GROUP, *range(5, 155)], params, f"s{row}"))
@@ -340,8 +343,7 @@ def decode(probe: Probe) -> None:
                 steps += 1
             seconds = time.perf_counter() - begin
             probe.report(
-                f"{rows} rows",
-                path=engine.describe()["path"],
+                f"{rows} rows, {path}",
                 prefill_s=prefill,
                 tokens_per_s=rows * steps / seconds,
                 peak_gib=probe.peak(),

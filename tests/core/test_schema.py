@@ -106,7 +106,7 @@ def test_an_option_is_checked_by_its_annotation(name):
 
 def test_the_message_says_what_is_accepted():
     with pytest.raises(
-        ConfigError, match=r"^env\.names='a' is not accepted: a list, each item a string, or null\.$"
+        ConfigError, match=r"^env\.names='a' is not accepted: a list, .* or null\. Did you mean \[a\]\?$"
     ):
         check_values("env", Made, {"names": "a"})
     with pytest.raises(ConfigError, match=r"^algorithm\.share='x' is not accepted: a finite number\.$"):

@@ -289,7 +289,7 @@ BROKEN_FILES = {
         r"a\.jsonl:2: .*'question' is unknown.*Did you mean 'questoin'",
     ),
     "no answer": ([GOOD, '{"question": "x"}'], r"a\.jsonl:2: data\.answer_column='answer' is unknown"),
-    "null answer": (['{"question": "x", "answer": null}'], r"a\.jsonl:1: column 'answer' is empty"),
+    "null answer": (['{"question": "x", "answer": null}'], r"a\.jsonl:1: column .answer. does not match"),
     "no match": (
         [GOOD, '{"question": "x", "answer": "7"}'],
         r"a\.jsonl:2: column 'answer' does not match .*'7'",
@@ -329,7 +329,7 @@ BROKEN_MESSAGES = {
     "unknown role": ([{"role": "robot", "content": "x"}], "'robot' is not accepted"),
     "answered already": (
         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
-        "to answer",
+        "ends with a message of role 'assistant', which leaves nothing to answer",
     ),
     "blank": ([{"role": "system", "content": "x"}, {"role": "user", "content": " "}], "the prompt is empty"),
     "own system message": (
@@ -348,7 +348,8 @@ def test_messages_that_cannot_be_a_prompt_are_refused(fault):
 
 def test_rows_without_messages_ask_for_a_prompt_column():
     with pytest.raises(
-        DataError, match=r"column 'messages' is missing.*data\.prompt_column.*The row has: question, answer"
+        DataError,
+        match=r"has neither 'messages' nor 'prompt'.*data\.prompt_column.*The row has: question, answer",
     ):
         load_rows(QA)
 
@@ -453,7 +454,7 @@ def test_options_that_cannot_work_are_refused_before_any_row(case):
 
 
 def test_a_template_needs_a_column_to_be_put_around():
-    with pytest.raises(ConfigError, match=r"prompt_template requires data\.prompt_column"):
+    with pytest.raises(ConfigError, match=r"holds messages\..* or set data\.prompt_column"):
         load_rows([READY], prompt_template="{prompt}")
 
 

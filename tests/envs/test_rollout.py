@@ -164,6 +164,40 @@ def test_loop_that_appends_messages_gives_the_default_tokens(play):
         assert found.token_ids == expected.token_ids
 
 
+class PassesStrings(ThreeTurns):
+    """A loop as michaelnny/rl4llm has it, but with the template's text as prompts."""
+
+    as_text = True
+
+    def prompts_of(self, env_state):
+        if not self.as_text:
+            return self._convert_to_batch_prompts(env_state)
+        rendered = (
+            [{"role": m.role, "content": m.content} for m in s.messages] for s in env_state.sample_states
+        )
+        return [
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            for messages in rendered
+        ]
+
+    @torch.inference_mode()
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        outputs = llm.generate(prompts=self.prompts_of(env_state), sampling_params=sampling_params)
+        for i, sample in enumerate(env_state.sample_states):
+            sample.messages.append(ChatMessage(role="assistant", content=outputs[i].get("text", "").strip()))
+            sample.done = True
+        return env_state
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_prompts_of_strings_keep_the_sampled_tokens(play, as_text):
+    one_turn = play(type("OneTurn", (ThreeTurns,), {"respond": lambda self, sample: []}))
+    own = play(type("Strings", (PassesStrings,), {"as_text": as_text}))
+    assert [alternating(found) for found in own.trajectories] == [
+        alternating(it) for it in one_turn.trajectories
+    ]
+
+
 class PutsWordsIntoItsMouth(AppendsOnly):
     """Says something in the policy's place after its first turn."""
 

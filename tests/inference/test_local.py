@@ -22,12 +22,15 @@ BOTH_PATHS = [
     ("llama", "fast"),
     ("llama3", "fast"),
     ("mistral", "fast"),
+    ("qwen3", "graph"),
+    ("llama3", "graph"),
 ] + [(name, "model") for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gpt2", "gemma2", "llama_dynamic")]
 WAYS = [
     ("fast", 1),
     ("fast", 10**9),
+    ("graph", 1),
     ("model", 1),
-]  # prompts read in place, prompts copied, the model's own forward
+]  # prompts read in place, prompts copied, steps in a fixed shape, the model's own forward
 
 
 @pytest.fixture
@@ -79,7 +82,7 @@ def test_greedy_and_seeded_tokens_equal_a_plain_forward_loop(
     assert health(client)["path"] == path
 
 
-@pytest.mark.parametrize("path", ["fast", "model"])
+@pytest.mark.parametrize("path", ["fast", "graph", "model"])
 def test_the_client_keeps_the_contract_of_all_clients(make, path):
     check_client(make(path=path), PROMPTS)
 
@@ -192,6 +195,18 @@ def test_the_cache_grows_under_long_completions(build, tokenizer, reference, pat
     found = generate(client, [PROMPTS[0], PROMPTS[3], PROMPTS[3]], [params] * 3)
     assert list(found[0].token_ids) == reference(model, PROMPTS[0], params)[0]
     assert list(found[2].token_ids) == reference(model, PROMPTS[3], params)[0]
+
+
+def test_padding_leaves_parked_sessions_alone(make):
+    client = make(path="graph")
+    first = generate(client, [PROMPTS[3]], [SAMPLED], ["s"])[0]
+    generate(client, [PROMPTS[0]] * 3, [SAMPLED] * 3)  # the session is where a fourth row would be
+    ids, reused = [*PROMPTS[3], *first.token_ids, 17], health(client)["reused_tokens"]
+    later = generate(client, [ids], [SAMPLED], ["s"])[0]
+    assert health(client)["reused_tokens"] - reused == len(ids) - 2
+    fresh = generate(make(), [ids], [SAMPLED])[0]
+    assert later.token_ids == fresh.token_ids
+    assert later.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
 def test_release_frees_a_sessions_row(make):

@@ -124,3 +124,18 @@ def test_a_slower_path_that_nobody_chose_is_reported(build, tokenizer):
         LocalClient(build(name), tokenizer, path=path).report_to(warned.append)
         assert len(warned) == lines, name
         assert all("GPT2LMHeadModel is not one of LlamaForCausalLM" in text for text in warned)
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(build):
+    model = build("qwen3")
+    decoder = choose_decoder(model, "graph", 96).decoder
+    decoder._captures = True  # as on a GPU
+    decoder.refresh()
+    with pytest.warns(UserWarning, match="Decoding runs without CUDA graphs"):
+        prove(model, decoder, 96)
+    prove(model, decoder, 96)
+
+
+def test_a_fixed_shape_needs_a_model_of_the_fast_path(build):
+    with pytest.raises(EngineError, match="path='graph' is impossible: GPT2LMHeadModel"):
+        choose_decoder(build("gpt2"), "graph", 96)

@@ -410,6 +410,18 @@ def test_the_canary_waits_for_the_last_server_after_a_load(play):
     play(story)
 
 
+def test_a_server_that_a_dead_trainer_left_paused_samples(play):
+    async def story(server, fleet, backend, weight_ref):
+        await server.engine.pause()
+        server.paused = True
+        waiting = canary(fleet)
+        random_BT = waiting.token_ids_BT
+        assert (await waiting.sample(fleet) != random_BT).float().mean() > 0.9
+        assert not server.paused
+
+    play(story)
+
+
 def test_a_run_that_lost_all_servers_can_be_resumed(play):
     async def story(server, fleet, backend, weight_ref):
         await fleet.load(weight_ref)

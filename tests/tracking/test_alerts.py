@@ -43,6 +43,7 @@ SICK = {
     "failing part": {"part/web/failures": 6.0, "part/web/trajectories": 2.0, "part/sums/trajectories": 120.0},
     "broken tool": {"tool/sql/calls": 40.0, "tool/sql/raised/NameError at sql.py:9": 36.0},
     "failing calls": {"env/tool_calls": 0.25, "env/tool_errors": 0.25},
+    "no calls": {"env/tool_calls": 0.0, "env/tool_errors": 0.0},
     "timeouts": {"failures/math/timeout": 2.0, "played_again/llm_judge/timeout": 3.0, "failures": 2.0},
 }
 
@@ -92,6 +93,7 @@ def test_the_glossary_explains_the_metric_of_each_rule():
         [{"truncated": 0.9, "failures/env/raised": 12.0, "failures": 12.0}] * 60,
         [{"env/tool_calls": 2.0, "env/tool_errors": 1.9, "tool/sql/calls": 40.0}] * 60,
         [{"tool/sql/calls": 40.0, "tool/sql/raised/KeyError at sql.py:9": 12.0}] * 60,
+        [{"env/tool_calls": 0.0, "accuracy": 0.9}] * 60,  # it needs no tool
         [{"env/tool_calls": 1 / 64, "env/tool_errors": 1 / 64}] * 39,  # of 128 attempts, two call
         [{"part/web/failures": 2.0, "part/web/trajectories": 6.0, "failures": 2.0}] * 60,
         [{"failures/math/timeout": 1.0, "failures": 1.0}] * 60,  # of 128

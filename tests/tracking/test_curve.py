@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from rl4llm.core.errors import DataError
@@ -28,6 +29,14 @@ def test_the_picture_has_one_panel_per_available_curve(tmp_path):
     assert has_colour(both, BLUE) and has_colour(both, ORANGE)
     assert has_colour(reward, ORANGE) and not has_colour(reward, BLUE)
     assert reward.shape[0] < both.shape[0]
+
+
+def test_the_picture_has_the_title_it_is_given(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: titles.append(text))
+    metrics = write(tmp_path / "m.jsonl", [{"step": 1, "reward/mean": 0.5}])
+    assert plot_learning_curve(metrics, [], tmp_path / "curve.png", "a $run, model, GRPO")
+    assert titles == ["a $run, model, GRPO"]
 
 
 def test_without_a_finished_step_nothing_is_drawn(tmp_path):

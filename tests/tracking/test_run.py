@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,23 @@ def test_a_resumed_run_reports_progress_since_its_first_start(tmp_path, capsys):
     second.step(12, [group(1.0)], [], [], tokens=2)
     second.close()
     assert "held-out 0.0% (step 11, from 100.0%)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("notes", [[{"math": "no_answer"}] * 2, [{"math": "no_answer"}, {}]])
+def test_a_first_step_without_a_readable_answer_is_reported(tmp_path, capsys, notes):
+    said = (ChatMessage("user", "2+2?"), ChatMessage("assistant", "about four"))
+    members = [
+        replace(group(0.0).trajectories[0], messages=said, extras={"reward_notes": note}) for note in notes
+    ]
+    tracker = open_run(tmp_path)
+    tracker.begin(-1)
+    for step in (1, 2):
+        tracker.step(step, [Group("p", tuple(members))], [], [], tokens=2)
+    tracker.close()
+    printed = capsys.readouterr()
+    found = " ".join((printed.out + printed.err).split())
+    warned = "no answer in any of the 2 episodes of step 1, such as 'about four'. Next:"
+    assert found.count(warned) == int(all(notes))
 
 
 def test_optimizer_steps_become_one_row_of_sums_maxima_and_means(tmp_path):

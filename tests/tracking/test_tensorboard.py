@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.plugins.hparams import metadata
 
 from rl4llm.tracking.tensorboard import TensorBoardTracker
 
@@ -70,5 +72,24 @@ def test_a_curve_has_the_description_of_its_metric(tmp_path):
     tracker.close()
     accumulator = EventAccumulator(str(tmp_path))
     accumulator.Reload()
-    assert points(tmp_path, "unheard_of") == [(1, 1.0)]
+    assert points(tmp_path, "train/unheard_of") == [(1, 1.0)]
     assert "reward NAME" in accumulator.SummaryMetadata("reward/math").summary_description
+
+
+def test_hyper_parameters_are_in_the_events_of_the_run(tmp_path):
+    config = {"training.lr": 1e-5, "algorithm.name": "grpo", "model.pad_token": None, "rewards": ["math"]}
+    tracker = TensorBoardTracker(tmp_path / "a", config={**config, "tracking.api_key": "its value"})
+    tracker.log(1, {"reward/mean": 0.5, "accuracy": 0.25, "eval/accuracy": 0.75})
+    tracker.close()
+    assert [path.is_file() for path in (tmp_path / "a").iterdir()] == [True]
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert list(multiplexer.Runs()) == ["a"]  # without an ending such as /tensorboard
+    assert multiplexer.Runs()["a"]["scalars"] == ["reward/mean", "train/accuracy", "eval/accuracy"]
+    content = multiplexer.SummaryMetadata("a", metadata.SESSION_START_INFO_TAG).plugin_data.content
+    found = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert found["training.lr"].number_value == 1e-5 and found["algorithm.name"].string_value == "grpo"
+    assert found["rewards"].string_value == '["math"]' and "model.pad_token" not in found
+    assert "its value" not in str(found)
+    content = multiplexer.SummaryMetadata("a", metadata.EXPERIMENT_TAG).plugin_data.content
+    scores = {info.name.tag for info in metadata.parse_experiment_plugin_data(content).metric_infos}
+    assert {"eval/accuracy", "train/accuracy", "reward/mean"} <= scores

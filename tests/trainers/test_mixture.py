@@ -199,7 +199,7 @@ BAD_ROWS = {
         b'{"id": 1, "prompt": "a", "ground_truth": "b"}\n' * 2,
         r"bad\.jsonl:2: the prompt_id '1' is already used by",
     ),
-    "missing": (b'{"prompt": "a"}\n', r"bad\.jsonl:1: data\.answer_column='ground_truth' is unknown"),
+    "missing": (b'{"prompt": "a"}\n', r"bad\.jsonl:1 .*has no ground truth"),
 }
 
 

@@ -275,7 +275,8 @@ def test_a_run_killed_while_publishing_resumes(processes, tokenizer, model_dir, 
 
     def given(server, name, **more):
         through = {"inference": {"name": "sglang", "url": server.url, "deadline_s": 30.0}}
-        return model_dir, tmp_path / name, FSDP2, tuple((options | through | more).items())
+        weights = {"sync": {"dir": str(tmp_path / name / "weights")}}
+        return model_dir, tmp_path / name, FSDP2, tuple((options | through | weights | more).items())
 
     with serving(FaultServer(model, tokenizer, one_by_one=True)) as server:
         expected, _ = processes(trained, *given(server, "whole"))

@@ -167,6 +167,6 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(
-            f"The tool {getattr(function, '__name__', function)!r} has no schema: {error} Next step: give each parameter a "
-            "type hint, and the function a docstring whose `Args:` describes them all."
+            f"The tool {getattr(function, '__name__', function)!r} has no schema: {str(error).rstrip('.!')}. Next step: "
+            "give each parameter a type hint, and the function a docstring whose `Args:` describes them all."
         ) from error

@@ -23,6 +23,7 @@ class StepRewards(BaseRewardFunction):
     For environments that return rewards, such as `gymnasium`.
     """
 
+    needs_ground_truth = False
     per_turn = True
 
     def __init__(self, name: str = "env_steps"):

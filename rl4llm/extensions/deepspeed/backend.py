@@ -31,7 +31,7 @@ from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.token_metrics import of_batch
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.extensions.deepspeed.builds import watched_builds
-from rl4llm.extensions.deepspeed.config import Demands, ZeroOptions, engine_config, zero_section
+from rl4llm.extensions.deepspeed.config import Demands, ZeroOptions, check_leaves, engine_config, zero_section
 from rl4llm.extensions.deepspeed.gathered_adapter import GatheredAdapter
 from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer, ReplicatedOptimizer, ZeroOptimizer
 from rl4llm.extensions.deepspeed.zero_parts import put_together, whole_shape
@@ -110,6 +110,10 @@ class DeepSpeedBackend(ModelBackend):
         return ranks.size > 1 and stage == 3
 
     @classmethod
+    def check_leaves(cls, options: Mapping[str, Any], dtype: str, *, reference: bool) -> None:
+        check_leaves(zero_section(options.get("config"), _zero_options(options), trained=0), dtype, reference)
+
+    @classmethod
     def memory(
         cls,
         shape: ModelShape,
@@ -125,14 +129,10 @@ class DeepSpeedBackend(ModelBackend):
         """
         plain = super().memory(shape, precision, options, ranks, trains=trains)
         trained = (shape.adapter or shape.parameters) if trains else 0
-        own = ZeroOptions(
-            options.get("zero_stage"),
-            bool(options.get("offload_optimizer")),
-            bool(options.get("offload_param")),
-        )
-        zero = zero_section(options.get("config"), own, trained)
+        zero = zero_section(options.get("config"), _zero_options(options), trained)
         stage: int = zero["stage"]
-        away = {key for key in OFFLOADS if zero.get(key, {}).get("device", "none") != "none"}
+        places = {key: zero.get(key, {}).get("device", "none") for key in OFFLOADS}
+        away = {key for key, place in places.items() if place != "none"}
         gradients, optimizer = plain.gradients, plain.optimizer
         together = 0
         if stage >= 1:
@@ -140,13 +140,16 @@ class DeepSpeedBackend(ModelBackend):
             together = min(int(zero["reduce_bucket_size"]), trained) * FP32
         if (stage == 3 and ranks > 1) or "offload_param" in away:
             together += gathered(shape, precision, trains=trains)
+        weights = part_of(plain.weights, ranks if stage == 3 else 1)
+        host = part_of(4 * trained * FP32, ranks) if places["offload_optimizer"] == "cpu" else 0
         return replace(
             plain,
-            weights=0 if "offload_param" in away else part_of(plain.weights, ranks if stage == 3 else 1),
+            weights=0 if "offload_param" in away else weights,
             gradients=0 if "offload_param" in away else part_of(gradients, ranks if stage >= 2 else 1),
             optimizer=0 if "offload_optimizer" in away else optimizer,
             saved=3 * trained * FP32,
             gathered=together,
+            host=host + (weights if places["offload_param"] == "cpu" else 0),
         )
 
     @torch.no_grad()
@@ -335,6 +338,13 @@ class DeepSpeedBackend(ModelBackend):
         weights, moments, state = super()._checked(directory)
         self._optimizer.check(moments, state["parameter_steps"])
         return weights, moments, state
+
+
+def _zero_options(options: Mapping[str, Any]) -> ZeroOptions:
+    """Read the keys of the section `backend`."""
+    return ZeroOptions(
+        options.get("zero_stage"), bool(options.get("offload_optimizer")), bool(options.get("offload_param"))
+    )
 
 
 def _count_trained(*modules: nn.Module | None) -> int:

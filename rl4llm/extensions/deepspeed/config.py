@@ -30,6 +30,13 @@ OURS = {
 }
 """Sections that duplicate a key of rl4llm, and that key. "auto" and disabled sections are ignored."""
 
+STAYS = {
+    1: "With zero_stage=1 a bf16 model cannot leave the device between updates. Set backend.zero_stage to 2 or 3.",
+    3: "With zero_stage=3 a model that does not train cannot leave the device. Set backend.offload_param=true, or "
+    "backend.zero_stage=2.",
+}
+"""By stage, which models stay on the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class ZeroOptions:
@@ -83,6 +90,18 @@ def zero_section(
     it.
     """
     return _zero(_without_auto(_read(given)).get("zero_optimization", {}), zero, trained)
+
+
+def check_leaves(zero: Mapping[str, Any], dtype: str, reference: bool) -> None:
+    """Raise ConfigError if models with this section, or a `reference` that ranks share, cannot leave the device."""
+
+    def is_kept(key: str) -> bool:
+        return bool(zero.get(key, {}).get("device", "none") == "none")
+
+    if zero["stage"] == 1 and dtype == "bfloat16" and is_kept("offload_optimizer"):
+        raise ConfigError(STAYS[1])
+    if zero["stage"] == 3 and reference and is_kept("offload_param"):
+        raise ConfigError(STAYS[3])
 
 
 def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

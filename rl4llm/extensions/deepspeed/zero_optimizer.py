@@ -18,6 +18,7 @@ from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
 from rl4llm.backends.optimizer import Optimizer
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TensorSpec
+from rl4llm.extensions.deepspeed.config import STAYS
 from rl4llm.extensions.deepspeed.zero_parts import (
     has_equal_parts,
     own_part,
@@ -68,10 +69,7 @@ class NoOptimizer:
 
     def offload(self) -> None:
         if self._stays:
-            raise ConfigError(
-                "With zero_stage=3 a model that does not train cannot leave the device. Set backend.offload_param=true, or "
-                "zero_stage=2."
-            )
+            raise ConfigError(STAYS[3])
         if self._module is not None:
             self._module.to("cpu")
 
@@ -198,9 +196,7 @@ class ZeroOptimizer:
 
     def offload(self) -> None:
         if not hasattr(self._engine.optimizer, "offload_states"):
-            raise ConfigError(
-                "With zero_stage=1 a bf16 model cannot leave the device between updates. Set zero_stage to 2 or 3."
-            )
+            raise ConfigError(STAYS[1])
         if self._engine.zero_offload_param() is not None:
             return  # DeepSpeed keeps the weights off the device and moves nothing
         pinned = self._device().type == "cuda"

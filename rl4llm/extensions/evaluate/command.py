@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rl4llm.extensions.evaluate.scores import Difference, Problem, Score
 
 WORSE = 3  # the exit code of --fail-if-worse
+EXAMPLES, EXAMPLE_CHARS = 3, 300  # questions that are shown, and how much of a text
 
 
 def add(commands: Any) -> None:
@@ -135,7 +136,8 @@ def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     result = measured.about() | {"scores": _plain(found), "intervals": INTERVALS, "metrics": measured.metrics}
     how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
     title = f"held-out set of {arguments.config}, step {measured.step}, {how}"
-    tables = [_scores_table(title, found), _metrics_table(measured.metrics)]
+    tables: list[Table | str] = [_scores_table(title, found), _metrics_table(measured.metrics)]
+    tables += examples(measured.problems)
     return _Report(result, tables, measured.problems, differences)
 
 
@@ -154,7 +156,32 @@ def _by_name(arguments: argparse.Namespace, names: Sequence[str], ks: Sequence[i
     title = f"{plans[0].config.model.path}, {arguments.samples} sample(s) per problem"
     tables: list[Table | str] = [_scores_table(title, found)]
     tables += [_definition(name, item) for name, item in about.items()]
+    tables += [line for item in measured for line in examples(item.problems)]
     return _Report(result, tables, problems, differences_by_part)
+
+
+def examples(problems: Sequence[Problem]) -> list[str]:
+    """Return a few questions with the first answer as lines: problems without a success before those that succeeded."""
+    told = [problem for problem in problems if problem.answers]
+    wrong = [problem for problem in told if not problem.successes]
+    right = [problem for problem in told if problem.successes]
+    chosen = wrong[: max(EXAMPLES - 1, EXAMPLES - len(right))]
+    chosen += right[: EXAMPLES - len(chosen)]
+    return [
+        line
+        for problem in chosen
+        for line in (
+            f"question {problem.prompt_id}: {_short(problem.question)}",
+            f"  answer with reward {problem.rewards[0]:g}: {_short(problem.answers[0])}",
+        )
+    ]
+
+
+def _short(text: str) -> str:
+    """Return a text in one line, without its middle if it is long."""
+    text = " ".join(text.split())
+    half = EXAMPLE_CHARS // 2
+    return text if len(text) <= EXAMPLE_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:

@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.types import Trajectory
+from rl4llm.data.demonstrations import as_row
 from rl4llm.runs.run_dir import replace_directory
 
 FORMS = "a file that ends in .jsonl or .parquet, or a directory, which becomes one of the library datasets"
@@ -54,21 +54,6 @@ def write_episodes(
     finally:
         part.unlink(missing_ok=True)
     return kept, total
-
-
-def as_row(episode: Trajectory) -> dict[str, Any]:
-    """Return an episode as a row: `messages` as they would train; `group` is the id of its prompt."""
-    names = [episode.prompt_id, *([episode.role] if episode.role else []), str(episode.extras["sample"])]
-    return {
-        "prompt_id": "/".join(names),
-        "group": episode.prompt_id,
-        **({"role": episode.role} if episode.role else {}),
-        "messages": [message.to_dict() for message in episode.messages],
-        "ground_truth": episode.extras["ground_truth"],
-        "reward": episode.reward,
-        "rewards": dict(episode.rewards),
-        "stop_reason": episode.stop_reason,
-    }
 
 
 def _finish(part: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,8 +30,12 @@ from rl4llm.trainers.rl import RLTrainer
 PLAIN = {"name": "reinforce_pp"}
 """A method that needs the policy alone: no critic, no reference, no groups."""
 
-REPORT_S = 60.0
-"""Seconds between two lines about the progress of an evaluation."""
+REPORT_S, REDRAW_S = 60.0, 1.0
+"""Seconds between two lines about the progress of an evaluation, and between two states of the one line on a terminal."""
+
+
+AGAIN = "\r\x1b[K"
+"""Moves the cursor to the beginning of the line, and clears it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +131,23 @@ def _at_work(config: Config, given: Given | None = None) -> Iterator[RLTrainer]:
 
 @contextmanager
 def _reporting(trainer: RLTrainer) -> Iterator[None]:
-    """Print how many episodes are finished to standard error every `REPORT_S` seconds."""
-    ended, began = threading.Event(), time.monotonic()
+    """Print how many episodes are finished to standard error: one line on a terminal, elsewhere a line now and then."""
+    ended, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty()
 
     def report() -> None:
-        while not ended.wait(REPORT_S):
+        while not ended.wait(REDRAW_S if live else REPORT_S):
             held_out = trainer.evaluation
             rollouts = (
                 held_out.parts if isinstance(held_out, MixedRollout) else [held_out] if held_out else []
             )
             if samples := [sample for rollout in rollouts for sample in rollout.playing]:
                 finished = sum(sample.done for sample in samples)
-                say(f"{finished} of {len(samples)} episodes finished, {time.monotonic() - began:.0f} s")
+                line = f"{finished} of {len(samples)} episodes finished, {time.monotonic() - began:.0f} s"
+                if live:
+                    sys.stderr.write(f"{AGAIN}{line}")
+                    sys.stderr.flush()
+                else:
+                    say(line)
 
     thread = threading.Thread(target=report, name="rl4llm-eval-progress", daemon=True)
     thread.start()
@@ -146,6 +156,9 @@ def _reporting(trainer: RLTrainer) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+        if live:
+            sys.stderr.write(AGAIN)
+            sys.stderr.flush()
 
 
 def _only_held_out(config: Config) -> Config:

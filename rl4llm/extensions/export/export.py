@@ -11,10 +11,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import rl4llm
-from rl4llm.backends.models import load_tokenizer
+from rl4llm.backends.models import check_model_path, load_tokenizer
 from rl4llm.compose import build_algorithm, build_model
 from rl4llm.config import Config, as_written, by_part, load_config
-from rl4llm.core.errors import ConfigError, RunDirError
+from rl4llm.core.errors import ConfigError, ModelError, RunDirError
 from rl4llm.core.redact import HIDDEN
 from rl4llm.runs.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
 from rl4llm.runs.run_dir import RunDir, replace_directory
@@ -44,6 +44,7 @@ def export(
         raise ConfigError(f"{target} exists. Next: remove it, or choose another path.")
     checkpoint = _checkpoint(run, step)
     config = replace(load_config(run.config_file, list(overrides), of_run=True), backend={"name": "torch"})
+    config = replace(config, model=replace(config.model, path=_model_of(config.model.path, run.path)))
     tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     algorithm = build_algorithm(config)
     model = build_model(config, algorithm, "model")
@@ -57,6 +58,22 @@ def export(
 
     replace_directory(target, write)
     return checkpoint
+
+
+def _model_of(path: str, run: Path) -> str:
+    """Return where the model is that a run started from: a relative path may also count from a directory above the run.
+
+    Raises ModelError if it is in none of them and is not a name on the hub.
+    """
+    if Path(path).exists():
+        return path
+    above = next((place / path for place in run.absolute().parents if (place / path).is_dir()), None)
+    try:
+        return check_model_path(path) if above is None else str(above)
+    except ModelError as error:
+        raise ModelError(
+            f"{error} It is not above {run} either. Next: add model.path=DIRECTORY to the command."
+        ) from error
 
 
 def model_card(config: Config, step: int, evaluations: Sequence[Mapping[str, Any]]) -> str:

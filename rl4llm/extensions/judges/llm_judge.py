@@ -127,6 +127,7 @@ class LLMJudge(BaseRewardFunction):
             max_total_tokens=max_total_tokens,
         )
         self.rubric = rubric
+        self.needs_ground_truth = rubric == CORRECTNESS
         self.lowest, self.highest = lowest, highest
         self.max_answer_chars = max_answer_chars
         self._shown = _EXAMPLES if examples is None and rubric == CORRECTNESS else examples or ()

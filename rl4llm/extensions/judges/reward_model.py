@@ -39,6 +39,7 @@ class LearnedReward(BaseRewardFunction):
         special_tokens: what special tokens in messages become, as `data.special_tokens` of its training.
     """
 
+    needs_ground_truth = False
     score_timeout_s = None
 
     def __init__(

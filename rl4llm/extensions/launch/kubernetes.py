@@ -2,7 +2,8 @@
 
 Options: `image`, which contains `rl4llm` and, for servers, SGLang; `claim`, a PersistentVolumeClaim that many pods can
 write to (ReadWriteMany), mounted at `shared` (``/shared``), which contains output.dir and the model; `namespace`;
-`secret`, the Secret with the keys of the run (default: the job's name). No file contains the values of keys.
+`secret`, the Secret with the keys of the run (default: the job's name); `cpu` and `memory`, what each pod requests (default:
+8 processors for each GPU or 4 without, and 8 GiB for each). No file contains the values of keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable
 from rl4llm.extensions.launch.yaml_text import yaml_of
 
 MANIFEST = "job.yaml"
-OPTIONS = ("image", "claim", "shared", "namespace", "secret")
+OPTIONS = ("image", "claim", "shared", "namespace", "secret", "cpu", "memory")
 CONFIG = "/etc/rl4llm/config.yaml"
 GRACE_S = 120  # to finish the current step and save a checkpoint
 MEMORY_FOR_RANKS = "/dev/shm"
@@ -113,7 +114,13 @@ def _pod(job: ClusterJob, role: Role, number: str, restarts: str) -> dict[str, A
         "ports": [{"containerPort": role.port(number)} for number in range(role.count)],
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
         **({"workingDir": shared} if role.shared else {}),
-        **({"resources": {"limits": {"nvidia.com/gpu": role.gpus}}} if role.gpus else {}),
+        "resources": {
+            "requests": {
+                "cpu": job.option("cpu", str(role.cpus)),
+                "memory": job.option("memory", f"{role.memory_gib}Gi"),
+            },
+            **({"limits": {"nvidia.com/gpu": role.gpus}} if role.gpus else {}),
+        },
     }
     spec = {
         "restartPolicy": restarts,

@@ -34,7 +34,7 @@ from rl4llm.extensions.launch import checkpoints as saved
 from rl4llm.extensions.launch import volume
 from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.modal import CONFIG, SHARED, check
-from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, roles
+from rl4llm.extensions.launch.roles import NUMBER, SGLANG, Role, hosts_variable, roles
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.terminal import visible
 
@@ -42,7 +42,6 @@ VOLUME = "RL4LLM_VOLUME"
 SOURCES = "/root"  # where Modal puts Python sources; only processes that it starts search there
 CACHES = ["**/__pycache__"]
 CUDA = "nvidia/cuda:12.9.1-devel-ubuntu24.04"  # SGLang compiles kernels when it starts
-SGLANG = "sglang>=0.5.2,<0.6"  # needs another torch than rl4llm, so it is none of its extras
 SERVERS = "/opt/sglang"
 DAY_S = 24 * 3600  # Modal's limit for a call
 BOOTS_WITHIN_S = 1800

@@ -1,6 +1,7 @@
 """Ray: a driver that runs an actor for each process in a placement group; an actor that dies is recreated there.
 
-``ray job submit`` runs ``python -m rl4llm.extensions.launch.ray config.yaml`` on the cluster. An actor only runs its
+``ray job submit`` runs ``python -m rl4llm.extensions.launch.ray config.yaml DIRECTORY`` on the cluster. Every process works
+in DIRECTORY, where the job was submitted, so relative paths and modules mean the same there. An actor only runs its
 process and reports its address: tokens and weights never go through Ray. Option: `address` of the cluster's dashboard
 (default: RAY_ADDRESS).
 """
@@ -52,6 +53,7 @@ def submit(job: ClusterJob) -> list[str]:
         "-m",
         "rl4llm.extensions.launch.ray",
         config,
+        str(job.directory),
     ]
 
 
@@ -67,10 +69,10 @@ class Holder:
 
         return ray.util.get_node_ip_address()
 
-    def hold(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run a command to its end and return its exit code."""
+    def hold(self, words: Sequence[str], environ: Mapping[str, str], directory: str) -> int:
+        """Run a command in a directory to its end and return its exit code."""
         supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]
-        self._process = subprocess.Popen([*supervisor, *words], env={**os.environ, **environ})
+        self._process = subprocess.Popen([*supervisor, *words], env={**os.environ, **environ}, cwd=directory)
         return self._process.wait()
 
     def stop(self) -> None:
@@ -106,7 +108,9 @@ def drive(config: str, words: Sequence[str] = (sys.executable, "-m", "rl4llm")) 
         }
         secrets = {name: os.environ[name] for role in wanted for name in role.secrets}
         ends = {
-            holder.hold.remote(list(role.command), {**_only(secrets, role), **known, NUMBER: str(number)}): (
+            holder.hold.remote(
+                list(role.command), {**_only(secrets, role), **known, NUMBER: str(number)}, os.getcwd()
+            ): (
                 role,
                 number,
             )
@@ -199,7 +203,12 @@ def _ray() -> Any:
 def main() -> int:
     """Run as a job of the cluster; errors are printed as lines, like on the command line."""
     try:
+        os.chdir(sys.argv[2])
         return drive(sys.argv[1])
+    except OSError as error:
+        said = f"{error}. Next: use a directory that all machines of the cluster see under the same path."
+        sys.stderr.write(visible(said) + "\n")
+        return 2
     except RL4LLMError as error:
         sys.stderr.write(visible(f"{type(error).__name__}: {error}") + "\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -1,8 +1,9 @@
 """SkyPilot: a task of identical nodes. Each starts the processes of its rank, and ends when the trainer has ended.
 
 Options: `shared`, the mount point of a volume that all nodes see (``shared=/shared``), and `volume`, its name in
-SkyPilot; `setup`, a shell command that installs `rl4llm` on a node. All others are fields of the task's `resources`,
-such as ``infra=kubernetes`` or ``image_id=docker:IMAGE``.
+SkyPilot; `setup`, a shell command that installs `rl4llm` on a node (by default this version with pip, and SGLang in a
+separate environment if there are servers). All others are fields of the task's `resources`, such as ``infra=kubernetes``,
+``image_id=docker:IMAGE``, ``cpus=16+`` or ``memory=128+``.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from rl4llm import __version__
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import Assignment, ClusterJob, places, spread
-from rl4llm.extensions.launch.roles import hosts_variable
+from rl4llm.extensions.launch.roles import GIB_OF_CPU, SGLANG, hosts_variable
 from rl4llm.extensions.launch.yaml_text import yaml_of
 
 TASK = "task.yaml"
+SERVERS = "$HOME/sglang"  # the environment of SGLang, which needs another torch
 OWN = ("accelerators",)
 BEGIN = """\
 set -euo pipefail
@@ -50,6 +53,8 @@ def render(job: ClusterJob) -> dict[str, str]:
     resources = {
         name: value for name, value in job.options.items() if name not in ("shared", "volume", "setup", *OWN)
     }
+    needed = [sum(place.role.cpus for place in machine) for machine in machines]
+    resources = {"cpus": f"{max(needed)}+", "memory": f"{max(needed) * GIB_OF_CPU}+", **resources}
     if trainer.gpus:
         resources["accelerators"] = (
             f"{_gpu(job)}:{max(sum(place.role.gpus for place in machine) for machine in machines)}"
@@ -61,10 +66,18 @@ def render(job: ClusterJob) -> dict[str, str]:
         "volumes": {job.option("shared"): job.option("volume")},
         "workdir": ".",
         "secrets": dict.fromkeys(job.secrets),
-        "setup": job.option("setup") or None,
+        "setup": job.option("setup") or _setup(job),
         "run": _run(job, machines),
     }
     return {TASK: yaml_of([{name: value for name, value in task.items() if value}])}
+
+
+def _setup(job: ClusterJob) -> str:
+    """Return the commands that install what a node runs."""
+    lines = ["set -e", f"pip install 'rl4llm=={__version__}'"]
+    if any(role.name == "server" for role in job.roles):
+        lines += [f"python -m venv {SERVERS}", f"{SERVERS}/bin/pip install '{SGLANG}'"]
+    return "\n".join(lines)
 
 
 def submit(job: ClusterJob) -> list[str]:
@@ -86,6 +99,8 @@ def _gpu(job: ClusterJob) -> str:
 def _run(job: ClusterJob, machines: Sequence[Sequence[Assignment]]) -> str:
     """Return the script, which is the same for all nodes."""
     lines = [BEGIN.rstrip()]
+    if not job.option("setup") and any(role.name == "server" for role in job.roles):
+        lines.append(f'export RL4LLM_SGLANG_PYTHON="{SERVERS}/bin/python"')
     for role in job.roles:
         ranks = [rank for rank, machine in enumerate(machines) for place in machine if place.role is role]
         lines.append(

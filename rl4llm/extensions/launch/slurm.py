@@ -2,7 +2,8 @@
 
 Options: `setup`, a shell command that makes `rl4llm` available on a node. All others are options of `sbatch` without
 dashes (``partition=gpu``, ``time=12:00:00``, ``account=lab``), for all roles, or for one role as in
-``server.cpus-per-task=8``.
+``server.cpus-per-task=16``. Without options about them, each GPU gets 8 processors, a process without GPUs gets 4, and a
+processor 8 GiB of memory.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Sequence
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import ClusterJob
-from rl4llm.extensions.launch.roles import Role, hosts_variable
+from rl4llm.extensions.launch.roles import GIB_OF_CPU, Role, hosts_variable
 from rl4llm.extensions.launch.shell import HEADER, secrets_are_set
 
 SCRIPT = "job.sbatch"
 GRACE_S = 120  # before the time limit, to finish the current step and save a checkpoint
 OPTION = re.compile(r"(?:(trainer|server|env)\.)?([a-z][a-z-]*)")
+OF_CPUS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"}
+OF_MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
 OWN = (
     "job-name",
     "nodes",
@@ -106,7 +109,15 @@ def _resources(job: ClusterJob, role: Role) -> list[str]:
 
 
 def _own(job: ClusterJob, role: Role) -> dict[str, str]:
-    """Return the `sbatch` options of a role; its specific options override the general ones."""
+    """Return the `sbatch` options of a role: those given, with processors and memory if none of them is about these."""
+    given = _given(job, role)
+    usual = {} if given.keys() & OF_CPUS else {"cpus-per-task": str(role.cpus)}
+    usual |= {} if given.keys() & OF_MEMORY else {"mem-per-cpu": f"{GIB_OF_CPU}G"}
+    return usual | given
+
+
+def _given(job: ClusterJob, role: Role) -> dict[str, str]:
+    """Return the `sbatch` options that were given for a role; its specific options override the general ones."""
     found = {name: match for name in job.options if name != "setup" and (match := OPTION.fullmatch(name))}
     ranked = sorted(found, key=lambda name: bool(found[name][1]))
     return {found[name][2]: job.options[name] for name in ranked if found[name][1] in (None, role.name)}

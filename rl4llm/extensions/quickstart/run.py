@@ -93,7 +93,6 @@ def show_files(console: Terminal, run: Path, seconds: float, more: Mapping[str, 
     """Print where the results of a run are, how long it took, and the commands to see them and `more`."""
     names = {
         "learning curve": "learning_curve.png",
-        "TensorBoard": "tensorboard",
         "metrics": "metrics.jsonl",
         "episodes": "episodes",
         "model": "model",
@@ -101,6 +100,7 @@ def show_files(console: Terminal, run: Path, seconds: float, more: Mapping[str, 
     facts: dict[str, object] = {what: run / name for what, name in names.items()}
     minutes, rest = divmod(round(seconds), 60)
     facts["this start took"] = f"{minutes} min {rest} s"
+    facts["TensorBoard"] = f"tensorboard --logdir {quote(str(run))}"
     facts["look at it"] = f"{quote(program())} view {quote(str(run))}"
     for what, fact in {**facts, **(more or {})}.items():
         console.print(f"{what:>15}: {fact}", soft_wrap=True, highlight=False, markup=False)

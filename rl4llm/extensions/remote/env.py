@@ -101,9 +101,9 @@ class RemoteEnv(BaseMDPEnv):
 class RemoteReward(BaseRewardFunction):
     """A reward that a host computes at the end of an episode; here its score is only looked up."""
 
-    def __init__(self, name: str, per_turn: bool = False):
+    def __init__(self, name: str, per_turn: bool, needs_ground_truth: bool):
         super().__init__(name)
-        self.per_turn = per_turn
+        self.per_turn, self.needs_ground_truth = per_turn, needs_ground_truth
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         raise RewardFailure(

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl4llm import __version__
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, EnvError, unknown
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.extensions.remote import wire
@@ -207,7 +208,10 @@ class EnvHost:
             stop_token_ids=turn.stop_token_ids,
             rewards=[
                 wire.Reward(
-                    name=item.name, per_turn=item.per_turn, timeout_s=item.score_timeout_s or LONGEST_SCORE_S
+                    name=item.name,
+                    per_turn=item.per_turn,
+                    timeout_s=item.score_timeout_s or LONGEST_SCORE_S,
+                    needs_ground_truth=needs_ground_truth(item),
                 )
                 for item in env.reward_functions
             ],

@@ -46,7 +46,10 @@ class HostedEnvironment:
         with tempfile.TemporaryDirectory(prefix="rl4llm-tokenizer-") as directory:
             tokenizer.save_pretrained(directory)
             self._opened = self.hosts.open(self.name, self.options, specs, seed, row, Path(directory))
-        return [RemoteReward(reward.name, reward.per_turn) for reward in self._opened.rewards]
+        return [
+            RemoteReward(reward.name, reward.per_turn, reward.needs_ground_truth)
+            for reward in self._opened.rewards
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseMDPEnv:
         return RemoteEnv(*args, hosts=self.hosts, opened=self._opened, name=self.name, **kwargs)

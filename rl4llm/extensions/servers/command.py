@@ -16,6 +16,12 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.core.errors import ConfigError
     from rl4llm.extensions.servers.launch import serve
 
+    if asked := next((flag for flag in arguments.flags if flag.startswith("--environments")), None):
+        raise ConfigError(
+            f"{asked} is not an option of an inference server. Environments are hosted by `rl4llm serve-env --env tool,code "
+            "--port 50051`."
+        )
     return serve(arguments.flags)

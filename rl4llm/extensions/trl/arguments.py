@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import difflib
+import json
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.trl.fields import TYPES, Options, fields_of
 from rl4llm.extensions.trl.table import TABLES
 
 
 class TRLConfig:
     """The names of one of TRL's configs, with TRL's defaults; `rl4llm.extensions.trl.table` lists them.
 
-    `given` contains the names that a script has set. Raises ConfigError for names that TRL does not have either.
+    They are dataclasses, so that `TrlParser` and transformers' HfArgumentParser read them from a command line. `given`
+    contains the names that a script has set. Raises ConfigError for names that TRL does not have either.
     """
 
     algorithm: ClassVar[str]
     given: set[str]
 
+    def __init_subclass__(cls) -> None:
+        cls.__annotations__ = {}
+        for name, kind, default in fields_of(TABLES[cls.algorithm]):
+            cls.__annotations__[name] = kind
+            setattr(cls, name, default)
+        dataclass(init=False, repr=False, eq=False)(cls)
+
     def __init__(self, output_dir: Any = None, **values: Any):
-        self.__dict__.update(
-            {name: alias.default for name, alias in TABLES[self.algorithm].items()}, given=set()
-        )
-        for name, value in (values if output_dir is None else {"output_dir": output_dir, **values}).items():
-            setattr(self, name, value)
+        table = TABLES[self.algorithm]
+        self.__dict__.update({name: alias.default for name, alias in table.items()}, given=set())
+        values = values if output_dir is None else {"output_dir": output_dir, **values}
+        parsed = (
+            values.keys() == table.keys()
+        )  # a parser passes every name, whether or not somebody has set it
+        for name, value in values.items():
+            if not parsed or value != table[name].default:
+                setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = TABLES[self.algorithm]
@@ -31,6 +46,8 @@ class TRLConfig:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else " docs/migration.md lists the known names."
             raise ConfigError(f"{type(self).__name__}: {name!r} is not a known name of TRL.{hint}")
+        if TYPES.get(name) == Options and isinstance(value, str) and value.startswith("{"):
+            value = json.loads(value)
         self.__dict__[name] = value
         self.given.add(name)
 
@@ -43,6 +60,12 @@ class GRPOConfig(TRLConfig):
     """The options of `rl4llm.GRPOTrainer`."""
 
     algorithm = "grpo"
+
+
+class RLOOConfig(TRLConfig):
+    """The options of `rl4llm.RLOOTrainer`."""
+
+    algorithm = "rloo"
 
 
 class DPOConfig(TRLConfig):

@@ -7,6 +7,7 @@ configuration keys.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -142,6 +143,18 @@ def precision(values: Values, facts: TrainingFacts) -> Keys:
 
 
 TRACKERS = tuple(item.name for item in fields(TrackingConfig) if item.type == "bool")
+ELSEWHERE = (
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "neptune",
+    "swanlab",
+)
+"""Trackers of transformers without a counterpart; metrics.jsonl has what they would get."""
 
 
 def trackers(values: Values, facts: TrainingFacts) -> Keys:
@@ -149,7 +162,9 @@ def trackers(values: Values, facts: TrainingFacts) -> Keys:
     names = [chosen] if isinstance(chosen, str) else list(chosen or ())
     names = [name for name in names if name != "none"]
     for name in names:
-        if name not in (*TRACKERS, "all"):
+        if name in ELSEWHERE:
+            warnings.warn(f"report_to={name!r} is ignored. Accepted: {', '.join(TRACKERS)}.", stacklevel=6)
+        elif name not in (*TRACKERS, "all"):
             raise ConfigError(unknown("report_to", str(name), (*TRACKERS, "all", "none")))
     return {f"tracking.{name}": name in names or "all" in names for name in TRACKERS}
 
@@ -260,11 +275,15 @@ def engine(values: Values, facts: TrainingFacts) -> Keys:
     """Use a vLLM server, and the weights that correct for its log-probs."""
     if not values["use_vllm"]:
         return {}
-    if values["vllm_mode"] != "server":
-        raise ConfigError(
-            f"vllm_mode={values['vllm_mode']!r} has no counterpart. Start a server, `rl4llm serve vllm --model-path MODEL`, "
-            "and set vllm_mode='server'; inference={'name': 'vllm', 'url': ..., 'cohost': True} shares the GPU with it."
+    if values["vllm_mode"] == "colocate":
+        warnings.warn(
+            "vllm_mode='colocate': the embedded engine samples, in the trainer's process, and no vLLM. For vLLM start "
+            "`rl4llm serve vllm --model-path MODEL`, and set vllm_mode='server'.",
+            stacklevel=6,
         )
+        return {}
+    if values["vllm_mode"] != "server":
+        raise ConfigError(unknown("vllm_mode", str(values["vllm_mode"]), ("colocate", "server")))
     host = "127.0.0.1" if values["vllm_server_host"] == "0.0.0.0" else values["vllm_server_host"]
     url = values["vllm_server_base_url"] or f"http://{host}:{values['vllm_server_port']}"
     return {"inference.name": "vllm", "inference.url": url, **(_correction(values))}
@@ -284,6 +303,22 @@ def _correction(values: Values) -> Keys:
         "algorithm.correction": CORRECTIONS[mode],
         "algorithm.correction_low": low or 0.0,
         "algorithm.correction_high": math.inf if high is None else high,
+    }
+
+
+def leave_one_out(values: Values, facts: TrainingFacts) -> Keys:
+    """Sum the tokens of an answer, and take the mean over answers, as REINFORCE does."""
+    if batches(values, facts)["training.updates_per_rollout"] * values["num_iterations"] > 1:
+        warnings.warn(
+            "RLOO with several optimizer steps per rollout clips the ratio of each token; TRL clips that of an answer.",
+            stacklevel=6,
+        )
+    return {
+        "algorithm.aggregation": "constant",
+        "training.constant_length": 1,
+        "algorithm.scale_rewards": "batch" if values["normalize_advantages"] else "none",
+        "algorithm.kl_in": "reward",
+        "algorithm.kl_estimator": "k1",
     }
 
 
@@ -334,6 +369,10 @@ JOINTS: dict[str, tuple[Joint, ...]] = {
     "grpo": (*OF_EPISODES, DIVERGENCE, LOSS),
     "dapo": (*OF_EPISODES, DIVERGENCE),
     "ppo": OF_EPISODES,
+    "rloo": (
+        *OF_EPISODES,
+        Joint((*_BATCH, "num_generations", "num_iterations", "normalize_advantages"), leave_one_out),
+    ),
     "dpo": (*EVERYWHERE, Joint(("loss_type",), preference)),
     "kto": EVERYWHERE,
     "reward_model": EVERYWHERE,

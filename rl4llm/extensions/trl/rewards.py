@@ -6,11 +6,14 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleState
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.trl.environment import INSTANCE
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.ask import as_list
 from rl4llm.rewards.callables import BatchCallable
@@ -22,8 +25,8 @@ def reward_functions(
     """Return the rewards of `reward_funcs`, and their weighted sum as TRL computes it.
 
     Functions are called like TRL calls them, "sandbox" is the reward `code`, and everything else is passed to
-    `rl4llm.rewards.as_reward_function`. `plain` means that prompts, and so completions, are strings. Raises ConfigError
-    unless there is one weight for each.
+    `rl4llm.rewards.as_reward_function`; a string of a directory or with a "/" is a reward model. `plain` means that
+    prompts, and so completions, are strings. Raises ConfigError unless there is one weight for each.
     """
     items = list(given) if isinstance(given, list | tuple) else [given]
     weights = [1.0] * len(items) if weights is None else list(weights)
@@ -48,11 +51,11 @@ def _made(item: Any, answers: Answers, places: Iterator[int], *, plain: bool) ->
     """Return a reward; the one that runs programs stays a name, since the run provides its sandbox."""
     if item in ("sandbox", "code"):
         return "code"
-    return (
-        TRLReward(item, answers, next(places), plain=plain)
-        if _is_function(item)
-        else as_reward_function(item)
-    )
+    if _is_function(item):
+        return TRLReward(item, answers, next(places), plain=plain)
+    if isinstance(item, str) and ("/" in item or Path(item).is_dir()):
+        return as_reward_function({"name": "reward_model", "path": item})
+    return as_reward_function(item)
 
 
 def _is_function(item: Any) -> bool:
@@ -87,6 +90,8 @@ class TRLReward(BatchCallable):
     does not score this completion; a completion without any score is left out.
     """
 
+    by_name = True
+
     def __init__(self, function: Callable[..., Any], answers: Answers, place: int, *, plain: bool):
         name = getattr(function, "__name__", type(function).__name__).strip("<>")
         super().__init__(function, name)
@@ -97,6 +102,9 @@ class TRLReward(BatchCallable):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
         scores = as_list(self.name, super().score_batch(samples), len(samples))
+        if self._place == self._answers.functions - 1:
+            for sample in samples:
+                sample.extras.pop(INSTANCE, None)
         return [
             self._answers.note(sample, self._place, score)
             for sample, score in zip(samples, scores, strict=True)
@@ -109,11 +117,33 @@ class TRLReward(BatchCallable):
             [message.to_dict() for message in sample.messages[sample.init_msg_size :]] for sample in samples
         ]
 
-    def columns(self, samples: Sequence[SampleState]) -> dict[str, list[Any]]:
+    def columns(self, samples: Sequence[SampleState]) -> dict[str, Any]:
         columns = super().columns(samples)
         columns["completion_ids"] = [
             [token for span in sample.policy_spans for token in span.token_ids] for sample in samples
         ]
         if self._plain:
             columns["prompts"] = [messages[-1]["content"] for messages in columns["prompts"]]
-        return columns
+        if all(INSTANCE in sample.extras for sample in samples):
+            columns["environments"] = [sample.extras[INSTANCE].made for sample in samples]
+        return columns | {
+            "log_metric": partial(_log_metric, samples),
+            "log_extra": partial(_log_extra, samples),
+        }
+
+
+def _log_metric(samples: Sequence[SampleState], name: str, value: float) -> None:
+    """Log a number as the metric ``env/<name>``."""
+    for sample in samples:
+        sample.extras["metrics"] = {**sample.extras.get("metrics", {}), str(name): float(value)}
+
+
+def _log_extra(samples: Sequence[SampleState], column: str, values: Sequence[Any]) -> None:
+    """Store a value with each episode."""
+    for sample, value in zip(samples, values, strict=True):
+        sample.extras[str(column)] = value
+
+
+def of_environment(environments: Sequence[Any], **columns: Any) -> list[Any]:
+    """Return what the environments of the samples say themselves."""
+    return [made.get_reward() for made in environments]

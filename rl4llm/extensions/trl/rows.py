@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,37 @@ def is_of_conversations(rows: Any) -> bool:
 def count(rows: Any) -> int | None:
     """Return the number of rows, if it is known before reading them."""
     return len(rows) if _is_rows(rows) else None
+
+
+def finite(rows: Any) -> Any:
+    """Return streamed rows as a list."""
+    streamed = isinstance(rows, Iterable) and not hasattr(rows, "__len__")
+    return list(rows) if streamed else rows
+
+
+def check_text(rows: Any) -> None:
+    """Raise ConfigError for rows with images."""
+    found = [name for name in ("image", "images") if _is_rows(rows) and name in rows[0]]
+    if found:
+        raise ConfigError(
+            f"The dataset has the column {found[0]!r}: rl4llm trains on text alone. Remove the column."
+        )
+
+
+def trainable(model: Any, algorithm: str) -> Any:
+    """Return the model that a trainer starts from: for a reward model, where a classifier's body was loaded from.
+
+    Raises ConfigError for a classifier whose head is trained already, or of another trainer.
+    """
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return model
+    saved = (getattr(model.config, "architectures", None) or [""])[0]
+    if algorithm != "reward_model" or saved.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"A {type(model).__name__} whose head is trained has no counterpart: rl4llm's reward models begin with a new "
+            "head. Pass the directory of a language model."
+        )
+    return source(model)
 
 
 def prompts(rows: Any, plain: bool) -> Any:
@@ -62,6 +93,7 @@ READERS: Mapping[str, Callable[[Any, bool], Any]] = {
     "grpo": prompts,
     "dapo": prompts,
     "ppo": prompts,
+    "rloo": prompts,
     "sft": as_they_are,
 }
 """By the trainer's algorithm: convert TRL's rows, given whether their prompts are strings."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from rl4llm.backends.models import load_tokenizer
 from rl4llm.compose import Given
 from rl4llm.config import flatten
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.trl import rewards, rows
+from rl4llm.extensions.trl import environment, rewards, rows
 from rl4llm.extensions.trl.alias import Alias, Keys
 from rl4llm.extensions.trl.arguments import TRLConfig
-from rl4llm.extensions.trl.joint import JOINTS, OF_EPISODES, TrainingFacts
-from rl4llm.extensions.trl.table import CONSTRUCTOR, EPISODES, TABLES
+from rl4llm.extensions.trl.joint import JOINTS, OF_EPISODES, TrainingFacts, steps
+from rl4llm.extensions.trl.table import CONSTRUCTOR, EPISODES, REFERENCE, TABLES
+
+DEFAULTS = {cls.algorithm: cls for cls in TRLConfig.__subclasses__()}
+"""By the trainer's algorithm: the config with TRL's defaults."""
 
 OURS = ("max_steps", "seed")
 """Names with two meanings: as a keyword of a trainer they are rl4llm's, in a config object they are TRL's."""
@@ -26,13 +29,20 @@ OURS = ("max_steps", "seed")
 class Script:
     """The TRL names in the arguments of a trainer; it removes them from `arguments`.
 
-    Raises ConfigError for names without a counterpart, for an `args` object of another trainer, and for a name that
-    both the object and the keywords give.
+    A script without `args` that names `reward_funcs` or `train_dataset` gets TRL's defaults, unless `configured`: a file
+    decides. Raises ConfigError for names without a counterpart, for an `args` object of another trainer, and for a name
+    that both the object and the keywords give.
     """
 
-    def __init__(self, algorithm: str, arguments: dict[str, Any]):
+    def __init__(self, algorithm: str, arguments: dict[str, Any], *, configured: bool = False):
         self.algorithm = algorithm
         self.args: TRLConfig | None = self._checked(arguments.pop("args", None))
+        if (
+            self.args is None
+            and not configured
+            and ("reward_funcs" in arguments or "train_dataset" in arguments)
+        ):
+            self.args = DEFAULTS[algorithm]() if algorithm in DEFAULTS else None
         self._names = TABLES.get(algorithm, EPISODES)
         self._table = self._names | CONSTRUCTOR
         named = [name for name in arguments if name in self._table and name not in OURS]
@@ -56,7 +66,7 @@ class Script:
         )
         ours = set(_leaves(own))
         keys: Keys = {}
-        for names, found in self._found(facts):
+        for names, found in self._found(facts, ours):
             set_names = [name for name in names if name in self.given]
             for key in found:
                 if set_names and key in ours:
@@ -71,11 +81,16 @@ class Script:
         """Return the objects given under rl4llm's and TRL's names. Raises ConfigError if one is given under both."""
         dataset = self._one_of("train_dataset", "dataset", given.dataset)
         tokenizer = self._one_of("processing_class", "tokenizer", given.tokenizer)
+        dataset, held_out = rows.finite(dataset), rows.finite(given.eval_dataset)
+        rows.check_text(dataset)
         plain = "train_dataset" in self.given and rows.is_plain(dataset)
-        given = replace(given, dataset=dataset, tokenizer=tokenizer)
-        if self.given.get("reward_funcs") is not None:
+        model = rows.trainable(given.model, self.algorithm)
+        self._check_reference(given.model)
+        given = replace(given, model=model, dataset=dataset, eval_dataset=held_out, tokenizer=tokenizer)
+        functions = self._reward_funcs()
+        if functions is not None:
             self._one_of("reward_funcs", "reward_functions", given.reward_functions)
-            made, total = rewards.reward_functions(self.given["reward_funcs"], self._weights(), plain=plain)
+            made, total = rewards.reward_functions(functions, self._weights(), plain=plain)
             given = replace(
                 given, reward_functions=made, reward_transform_fn=given.reward_transform_fn or total
             )
@@ -83,6 +98,10 @@ class Script:
             raise ConfigError(
                 "reward_weights needs reward_funcs. Next: set reward_funcs, or remove reward_weights."
             )
+        if (made := self._environment()) is not None:
+            if given.env_class is not None:
+                raise ConfigError("tools and environment_factory make an environment. Remove env, or them.")
+            given = replace(given, env_class=made)
         if "train_dataset" not in self.given:
             return given
         if self.algorithm == "sft":
@@ -92,6 +111,33 @@ class Script:
         if tokenizer is None and (plain or not isinstance(given.model, str | Path)):
             tokenizer = load_tokenizer(rows.source(given.model), self.given.get("pad_token"))
         return replace(given, tokenizer=rows.plain_text(tokenizer) if plain else tokenizer)
+
+    def _reward_funcs(self) -> Any:
+        """Return `reward_funcs`, and the reward of the environment's own `get_reward`, if it has one."""
+        functions = self.given.get("reward_funcs")
+        if not hasattr(self.given.get("environment_factory"), "get_reward"):
+            return functions
+        named = list(functions) if isinstance(functions, list | tuple) else [functions]
+        return [*filter(None, named), rewards.of_environment]
+
+    def _environment(self) -> Any:
+        """Return the environment of `tools` and `environment_factory`, or None."""
+        tools, factory = self.given.get("tools"), self.given.get("environment_factory")
+        if not tools and factory is None:
+            return None
+        if isinstance(factory, Mapping):
+            raise ConfigError(
+                "environment_factory as a mapping has no counterpart. Next: use `parts`, one for each."
+            )
+        return environment.script_env(tuple(tools or ()), factory)
+
+    def _check_reference(self, model: Any) -> None:
+        """Refuse a reference other than the model that the run starts with."""
+        reference = self.given.get("ref_model")
+        if reference is not None and rows.source(reference) != rows.source(model):
+            raise ConfigError(
+                f"ref_model={rows.source(reference)!r} is not the trained model. Instead: {REFERENCE}; leave ref_model out."
+            )
 
     def _check_learned(self, dataset: Any) -> None:
         """Refuse to train on prompts, which TRL does by default with conversations."""
@@ -116,13 +162,15 @@ class Script:
             raise ConfigError(f"{name} and {own_name} have the same meaning. Set only one of them.")
         return self.given[name]
 
-    def _found(self, facts: TrainingFacts) -> Iterator[tuple[tuple[str, ...], Keys]]:
+    def _found(self, facts: TrainingFacts, ours: set[str]) -> Iterator[tuple[tuple[str, ...], Keys]]:
         """Yield keys, with the names that they come from."""
         defaults = {name: alias.default for name, alias in self._names.items()}
         for name, value in ((defaults if self.args else {}) | self.given).items():
             self._check(name, value, self._table[name])
             yield (name,), self._table[name].keys(value)
         for joint in JOINTS.get(self.algorithm, OF_EPISODES):
+            if joint.keys is steps and "max_steps" in ours and "max_steps" not in self.given:
+                continue
             if self.args or any(name in self.given for name in joint.names):
                 yield joint.names, joint.keys(defaults | self.given, facts)
 
@@ -151,6 +199,34 @@ class Script:
                 ignored.append(f"{name} ({alias.says})")
         if ignored:
             warnings.warn(f"Ignored (no effect in rl4llm): {'; '.join(ignored)}.", stacklevel=4)
+
+
+POSITIONS = {
+    "grpo": ("reward_funcs", "args", "train_dataset"),
+    "rloo": ("reward_funcs", "args", "train_dataset"),
+    "dpo": ("ref_model", "args", "data_collator", "train_dataset"),
+    "kto": ("ref_model", "args", "data_collator", "train_dataset"),
+    "sft": ("args", "data_collator", "train_dataset"),
+    "reward_model": ("args", "data_collator", "train_dataset"),
+}
+"""TRL's order of the arguments after the model."""
+
+
+def named(algorithm: str, values: Sequence[Any], arguments: dict[str, Any]) -> None:
+    """Add positional arguments in TRL's order to `arguments`. Raises ConfigError for too many, or one given twice."""
+    names = POSITIONS.get(algorithm, ())
+    values = list(values)
+    while values and values[-1] is None:
+        values.pop()
+    if len(values) > len(names):
+        raise ConfigError(
+            f"{len(values) + 1} positional arguments, but TRL's order is: model, {', '.join(names)}. Use names."
+        )
+    for name, value in zip(names, values, strict=False):
+        if name in arguments:
+            raise ConfigError(f"{name} is given by position and by name. Remove one of them.")
+        if value is not None:
+            arguments[name] = value
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -38,11 +38,15 @@ def _model_options(value: Any) -> Keys:
         "use_cache",
     ):  # how it is computed, which is decided here
         options.pop(name, None)
-    if options:
+    others = {name: value for name, value in options.items() if value not in _PLAIN_MODEL.get(name, (None,))}
+    if others:
         raise ConfigError(
-            f"model_init_kwargs: {', '.join(options)} has no counterpart. Load the model, and pass the object."
+            f"model_init_kwargs: {', '.join(others)} has no counterpart. Load the model, and pass the object."
         )
     return {} if dtype in (None, "auto") else {"model.dtype": str(dtype).removeprefix("torch.")}
+
+
+_PLAIN_MODEL = {"revision": (None, "main"), "trust_remote_code": (None, False)}
 
 
 def _scaling(value: Any) -> str:
@@ -63,18 +67,32 @@ def _optimizer(value: Any) -> Keys:
     return {}
 
 
+def _template_args(value: Any) -> Keys:
+    return {"env.template_args": dict(value)} if value else {}
+
+
+def _turns(value: Any) -> Keys:
+    return {} if value is None else {"env.max_steps": value + 1}
+
+
+def _likelihood(value: Any) -> Keys:
+    if value not in (None, "nll", "chunked_nll"):
+        raise ConfigError(f"loss_type={value!r} has no counterpart. Accepted: nll, chunked_nll.")
+    return {}
+
+
 def _deepspeed(value: Any) -> Keys:
     return {} if value is None else {"backend.name": "deepspeed", "backend.config": value}
 
 
 def _lora(value: Any) -> Keys:
-    """The keys of peft's LoraConfig, or of a mapping of the same names."""
+    """The keys of peft's LoraConfig, or of a mapping of the same names; without targets, peft's of most models."""
     if value is None:
         return {}
     chosen = dict(value) if isinstance(value, Mapping) else vars(value)
     targets = chosen.get("target_modules")
     if targets is None:
-        raise ConfigError("peft_config.target_modules is not set. Say which layers, or 'all-linear'.")
+        targets = ["q_proj", "v_proj"]
     for name, plain in _PLAIN_LORA.items():
         if chosen.get(name, plain) not in (plain, None):
             raise ConfigError(f"peft_config.{name}={chosen[name]!r} has no counterpart. Accepted: {plain!r}.")
@@ -88,6 +106,7 @@ def _lora(value: Any) -> Keys:
 
 _PLAIN_LORA = {
     "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False, "modules_to_save": None,
+    "target_parameters": None,
 }  # fmt: skip
 
 _HERE = "export the model with `rl4llm export`, and upload that"
@@ -95,7 +114,7 @@ _LOGS = "every step is logged, to the console, metrics.jsonl and TensorBoard"
 _FAST = "it affects only speed or memory, and rl4llm chooses it"
 _LOADING = "rows are read once, in the trainer's process"
 _RUNS = "a run in `output.dir` resumes automatically, and takes the same steps"
-_REFERENCE = "the reference is the initial policy; `algorithm.reference_every` resets it"
+REFERENCE = "the reference is the initial policy; `algorithm.reference_every` resets it"
 
 COMMON: dict[str, Alias] = {
     "output_dir": key("output.dir", "trainer_output"),
@@ -158,7 +177,7 @@ COMMON: dict[str, Alias] = {
            local_rank=-1, enable_jit_checkpoint=False, disable_dropout=None),
     **each(inert, _LOADING, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True,
            dataloader_persistent_workers=False, dataloader_prefetch_factor=None, dataloader_multiprocessing_context=None,
-           dataloader_in_order=True, dataset_num_proc=None, remove_unused_columns=None, label_names=None,
+           dataloader_in_order=True, dataset_num_proc=None, remove_unused_columns=True, label_names=None,
            train_sampling_strategy=None, length_column_name="length", group_by_length=False),
     **each(inert, _RUNS, ignore_data_skip=False, restore_callback_states_from_checkpoint=False, save_only_model=False,
            save_on_each_node=False, save_safetensors=True, overwrite_output_dir=False, do_train=False, do_eval=False,
@@ -192,7 +211,7 @@ EPISODES: dict[str, Alias] = COMMON | {
                                       "still counts masked answers in the mean"),
     "loss_type": refused("dapo", "only GRPOTrainer supports it; this trainer has a fixed loss"),
     "reward_weights": joint(None, "weights of the `reward_funcs`, in their order"),
-    "use_vllm": joint(False, "`inference`, a server: with `vllm_mode='server'`"),
+    "use_vllm": joint(False, "`inference`, a server, with `vllm_mode='server'`; 'colocate' is the embedded engine"),
     **each(joint, "`inference.url`", vllm_mode="colocate", vllm_server_base_url=None, vllm_server_host="0.0.0.0",
            vllm_server_port=8000),
     **each(joint, "`algorithm.correction`, `correction_low` and `correction_high`, with `use_vllm`",
@@ -205,21 +224,21 @@ EPISODES: dict[str, Alias] = COMMON | {
     "min_p": refused(None, "leave it out, or use rollout.top_p"),
     "repetition_penalty": refused(1.0, "leave it out: log-probs would not be the policy's; 'repetition' is a reward"),
     "generation_kwargs": refused(None, "rollout has temperature, top_p, top_k and stop"),
-    "chat_template_kwargs": refused(None, "env={'template_args': {...}}"),
+    "chat_template_kwargs": Alias("key", None, "`env.template_args`", _template_args),
     "multi_objective_aggregation": refused("sum_then_normalize", "reward_transform_fn sees the rewards by name"),
     "top_entropy_quantile": refused(1.0, "algorithm.name=clip_cov or kl_cov choose tokens by covariance"),
     "use_adaptive_entropy": refused(False, "algorithm.entropy_coef is constant"),
     "off_policy_mask_threshold": refused(None, "algorithm.correction=geometric_mask masks answers"),
     "cast_lm_head_to_fp32": refused(False, "leave it out; model.dtype=float32 computes all in it"),
-    "max_tool_calling_iterations": refused(None, "env={'name': 'tool', 'max_steps': N}"),
+    "max_tool_calling_iterations": Alias("key", None, "`env.max_steps` - 1, with tools; by default 15", _turns),
     "vllm_structured_outputs_regex": refused(None, "leave it out"),
-    "transformers_continuous_batching_config": refused(None, "leave it out: the embedded engine always does so"),
+    "remove_unused_columns": inert(False, _LOADING),
     "max_prompt_length": inert(None, "prompts are never truncated; one that leaves no room for an answer is refused"),
     "num_generations_eval": inert(None, "held-out prompts are answered once, at `eval.temperature`"),
     **each(inert, "every episode is stored; `rl4llm view` shows them", log_completions=False, log_multimodal=True,
            num_completions_to_print=None, log_unique_prompts=False, log_completions_hub_repo=None),
     **each(inert, _FAST, cache_implementation=None, ds3_gather_for_generation=True, use_transformers_paged=False,
-           use_transformers_continuous_batching=False),
+           use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
     **each(inert, "an option of the server, `rl4llm serve vllm`", vllm_model_impl="vllm", vllm_enable_sleep_mode=False,
            vllm_server_timeout=240.0, vllm_group_port=51216, vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None,
            vllm_tensor_parallel_size=1, vllm_importance_sampling_cap=None),
@@ -242,6 +261,17 @@ GRPO: dict[str, Alias] = EPISODES | {
     "sapo_temperature_neg": joint(1.05, "`algorithm.tau_negative` of sapo"),
 }  # fmt: skip
 
+RLOO: dict[str, Alias] = EPISODES | {
+    "num_generations": key("rollout.group_size", 2),
+    "beta": key("algorithm.kl_coef", 0.05, note="in the reward, `algorithm.kl_in=reward`, estimated by k1"),
+    "normalize_advantages": joint(False, "`algorithm.scale_rewards`, batch if true"),
+    "reward_clip_range": refused(
+        None, "clip in the reward functions, or use the wrapper rl4llm.rewards.Clip"
+    ),
+    "use_bias_correction_kl": inert(True, "the penalty is in the reward"),
+    "scale_rewards": refused(None, "use normalize_advantages"),
+}
+
 ANSWERS: dict[str, Alias] = COMMON | {
     "learning_rate": key("training.lr", 1e-6),
     "max_length": inert(
@@ -254,7 +284,7 @@ ANSWERS: dict[str, Alias] = COMMON | {
     "precompute_ref_log_probs": inert(False, _FAST),
     "precompute_ref_batch_size": inert(None, _FAST),
     "pad_token": key("model.pad_token", None),
-    "sync_ref_model": refused(False, _REFERENCE),
+    "sync_ref_model": refused(False, REFERENCE),
     "ref_model_mixup_alpha": inert(0.6, "for sync_ref_model"),
     "ref_model_sync_steps": inert(512, "for sync_ref_model"),
 }
@@ -301,7 +331,7 @@ SFT: dict[str, Alias] = ANSWERS | {
     ),
     "dataset_text_field": refused("text", "rows of messages, or of prompt and completion"),
     "dataset_kwargs": refused(None, "leave it out"),
-    "loss_type": refused("nll", "leave it out"),
+    "loss_type": Alias("key", "nll", "no key: nll, and its equal chunked_nll", _likelihood),
     "chat_template_path": refused(None, "set tokenizer.chat_template"),
     "eos_token": refused(None, "set tokenizer.eos_token"),
     "packing": inert(False, "sequence packing is always on, and does not change the gradient"),
@@ -320,15 +350,19 @@ CONSTRUCTOR: dict[str, Alias] = {
     "processing_class": joint(None, "`tokenizer`"),
     "args": joint(None, "a config of the same name, from `rl4llm` instead of `trl`, with TRL's defaults"),
     "peft_config": Alias("key", None, "`model.lora`: `r`, `lora_alpha`, `target_modules`", _lora),
-    "ref_model": refused(None, _REFERENCE),
+    "ref_model": joint(None, f"only a copy of the model: {REFERENCE}"),
     "reward_processing_classes": refused(None, "use a reward model of rl4llm with the reward 'reward_model'"),
     "compute_metrics": refused(None, "use rewards with weight 0, which are only logged"),
     "callbacks": refused(None, "metrics.jsonl has every step; for a custom loop see examples/custom_loop.py"),
     "optimizers": refused((None, None), "training has lr, betas, weight_decay and schedule"),
     "optimizer_cls_and_kwargs": refused(None, "training has lr, betas, weight_decay and schedule"),
-    "tools": refused(None, "env={'name': 'tool', 'tools': [...]}"),
+    "tools": joint(None, "tools of the environment `tool`, whose errors the model sees"),
     "rollout_func": refused(None, "env=YourEnv, a subclass of BaseMDPEnv"),
-    "environment_factory": refused(None, "env=YourEnv, a subclass of BaseMDPEnv"),
+    "environment_factory": joint(
+        None,
+        "an environment `tool` with an object of each episode: `reset(**row)` adds to the prompt, its other public methods "
+        "are the tools, and rewards get `environments`",
+    ),
     "formatting_func": refused(None, "format the rows first"),
     "data_collator": refused(None, "leave it out"),
     "quantization_config": refused(None, "leave it out: rl4llm does not train quantized weights"),
@@ -336,6 +370,6 @@ CONSTRUCTOR: dict[str, Alias] = {
 """Arguments of TRL's trainers beside their config."""
 
 TABLES: dict[str, dict[str, Alias]] = {
-    "grpo": GRPO, "ppo": PPO, "dapo": EPISODES, "dpo": DPO, "kto": KTO, "reward_model": REWARD, "sft": SFT,
+    "grpo": GRPO, "rloo": RLOO, "ppo": PPO, "dapo": EPISODES, "dpo": DPO, "kto": KTO, "reward_model": REWARD, "sft": SFT,
 }  # fmt: skip
 """By the trainer's algorithm; a method that TRL has no trainer for has the names of EPISODES."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import tempfile
 import webbrowser
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl4llm.commands.arguments import add_command, add_json
 from rl4llm.commands.output import say, write_json
 from rl4llm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 def add(commands: Any) -> None:
@@ -22,25 +27,21 @@ def add(commands: Any) -> None:
     about = "show runs in a browser: curves, configurations, episodes token by token"
     command = add_command(commands, "view", run, about, examples)
     command.add_argument("runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory of runs")
-    command.add_argument(
-        "--port",
-        type=int,
-        help="port on 127.0.0.1; 0 for any free one (default: the first free one from 6100)",
-    )
-    command.add_argument("--open", action="store_true", help="open the page in the browser")
-    about = "serve the page to every user of this machine, without the token that this start creates"
-    command.add_argument("--no-token", action="store_true", help=about)
+    add_address(command)
     command.add_argument("--export", metavar="FILE", help="write everything into one HTML file instead")
     add_json(command, "print the runs as JSON instead of serving them")
     command.add_argument(
-        "--episodes", type=int, default=200, help="newest episodes of each run in FILE (default: %(default)s)"
+        "--episodes",
+        type=int,
+        default=200,
+        help="most episodes of each run in FILE: some of each step, and the extremes (default: %(default)s)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.view.export import export
     from rl4llm.extensions.view.run import find_runs
-    from rl4llm.extensions.view.server import serve
+    from rl4llm.extensions.view.server import application
 
     runs = find_runs(arguments.runs)
     if arguments.episodes < 0:
@@ -53,15 +54,37 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{arguments.export}: {len(runs)} run(s), {count} episode(s)")
         return 0
 
+    names = ", ".join(run.name for run in runs)
+    serve_page(arguments, partial(application, runs), f"shows {names}")
+    return 0
+
+
+def add_address(command: argparse.ArgumentParser) -> None:
+    """Add the options `--port`, `--open` and `--no-token`."""
+    command.add_argument(
+        "--port",
+        type=int,
+        help="port on 127.0.0.1; 0 for any free one (default: the first free one from 6100)",
+    )
+    command.add_argument("--open", action="store_true", help="open the page in the browser")
+    about = "serve the page to every user of this machine, without the token that this start creates"
+    command.add_argument("--no-token", action="store_true", help=about)
+
+
+def serve_page(
+    arguments: argparse.Namespace, application: Callable[[str], web.Application], does: str
+) -> None:
+    """Serve a page until Ctrl-C at the address of these options, and print it with what the page `does`."""
+    from rl4llm.extensions.view.server import serve
+
     with tempfile.TemporaryDirectory(prefix="rl4llm-view-") as directory:
 
         def ready(url: str) -> None:
-            say(f"{url}  shows {', '.join(run.name for run in runs)}. Ctrl-C stops it.")
+            say(f"{url}  {does}. Ctrl-C stops it.")
             if arguments.open and not webbrowser.open(_leading_to(url, Path(directory))):
                 say("No browser could be opened. Open the address yourself.")
 
-        serve(runs, arguments.port, ready, with_token=not arguments.no_token)
-    return 0
+        serve(application, arguments.port, ready, with_token=not arguments.no_token)
 
 
 def _leading_to(url: str, directory: Path) -> str:
@@ -69,5 +92,5 @@ def _leading_to(url: str, directory: Path) -> str:
     it.
     """
     file = directory / "view.html"
-    file.write_text(f'<meta http-equiv="refresh" content="0; url={url}"><a href="{url}">rl4llm view</a>\n')
+    file.write_text(f'<meta http-equiv="refresh" content="0; url={url}"><a href="{url}">rl4llm</a>\n')
     return file.as_uri()

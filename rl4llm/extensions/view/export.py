@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import RunDirError
+from rl4llm.extensions.view.choice import choose
 from rl4llm.extensions.view.index import COLUMNS
 from rl4llm.extensions.view.run import ViewedRun
 from rl4llm.extensions.view.server import PAGE, episode_of
 from rl4llm.runs.run_dir import write_atomically
 
+PARTS = ("shown", "suspicious")  # of a story
 MOST_BYTES = 128 << 20  # of episodes; browsers are slow with more
 IMPORT = re.compile(r'from "\./(\w+)\.js"')
 
 
 def export(runs: Sequence[ViewedRun], path: Path, episodes: int = 200) -> int:
-    """Write the page of these runs, with the newest `episodes` of each; return the number of episodes in the file.
+    """Write the page of these runs, with at most `episodes` of each, see `choose`; return how many the file has.
 
     Raises RunDirError if the file cannot be written.
     """
@@ -37,7 +39,7 @@ def export(runs: Sequence[ViewedRun], path: Path, episodes: int = 200) -> int:
 def page(data: dict[str, Any]) -> str:
     """Return the page with `data`, its modules and its styles in it."""
     html = (PAGE / "index.html").read_text(encoding="utf-8")
-    imports = json.dumps({"imports": {file.stem: _module(file) for file in sorted(PAGE.glob("*.js"))}})
+    imports = json.dumps({"imports": {file.stem: _module(file) for file in _needed("main")}})
     start = 'import "main";'
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src data: "
     policy += f"{_hash(imports)} {_hash(start)}"
@@ -51,29 +53,43 @@ def page(data: dict[str, Any]) -> str:
     return _between(html, "body", body)
 
 
+def _needed(start: str) -> list[Path]:
+    """Return the modules that the module `start` imports, with it."""
+    found, waiting = set(), {start}
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        waiting |= {*IMPORT.findall((PAGE / f"{name}.js").read_text(encoding="utf-8"))} - found
+    return [PAGE / f"{name}.js" for name in sorted(found)]
+
+
 def _of(run: ViewedRun, most: int) -> dict[str, Any]:
     run.index.refresh(budget_s=float("inf"))
-    rows, taken, size = run.index.rows, [], 0
-    newest = sorted(
-        range(len(rows)), key=lambda number: rows[number][COLUMNS.index("step")] or 0, reverse=True
-    )
-    kept = []
-    for number in newest[:most]:
+    rows, size = run.index.rows, 0
+    story = run.story()
+    wanted = [one["number"] for part in PARTS for one in story[part]]
+    chosen: dict[int, dict[str, Any]] = {}
+    for number in choose(rows, wanted, most):
         episode = episode_of(run, number)
         size += len(json.dumps(episode))
         if size > MOST_BYTES:
             break
-        taken.append(episode)
-        kept.append(rows[number])
+        chosen[number] = episode
+    kept = sorted(chosen)
+    places = {number: place for place, number in enumerate(kept)}
+    for part in PARTS:
+        found = [one for one in story[part] if one["number"] in places]
+        story[part] = [{**one, "number": places[one["number"]]} for one in found]
     parts = list(_metrics(run))
     return {
         "about": run.about(),
         "metrics": [row for part in parts for row in part["rows"]],
         "glossary": {name: entry for part in parts for name, entry in part["glossary"].items()},
         "columns": COLUMNS,
-        "rows": kept,
+        "rows": [rows[number] for number in kept],
         "files": run.index.names,
-        "episodes": taken,
+        "episodes": [chosen[number] for number in kept],
+        "story": story,
         "all": len(rows),
     }
 

@@ -17,6 +17,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from rl4llm.extensions.view.words import lines_of
+
 CHUNK = 16 << 20  # bytes to read at once; a longer line is read whole
 FINITE = json.JSONDecoder(
     parse_constant=lambda _: None
@@ -26,7 +28,8 @@ NAME = re.compile(r"(step|eval)-(\d+)(-rank\d+)?\.jsonl")
 SHORT_ENDS = b', "messages": ['
 TEXT_ENDS = b', "spans": ['
 COLUMNS = (
-    "file", "set", "step", "prompt", "sample", "reward", "turns", "tokens", "stop", "mismatch", "role", "failure", "more"
+    "file", "set", "step", "prompt", "sample", "reward", "turns", "tokens", "stop", "mismatch", "role", "failure", "more",
+    "question", "answer", "odd"
 )  # fmt: skip
 KNOWN = {
     "step", "prompt_id", "sample", "reward", "turns", "tokens", "stop_reason", "mismatch", "role", "failure", "failure_class"
@@ -212,7 +215,20 @@ def _row(file: _File, line: bytes) -> list[Any]:
         str(number("role") or ""),
         str(failure),
         more,
+        *lines_of(_messages(line), number("turns")),
     ]
+
+
+def _messages(line: bytes) -> Any:
+    """Return the messages of an episode, without parsing its tokens."""
+    start = line.find(SHORT_ENDS)
+    if start < 0:
+        return _parsed(line).get("messages")
+    text = line[start + len(SHORT_ENDS) - 1 : line.find(TEXT_ENDS) + 1 or None].decode(errors="replace")
+    try:
+        return FINITE.raw_decode(text)[0]
+    except (ValueError, RecursionError):
+        return None  # the name is inside a value, or the line is damaged
 
 
 def _short(line: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from rl4llm.core.errors import RunDirError
 from rl4llm.core.redact import redacted
 from rl4llm.extensions.view.index import EpisodeIndex
+from rl4llm.extensions.view.story import Totals, episodes, headline
 from rl4llm.extensions.view.texts import TokenTexts
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.tracking.alerts import RULES
@@ -35,6 +37,9 @@ class ViewedRun:
         self._run = RunDir(path)
         self.index = EpisodeIndex(self._run.episodes_dir)
         self.texts = TokenTexts(path, self._model_path)
+        self._totals, self._read = Totals(), 0
+        self._chosen: tuple[tuple[int, int], dict[str, Any]] = (-1, -1), {}
+        self._lock = threading.Lock()
 
     def about(self) -> dict[str, Any]:
         """Return name, path, identity, dotted configuration, warnings, whether it is running, and alerts, see
@@ -79,6 +84,18 @@ class ViewedRun:
             "damaged": len(lines) - len(rows),
             "glossary": _glossary(rows),
         }
+
+    def story(self) -> dict[str, Any]:
+        """Return what happened so far, in words, and the numbers of a few episodes of this generation of the index."""
+        with self._lock:
+            while (part := self.metrics(self._read))["rows"] or part["reset"]:
+                self._totals = Totals() if part["reset"] else self._totals
+                self._totals.add(part["rows"])
+                self._read = part["next"]
+            state = self.index.generation, len(self.index.rows)
+            if self._chosen[0] != state:
+                self._chosen = state, episodes(self.index.rows[: state[1]])
+            return {"generation": state[0], **headline(self._totals, self.about()), **self._chosen[1]}
 
     def _alerts(self) -> list[dict[str, Any]]:
         """Return each alert once: its name, what was seen, why it matters, its metric, and its first and last step."""

@@ -2,6 +2,7 @@
 
     GET /                                the page; its modules and styles are under /page/
     GET /api/runs                        a description of each run
+    GET /api/runs/0/story                what happened, and episodes that show it
     GET /api/runs/0/metrics?from=BYTE    rows of metrics from this byte
     GET /api/runs/0/episodes?from=N&generation=G      rows of the list of episodes from row N
     GET /api/runs/0/episodes/N?generation=G           one episode and the text of its tokens
@@ -37,6 +38,7 @@ PORTS = range(6100, 6120)
 ROWS_AT_ONCE = 50_000
 RUNS = web.AppKey("runs", tuple)
 TOKEN = web.AppKey("token", str)
+START = web.AppKey("start", str)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 HOST = re.compile(rf"({'|'.join(map(re.escape, LOOPBACK))})(:\d{{1,5}})?", re.ASCII | re.IGNORECASE)
 HEADERS = {
@@ -54,9 +56,15 @@ class ViewError(RL4LLMError):
 
 
 def serve(
-    runs: Sequence[ViewedRun], port: int | None, ready: Callable[[str], None], *, with_token: bool = True
+    application: Callable[[str], web.Application],
+    port: int | None,
+    ready: Callable[[str], None],
+    *,
+    with_token: bool = True,
 ) -> None:
-    """Serve the page until Ctrl-C; `ready` receives its address, with the token of this start unless that is disabled.
+    """Serve a page until Ctrl-C; `ready` receives its address, with the token of this start unless that is disabled.
+
+    `application` makes the page's application from the token.
 
     Without a port it uses the first free one of PORTS, with 0 any free one. Raises ViewError if the port is in use.
     """
@@ -66,23 +74,30 @@ def serve(
     async def started(app: web.Application) -> None:
         ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
 
-    app = application(runs, token)
+    app = application(token)
     app.on_startup.append(started)
     web.run_app(app, sock=listener, print=None, access_log=None, handle_signals=True, shutdown_timeout=1)
 
 
 def application(runs: Sequence[ViewedRun], token: str = "") -> web.Application:
     """Return the web application; every request needs the token."""
-    app = web.Application(middlewares=[_guard])
+    app = guarded(token)
     app[RUNS] = tuple(runs)
-    app[TOKEN] = token
-    app.router.add_get("/", _page)
-    app.router.add_get("/page/{name}", _page)
     app.router.add_get("/api/runs", _about)
+    app.router.add_get("/api/runs/{run}/story", _story)
     app.router.add_get("/api/runs/{run}/metrics", _metrics)
     app.router.add_get("/api/runs/{run}/episodes", _rows)
     app.router.add_get("/api/runs/{run}/episodes/{number}", _episode)
     app.router.add_get("/api/runs/{run}/search", _search)
+    return app
+
+
+def guarded(token: str, start: str = "index.html") -> web.Application:
+    """Return an application that serves the files of the page, `start` at its root, to whoever has the token."""
+    app = web.Application(middlewares=[_guard])
+    app[TOKEN], app[START] = token, start
+    app.router.add_get("/", _page)
+    app.router.add_get("/page/{name}", _page)
     return app
 
 
@@ -119,7 +134,7 @@ async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
         text = f"This page is only available at {', '.join(LOOPBACK)}, not at {host!r}.\n"
         response: web.StreamResponse = web.Response(status=403, text=text)
     elif not _knows_token(request):
-        text = "This page needs a token. Open the address that `rl4llm view` printed, with ?token=...\n"
+        text = "This page needs a token. Open the address that the command printed, with ?token=...\n"
         response = web.Response(status=403, text=text)
     else:
         try:
@@ -148,7 +163,7 @@ def _cookie(request: web.Request) -> str:
 
 
 async def _page(request: web.Request) -> web.Response:
-    name = request.match_info.get("name", "index.html")
+    name = request.match_info.get("name", request.app[START])
     names = {path.name: path for path in PAGE.iterdir()}
     if name not in names:
         raise LookupError(f"{name} does not exist")
@@ -160,23 +175,27 @@ async def _page(request: web.Request) -> web.Response:
 
 
 async def _about(request: web.Request) -> web.Response:
-    return await _json(lambda: [run.about() for run in request.app[RUNS]])
+    return await json_of(lambda: [run.about() for run in request.app[RUNS]])
+
+
+async def _story(request: web.Request) -> web.Response:
+    return await json_of(_run(request).story)
 
 
 async def _metrics(request: web.Request) -> web.Response:
     run, start = _run(request), _number(request, "from")
-    return await _json(lambda: run.metrics(start))
+    return await json_of(lambda: run.metrics(start))
 
 
 async def _rows(request: web.Request) -> web.Response:
     run, start, generation = _run(request), _number(request, "from"), _number(request, "generation")
-    return await _json(lambda: rows_of(run, start, generation))
+    return await json_of(lambda: rows_of(run, start, generation))
 
 
 async def _episode(request: web.Request) -> web.Response:
     run, number = _run(request), int(_digits(request.match_info["number"]))
     _check_generation(request, run)
-    return await _json(lambda: episode_of(run, number))
+    return await json_of(lambda: episode_of(run, number))
 
 
 async def _search(request: web.Request) -> web.Response:
@@ -187,10 +206,10 @@ async def _search(request: web.Request) -> web.Response:
         numbers, complete = run.index.search(text)
         return {"numbers": numbers, "complete": complete}
 
-    return await _json(search)
+    return await json_of(search)
 
 
-async def _json(make: Callable[[], Any]) -> web.Response:
+async def json_of(make: Callable[[], Any]) -> web.Response:
     """Return the result of `make`, which may read files, as JSON."""
 
     def body() -> bytes:

@@ -187,7 +187,9 @@ class Engine:
         )
         dtype = self._autocast or next(self._model.parameters()).dtype
         self._prefix_cache = KVCache(dtype, self._device)
-        self._cache = KVCache(dtype, self._device, prefixes=self._prefix_cache)
+        self._cache = KVCache(
+            dtype, self._device, prefixes=self._prefix_cache, spare=self._decoder.spare_rows
+        )
         self._prefixes = PrefixTable(self._prefix_cache)
         self._rows = RowTable(self._cache, self._max_rows)
 

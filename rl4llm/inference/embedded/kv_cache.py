@@ -19,12 +19,15 @@ class KVCache:
 
     `states` are those of recurrent layers, (rows, ...), by layer, kind and number. A row has one of each, after its last
     token. Unused places hold zeros or old finite values, never garbage: a masked weight of 0 times NaN would be
-    NaN. `prefixes` is the cache of prompts that several rows of this one share.
+    NaN. `prefixes` is the cache of prompts that several rows of this one share. Behind the rows there are `spare` ones for
+    padding. `placed` counts how often slabs got another place in memory.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None):
-        self.dtype, self.device, self.prefixes = dtype, device, prefixes
-        self.rows = self.capacity = 0
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None, spare: int = 0
+    ):
+        self.dtype, self.device, self.prefixes, self._spare = dtype, device, prefixes, spare
+        self.rows = self.capacity = self.placed = 0
         self._window: Window | None = None
         self._keys: dict[int, Tensor] = {}  # slabs by layer
         self._values: dict[int, Tensor] = {}
@@ -59,11 +62,11 @@ class KVCache:
             return
         for slabs in (self._keys, self._values):
             for layer, slab in slabs.items():
-                slabs[layer] = slab.new_zeros(rows, slab.shape[1], length, slab.shape[3])
-                slabs[layer][: self.rows, :, : self.capacity] = slab
+                slabs[layer] = slab.new_zeros(rows + self._spare, slab.shape[1], length, slab.shape[3])
+                slabs[layer][: self.rows, :, : self.capacity] = slab[: self.rows]
         for name, states in self.states.items():
             self.states[name] = torch.cat([states, states.new_zeros(rows - len(states), *states.shape[1:])])
-        self.rows, self.capacity = rows, length
+        self.rows, self.capacity, self.placed = rows, length, self.placed + 1
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the window's new keys and values, (B, heads, S, D); return all that its rows may attend to."""
@@ -94,6 +97,7 @@ class KVCache:
     def drop(self) -> None:
         """Free the memory."""
         self.rows = self.capacity = 0
+        self.placed += 1
         self._window = None
         self._keys, self._values, self.states = {}, {}, {}
 
@@ -111,7 +115,8 @@ class KVCache:
 
     def _slab(self, slabs: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
         if layer not in slabs:
-            slabs[layer] = like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
+            size = self.rows + self._spare, like.shape[1], self.capacity, like.shape[3]
+            slabs[layer] = like.new_zeros(size)
         return slabs[layer]
 
 

@@ -67,6 +67,7 @@ class LlamaDecoder:
     name = "fast"
     reads_prefixes = True
     recurrent = False
+    spare_rows = 0
 
     def __init__(self, model: Any, context_length: int, autocast: torch.dtype | None = None):
         _check(model, context_length)
@@ -76,7 +77,7 @@ class LlamaDecoder:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self._rotary = model.model.rotary_emb
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self.tables: tuple[Tensor, Tensor] | None = None
         self._embedding = model.model.embed_tokens.weight
         self._layers = [_layer(layer, autocast) for layer in model.model.layers]
         self._norm = _norm(model.model.norm)
@@ -192,12 +193,12 @@ class LlamaDecoder:
 
     def _rope(self, window: Window) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines of the window's positions, (B, S, 1, head_dim), from the model's own module."""
-        if self._tables is None or len(self._tables[0]) < window.last:
+        if self.tables is None or len(self.tables[0]) < window.last:
             positions = torch.arange(window.last + ROPE_AHEAD, device=self._embedding.device)
             cos, sin = self._rotary(self._embedding[:1], positions[None])
             sin = torch.cat([-sin[0, :, : self.head_dim // 2], sin[0, :, self.head_dim // 2 :]], dim=-1)
-            self._tables = cos[0], sin
-        cos, sin = (F.embedding(window.positions_BS, table).unsqueeze(2) for table in self._tables)
+            self.tables = cos[0], sin
+        cos, sin = (F.embedding(window.positions_BS, table).unsqueeze(2) for table in self.tables)
         return cos, sin
 
 

@@ -103,6 +103,7 @@ class ModelDecoder:
 
     name = "model"
     reads_prefixes = False
+    spare_rows = 0
 
     def __init__(self, model: Any, autocast: torch.dtype | None = None):
         self._copy = None if autocast is None else AutocastCopy(model, autocast)

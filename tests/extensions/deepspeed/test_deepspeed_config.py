@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from rl4llm.compose import build_algorithm
+from rl4llm.compose.choices import check_choices
+from rl4llm.compose.tables import Given
+from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.deepspeed.config import OURS, Demands, ZeroOptions, engine_config
 
@@ -108,3 +112,35 @@ def test_bucket_is_no_larger_than_the_model_by_default(trained, size):
     assert engine_config(None, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == size
     given = {"zero_optimization": {"reduce_bucket_size": 5}}
     assert engine_config(given, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"zero_stage": 1}, "zero_stage=1 a bf16 model cannot leave"),
+        ({"config": {"zero_optimization": {"stage": 1}}}, "zero_stage=1 a bf16 model cannot leave"),
+        ({"zero_stage": 3}, "zero_stage=3 a model that does not train cannot leave"),
+        ({"zero_stage": 1, "offload_optimizer": True}, None),
+        ({"zero_stage": 2}, None),
+        ({"zero_stage": 3, "offload_param": True}, None),
+    ],
+)
+def test_model_that_cannot_offload_is_refused_before_a_start(keys, expected):
+    config = load_config(
+        None,
+        {
+            "backend": {"name": "deepspeed", **keys},
+            "model.path": "MODEL",
+            "data.path": "arithmetic",
+            "model.dtype": "bfloat16",
+            "model.device": "cuda",
+            "inference": {"name": "sglang", "cohost": True},
+            "algorithm": {"name": "grpo", "kl_coef": 0.1},
+        },
+    )
+    found = None
+    try:
+        check_choices(config, Given(), build_algorithm(config).needs())
+    except ConfigError as error:
+        found = str(error)
+    assert found is None if expected is None else expected in found

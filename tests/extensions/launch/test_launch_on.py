@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import yaml
 from launch_cluster import COUNTS, EVERY_ROLE, OPTIONS, RL4LLM, SECRETS
 from small_run import SmallRun
 
+from rl4llm import __version__
 from rl4llm.cli import main
 from rl4llm.compose.choices import nobody_starts
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.launch.launchers import prepared
 from rl4llm.extensions.launch.local import planned
+from rl4llm.extensions.launch.ray import Holder
 
 WAITS = RL4LLM.replace("-lt 8", "-lt 99")  # until it is told to end
 
@@ -111,16 +115,14 @@ def check_all_started(cluster, config):
 
 def test_slurm_script_starts_all_roles_and_returns_the_code(written, cluster):
     cluster.add("srun", SRUN)
-    directory = written("slurm", options=["partition=gpu", "server.cpus-per-task=8"])
+    directory = written("slurm", options=["partition=gpu", "server.cpus-per-task=6"])
     script = directory / "job.sbatch"
     components = script.read_text().split("set -euo")[0].split("#SBATCH hetjob\n")
     assert "#SBATCH --nodes=2\n" in components[0]
     assert "#SBATCH --ntasks=3\n" in components[1]
-    assert [("--partition=gpu" in part, "--cpus-per-task=8" in part) for part in components] == [
-        (1, 0),
-        (1, 1),
-        (1, 0),
-    ]
+    assert all("--partition=gpu\n" in part and "--mem-per-cpu=8G\n" in part for part in components)
+    asked = [re.search(r"--cpus-per-task=(\d+)\n", part)[1] for part in components]
+    assert asked == ["16", "6", "4"]  # of a trainer with four processes, a server, an environment server
     done = ran(script, cluster)
     assert done.returncode == 75, done.stderr
     _, hosts = check_all_started(cluster, directory / "config.yaml")
@@ -219,6 +221,9 @@ def test_each_node_of_a_skypilot_task_starts_what_its_rank_says(written, cluster
     task = yaml.safe_load((directory / "task.yaml").read_text())
     assert task["num_nodes"] == 5  # two that train, and one for each server where there are no GPUs to count
     assert task["secrets"] == dict.fromkeys(SECRETS)
+    assert (task["resources"]["cpus"], task["resources"]["memory"]) == ("28+", "224+")
+    assert f"pip install 'rl4llm=={__version__}'" in task["setup"]
+    assert "sglang" in task["setup"]
     ips = "\n".join(f"10.0.0.{rank}" for rank in range(5))
     nodes = []
     for rank in range(5):
@@ -259,6 +264,15 @@ def test_kubernetes_objects_are_valid_and_pods_have_their_names(written):
         (container,) = pod["spec"]["containers"]
         assert container["command"] == ["rl4llm", "launch", "/etc/rl4llm/config.yaml", "--as", role]
         environ = {item["name"]: item.get("value") for item in container["env"]}
+        assert (
+            container["resources"]["requests"]
+            == {
+                "trainer": {"cpu": "32", "memory": "256Gi"},
+                "server": {"cpu": "4", "memory": "32Gi"},
+                "router": {"cpu": "4", "memory": "32Gi"},
+                "env": {"cpu": "4", "memory": "32Gi"},
+            }[role]
+        )
         mounted = {item["name"] for item in container["volumeMounts"]}
         assert mounted == {item["name"] for item in pod["spec"]["volumes"]}
     assert {role: environ[f"RL4LLM_{role.upper()}_HOSTS"] for role in COUNTS} == pods
@@ -485,3 +499,19 @@ def test_trainer_started_alone_names_options_without_effect():
     )
     known = ["inference.url=http://a:1", "env.remote=b:2"]
     assert nobody_starts(load_config(overrides=[*section, *known])) == ""
+
+
+def test_slurm_options_about_processors_replace_the_usual_ones(written):
+    options = ["cpus-per-gpu=6", "mem=0", "trainer.mem-per-gpu=64G"]
+    script = (written("slurm", options=options) / "job.sbatch").read_text()
+    assert "--cpus-per-task" not in script
+    assert "--mem-per-cpu" not in script
+
+
+def test_ray_job_works_in_the_directory_where_it_was_submitted(written, tmp_path):
+    written("ray", options=[])
+    job = prepared("ray", "run.yaml", [], options=[], out=tmp_path / "on ray")
+    assert job[2][-2:] == [str(tmp_path / "on ray" / "config.yaml"), str(tmp_path)]
+    holder = Holder()
+    assert holder.hold([sys.executable, "-c", "open('here', 'w').close()"], {}, str(tmp_path / "on ray")) == 0
+    assert (tmp_path / "on ray" / "here").exists()

@@ -378,6 +378,12 @@ def test_what_a_host_cannot_do_is_refused_before_anything_starts(host, remote, n
     assert host.env_host._hosted == {}
 
 
+def test_a_host_tells_which_rewards_need_a_ground_truth(host, remote):
+    wrapped = {"name": "scale", "reward": "tool_use", "factor": 2.0}
+    env = remote([host], "chat", rows("Guess."), ["math", "format", wrapped])
+    assert [function.needs_ground_truth for function in env.reward_functions] == [True, False, False]
+
+
 def test_a_program_is_repaired_on_a_host(remote, play):
     row = {
         "messages": [{"role": "user", "content": "Write double(x)."}],

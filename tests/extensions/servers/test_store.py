@@ -20,6 +20,7 @@ from rl4llm.core.errors import WeightsError
 from rl4llm.core.types import TensorSpec
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.runs.tensor_file import pieces
 
 
 def tensors(scale=1.0):
@@ -64,6 +65,23 @@ def test_safetensors_reads_back_streams_of_any_shard_size(tmp_path, shard_bytes)
     assert os.path.isabs(weight_ref.path)
     assert_equal(read(store.root / "v000003"), tensors(4.0))
     store.verify(weight_ref)
+
+
+def test_the_config_of_a_narrow_version_names_its_dtype(tmp_path):
+    def write_config(directory):
+        sizes = {"dtype": "float32", "text_config": {"dtype": "float32"}, "other": {}}
+        (directory / "config.json").write_text(json.dumps(sizes))
+
+    weight_ref = WeightStore(tmp_path, dtype=torch.bfloat16).write(
+        1, specs(tensors()), iter(tensors().items()), write_config
+    )
+    written = json.loads((tmp_path / "v000001" / "config.json").read_text())
+    assert (written["dtype"], written["text_config"]["dtype"], written["other"]) == (
+        "bfloat16",
+        "bfloat16",
+        {},
+    )
+    WeightStore(tmp_path).verify(weight_ref)
 
 
 def test_float32_matrices_are_written_in_the_servers_dtype(tmp_path):
@@ -378,3 +396,11 @@ def test_the_manifest_lists_every_tensor(tmp_path):
     manifest = json.loads((tmp_path / "v000001" / "manifest.json").read_text())
     assert manifest["version"] == 1
     assert manifest["tensors"]["half"] == [[4, 4], "torch.bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_is_copied_through_a_smaller_buffer(dtype):
+    tensor = torch.randn(7, 11).to(dtype).T
+    buffer = torch.empty(16, dtype=torch.uint8)
+    found = b"".join(bytes(piece) for piece in pieces(tensor, buffer))
+    assert torch.equal(torch.frombuffer(bytearray(found), dtype=dtype).reshape(11, 7), tensor)

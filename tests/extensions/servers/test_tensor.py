@@ -14,7 +14,7 @@ from fault_server import FaultServer, reset, small_model, status
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
 from rl4llm.core.types import SamplingParams, TensorSpec, WeightRef
-from rl4llm.extensions.servers.clients import neighbour, sglang, sglang_tensors
+from rl4llm.extensions.servers.clients import neighbour, sglang_tensors, together
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
@@ -235,7 +235,7 @@ def test_a_failed_process_group_is_left_at_both_ends(play, backend):
                 EngineError, match=r"could not be sent weights .* inference.trainer_host='127.0.0.1'"
             ):
                 await TensorPublisher(client, "distributed").publish(backend, 2)
-            assert client._group is None
+            assert not client.together.groups
             assert not server.groups
             names.add(str(server.calls["/destroy_weights_update_group"]))
         assert names == {"1", "2"}
@@ -410,7 +410,7 @@ def test_a_server_with_another_nccl_is_not_asked_to_join(play, backend, monkeypa
     def differs(url):
         raise EngineError(f"the trainer has 2.29.7, {url} has 2.30.7. Set sync.name=filesystem")
 
-    monkeypatch.setattr(sglang, "check_same_nccl", differs)
+    monkeypatch.setattr(together, "check_same_nccl", differs)
 
     async def story(server, client):
         async def on_a_gpu(body):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from rl4llm import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, SFTConfig
+from rl4llm import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, DataError
@@ -20,7 +20,9 @@ from rl4llm.extensions.trl.script import Script
 from rl4llm.extensions.trl.table import TABLES
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = {cls.algorithm: cls for cls in (GRPOConfig, DPOConfig, SFTConfig, KTOConfig, RewardConfig)}
+CONFIGS = {
+    cls.algorithm: cls for cls in (GRPOConfig, RLOOConfig, DPOConfig, SFTConfig, KTOConfig, RewardConfig)
+}
 PROMPTS = [{"prompt": "a"}] * 64
 
 
@@ -178,7 +180,7 @@ def test_an_adapter_is_what_peft_says_it_is():
         ({"callbacks": ["x"]}, "metrics.jsonl"),
         ({"loss_type": "vespo"}, "loss_type"),
         ({"args": GRPOConfig("out", loss_type="cispo")}, "epsilon_high"),
-        ({"use_vllm": True}, "vllm_mode='server'"),
+        ({"use_vllm": True, "vllm_mode": "remote"}, "vllm_mode='remote'"),
         ({"num_generations": 7, "per_device_train_batch_size": 8}, "multiple of num_generations=7"),
         ({"lr_scheduler_type": "polynomial"}, "Accepted: constant"),
         ({"report_to": ["azure"]}, "report_to"),
@@ -188,7 +190,6 @@ def test_an_adapter_is_what_peft_says_it_is():
         ({"optim": "adafactor"}, "AdamW"),
         ({"delta": 1.1}, "above 1 \\+ epsilon_high"),
         ({"steps_per_generation": 2, "generation_batch_size": 16}, "Set only one of them"),
-        ({"peft_config": {"r": 8}}, "target_modules"),
         ({"args": object()}, "imported from rl4llm"),
         ({"args": DPOConfig("out")}, "another trainer"),
         ({"args": GRPOConfig("out", beta=0.1), "beta": 0.2}, "set twice"),

@@ -171,3 +171,13 @@ def _wait(get, failure):
             pass
         time.sleep(0.05)
     raise AssertionError(failure)
+
+
+def list_episodes(page, by="sample"):
+    """Open the list of episodes, a row for each sample."""
+    page.press("2")
+    page.until("document.getElementById('count')")
+    page.value(
+        f"(() => {{ const field = document.querySelector('[data-by]'); field.value = '{by}';"
+        " field.dispatchEvent(new Event('change')); })()"
+    )

@@ -13,13 +13,18 @@ from rl4llm.extensions.view.run import find_runs
 from rl4llm.extensions.view.server import application
 
 
-@contextmanager
 def served(*paths, token=""):
     """The address of the page of these runs, without its token."""
+    return hosting(application(find_runs(paths), token))
+
+
+@contextmanager
+def hosting(app):
+    """The address of an application's page."""
     loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
 
     async def start():
-        runner = web.AppRunner(application(find_runs(paths), token))
+        runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         found.extend([runner, f"http://127.0.0.1:{runner.addresses[0][1]}/"])
@@ -41,12 +46,12 @@ def served(*paths, token=""):
         thread.join()
 
 
-def request(url, path, method="GET", **headers):
+def request(url, path, method="GET", body=None, **headers):
     """Status, headers and body of an answer."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
     try:
-        connection.request(method, path, headers=headers)
+        connection.request(method, path, body, headers=headers)
         response = connection.getresponse()
         return response.status, response.headers, response.read()
     finally:

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from extensions.view.browser import Browser, find_browser
+from extensions.view.browser import list_episodes
 from extensions.view.runs import episode, write_run, write_step
 from extensions.view.serving import served
 
@@ -14,40 +14,7 @@ from rl4llm.tracking.episodes import EpisodeLog
 from rl4llm.tracking.glossary import find
 from rl4llm.tracking.tracker import JsonlTracker
 
-HOSTILE = (
-    "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'> \ud800 \u202e &lt;b&gt;"
-)
-
 NOTHING, MINUS = "\u2013", "\u2212"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    program = find_browser()
-    if program is None:
-        pytest.skip("no browser is installed; `apt-get install chromium`, or name one in RL4LLM_BROWSER")
-    with Browser.start(program, tmp_path_factory.mktemp("chromium")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def runs(tokenizer, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("runs")
-    return write_run(directory / "one", tokenizer, steps=6), write_run(
-        directory / "two", tokenizer, lr="2.0e-4", offset=0.3
-    )
-
-
-@pytest.fixture
-def page(browser, runs):
-    browser.errors.clear()
-    browser.requests.clear()
-    with served(*runs) as url:
-        browser.open(url)
-        yield browser
-        browser.call("Page.navigate", url="about:blank")
-    assert not browser.errors
-    assert not [asked for asked in browser.requests if not asked.startswith((url, "data:", "about:"))]
 
 
 def rows(page):
@@ -67,11 +34,6 @@ def test_page_moves_its_token_from_the_address_to_a_cookie(browser, runs):
         browser.until("document.querySelectorAll('svg').length")
         browser.call("Page.navigate", url="about:blank")
     assert not browser.errors
-
-
-def list_episodes(page):
-    page.press("2")
-    page.until("document.getElementById('count')")
 
 
 def choose(page, name, value):
@@ -164,11 +126,12 @@ def test_an_episode_is_read_token_by_token_from_the_keyboard(page):
     text = page.value("[...document.querySelectorAll('.token')].map(e => e.innerText).join('')")
     assert text.startswith("How much is 6-0?") and text.endswith("It is 40.")
     page.press("ArrowRight")
+    assert page.value(
+        "document.querySelector('.token.policy').classList.contains('chosen')"
+    )  # the first sampled one
+    page.press("ArrowLeft")
     assert facts(page)["author"] == "context" and facts(page)["advantage"] == NOTHING
-    policy = page.value(
-        "[...document.querySelectorAll('.token')].findIndex(e => e.classList.contains('policy'))"
-    )
-    page.press(*["ArrowRight"] * policy)
+    page.press("ArrowRight")
     told = facts(page)
     assert (told["author"], told["weights' version"]) == ("policy", "3")
     assert (told[f"trainer {MINUS} engine"], told["advantage"]) == ("+0.006", f"{MINUS}0.5")
@@ -195,6 +158,140 @@ def test_token_under_the_pointer_is_described(page):
     page.point(".token.policy")
     page.until("document.querySelector('[data-fact=author]')?.innerText === 'policy'")
     assert page.value("document.querySelectorAll('.token.chosen').length") == 1
+
+
+def test_samples_of_a_prompt_are_one_row_with_a_dot_each(page):
+    list_episodes(page, by="prompt")
+    assert page.text("#count").startswith("76 of 76 episodes")
+    assert len(rows(page)) == 9 * 2 + 4
+    first = page.value("[...document.querySelectorAll('tbody tr:first-child .dot')].map(e => e.ariaLabel)")
+    assert first == [f"sample {i}: reward {int(i == 2)}, done" for i in range(4)]
+    fill = page.value(
+        "[...document.querySelectorAll('tbody tr:first-child .dot')].map(e => e.style.getPropertyValue('--fill'))"
+    )
+    assert fill == ["0%", "0%", "100%", "0%"]
+    assert page.text("tbody tr:first-child .question") == "How much is 6-0?"
+    assert page.text("tbody tr:first-child .answer") == "It is 42."  # the best one's
+    page.click("tbody tr:first-child .dot:nth-child(3)")
+    page.until("document.querySelector('h1')?.innerText.includes('sample 2')")
+
+
+@pytest.fixture
+def odd_run(tokenizer, tmp_path):
+    """Three evaluations of one prompt, which is learned, a group of equal rewards and one that differs in the last step."""
+    run = write_run(tmp_path / "run", tokenizer, steps=1)
+    log, metrics = (
+        EpisodeLog(run / "episodes", resume_step=1),
+        JsonlTracker(run / "metrics.jsonl", resume_step=1),
+    )
+    for step, reward in ((0, 0.0), (10, 0.0), (20, 1.0)):
+        metrics.log(step, {"eval/accuracy": reward, "time/step": 60.0, "flat": 1.0, "twin": reward})
+        said = episode(tokenizer, "h/1 &", answer=f"It is {step}.", reward=reward)
+        log.log(step, [Group("h/1 &", (said,))], kind="eval")
+    groups = {"equal": (1.0, 1.0), "mixed": (0.0, 1.0)}
+    made = [
+        Group(
+            name,
+            tuple(episode(tokenizer, name, i, reward=one, answer="so " * 40) for i, one in enumerate(pair)),
+        )
+        for name, pair in groups.items()
+    ]
+    log.log(20, made, credits=[[0.0, 0.0], [-1.0, 1.0]])
+    metrics.close()
+    return run
+
+
+@pytest.mark.parametrize("form", ["served", "exported"])
+def test_first_page_says_what_happened_and_links_episodes(browser, odd_run, tmp_path, form):
+    report = tmp_path / "report.html"
+    export(find_runs([odd_run]), report, episodes=6)
+    with served(odd_run) as url:
+        browser.open(url if form == "served" else report.as_uri())
+        assert browser.text(".story h1") == "Held-out accuracy 0 % \u2192 100 % in 20 steps, 3 min, GRPO"
+        shown = browser.value("[...document.querySelectorAll('.cards.shown .card')].map(e => e.innerText)")
+        assert len(shown) == 3 and "step 0" in shown[0] and "It is 0." in shown[0]
+        assert "same prompt, held-out, step 20" in shown[1] and "It is 20." in shown[1]
+        odd = browser.value("[...document.querySelectorAll('.cards.suspicious .card')].map(e => e.innerText)")
+        assert len(odd) == 2 and "high reward for an odd answer" in odd[0] and "repeats itself" in odd[0]
+        browser.click(".cards.shown .card:nth-child(2)")
+        browser.until(
+            "document.querySelector('.message.assistant:last-child')?.innerText.includes('It is 20.')"
+        )
+        browser.call("Page.navigate", url="about:blank")
+
+
+def test_groups_without_gradient_come_last_and_are_marked(browser, odd_run):
+    with served(odd_run) as url:
+        browser.open(url)
+        list_episodes(browser, by="prompt")
+        listed = [row[2].strip().split("\n")[0] for row in rows(browser)]
+        assert listed[:3] == ["How much is mixed?", "How much is h/1 &?", "How much is equal?"]
+        marked = browser.value(
+            "[...document.querySelectorAll('tr[data-row]')].filter(e => e.innerText.includes('no gradient')).length"
+        )
+        assert marked == 1 and "no gradient" in rows(browser)[2][2]
+        browser.call("Page.navigate", url="about:blank")
+
+
+def test_a_prompt_is_followed_through_all_steps(browser, odd_run):
+    with served(odd_run) as url:
+        browser.open(url)
+        list_episodes(browser, by="prompt")
+        browser.click("tr[data-row] .follow")
+        browser.until("document.querySelector('article h1')")
+        assert "How much is h/1 &?" in browser.text("h1")
+        assert [(row[0], row[3]) for row in rows(browser)] == [("0", "0"), ("10", "0"), ("20", "1")]
+        browser.press("Escape")
+        browser.until("document.querySelector('[data-by]')")
+        browser.call("Page.navigate", url="about:blank")
+
+
+def test_flat_charts_come_last_and_equal_ones_once(browser, odd_run):
+    with served(odd_run) as url:
+        browser.open(url)
+        assert browser.value("document.querySelectorAll('.chart[data-metric=\"twin\"]').length") == 0
+        assert "twin" in browser.text('.chart[data-metric="eval/accuracy"] .same')
+        assert browser.text("details.family:last-child summary").startswith("flat or noisy")
+        browser.click("details.family:last-child summary")
+        browser.until("document.querySelector('details.family:last-child .chart[data-metric=flat]')")
+        axis = browser.value(
+            "[...document.querySelectorAll('.chart[data-metric=\"eval/accuracy\"] .axis')].map(e => e.textContent)"
+        )
+        assert "50 %" in axis
+        browser.call("Page.navigate", url="about:blank")
+
+
+def test_two_runs_show_how_their_last_values_differ(page):
+    assert page.value("document.querySelectorAll('[data-story]').length") == 2
+    cells = page.value(
+        "[...document.querySelectorAll('[data-compared=\"reward/mean\"] td')].map(e => e.innerText)"
+    )
+    assert cells == ["0.4", "0.5 (+0.1)"]  # means of steps 2 to 6, and of 1 to 3 with 0.3 more
+
+
+def test_a_phone_needs_no_sideways_scrolling(page):
+    page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+    try:
+        page.value("document.documentElement.dataset.ready = 'old'; location.reload()")
+        page.until("document.documentElement?.dataset.ready === 'yes'")
+        page.until("document.querySelectorAll('svg path').length")
+        wide = "document.documentElement.scrollWidth"
+        assert page.value(wide) <= 390
+        assert page.value(
+            "[...document.querySelectorAll('.runs b')].every(e => e.scrollWidth <= e.clientWidth || e.clientWidth === 0)"
+        )
+        list_episodes(page, by="prompt")
+        assert page.value(wide) <= 390 and not page.value("document.querySelector('.filters').open")
+        table = "document.querySelector('.scroll')"
+        assert page.value(f"{table}.scrollWidth") <= page.value(f"{table}.clientWidth")
+        page.press("j", "Enter")
+        page.until("document.querySelector('.tokens')")
+        assert page.value("getComputedStyle(document.querySelector('.panel')).display") == "none"
+        page.press("ArrowRight")
+        assert page.value("getComputedStyle(document.querySelector('.panel')).display") != "none"
+        assert page.value(wide) <= 390
+    finally:
+        page.call("Emulation.clearDeviceMetricsOverride")
 
 
 def test_configurations_are_compared(page):
@@ -274,69 +371,6 @@ def test_the_themes_differ_and_the_choice_is_kept(page):
     page.press("t")
 
 
-def write_hostile_run(directory, tokenizer):
-    run = write_run(directory / "run</script>", tokenizer, steps=1)
-    said = episode(
-        tokenizer, HOSTILE, answer=HOSTILE + "y" * (10 << 20), note={HOSTILE: HOSTILE}, reward=float("inf")
-    )
-    EpisodeLog(run / "episodes", resume_step=1).log(2, [Group(said.prompt_id, (said,))])
-    (run / "config.yaml").write_text(
-        '"</script><script>window.hacked=3</script>": "<img src=x onerror=hacked=4>"\n'
-    )
-    return run
-
-
-@pytest.mark.parametrize("form", ["served", "exported"])
-def test_nothing_that_a_model_wrote_is_ever_run(browser, tokenizer, tmp_path, form):
-    run = write_hostile_run(tmp_path, tokenizer)
-    browser.errors.clear()
-    browser.requests.clear()
-    report = tmp_path / "report.html"
-    with served(run) as url:
-        if form == "exported":
-            assert export(find_runs([run]), report) == 9
-            assert report.read_text().lower().count("</script>") == 3
-        browser.open(url if form == "served" else report.as_uri())
-        browser.press("3")
-        browser.until("document.querySelector('.config')")
-        list_episodes(browser)
-        browser.press("j", "Enter")
-        browser.until("document.querySelector('.tokens')")
-        assert "<script>window.hacked=1</script><img src=x" in browser.text(".message.assistant:last-child")
-        assert browser.value("document.body.innerText.length") < 200_000
-        browser.click(".message .more")
-        browser.press("Escape")
-        browser.until("document.querySelector('[data-search]')")
-        browser.press("/")
-        browser.type("WINDOW.hacked=1</SCRIPT>")
-        browser.press("Enter")
-        browser.until("document.getElementById('count')?.innerText.startsWith('1 of 9')")
-        assert browser.value("typeof window.hacked") == "undefined"
-        browser.call("Page.navigate", url="about:blank")
-    assert not browser.errors
-    if form == "exported":
-        assert {asked.split(":")[0] for asked in browser.requests} <= {"file", "data", "about"}
-
-
-def test_text_that_turns_the_direction_reorders_nothing(browser, tokenizer, tmp_path):
-    run = write_run(tmp_path / "run", tokenizer, steps=1)
-    said = episode(
-        tokenizer, "is \u202eit", answer="yes \u202ecba\u2066 no", note={"\u202enote": "\u200fvalue"}
-    )
-    EpisodeLog(run / "episodes", resume_step=1).log(2, [Group(said.prompt_id, (said,))])
-    with served(run) as url:
-        browser.open(url)
-        list_episodes(browser)
-        browser.press("j", "Enter")
-        browser.until("document.querySelector('.tokens')")
-        assert "yes \\u202ecba\\u2066 no" in browser.text(".message.assistant:last-child")
-        assert "is \\u202eit" in browser.text("h1")
-        shown = browser.value("document.documentElement.textContent")
-        browser.call("Page.navigate", url="about:blank")
-    assert "\\u202enote" in shown and "\\u200fvalue" in shown
-    assert not {"\u202e", "\u2066", "\u200f"} & set(shown)
-
-
 def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     report = tmp_path / "report.html"
     assert export(find_runs(runs), report, episodes=10) == 20
@@ -348,5 +382,5 @@ def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     browser.until("document.querySelector('.token.policy')")
     browser.press("3")
     browser.until("document.querySelector('.config tr.row-differs')")
-    assert "contains the newest 10" in browser.text("#status")
+    assert "contains 10 of 51 episodes: some of each step, and the extremes" in browser.text("#status")
     assert not browser.errors and os.path.getsize(report) < 2 << 20

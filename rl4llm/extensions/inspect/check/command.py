@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
-from rl4llm.commands.output import write_json
+from rl4llm.commands.output import meanwhile, show, write_json
+from rl4llm.core.errors import ConfigError
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -18,14 +19,28 @@ def add(commands: Any) -> None:
     examples = (
         "rl4llm check configs/gsm8k_grpo.yaml",
         "rl4llm check configs/gsm8k_grpo.yaml inference.name=sglang --json",
+        "rl4llm check configs/gsm8k_grpo.yaml --task --prompts 64",
     )
     about = "validate a setup (token masks, log-prob parity, weight sync, gradients); exit code 1 when a check fails"
     command = add_command(commands, "check", run, about, examples)
     add_config(command)
+    command.add_argument(
+        "--task",
+        action="store_true",
+        help="instead sample the model: success, format, truncation, groups with a gradient, time, what to change; exit "
+        "code 1 when no group has a gradient",
+    )
+    command.add_argument(
+        "--prompts", type=int, metavar="N", help="with --task: prompts to sample (default: 32)"
+    )
     add_json(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.task:
+        return _task(arguments)
+    if arguments.prompts is not None:
+        raise ConfigError("--prompts is not accepted without --task.")
     from rich.text import Text
 
     from rl4llm.config import load_config
@@ -52,3 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"{f'{failed} of {len(results)} checks failed' if failed else 'All checks passed'}, {seconds:.0f} s"
         )
     return 1 if failed else 0
+
+
+def _task(arguments: argparse.Namespace) -> int:
+    """Sample the model on prompts of the task, and show what its groups would teach."""
+    from rl4llm.config import load_config
+    from rl4llm.extensions.inspect.check.task import examine
+
+    config = load_config(arguments.config, arguments.overrides)
+    with meanwhile():
+        found = examine(config, 32 if arguments.prompts is None else arguments.prompts)
+    if arguments.json:
+        write_json(asdict(found))
+    else:
+        show(*found.lines())
+    return 0 if found.teaches else 1

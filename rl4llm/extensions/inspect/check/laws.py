@@ -221,7 +221,7 @@ def _put(parameter: nn.Parameter, value: Tensor) -> None:
 def loss(bench: Bench) -> str:
     """Check that the gradient of an optimizer step does not depend on the micro-batches."""
     trainer = _trainer(bench)
-    groups = [_rewarded(group, number) for number, group in enumerate(_groups(bench))]
+    groups = [rewarded(group, number) for number, group in enumerate(_groups(bench))]
     if isinstance(trainer, RLTrainer) and all(_alike(group) for group in groups):
         raise NotNeeded("all samples of each prompt are equal, so their gradients cancel out")
     lengths = [trajectory.num_tokens for group in groups for trajectory in group.trajectories]
@@ -251,7 +251,7 @@ def _alike(group: Group) -> bool:
     return len({tuple(span.token_ids for span in item.spans) for item in group.trajectories}) == 1
 
 
-def _rewarded(group: Group, number: int) -> Group:
+def rewarded(group: Group, number: int) -> Group:
     """Return the group with made-up rewards that differ, since equal ones give many methods no gradient."""
     made_up = (replace(item, reward=float((number + i) % 2)) for i, item in enumerate(group.trajectories))
     return replace(group, trajectories=tuple(made_up))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rl4llm import __version__
+from rl4llm import TESTED_TORCH, __version__
 from rl4llm.algorithms.registry import ALGORITHMS
 from rl4llm.commands.completers import registries
 from rl4llm.commands.output import Facts
@@ -76,6 +76,9 @@ def _versions() -> Facts:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
+        else:
+            if package == "torch" and not version.startswith(f"{TESTED_TORCH}."):
+                version += f" (not tested; the tests run with {TESTED_TORCH})"
         rows.append((package, version))
     return Facts("versions", "versions", ("package", "version"), rows)
 

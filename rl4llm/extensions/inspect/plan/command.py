@@ -6,13 +6,14 @@ import argparse
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
-from rl4llm.commands.output import show, write_json
+from rl4llm.commands.output import meanwhile, show, write_json
 from rl4llm.core.errors import ConfigError
 
 
 def add(commands: Any) -> None:
     examples = (
         "rl4llm plan configs/gsm8k_grpo.yaml",
+        "rl4llm plan configs/gsm8k_grpo.yaml --time",
         "rl4llm plan configs/gsm8k_grpo.yaml backend.shard=fsdp2 --devices 8 --device-memory 24GiB",
     )
     about = "show what a step does and how much memory each phase takes; exit code 1 when it does not fit"
@@ -27,6 +28,12 @@ def add(commands: Any) -> None:
         help="memory of one GPU, here or on another machine, such as 24GiB; with model.device=cpu, of the machine "
         "(default: this machine's)",
     )
+    command.add_argument(
+        "--time",
+        action="store_true",
+        help="also play and train on a few prompts, for about ten seconds if the machine is fast enough, and estimate how "
+        "long a step and the run take on this machine",
+    )
     add_json(command)
 
 
@@ -38,12 +45,22 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.devices < 1:
         raise ConfigError(f"--devices {arguments.devices} is not accepted. Accepted: 1 or more.")
+    if arguments.time and arguments.device_memory is not None:
+        raise ConfigError(
+            "--time measures this machine, so it is not accepted with --device-memory. Remove one."
+        )
     memory = None if arguments.device_memory is None else parse_size(arguments.device_memory)
     config = on_target(load_config(arguments.config, arguments.overrides), memory)
     plan = make_plan(config, arguments.devices, memory)
     found = [] if plan.fits else changes(plan)
+    took = None
+    if arguments.time and plan.fits:
+        from rl4llm.extensions.inspect.check.times import measure
+
+        with meanwhile():
+            took = measure(config)
     if arguments.json:
-        write_json(as_json(plan, found))
+        write_json(as_json(plan, found) | ({"time": took.as_json()} if took else {}))
     else:
-        show(*tables(plan), *verdict(plan, found))
+        show(*tables(plan), *verdict(plan, found), *(took.lines() if took else ()))
     return 0 if plan.fits else 1

@@ -126,6 +126,8 @@ def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tu
 class _Unscored(BaseRewardFunction):
     """Replaces the rewards, since some load models."""
 
+    needs_ground_truth = False
+
     def __call__(self, messages: Any, ground_truth: Any, **columns: Any) -> float:
         return 0.0
 

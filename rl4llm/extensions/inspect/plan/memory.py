@@ -53,6 +53,11 @@ def phases(
     return _Memory(config, algorithm, counts, models, ranks).phases()
 
 
+def on_host(config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int) -> Phase:
+    """Return what offload keeps in the machine's memory for one GPU."""
+    return _Memory(config, algorithm, counts, models, ranks).on_host()
+
+
 class _Memory:
     """The phases of one device."""
 
@@ -77,6 +82,17 @@ class _Memory:
         return [
             Phase(phase.name, {name: size for name, size in phase.parts.items() if size}) for phase in found
         ]
+
+    def on_host(self) -> Phase:
+        held = [model for model in (self.policy, self.critic, self.reference) if model] if self.on_gpu else []
+        waiting = held if self.config.inference.get("cohost") else []
+        parts = {
+            "offloaded": sum(model.host for model in held),
+            "models while the server has the device": sum(
+                model.weights + model.optimizer for model in waiting
+            ),
+        }
+        return Phase("host", {name: size for name, size in parts.items() if size})
 
     def _held(self, shape: ModelShape, *, trains: bool = True) -> ModelMemory:
         backend = BACKENDS[self.config.backend["name"]]

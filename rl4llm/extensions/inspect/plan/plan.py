@@ -18,7 +18,7 @@ from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.model_memory import ONE_SEQUENCE, Precision
 from rl4llm.extensions.inspect.plan.counts import Counts, count
-from rl4llm.extensions.inspect.plan.memory import Models, Phase, phases
+from rl4llm.extensions.inspect.plan.memory import Models, Phase, on_host, phases
 from rl4llm.extensions.inspect.plan.shape import read_shape, shape_of
 from rl4llm.inference.paths import context_limit
 
@@ -34,7 +34,11 @@ BRING_MODELS = ("reward_model", "model")
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run does in a step, and its memory. `devices` are ranks, one on each; `memory` is the bytes of one device."""
+    """What a run does in a step, and its memory. `devices` are ranks, one on each; `memory` is the bytes of one device.
+
+    `host` is what offload keeps for each of them in the machine's memory, and `host_memory` what this machine has of it;
+    None in a plan for another machine.
+    """
 
     config: Config
     counts: Counts
@@ -43,6 +47,8 @@ class RunPlan:
     devices: int
     device: str
     memory: int
+    host: Phase
+    host_memory: int | None
 
     @property
     def peak(self) -> Phase:
@@ -95,6 +101,8 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Ru
         devices=devices,
         device=device_of(config),
         memory=_memory(device_of(config)) if memory is None else memory,
+        host=on_host(config, algorithm, counts, models, devices),
+        host_memory=psutil.virtual_memory().total if memory is None else None,
     )
 
 
@@ -103,9 +111,8 @@ def _models(config: Config, algorithm: BaseAlgorithm, policy: Any) -> Models:
     needs, lora = algorithm.needs(), config.model.lora
     plain = shape_of(policy)
     own = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets) if lora.rank else plain
-    under_adapter = lora.rank and needs.reference_path is None and not needs.reference_every
     reference = None
-    if needs.reference and not under_adapter:
+    if needs.separate_reference(adapter=lora.rank > 0):
         reference = plain if needs.reference_path is None else read_shape(needs.reference_path)
     critic = None
     if needs.critic is not None:

@@ -20,7 +20,7 @@ def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = (
 def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
     """Return the sizes of a model, which may be on the meta device, and of its adapter of rank `lora_rank`."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
+    heads, kv_heads, head_dim = max(map(_attention, _layers(config)), key=_width)
     # transformers numbers the layers: model.layers.3.mlp.up_proj.weight
     inner = sum(
         parameter.numel()
@@ -41,9 +41,27 @@ def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()
         or getattr(config, "n_inner", None)
         or 4 * config.hidden_size,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocabulary=model.get_input_embeddings().num_embeddings,
         gated=any("gate" in name for name, _ in model.named_parameters()),
         adapter=adapter_size(model, lora_rank, lora_targets) if lora_rank else 0,
     )
+
+
+def _layers(config: Any) -> Sequence[Any]:
+    """Return the config of each layer that differs from others, as in Gemma 4, or the config of all."""
+    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def _attention(layer: Any) -> tuple[int, int, int]:
+    """Return the heads, the heads of keys and the size of a head of a layer."""
+    heads = layer.num_attention_heads
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads
+
+
+def _width(attention: tuple[int, int, int]) -> int:
+    """Return the numbers of a token's queries, keys and values in a layer."""
+    heads, kv_heads, head_dim = attention
+    return (heads + 2 * kv_heads) * head_dim

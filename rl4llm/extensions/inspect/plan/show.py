@@ -49,6 +49,7 @@ def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
         plan.peak,
         f"{size_text(plan.memory)} of {'this machine' if plan.device == 'cpu' else 'each device'}",
     )
+    host = list(_host(plan))
     if plan.fits:
         lines = [f"It fits: at most {size_text(peak.total)}, in the phase {peak.name}, in {where}."]
         if plan.served is not None:
@@ -57,15 +58,28 @@ def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
             lines.append(
                 f"With {SERVER_SHARE:.0%} of the device, the server runs {held} sequences of the maximum length at once."
             )
-        return lines
+        return [*lines, *host]
     room = f"{size_text(plan.room)} of {where} are available"
     lines = [f"It does NOT fit: {size_text(peak.total)} in the phase {peak.name}, but {room}."]
     for change in found:
         fits = "fits" if change.fits else "still too much"
         lines.append(f"  {' '.join(change.overrides)}: {size_text(change.peak)}, {fits}")
-    return (
-        lines if found else [*lines, "No single key helps: use a smaller model or more devices (--devices)."]
+    helpless = [] if found else ["No single key helps: use a smaller model or more devices (--devices)."]
+    return [*lines, *helpless, *host]
+
+
+def _host(plan: RunPlan) -> Iterator[str]:
+    """Yield what offload takes of the machine's memory, and a warning if this machine has less."""
+    each, needed = plan.host.total, plan.host.total * plan.devices
+    if not each:
+        return
+    of = ", ".join(f"{name} {size_text(size)}" for name, size in plan.host.parts.items())
+    several = (
+        f" for each device, {size_text(needed)} for {plan.devices} on one machine" if plan.devices > 1 else ""
     )
+    yield f"The machine's own memory also holds {size_text(each)}{several}: {of}."
+    if plan.host_memory is not None and needed > plan.host_memory:
+        yield f"warning: this machine has only {size_text(plan.host_memory)} of it."
 
 
 def as_json(plan: RunPlan, found: Sequence[Change]) -> dict[str, Any]:
@@ -83,6 +97,7 @@ def as_json(plan: RunPlan, found: Sequence[Change]) -> dict[str, Any]:
         },
         "steps": plan.config.max_steps,
         "served": plan.served,
+        "host": {"bytes": plan.host.total, "has": plan.host_memory, **plan.host.parts},
         "phases": {phase.name: {"total": phase.total, **phase.parts} for phase in plan.phases},
         "changes": [asdict(change) for change in found],
     }

@@ -28,13 +28,23 @@ class FailedUpdate:
 
 def load_update(directory: Path) -> FailedUpdate:
     """Read one back; raises DataError when there is none."""
+    accepted = (
+        "Accepted: a directory such as runs/NAME/failed/step-000012, which a run writes when it stops for losses that "
+        "are not finite."
+    )
+    if not directory.is_dir():
+        raise DataError(f"{directory} holds no optimizer step: there is no such directory. {accepted}")
+    missing = [name for name in (FACTS, BATCHES) if not (directory / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{directory} holds no optimizer step: it has no file {' and no file '.join(missing)}. {accepted}"
+        )
     try:
         facts = json.loads((directory / FACTS).read_text())
         batches = _batches(load_file(directory / BATCHES), facts["batches"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"{directory} holds no optimizer step that could not be taken: {error!r}. Accepted: a directory such as "
-            "runs/NAME/failed/step-000012, which a run writes when it stops for losses that are not finite."
+            f"{directory} holds no optimizer step that can be read: {type(error).__name__}: {error}. {accepted}"
         ) from error
     first = directory.with_name(directory.name.partition("-rank")[0])  # whose directory has the model
     return FailedUpdate(batches, facts, first / MODEL)

@@ -1,4 +1,4 @@
-"""A process group of the trainer and one server, to broadcast weights: NCCL between GPUs, gloo on CPUs.
+"""A process group of the trainer and servers, to broadcast weights: NCCL between GPUs, gloo on CPUs.
 
 The group exists beside the default one, which belongs to the trainer's ranks (or to the server's). torch has no public call
 for that. This is the same sequence of calls that servers use on their side, so that both ends find each other.
@@ -20,19 +20,19 @@ TRAINER = 0
 
 
 class Broadcast:
-    """The trainer's end of a group with the `world_size - 1` ranks of one server.
+    """The trainer's end of a group with the `world_size - 1` ranks of all its servers.
 
-    `connect` blocks until the server joins, so the server must be asked to join at the same time.
+    `connect` blocks until they join, so they must be asked to join at the same time.
     """
 
     def __init__(self, host: str, world_size: int, name: str, backend: str, timeout_s: float = 120.0):
-        self.host, self.port = host, free_port(host)
+        self.host, self.port = host, _port_of(host)
         self.world_size, self.name, self.backend = world_size, name, backend
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
 
     def connect(self) -> None:
-        """Connect to the server's ranks."""
+        """Connect to the servers' ranks."""
         # "tcp://" of torch would look for the store of torchrun's agent, which does not exist here.
         reached = self.host, self.port, self.world_size
         store = dist.TCPStore(*reached, is_master=True, timeout=self._timeout)  # type: ignore[attr-defined] # not exported
@@ -60,8 +60,8 @@ class Broadcast:
             self._group = None
 
 
-def free_port(host: str) -> int:
-    """Return a free port of this machine."""
+def _port_of(host: str) -> int:
+    """Return a free port; raise OSError if `host` is not this machine."""
     with socket.socket() as probe:
         probe.bind((host, 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])

@@ -90,13 +90,21 @@ def is_own(host: str) -> bool:
         return False
 
 
-def _processes(url: str) -> Iterator[psutil.Process]:
-    """Yield the process that listens at an address of this machine, and its children; nothing where they are hidden."""
+def listener(url: str) -> psutil.Process | None:
+    """Return the process that listens at an address of this machine; None if there is none, or it is hidden."""
     address = URL(url)
     pid = holder(address.port or 0) if is_own(address.host or "") else None
-    if pid is not None:
+    try:
+        return None if pid is None else psutil.Process(pid)
+    except psutil.Error:
+        return None
+
+
+def _processes(url: str) -> Iterator[psutil.Process]:
+    """Yield the process that listens at an address of this machine, and its children; nothing where they are hidden."""
+    process = listener(url)
+    if process is not None:
         try:
-            process = psutil.Process(pid)
             yield from (process, *process.children(recursive=True))
         except psutil.Error:
             return

@@ -18,6 +18,7 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.together import Together
 from rl4llm.inference.embedded.kv_cache import KVCache
 from rl4llm.inference.embedded.stops import stop_tokens, text_of
 from rl4llm.runtime.transport import Retry, Transport
@@ -123,6 +124,7 @@ class ServerClient(BaseClient):
         self._visible_within_s = visible_within_s
         self._tokenizer = tokenizer
         self.names = RequestNames()
+        self.together = Together()  # a fleet has one for all its clients
         self._loading = asyncio.Lock()
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +14,13 @@ from typing import Any
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
-from rl4llm.extensions.servers.clients.broadcast import Broadcast
-from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared, check_same_nccl
+from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared
 from rl4llm.extensions.servers.clients.server import FINISHED, NEVER_LOADED, Sampled, field, sampling_options
 from rl4llm.extensions.servers.clients.sglang_memory import Held
 from rl4llm.extensions.servers.clients.sglang_tensors import buckets, pickled
-from rl4llm.runtime.threads import in_own_thread
 
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 IDLE_S = 60.0  # for a server to end its requests before it sleeps
-LEAVE_S = 5.0  # for a server to leave an unused process group
 
 
 class SGLangClient(AdaptingClient):
@@ -48,15 +45,19 @@ class SGLangClient(AdaptingClient):
 
     def __init__(
         self,
-        base_url: str,
-        tokenizer: Any,
+        base_url: str = "",
+        tokenizer: Any = None,
         *,
         trainer_host: str = "127.0.0.1",
         **options: Any,
     ):
+        if not base_url or tokenizer is None:
+            raise ConfigError(
+                "SGLangClient needs an address and a tokenizer: SGLangClient('http://HOST:PORT', tokenizer). A run sets "
+                "inference.url and inference.cohost for the host, port and cohost_mode of michaelnny/rl4llm."
+            )
         super().__init__(base_url, tokenizer, **options)
         self.trainer_host = trainer_host
-        self._group: Broadcast | None = None
         self._shares_gpu = False
 
     async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
@@ -123,8 +124,8 @@ class SGLangClient(AdaptingClient):
 
     async def _inline(self, weight_ref: WeightRef) -> None:
         """Send the tensors in requests, once for each of the server's tensor-parallel ranks."""
-        ranks = await self._ranks()
-        async with self._update():
+        ranks = await self.ranks()
+        async with self.update():
             for names, tensors, version in buckets(weight_ref):
                 if tensors[0].is_cuda and not self._shares_gpu:
                     check_gpu_is_shared(self.base_url, tensors[0].device)
@@ -137,71 +138,22 @@ class SGLangClient(AdaptingClient):
                 await self.admin("/update_weights_from_tensor", body)
 
     async def _broadcast(self, weight_ref: WeightRef) -> None:
-        """Send the tensors through a process group; leave a group that failed, so that the next update makes a new one."""
-        if self._group is None and await self._backend() == "nccl":
-            check_same_nccl(self.base_url)
+        """Send the tensors through a process group, one with all servers that load them now."""
         try:
-            group = self._group or await self._join()
-            async with self._update():
-                for names, tensors, version in buckets(weight_ref):
-                    body = {
-                        "names": names,
-                        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-                        "shapes": [list(tensor.shape) for tensor in tensors],
-                        "group_name": group.name,
-                        "weight_version": version,
-                        "flush_cache": True,
-                    }
-                    whole = [tensor.detach().contiguous() for tensor in tensors]
-                    await self._meet("/update_weights_from_distributed", body, group.send, whole)
-        except BaseException as error:
-            await self._leave()
-            if not isinstance(error, EngineError | RuntimeError | OSError):
-                raise
+            await self.together.send(self, weight_ref)
+        except (EngineError, RuntimeError, OSError) as error:
             raise EngineError(
                 f"{self} could not be sent weights through a process group: {error} The server must be able to reach the "
                 f"trainer at inference.trainer_host={self.trainer_host!r}, and have the same version of NCCL. "
                 "sync.name=filesystem needs neither."
             ) from error
 
-    async def _join(self) -> Broadcast:
-        ranks = await self._ranks()
-        name = f"rl4llm-{self.names.next('')}"
-        self._group = group = Broadcast(self.trainer_host, 1 + ranks, name, await self._backend())
-        body = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": 1,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        await self._meet("/init_weights_update_group", body, group.connect)
-        return group
-
-    async def _backend(self) -> str:
+    async def transport(self) -> str:
+        """Return what the server's process groups use."""
         return "gloo" if (await self._info()).get("device") == "cpu" else "nccl"
 
-    async def _meet(
-        self, path: str, body: Mapping[str, Any], ours: Callable[..., None], *arguments: Any
-    ) -> None:
-        """Run the server's part and this process's part together; if one fails, cancel the other."""
-        theirs = asyncio.create_task(self.admin(path, body))
-        try:
-            await asyncio.gather(theirs, in_own_thread("rl4llm-broadcast", lambda: ours(*arguments)))
-        finally:
-            theirs.cancel()
-
-    async def _leave(self) -> None:
-        """Leave the process group, at both ends."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-            with suppress(EngineError):
-                await self.admin("/destroy_weights_update_group", {"group_name": group.name}, LEAVE_S)
-
     @asynccontextmanager
-    async def _update(self) -> AsyncIterator[None]:
+    async def update(self) -> AsyncIterator[None]:
         """Open and close an update, since SGLang takes tensors only in between; close one that a dead trainer left open."""
         try:
             try:
@@ -215,7 +167,8 @@ class SGLangClient(AdaptingClient):
             raise
         await self.admin("/end_weight_update", {})
 
-    async def _ranks(self) -> int:
+    async def ranks(self) -> int:
+        """Return the number of the server's tensor-parallel ranks."""
         return int((await self._info()).get("tp_size") or 1)
 
     async def _info(self) -> Mapping[str, Any]:
@@ -301,7 +254,7 @@ class SGLangClient(AdaptingClient):
         return await self.http.get("/server_info", deadline_s=30)
 
     async def close(self) -> None:
-        await self._leave()
+        await self.together.leave(self)
         await super().close()
 
     async def score_once(self, token_ids: list[int], request_id: str) -> list[float]:

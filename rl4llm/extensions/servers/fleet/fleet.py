@@ -80,6 +80,8 @@ class FleetClient(BaseClient):
         self.publishers = members[0].publishers
         self.context_length = min(client.context_length for client in members)
         self.vocab_size = min(client.vocab_size for client in members)
+        for client in members:
+            client.together = members[0].together
         self._servers = [Member(client) for client in members]
         self._router = Member(router) if router else None
         self._direct = direct or router is None
@@ -179,6 +181,7 @@ class FleetClient(BaseClient):
         await asyncio.gather(*(member.client.disconnect() for member in self._pool.endpoints))
 
     async def close(self) -> None:
+        await self._servers[0].client.together.leave()  # which asks all of their servers
         await self.disconnect()
         await asyncio.gather(*(member.client.close() for member in self._pool.endpoints))
 

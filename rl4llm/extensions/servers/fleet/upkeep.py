@@ -48,6 +48,7 @@ class Upkeep:
         self.paused = False
         self.asleep: set[str] = set()
         self._limits = limits
+        self._together = servers[0].client.together
 
     @property
     def resting(self) -> bool:
@@ -107,7 +108,9 @@ class Upkeep:
             return []
 
     async def _load_into(self, members: Sequence[Member], weight_ref: WeightRef) -> list[EngineError]:
-        found = await asyncio.gather(*(self._load_one(member, weight_ref) for member in members))
+        clients = [member.client for member in members]
+        with self._together.expecting(clients, weight_ref):
+            found = await asyncio.gather(*(self._load_one(member, weight_ref) for member in members))
         return [problem for problem in found if problem is not None]
 
     async def _load_one(self, member: Member, weight_ref: WeightRef) -> EngineError | None:
@@ -118,6 +121,8 @@ class Upkeep:
             except EngineError as error:
                 self.leave(member, str(error), move=True)
                 return error
+            finally:
+                self._together.gone(member.client)
             member.version = weight_ref.version
             self._admit(member)
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import TakesWeights
 from rl4llm.core.base_publisher import BasePublisher
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, WeightsError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.runs.run_dir import is_full
+
+logger = logging.getLogger(__name__)
 
 
 class FilesystemPublisher(BasePublisher):
@@ -37,7 +41,16 @@ class FilesystemPublisher(BasePublisher):
         Raises WeightsError when it cannot be written or is damaged, and EngineError when a server cannot load it.
         """
         weight_ref = await asyncio.to_thread(self.write, backend, version)
-        await self.hand_over(weight_ref)
+        try:
+            await self.hand_over(weight_ref)
+        except EngineError as error:
+            if isinstance(error, EnginesDownError) or not self._store.leave_memory():
+                raise
+            logger.warning(
+                "The server could not load weights from shared memory, so files are used: %s", error
+            )
+            weight_ref = await asyncio.to_thread(self.write, backend, version)
+            await self.hand_over(weight_ref)
         return weight_ref
 
     async def hand_over(self, weight_ref: WeightRef) -> None:
@@ -51,7 +64,13 @@ class FilesystemPublisher(BasePublisher):
 
     def write(self, backend: BaseBackend, version: int) -> WeightRef:
         """Write a version into the store, and read it back to verify it."""
-        weight_ref = self._write(backend, version)
+        try:
+            weight_ref = self._write(backend, version)
+        except WeightsError as error:
+            if error.__cause__ is None or not is_full(error.__cause__) or not self._store.leave_memory():
+                raise
+            logger.warning("Shared memory is full, so weights are published through files: %s", error)
+            weight_ref = self._write(backend, version)
         self._store.verify(weight_ref)
         return weight_ref
 

@@ -50,6 +50,8 @@ class WeightStore:
 
     A store that writes or leases versions owns its directory until `close`: two stores would delete each other's versions.
     Matrices of models are written in `dtype` if they are in float32: half of the bytes for a server that computes in bf16.
+    Before the first version of a whole model, `choose` gets its bytes and may return a directory in memory to use instead of
+    `root`, which exists until `close`.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class WeightStore:
         keep: int = 2,
         shard_bytes: int = SHARD_BYTES,
         dtype: torch.dtype = torch.float32,
+        choose: Callable[[int], Path | None] | None = None,
     ):
-        self.root = Path(root).absolute()
+        self.root = self._on_disk = Path(root).absolute()
+        self._choose = choose
         self._keep = keep
         self._dtype = dtype
         self._shard_bytes = shard_bytes
@@ -90,15 +94,18 @@ class WeightStore:
         Raises WeightsError for a tensor that is missing, extra, not finite or of another shape or dtype, for a full disk,
         and when another store writes to this directory. Earlier versions stay as they were.
         """
-        self._own()
-        if kind == "full" and self._dtype != torch.float32:
+        narrows = kind == "full" and self._dtype != torch.float32
+        if narrows:
             specs, tensors = _narrowed(specs, tensors, self._dtype)
+        self._own(sum(spec.num_bytes for spec in specs) if kind == "full" else 0)
         directory = self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}"
         self._writing = directory
         try:
             directory.mkdir(parents=True)
             hashes = self._write_tensors(directory, specs, tensors, kind)
             write_config(directory)
+            if narrows:
+                _name_dtype(directory / "config.json", self._dtype)
             listed = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in specs}
             manifest.seal(directory, known_hashes=hashes, version=version, kind=kind, tensors=listed)
             final = self._commit(directory, version)
@@ -187,14 +194,27 @@ class WeightStore:
         """Release the directory; a second call does nothing."""
         with self._guard:
             if self._lock is not None:
+                if self.root != self._on_disk:
+                    shutil.rmtree(self.root.parent, ignore_errors=True)
                 self._lock.release()
                 self._lock = None
 
-    def _own(self) -> None:
+    def leave_memory(self) -> bool:
+        """Continue in `root` if the store uses a directory in memory; return whether it did."""
+        if self.root == self._on_disk:
+            return False
+        self.close()
+        self.root, self._choose = self._on_disk, None
+        return True
+
+    def _own(self, num_bytes: int = 0) -> None:
         with self._guard:
             if self._lock is not None:
                 return
             try:
+                chosen = self._choose(num_bytes) if self._choose and num_bytes else None
+                if chosen is not None:
+                    self.root = chosen
                 self.root.mkdir(parents=True, exist_ok=True)
                 self._lock = DirectoryLock(self.root)
             except RunDirError as error:
@@ -299,6 +319,18 @@ def _narrowed(
         for name, tensor in tensors
     )
     return narrow, cast
+
+
+def _name_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Write `dtype` into a config that names one, so that a server which starts from these files computes in it."""
+    if not config.exists():
+        return
+    read = json.loads(config.read_text())
+    for part in (read, *(value for value in read.values() if isinstance(value, dict))):
+        part.update(
+            {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in part}
+        )
+    config.write_text(json.dumps(read, indent=2) + "\n")
 
 
 def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:

@@ -16,7 +16,7 @@ class TensorPublisher(BasePublisher):
     """Publishes weights one bucket of tensors at a time.
 
     `kind` "tensor" sends them in requests: by value from a CPU, as CUDA IPC handles if server and trainer share a GPU.
-    "distributed" broadcasts them in a process group with each server.
+    "distributed" broadcasts them in a process group with all servers.
     """
 
     def __init__(self, client: TakesWeights, kind: Literal["tensor", "distributed"]):

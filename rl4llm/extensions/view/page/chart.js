@@ -1,7 +1,7 @@
 // A line chart in SVG: several runs over steps, smoothed, with the values under the pointer. Drag to zoom, double-click to
 // reset the zoom; with the focus, ← and → move from step to step.
 
-import { h, number, replace } from "./dom.js";
+import { h, inUnit, number, replace } from "./dom.js";
 
 const PAD = { left: 52, right: 12, top: 8, bottom: 22 };
 const MOST_POINTS = 1200; // per line; with more points only the extremes of each bin are drawn
@@ -63,9 +63,13 @@ function nearest(points, step) {
 export function chart(title, data, zoom, entry) {
   const svg = h("svg", { class: "plot", tabindex: 0, role: "img", "aria-label": title });
   const tip = h("div", { class: "tip", hidden: true });
-  const meaning = entry ? h("p", { class: "meaning" }, entry.meaning, entry.healthy ? ` Healthy: ${entry.healthy}.` : null) : null;
-  const caption = h("figcaption", {}, title, entry ? h("span", { class: "quiet" }, ` ${entry.unit}`) : null, meaning);
+  const id = `meaning-${title.replace(/\W/g, "_")}`;
+  const meaning = entry ? h("span", { class: "meaning", role: "tooltip", id }, entry.meaning, entry.healthy ? ` Healthy: ${entry.healthy}.` : null) : null;
+  const name = h("span", { class: "name", tabindex: entry ? 0 : null, "aria-describedby": entry ? id : null }, title);
+  const same = h("span", { class: "same quiet" });
+  const caption = h("figcaption", {}, name, entry ? h("span", { class: "quiet" }, ` ${entry.unit}`) : null, same, meaning);
   const box = h("figure", { class: "chart", "data-metric": title }, caption, h("div", { class: "plot-box" }, svg, tip));
+  const told = (value, digits) => inUnit(value, entry?.unit, digits);
   let shape = null;
   let cursor = null;
   let drag = null;
@@ -97,7 +101,7 @@ export function chart(title, data, zoom, entry) {
     const clip = `clip-${title.replace(/\W/g, "_")}`;
     const horizontal = ticks(low, high).map((value) => {
       const at = height - PAD.bottom - ((value - low) / (high - low)) * (height - PAD.top - PAD.bottom);
-      return h("g", {}, h("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: at, y2: at }), h("text", { class: "axis", x: PAD.left - 6, y: at + 4, "text-anchor": "end" }, number(log ? 10 ** value : value, 3)));
+      return h("g", {}, h("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: at, y2: at }), h("text", { class: "axis", x: PAD.left - 6, y: at + 4, "text-anchor": "end" }, told(log ? 10 ** value : value, 3)));
     });
     const vertical = ticks(from, to, Math.max(2, Math.floor(width / 110)))
       .filter((value) => Number.isInteger(value))
@@ -141,7 +145,7 @@ export function chart(title, data, zoom, entry) {
       tip,
       h("b", {}, `step ${number(step)}`),
       rows.map(({ run, name, own, value, mean, raw, smooth }) =>
-        h("div", { class: `run run-${run % 8}` }, h("span", { class: "swatch" }), rows.length > 1 ? h("span", { class: "tip-name" }, name) : null, h("b", {}, number(value)), smooth !== raw ? h("span", { class: "quiet" }, ` smoothed ${number(mean)}`) : null, own !== step ? h("span", { class: "quiet" }, ` at step ${number(own)}`) : null),
+        h("div", { class: `run run-${run % 8}` }, h("span", { class: "swatch" }), rows.length > 1 ? h("span", { class: "tip-name" }, name) : null, h("b", {}, told(value)), smooth !== raw ? h("span", { class: "quiet" }, ` smoothed ${told(mean)}`) : null, own !== step ? h("span", { class: "quiet" }, ` at step ${number(own)}`) : null),
       ),
     );
     tip.hidden = false;
@@ -178,7 +182,8 @@ export function chart(title, data, zoom, entry) {
     event.preventDefault();
     event.stopPropagation();
   });
-  return { element: box, draw };
+  const alsoCalled = (names) => (same.textContent = names.length ? `; the same: ${names.join(", ")}` : "");
+  return { element: box, draw, alsoCalled };
 }
 
 function least(values) {

@@ -2,14 +2,21 @@
 
 import { chart } from "./chart.js";
 import { h, replace } from "./dom.js";
+import { isFlat, isNoise, merged } from "./order.js";
+import { storyView } from "./story.js";
 
 const FIRST = [
   "eval/accuracy", "reward/mean", "accuracy", "eval/loss", "loss", "entropy", "surprise", "kl", "mismatch/mean", "mismatch/max", "clip_fraction",
   "grad_norm", "completion_length/mean", "truncated", "groups/zero_spread", "failures", "tokens/s",
 ];
+const ALWAYS = new Set(["eval/accuracy", "reward/mean"]); // on top, even if flat
+const LOSSES = new Set(["loss", "policy_loss"]); // with one update per rollout their value is 0 up to rounding
+const ROUNDING = 1e-5;
+const LAST = "flat or noisy";
 
 export function curvesView(app) {
   const settings = { smoothing: 0.6, log: false, filter: "" };
+  const story = storyView(app);
   const zoom = { range: null, change: (range) => ((zoom.range = range), (all.hidden = !range), drawAll()) };
   const charts = new Map();
   const opened = new Set();
@@ -41,14 +48,21 @@ export function curvesView(app) {
   }
 
   function layOut() {
-    const names = [...new Set(app.runs.flatMap((run) => [...run.metricNames()]))].filter((name) => name.toLowerCase().includes(settings.filter));
-    const first = settings.filter ? names.sort() : FIRST.filter((name) => names.includes(name));
+    const names = [...new Set(app.runs.flatMap((run) => [...run.metricNames()]))].filter((name) => name.toLowerCase().includes(settings.filter)).sort();
+    const important = FIRST.filter((name) => names.includes(name));
+    const lines = (name) => app.runs.map((run) => run.points(name));
+    const kept = settings.filter ? new Map(names.map((name) => [name, [name]])) : merged([...important, ...names.filter((name) => !FIRST.includes(name))], lines);
+    for (const [name, same] of kept) of(name).alsoCalled(same.filter((other) => other !== name));
+    const quiet = (name) => !ALWAYS.has(name) && (isFlat(lines(name), LOSSES.has(name) ? ROUNDING : 0) || isNoise(lines(name)));
+    const first = settings.filter ? names : important.filter((name) => kept.has(name) && !quiet(name));
     const families = new Map();
     if (!settings.filter) {
-      for (const name of names.filter((name) => !FIRST.includes(name)).sort()) {
+      const rest = [...kept.keys()].filter((name) => !first.includes(name));
+      for (const name of rest.filter((name) => !quiet(name)).sort()) {
         const family = name.includes("/") ? name.slice(0, name.indexOf("/")) : "more";
         families.set(family, [...(families.get(family) ?? []), name]);
       }
+      if (rest.some(quiet)) families.set(LAST, rest.filter(quiet));
     }
     const hint = app.runs.some((run) => run.steps.size) ? "No metric matches." : "No step is logged yet. Curves appear here after the first step.";
     replace(grid, first.length ? first.map((name) => of(name).element) : h("p", { class: "quiet" }, hint));
@@ -96,6 +110,7 @@ export function curvesView(app) {
     element: h(
       "section",
       {},
+      story.element,
       h("div", { class: "controls" }, filter, h("label", { for: "smoothing" }, "smoothing ", slider, " ", shown), h("label", { for: "log" }, log, " log scale"), all, h("span", { class: "quiet" }, "drag to zoom, double-click to see all")),
       past,
       grid,
@@ -103,11 +118,13 @@ export function curvesView(app) {
     ),
     enter() {
       known = names();
+      story.draw();
       layOut();
       observer.observe(grid);
     },
     leave: () => observer.disconnect(),
     update({ metrics }) {
+      story.draw();
       if (!metrics) return;
       if (names() !== known) layOut();
       else drawAll();

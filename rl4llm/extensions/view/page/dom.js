@@ -40,6 +40,12 @@ export function number(value, digits = 4) {
   return String(Number(given.toPrecision(digits)));
 }
 
+// A number in the unit of its metric: shares are percentages.
+export function inUnit(value, unit, digits = 4) {
+  const share = /^share/.test(unit ?? "") && Number.isFinite(value);
+  return share ? `${number(Number((100 * value).toFixed(2)), digits)} %` : number(value, digits);
+}
+
 export function signed(value) {
   return Number(value) > 0 ? `+${number(value)}` : number(value).replace("-", "−");
 }

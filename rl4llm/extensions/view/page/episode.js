@@ -1,6 +1,7 @@
 // One episode: its messages, next to the other samples of its prompt, and all values of each token.
 
 import { h, longText, number, replace, signed } from "./dom.js";
+import { promptLink } from "./prompt.js";
 
 const SHOWN = new Set(["step", "prompt_id", "sample", "reward", "rewards", "stop_reason", "ground_truth", "messages", "spans", "forks", "turns", "tokens", "credit", "mismatch", "failure", "failure_class", "role"]);
 const MOST_TOKENS = 3000;
@@ -51,7 +52,7 @@ export function episodeView(app) {
     const group = run.rows.filter((one) => one.file === row.file && one.prompt === row.prompt && one.role === row.role);
     replace(
       element,
-      h("div", { class: "crumbs" }, back(), h("span", { class: "spring" }), h("button", { type: "button", onclick: () => step(-1), title: "key p" }, "‹ previous"), h("button", { type: "button", onclick: () => step(1), title: "key n" }, "next ›")),
+      h("div", { class: "crumbs" }, back(), promptLink(run, row), h("span", { class: "spring" }), h("button", { type: "button", onclick: () => step(-1), title: "key p" }, "‹ previous"), h("button", { type: "button", onclick: () => step(1), title: "key n" }, "next ›")),
       h("h1", {}, `${row.set === "eval" ? "Held-out" : "Step"} ${row.step ?? "?"}, prompt ${row.prompt.slice(0, 200) || "?"}`, row.role ? `, ${row.role}` : "", h("span", { class: "quiet" }, ` sample ${row.sample ?? "?"}`), app.runs.length > 1 ? h("span", { class: "quiet" }, ` of ${run.name}`) : null),
       facts(episode, row),
       h("section", {}, h("h2", {}, "Conversation"), conversation(episode.messages)),
@@ -155,6 +156,7 @@ export function episodeView(app) {
       ...Object.entries(token.more).map(([name, value]) => [name, text(value).slice(0, 200)]),
     ];
     const why = token.author === "policy" && token.trainer === undefined ? h("p", { class: "quiet" }, "It did not train: held-out, failed, frozen, or without a difference between the rewards of its group.") : null;
+    panel.classList.add("filled");
     replace(panel, h("p", { class: "token-text" }, JSON.stringify(token.text)), h("table", {}, rows.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { "data-fact": name }, value)))), why);
   }
 
@@ -208,6 +210,12 @@ export function episodeView(app) {
     return h("section", {}, h("h2", {}, "More that was noted"), h("table", { class: "config" }, rest.flatMap(([name, value]) => (name === "extras" ? Object.entries(value).map(([key, item]) => [`extras.${key}`, item]) : [[name, value]])).map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, longText(text(value), 3000))))));
   }
 
+  // The first sampled token; a long prompt may be in front of it.
+  function start() {
+    const at = tokens.findIndex(({ author }) => author === "policy");
+    return at < 0 || at >= chips.length ? 0 : at;
+  }
+
   function step(by) {
     const at = app.list.indexOf(shown);
     const next = app.list[at + by];
@@ -223,15 +231,15 @@ export function episodeView(app) {
       else if (event.key === "n") step(1);
       else if (event.key === "p") step(-1);
       else if (event.key === "c") element.paint?.(COLOURS[(COLOURS.findIndex(([name]) => name === colour) + 1) % COLOURS.length][0]);
-      else if (event.key === "ArrowRight") choose(chosen === null ? 0 : Math.min(chips.length - 1, chosen + 1));
-      else if (event.key === "ArrowLeft") choose(chosen === null ? 0 : Math.max(0, chosen - 1));
+      else if (event.key === "ArrowRight") choose(chosen === null ? start() : Math.min(chips.length - 1, chosen + 1));
+      else if (event.key === "ArrowLeft") choose(chosen === null ? start() : Math.max(0, chosen - 1));
       else return false;
       return true;
     },
   };
 }
 
-function message(one) {
+export function message(one) {
   const calls = (one.tool_calls ?? []).map((call) => {
     const { name, arguments: given } = call.function ?? call;
     return h("div", { class: "call" }, h("span", { class: "badge" }, "calls"), h("b", {}, ` ${name ?? "?"} `), h("code", {}, longText(text(given ?? {}), 3000)));

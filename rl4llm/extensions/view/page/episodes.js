@@ -1,25 +1,27 @@
-// The list of all episodes: filtered and sorted here, searched by the source of the texts.
+// The list of all episodes, by prompt or by sample: filtered and sorted here, searched by the source of the texts.
 
 import { h, number, replace } from "./dom.js";
+import { asRow, dots, groupsOf, keyOf, rewardRange, withoutGradient, words } from "./groups.js";
+import { promptLink } from "./prompt.js";
 
 const PAGE = 100;
 const natural = new Intl.Collator("en", { numeric: true });
 const COLUMNS = [
   { name: "run", label: "run", text: true },
   { name: "step", label: "step", down: true },
-  { name: "set", label: "set", text: true },
-  { name: "prompt", label: "prompt", text: true },
-  { name: "role", label: "role", text: true },
+  { name: "set", label: "set", text: true, wide: true },
+  { name: "prompt", label: "prompt and answer", text: true },
+  { name: "role", label: "role", text: true, wide: true },
   { name: "sample", label: "sample" },
   { name: "reward", label: "reward", down: true },
-  { name: "turns", label: "turns", down: true },
-  { name: "tokens", label: "tokens", down: true, title: "that the policy wrote" },
-  { name: "stop", label: "stopped by", text: true },
-  { name: "mismatch", label: "worst mismatch", down: true, title: "largest difference of the log-probs of engine and trainer, in nats" },
+  { name: "turns", label: "turns", down: true, wide: true },
+  { name: "tokens", label: "tokens", down: true, wide: true, title: "that the policy wrote" },
+  { name: "stop", label: "stopped by", text: true, wide: true },
+  { name: "mismatch", label: "worst mismatch", down: true, wide: true, title: "largest difference of the log-probs of engine and trainer, in nats" },
 ];
 const SETS = { "": "training and held-out", step: "training", eval: "held-out", failed: "failed" };
 
-// The sort key of an episode; null always comes last.
+// By a column; null always comes last, and of equal rows the groups that differ come first.
 function sorted(rows, { name, down }) {
   const sign = down ? -1 : 1;
   const ranks = new Map();
@@ -27,18 +29,20 @@ function sorted(rows, { name, down }) {
   const key = (row) => (ranks.size ? ranks.get(row[name]) : (row[name] ?? null));
   return rows.sort((a, b) => {
     const [x, y] = [key(a), key(b)];
-    if (x === null || y === null) return x === y ? a.number - b.number : x === null ? 1 : -1;
-    return sign * (x - y) || a.number - b.number;
+    if (x === null || y === null) return x === y ? a.rank - b.rank || a.number - b.number : x === null ? 1 : -1;
+    return sign * (x - y) || a.rank - b.rank || a.number - b.number;
   });
 }
 
 export function episodesView(app) {
-  const state = (app.episodes ??= { filters: {}, sort: { name: "step", down: true }, page: 0, found: null, at: 0 });
+  const state = (app.episodes ??= { filters: {}, by: "prompt", sort: { name: "step", down: true }, page: 0, found: null, at: 0 });
   const bar = h("div", { class: "controls" });
+  const filters = h("details", { class: "filters", open: matchMedia("(min-width: 901px)").matches }, h("summary", {}, "Filters"), bar);
   const table = h("div", { class: "scroll" });
   const foot = h("div", { class: "pager" });
   let list = [];
   let choices = "";
+  let range = [0, 1];
 
   const many = () => app.runs.length > 1;
   const all = () => app.runs.filter((_, i) => !app.hidden.has(i)).flatMap((run) => run.rows);
@@ -105,9 +109,13 @@ export function episodesView(app) {
       state.timer = setTimeout(() => find(search.value), 350);
     });
     const pairs = (values) => values.map(([value, times]) => [value, `${value} (${times.toLocaleString("en")})`]);
+    const by = h("select", { "aria-label": "Rows", "data-by": true }, h("option", { value: "prompt" }, "a row for each prompt"), h("option", { value: "sample" }, "a row for each sample"));
+    by.value = state.by;
+    by.addEventListener("change", () => arrange(by.value));
     replace(
       bar,
       search,
+      by,
       many() ? select("run", "all runs", app.runs.map((run) => [run.name, run.name])) : null,
       select("set", SETS[""], Object.entries(SETS).slice(1)),
       select("stop", "any stop reason", pairs(stops)),
@@ -123,6 +131,24 @@ export function episodesView(app) {
     Object.assign(state, { filters: {}, found: null, text: "", page: 0, at: 0 });
     choices = "";
     draw();
+  }
+
+  function arrange(by) {
+    state.by = by;
+    state.page = state.at = 0;
+    draw();
+  }
+
+  // Rows of the table: what fits, with the samples of a prompt together or apart.
+  function arranged() {
+    const rows = all();
+    const whole = groupsOf(rows);
+    const fitting = rows.filter(fits);
+    if (state.by === "sample") {
+      const idle = new Map([...whole].map(([key, own]) => [key, withoutGradient(own)]));
+      return fitting.map((row) => ({ ...row, members: [row], idle: idle.get(keyOf(row)), rank: idle.get(keyOf(row)) ? 1 : 0 }));
+    }
+    return [...groupsOf(fitting)].map(([key, members]) => asRow(members, whole.get(key)));
   }
 
   async function find(text) {
@@ -162,39 +188,46 @@ export function episodesView(app) {
 
   function draw() {
     drawBar();
-    list = sorted(all().filter(fits), state.sort);
-    app.list = list;
+    list = sorted(arranged(), state.sort);
+    app.list = list.flatMap(({ members }) => members);
+    range = rewardRange(all());
     state.page = Math.min(state.page, Math.max(0, Math.ceil(list.length / PAGE) - 1));
     const rows = list.slice(state.page * PAGE, (state.page + 1) * PAGE);
     state.at = Math.min(state.at, Math.max(0, rows.length - 1));
     const used = COLUMNS.filter(({ name }) => (name === "run" ? many() : name !== "role" || list.some((row) => row.role)));
     const head = used.map((column) => {
       const on = state.sort.name === column.name;
-      const label = h("button", { type: "button", title: column.title, "data-sort": column.name, onclick: () => sort(column) }, column.label, on ? (state.sort.down ? " ▾" : " ▴") : "");
-      return h("th", { "aria-sort": on ? (state.sort.down ? "descending" : "ascending") : null, class: column.text ? null : "number" }, label);
+      const label = h("button", { type: "button", title: column.title, "data-sort": column.name, onclick: () => sort(column) }, column.name === "sample" && state.by === "prompt" ? "samples" : column.label, on ? (state.sort.down ? " ▾" : " ▴") : "");
+      return h("th", { "aria-sort": on ? (state.sort.down ? "descending" : "ascending") : null, class: kind(column) }, label);
     });
     const body = rows.map((row, i) =>
-      h("tr", { tabindex: i === state.at ? 0 : -1, class: row.failure ? "failed" : null, "data-row": i, onclick: () => open(i), onfocus: () => (state.at = i) }, used.map((column) => cell(row, column))),
+      h("tr", { tabindex: i === state.at ? 0 : -1, class: row.failure ? "failed" : null, "data-row": i, onclick: (event) => event.target.closest("a") || open(i), onfocus: () => (state.at = i) }, used.map((column) => cell(row, column))),
     );
     const none = app.runs.some((run) => run.rows.length) ? "No episode matches." : "No episodes are stored yet (tracking.episodes_every).";
-    replace(table, h("table", { class: "list" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body.length ? body : h("tr", {}, h("td", { colspan: used.length, class: "quiet" }, none)))));
+    replace(table, h("table", { class: "list" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body.length ? body : h("tr", {}, h("td", { colspan: used.length, class: "quiet none" }, none)))));
     const pages = Math.max(1, Math.ceil(list.length / PAGE));
     const reading = app.runs.some((run) => !run.whole || run.pending > 0);
     replace(
       foot,
       h("button", { type: "button", disabled: state.page === 0, onclick: () => turn(-1) }, "‹ previous"),
-      h("span", { id: "count" }, `${list.length.toLocaleString("en")} of ${all().length.toLocaleString("en")} episodes, page ${state.page + 1} of ${pages}`),
+      h("span", { id: "count" }, `${app.list.length.toLocaleString("en")} of ${all().length.toLocaleString("en")} episodes, page ${state.page + 1} of ${pages}`),
       h("button", { type: "button", disabled: state.page >= pages - 1, onclick: () => turn(1) }, "next ›"),
       reading ? h("span", { class: "quiet" }, "reading on …") : null,
     );
   }
 
-  function cell(row, { name, text }) {
+  const kind = ({ text, wide, name }) => [name === "sample" && state.by === "prompt" ? "samples" : name === "prompt" ? "words" : text ? "" : "number", wide ? "wide" : ""].join(" ").trim() || null;
+
+  function cell(row, column) {
+    const { name, text } = column;
+    const inside = (...content) => h("td", { class: kind(column) }, content);
     if (name === "run") return h("td", { class: `run run-${row.run % 8}` }, h("span", { class: "swatch" }), app.runs[row.run].name);
-    if (name === "set") return h("td", {}, row.set === "eval" ? "held-out" : "training");
-    if (name === "stop") return h("td", {}, row.failure ? h("span", { class: "badge bad" }, `failed: ${row.failure}`) : row.stop);
-    if (name === "reward" && typeof row.reward === "number") return h("td", { class: "number" }, h("b", {}, number(row.reward)));
-    return text ? h("td", {}, row[name] || "–") : h("td", { class: "number" }, number(row[name]));
+    if (name === "prompt") return h("td", { class: "words" }, words(row, promptLink(app.runs[row.run], row)));
+    if (name === "sample" && state.by === "prompt") return inside(dots(row.members, range));
+    if (name === "set") return inside(row.set === "eval" ? "held-out" : "training");
+    if (name === "stop") return inside(row.failure ? h("span", { class: "badge bad" }, `failed: ${row.failure}`) : row.stop);
+    if (name === "reward" && typeof row.reward === "number") return inside(h("b", {}, number(row.reward)));
+    return inside(text ? row[name] || "–" : number(row[name]));
   }
 
   function turn(by) {
@@ -205,7 +238,7 @@ export function episodesView(app) {
 
   function open(i) {
     const row = list[state.page * PAGE + i];
-    if (row) app.go(`/episode/${row.run}/${row.number}`);
+    if (row) app.go(`/episode/${row.run}/${row.members[0].number}`);
   }
 
   function focus(i) {
@@ -217,7 +250,7 @@ export function episodesView(app) {
   }
 
   return {
-    element: h("section", {}, bar, table, foot),
+    element: h("section", {}, filters, table, foot),
     enter: () => draw(),
     update({ rows }) {
       if (!rows) return;

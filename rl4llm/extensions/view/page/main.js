@@ -5,6 +5,7 @@ import { curvesView } from "./curves.js";
 import { h, isTyping, number, replace, visible } from "./dom.js";
 import { episodeView } from "./episode.js";
 import { episodesView } from "./episodes.js";
+import { promptView } from "./prompt.js";
 import { openSource } from "./source.js";
 
 const EVERY_MS = 2000;
@@ -19,7 +20,7 @@ const KEYS = [
   ["j k, ↓ ↑", "next and previous row of a list"],
   ["Enter", "open the episode"],
   ["n p", "next and previous episode of the list"],
-  ["← →", "next and previous token, or point of a curve that has the focus"],
+  ["← →", "next and previous token, from the first sampled one, or point of a curve that has the focus"],
   ["c", "what tokens are coloured by"],
   ["Esc", "back to the list"],
   ["t", "theme: as the system, light, dark"],
@@ -75,7 +76,7 @@ function nextTheme() {
 
 function drawTop(route) {
   const tabs = TABS.map(([name, label], i) =>
-    h("a", { href: `#/${name}`, "aria-current": route === name || (name === "episodes" && route === "episode") ? "page" : null, title: `key ${i + 1}` }, label),
+    h("a", { href: `#/${name}`, "aria-current": route === name || (name === "episodes" && /^(episode|prompt)$/.test(route)) ? "page" : null, title: `key ${i + 1}` }, label),
   );
   const runs = app.runs.map((run, i) => {
     const latest = Math.max(0, ...run.steps.keys());
@@ -126,7 +127,7 @@ function alertLine(run, { name, since, seen, why, metric, look_at: keys }) {
   return h("p", { class: "warning", role: "alert", "data-alert": name }, facts);
 }
 
-const VIEWS = { curves: curvesView, episodes: episodesView, episode: episodeView, config: configView };
+const VIEWS = { curves: curvesView, episodes: episodesView, episode: episodeView, prompt: promptView, config: configView };
 
 function route() {
   const [name = "curves", ...rest] = location.hash.replace(/^#\//, "").split("/");
@@ -189,6 +190,7 @@ async function refresh() {
   const before = told();
   await app.source.refreshAbout();
   if (told() === before) return;
+  await Promise.all(app.runs.map((run) => app.source.refreshStory(run)));
   drawTop(app.current);
   app.view?.update?.({ metrics: true, rows: false });
 }
@@ -206,7 +208,7 @@ async function start() {
   addEventListener("hashchange", route);
   route();
   const left = app.runs.filter((run) => run.all > run.rows.length);
-  if (left.length) status(left.map((run) => `${run.name}: of ${number(run.all)} episodes this file contains the newest ${number(run.rows.length)}.`).join(" "));
+  if (left.length) status(left.map((run) => `${run.name}: this file contains ${number(run.rows.length)} of ${number(run.all)} episodes: some of each step, and the extremes.`).join(" "));
   document.documentElement.dataset.ready = "yes";
   follow();
 }

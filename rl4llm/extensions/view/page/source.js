@@ -73,12 +73,17 @@ class ServerSource {
     run.pending = list.pending;
     run.all = run.rows.length;
     run.whole = run.whole || !list.more;
+    if (changed.metrics || changed.rows || !run.story) await this.refreshStory(run);
     changed.more = list.more && list.rows.length > 0;
     return changed;
   }
 
   async refreshAbout() {
     for (const [number, about] of (await get("/api/runs")).entries()) if (this.runs[number]) this.runs[number].about = about;
+  }
+
+  async refreshStory(run) {
+    run.story = await get(`/api/runs/${run.number}/story`);
   }
 
   episode(run, number) {
@@ -106,7 +111,7 @@ class FileSource {
       const run = new Run(number, given.about);
       run.addMetrics(given.metrics, given.glossary);
       run.addRows(given.columns, given.rows);
-      Object.assign(run, { files: given.files, whole: true, all: given.all });
+      Object.assign(run, { files: given.files, whole: true, all: given.all, story: { ...given.story, generation: 0 } });
       return run;
     });
     return this.runs;
@@ -117,6 +122,8 @@ class FileSource {
   }
 
   async refreshAbout() {}
+
+  async refreshStory() {}
 
   async episode(run, number) {
     const found = this.data.runs[run.number].episodes[number];

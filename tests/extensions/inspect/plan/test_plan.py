@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forked_python import python
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from rl4llm.cli import main
 from rl4llm.compose import build_algorithm
@@ -16,7 +16,8 @@ from rl4llm.core.model_memory import ONE_SEQUENCE
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
 from rl4llm.extensions.inspect.plan.memory import phases
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
-from rl4llm.extensions.inspect.plan.show import parse_size
+from rl4llm.extensions.inspect.plan.shape import read_shape
+from rl4llm.extensions.inspect.plan.show import parse_size, verdict
 
 GIB, WITHIN = 2**30, 0.2
 QUIET = {
@@ -314,6 +315,29 @@ def test_an_adapter_fits_24_gb(qwen, size):
     assert plan.fits and plan.peak.total < whole.peak.total
 
 
+def test_offload_counts_in_the_memory_of_the_machine(qwen):
+    zero = {"name": "deepspeed", "zero_stage": 2}
+    plan = qwen("1.5B", 1, 24 * GIB, COHOST | {"backend": zero})
+    assert plan.host.total == 14 * plan.models.policy.parameters  # bf16 weights, fp32 masters and two moments
+    away = qwen("1.5B", 1, 24 * GIB, COHOST | {"backend": {**zero, "offload_optimizer": True}})
+    assert away.host.parts["offloaded"] == 16 * away.models.policy.parameters  # and gradients
+    shared = {"backend": {"name": "torch", "shard": "fsdp2", "cpu_offload": True}}
+    sharded = qwen("1.5B", 2, 24 * GIB, shared)
+    assert sharded.host.total == 16 * sharded.models.policy.parameters / 2
+    assert not qwen("1.5B", 1, 24 * GIB, {}).host.total
+    assert not qwen("1.5B", 1, 24 * GIB, COHOST | {"model.device": "cpu"}).host.total
+
+
+def test_a_plan_warns_if_this_machine_lacks_memory_for_offload(qwen):
+    plan = qwen("1.5B", 4, 24 * GIB, COHOST)
+    assert plan.host_memory is None  # of another machine
+    each, on_all = plan.host.total / GIB, 4 * plan.host.total / GIB
+    lines = verdict(replace(plan, host_memory=int(3 * plan.host.total)), [])
+    assert f"also holds {each:.2f} GiB for each device, {on_all:.2f} GiB for 4" in lines[-2]
+    assert lines[-1].startswith("warning: this machine has only")
+    assert "warning" not in " ".join(verdict(replace(plan, host_memory=5 * plan.host.total), []))
+
+
 def test_a_plan_for_another_machine_is_for_its_gpu(small, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("{}")
@@ -337,6 +361,25 @@ def test_an_adapter_is_proposed_with_a_learning_rate_that_learns(small):
     plan = make_plan(small({"training.lr": 1e-6}))
     proposed = [keys for keys in _candidates(plan) if "model.lora.rank" in keys]
     assert [keys["training.lr"] for keys in proposed] == [1e-5]
+
+
+@pytest.mark.parametrize(
+    ("heads_of_full_layers", "widest"),
+    [
+        ({"global_head_dim": 64}, (4, 2, 64)),
+        ({"global_head_dim": 16, "num_global_key_value_heads": 1}, (4, 2, 32)),
+    ],
+)
+def test_a_model_whose_layers_differ_is_planned_with_its_widest(tmp_path, heads_of_full_layers, widest):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Gemma4TextConfig(
+        **sizes, num_key_value_heads=2, head_dim=32, layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+        attention_k_eq_v=True, architectures=["Gemma4ForCausalLM"], **heads_of_full_layers,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == widest
 
 
 def test_sizes_are_read_as_people_write_them():

@@ -1,0 +1,246 @@
+"""Environments with `reset` and `step`, or `next_query` and `step`, as other projects have them.
+
+    rl4llm train configs/gymnasium_grpo.yaml env.name=stepped env.task=guess:Guess
+
+A class is played unchanged, whatever it is a subclass of.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.registry import imported
+from rl4llm.core.types import ROLES, ChatMessage
+from rl4llm.extensions.adapters.step_rewards import note_reward
+from rl4llm.runtime.seeds import derive_seed
+
+COLUMN = "stepped"
+DEFAULT_LIMIT = 256
+_BUILDING = threading.RLock()
+_MADE: dict[tuple[Any, ...], list[_Begun]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An environment after its reset, and its first messages; each sample plays a copy of it."""
+
+    env: Any
+    messages: tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a step returned, in one form."""
+
+    messages: tuple[ChatMessage, ...]
+    reward: float
+    done: bool
+
+
+def stepped_prompts(
+    split: str,
+    limit: int | None = None,
+    *,
+    task: str,
+    options: Mapping[str, Any] | None = None,
+    task_seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Return the first messages of environments as prompts, each with a different seed; 256 unless `limit` is given."""
+    if split not in ("train", "test"):
+        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
+    made = {"task": task, "options": dict(options or {}), "task_seed": task_seed, "split": split}
+    made["limit"] = limit or DEFAULT_LIMIT
+    return [
+        {
+            "prompt_id": f"{split}-{number}",
+            "messages": [{"role": message.role, "content": message.content} for message in begun.messages],
+            "ground_truth": None,
+            COLUMN: made | {"number": number},
+        }
+        for number, begun in enumerate(_begun(made))
+    ]
+
+
+class SteppedEnv(BaseMDPEnv):
+    """Play a class with `reset` and `step`, or a factory of objects with `next_query` and `step`.
+
+        class Guess:                                    # env.name=stepped env.task=guess:Guess
+            def reset(self):                            # -> a string, a message, messages, or (one of them, info)
+                self.number = random.randrange(10)
+                return "Guess my number."
+
+            def step(self, action):                     # -> observation, reward[, done[, ...]]
+                hit = action.content.strip() == str(self.number)
+                return "Yes!" if hit else "No.", float(hit), hit
+
+    `reset` gets a `seed` if it accepts one; random numbers of Python and NumPy are seeded in any case. `step` gets the
+    policy's message, which has `role` and `content`. An observation may have `messages` and `done`, a reward `value`. A
+    factory has ``create(index)``; its objects have `system_prompt`, `next_query`, `done` and `reward`, and their `step` gets
+    the text alone. Samples of a prompt play copies of one object. The rewards of the steps are the reward `env_steps`.
+
+    Options:
+        task: the class or factory, ``package.module:Class``.
+        options: arguments of its constructor.
+        task_seed: seed of the prompts of both splits.
+    """
+
+    default_rewards = ("env_steps",)
+    prompts = staticmethod(stepped_prompts)
+
+    def __init__(self, *args: Any, max_steps: int = 8, **kwargs: Any):
+        super().__init__(*args, **kwargs | {"max_steps": max_steps})
+        self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
+
+    def respond(self, sample: SampleState) -> list[ChatMessage]:
+        step = _stepped(self._env(sample), sample.last_message)
+        note_reward(sample, step.reward)
+        metrics = sample.extras.setdefault("metrics", {"return": 0.0})
+        metrics["return"] += step.reward
+        return [] if step.done else list(step.messages)
+
+    def end_episode(self, sample: SampleState) -> None:
+        """Close the sample's environment, if it can be closed."""
+        _, env = self._playing.pop(id(sample), (sample, None))
+        close = getattr(env, "close", None)
+        if callable(close):
+            close()
+
+    def _env(self, sample: SampleState) -> Any:
+        """Return the sample's copy of the environment that made its prompt."""
+        if id(sample) not in self._playing:
+            made = sample.columns[COLUMN]
+            begun = _begun(made)[made["number"]]
+            prompt = [message.content for message in sample.messages[: sample.init_msg_size]]
+            if prompt[-len(begun.messages) :] != [message.content for message in begun.messages]:
+                raise EnvError(
+                    f"{made['task']} does not start with the messages in its prompt, although the seed is the same. Next "
+                    "step: draw random numbers from `random` or NumPy, or from the seed of `reset`."
+                )
+            self._playing[id(sample)] = (sample, copy.deepcopy(begun.env))
+        return self._playing[id(sample)][1]
+
+
+def _begun(made: Mapping[str, Any]) -> list[_Begun]:
+    """Return the environments of a split after their reset; the same settings give the same ones in every process."""
+    key = (made["task"], repr(made["options"]), made["task_seed"], made["split"], made["limit"])
+    with _BUILDING:
+        if key not in _MADE:
+            _MADE[key] = _build(made)
+        return _MADE[key]
+
+
+def _build(made: Mapping[str, Any]) -> list[_Begun]:
+    task, options, limit = made["task"], dict(made["options"]), made["limit"]
+    cls = imported("env.task", task, "'package.module:Class'")
+    found = []
+    with _seeded(derive_seed("stepped", task, made["task_seed"], made["split"])):
+        factory = _factory(cls, options, limit) if hasattr(cls, "create") else None
+        for number in range(limit):
+            seed = derive_seed("stepped", task, made["task_seed"], made["split"], number) % 2**31
+            env = factory.create(number) if factory else _call(task, cls, options)
+            with _seeded(seed):
+                found.append(_Begun(env, _opening(task, env, seed)))
+    return found
+
+
+def _factory(cls: Any, options: dict[str, Any], limit: int) -> Any:
+    """Return a factory; one that asks for a config gets the numbers of groups and rollouts, one rollout for each prompt."""
+    accepted = signature(cls).parameters if isinstance(cls, type) else {}
+    if "config" not in accepted or "config" in options:
+        return cls(**options) if isinstance(cls, type) else cls
+    algo = SimpleNamespace(kwargs={"n_groups": limit}, n_groups=limit)
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(n_rollouts=limit), algo=algo, env=SimpleNamespace(kwargs=options)
+    )
+    return cls(config)
+
+
+def _call(task: str, cls: Any, options: dict[str, Any]) -> Any:
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ConfigError(f"env.task={task!r} with env.options={options} cannot be made: {error}") from error
+
+
+def _opening(task: str, env: Any, seed: int) -> tuple[ChatMessage, ...]:
+    """Begin an episode; return its first messages."""
+    if hasattr(env, "next_query"):
+        system = getattr(env, "system_prompt", "")
+        head = (ChatMessage("system", str(system)),) if system else ()
+        return (*head, ChatMessage("user", str(env.next_query)))
+    if not hasattr(env, "reset") or not hasattr(env, "step"):
+        raise ConfigError(
+            f"env.task={task!r} is not played step by step. Accepted: a class with `reset` and `step`, or a factory whose "
+            "objects have `system_prompt`, `next_query` and `step`."
+        )
+    accepted = signature(env.reset).parameters.values()
+    takes_seed = any(item.name == "seed" or item.kind is Parameter.VAR_KEYWORD for item in accepted)
+    observation = env.reset(seed=seed) if takes_seed else env.reset()
+    messages = _messages(observation[0] if isinstance(observation, tuple) else observation)
+    if not messages:
+        raise ConfigError(f"env.task={task!r}: reset() returned no message: {observation!r:.100}.")
+    return messages
+
+
+def _stepped(env: Any, said: ChatMessage) -> _Step:
+    """Take a step; return what follows, in one form."""
+    if hasattr(env, "next_query"):
+        before = float(env.reward or 0.0)
+        env.step(said.content)
+        done, reward = bool(env.done), float(env.reward or 0.0) - before
+        return _Step(() if done else (ChatMessage("user", str(env.next_query)),), reward, done)
+    result = env.step(said)
+    if not isinstance(result, tuple) or len(result) < 2:
+        raise EnvError(
+            f"step() of {type(env).__name__} returned {result!r:.100}. Accepted: observation, reward[, done]."
+        )
+    observation, reward, *ends = result
+    ended = any(end is True for end in ends[:2]) or any(
+        bool(getattr(owner, "done", False)) for owner in (observation, env)
+    )
+    messages = _messages(observation)
+    number: Any = getattr(reward, "value", reward)
+    return _Step(messages, float(number), ended or not messages)
+
+
+def _messages(observation: Any) -> tuple[ChatMessage, ...]:
+    """Return an observation as messages: of the user, unless it names another role."""
+    if observation is None:
+        return ()
+    inside = getattr(observation, "messages", observation)
+    items = inside if isinstance(inside, Sequence) and not isinstance(inside, str) else [inside]
+    return tuple(_message(item) for item in items)
+
+
+def _message(item: Any) -> ChatMessage:
+    if isinstance(item, Mapping):
+        role, content = item.get("role", "user"), item.get("content", "")
+    else:
+        role, content = getattr(item, "role", "user"), getattr(item, "content", item)
+    role = str(getattr(role, "value", role))
+    return ChatMessage(role if role in ROLES and role != "assistant" else "user", str(content))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's random numbers, and restore them afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,205 @@
+"""What the policy can do before training: sample it on a few prompts, and say what its groups would teach."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rl4llm.config import Config
+from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import Trajectory
+from rl4llm.envs.mixture import MixedRollout
+from rl4llm.envs.rollout import Rollout
+from rl4llm.extensions.inspect.check.bench import Bench
+from rl4llm.extensions.inspect.check.times import play, seconds, span, train
+from rl4llm.tracking.summary import QUOTED_CHARS, last_words, summarize, unread
+from rl4llm.trainers.rl import RLTrainer
+
+MANY, FEW, MOST = 0.2, 0.05, 0.95
+"""Shares of episodes or groups at which the report gives advice."""
+QUOTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What was measured: `metrics` as in a run's log, answers in a wrong format, times, and what to change.
+
+    `quoted` are answers that no reward could read, or any if nothing teaches; `refused` are calls that got errors.
+    `sample_s`, `step_s` and `run_s` are estimates, in seconds, from the episodes that were played and one training pass over
+    them, as if the rewards of every group differed; groups whose rewards do not are often left out of training.
+    `teaches` is whether any group has rewards that differ. Methods that compare them need such groups.
+    """
+
+    prompts: int
+    group_size: int
+    metrics: Mapping[str, float]
+    no_answer: float
+    quoted: Sequence[str]
+    refused: Sequence[str]
+    sample_s: float
+    step_s: float
+    run_s: float
+    steps: int
+    teaches: bool
+    advice: Sequence[str]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report for people."""
+        found = self.metrics
+        episodes = int(found["trajectories"])
+        yield f"sampled {episodes} episodes: {self.prompts} prompts, group size {self.group_size}"
+        yield f"success       {found.get('accuracy', 0.0):.1%}, mean reward {found.get('reward/mean', 0.0):.3f}"
+        yield f"groups        {1 - found.get('groups/zero_spread', 0.0):.1%} have rewards that differ, and so a gradient"
+        examples = [f"  an answer, for example, is {text!r}" for text in self.quoted]
+        yield from [] if self.no_answer else examples
+        yield f"format        {self.no_answer:.1%} have no answer, as the rewards report"
+        yield from examples if self.no_answer else []
+        length = f"{found.get('completion_length/mean', 0.0):.0f} tokens on average"
+        yield f"truncated     {found.get('truncated', 0.0):.1%}, {length}"
+        if "env/tool_calls" in found:
+            calls, errors = found["env/tool_calls"], found.get("env/tool_errors", 0.0)
+            yield f"tools         {calls:.2f} calls an episode, {errors:.2f} errors"
+            yield from (f"  for example {text}" for text in self.refused)
+        if found.get("failures"):
+            yield f"failed        {found['failures']:.0f} episodes, which would be left out"
+        yield (
+            f"time          about {span(self.step_s)} a step, {span(self.sample_s)} of it to sample, and "
+            f"{span(self.run_s)} for {self.steps} steps on this machine, if every group has a gradient"
+        )
+        yield from (f"change        {text}" for text in self.advice)
+        if not self.advice:
+            yield "change        nothing: this task can be trained as it is"
+
+
+def examine(config: Config, prompts: int) -> Task:
+    """Play groups of the run's size on the first `prompts` prompts that it would train on.
+
+    Nothing of the run is read or written: the policy is `model.path`. Raises ConfigError if nothing is sampled.
+    """
+    if prompts < 1:
+        raise ConfigError(f"--prompts {prompts} is not accepted. Accepted: 1 or more.")
+    bench = Bench(config)
+    try:
+        trainer = bench.build()
+        if not isinstance(trainer, RLTrainer):
+            name = config.algorithm["name"]
+            raise ConfigError(
+                f"--task is not accepted with algorithm.name={name!r}, which learns from a dataset and samples nothing. "
+                "Run `rl4llm check` without it."
+            )
+        trainer.publish()
+        return _examined(trainer, config, prompts)
+    finally:
+        bench.close()
+
+
+def _examined(trainer: RLTrainer, config: Config, prompts: int) -> Task:
+    prompts = min(prompts, trainer.rollout.num_rows)
+    result, played_s = seconds(play, trainer, prompts)
+    groups = [group for group in result.groups if not group.frozen]
+    _, trained_s = seconds(train, trainer, groups)
+    scale = config.rollout.prompts / prompts
+    step_s = (played_s + trained_s) * scale
+    metrics = summarize(result.groups, result.failed)
+    members = [one for group in groups for one in group.trajectories]
+    without = [one for one in members if unread(one)]
+    no_answer = len(without) / len(members)
+    teaches = metrics.get("groups/zero_spread", 0.0) < 1
+    return Task(
+        prompts=prompts,
+        group_size=trainer.rollout.group_size,
+        metrics=metrics,
+        no_answer=no_answer,
+        quoted=[last_words(one) for one in (without or ([] if teaches else members))[:QUOTED]],
+        refused=_refused_calls(members),
+        sample_s=played_s * scale,
+        step_s=step_s,
+        run_s=step_s * config.max_steps,
+        steps=config.max_steps,
+        teaches=teaches,
+        advice=list(_advice(trainer, config, metrics, no_answer)),
+    )
+
+
+def _refused_calls(members: Sequence[Trajectory]) -> list[str]:
+    """Return the most frequent errors that tools answered, each with a turn that got it."""
+    found: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for one in members:
+        said = ""
+        for message in one.messages:
+            if message.role == "assistant":
+                said = message.content
+            elif message.role == "tool" and message.content.startswith("Error:"):
+                counts[message.content] += 1
+                found.setdefault(message.content, said)
+    return [
+        f"{found[error][-QUOTED_CHARS:]!r} got {error[:QUOTED_CHARS]!r}"
+        for error, _ in counts.most_common(QUOTED)
+    ]
+
+
+def _advice(
+    trainer: RLTrainer, config: Config, found: Mapping[str, float], no_answer: float
+) -> Iterator[str]:
+    """Yield what to change, the most important first."""
+    success, equal = found.get("accuracy", 0.0), found.get("groups/zero_spread", 0.0)
+    truncated = found.get("truncated", 0.0)
+    yield from _of_tools(found)
+    if truncated >= MANY:
+        yield (
+            f"{truncated:.0%} of the episodes are cut off. Raise rollout.max_tokens={config.rollout.max_tokens}, or ask for "
+            "shorter answers."
+        )
+    if no_answer >= MANY:
+        key = "the environment's prompts (env.system_prompt, if it has this option)"
+        key = key if config.data.path is None else "data.system_prompt"
+        yield (
+            f"{no_answer:.0%} of the answers lack the format of the reward{_format(trainer)}. Ask for it in {key}, choose "
+            "another `extract` of the reward, or teach the format with SFT first (`rl4llm sft`)."
+        )
+    elif equal >= MOST and success <= FEW:
+        yield (
+            "Nearly every group scores the same, and nearly nothing is right. Use easier prompts, a stronger model, a "
+            "reward with partial credit, or SFT first (`rl4llm sft`)."
+        )
+    if equal >= MOST and success >= MOST:
+        yield "Nearly everything is right already. Use harder prompts."
+    elif MOST > equal >= 1 - MANY:
+        yield (
+            f"Only {1 - equal:.0%} of the groups teach something. Raise rollout.group_size={config.rollout.group_size}, or "
+            "use prompts that the model solves sometimes (curriculum, or algorithm.name=dapo, which draws others)."
+        )
+
+
+def _of_tools(found: Mapping[str, float]) -> Iterator[str]:
+    calls, errors = found.get("env/tool_calls"), found.get("env/tool_errors", 0.0)
+    if calls is not None and calls < MANY:
+        yield (
+            f"The model calls tools {calls:.2f} times an episode. Show a call in the system prompt, or teach calls with SFT "
+            "first (`rl4llm sft`)."
+        )
+    elif calls and errors / calls >= 1 - MANY:
+        yield (
+            f"{errors / calls:.0%} of the calls are errors, such as those above. Change the tool's description or "
+            "arguments, or teach calls with SFT first. Demonstrations must show the same tools: set env.tools in both runs, "
+            "or env.describe_tools=false here if they show none."
+        )
+
+
+def _format(trainer: RLTrainer) -> str:
+    """Return an answer that a reward promises to score best, as text behind "the format of the reward"."""
+    rollout = trainer.rollout
+    parts: Sequence[Rollout] = rollout.parts if isinstance(rollout, MixedRollout) else [rollout]
+    shown = [_right(reward) for part in parts for reward in part.env.reward_functions]
+    return next((f", which reads for example {text!r}" for text in shown if text), "")
+
+
+def _right(reward: BaseRewardFunction) -> str:
+    scored = [item for item in reward.examples() if isinstance(item.score, int | float)]
+    if not scored:
+        return ""
+    best = max(scored, key=lambda item: float(item.score) if isinstance(item.score, int | float) else 0.0)
+    return best.messages[-1].content

@@ -1,0 +1,155 @@
+"""Turn the keys of another project into a configuration of rl4llm, with a comment on each line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import yaml
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.migration.row import Facts, Project, Rule
+
+SECTIONS = (
+    "model", "data", "eval", "env", "rewards", "parts", "rollout", "inference", "sync", "algorithm", "training", "backend",
+    "checkpoint", "tracking", "output", "launch",
+)  # fmt: skip
+
+SHOWN = 100  # characters of a value in a comment
+UNKNOWN = re.compile(r"\$[({A-Za-z_]")  # a variable that only a shell or another machine knows
+
+
+@dataclass
+class Converted:
+    """A configuration that was converted.
+
+    Args:
+        keys: our keys, each with its value and what it was.
+        open: lines about values without a counterpart, and about numbers that the file does not contain.
+        without: keys that have no counterpart, and why.
+    """
+
+    keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    open: list[str] = field(default_factory=list)
+    without: list[tuple[str, str]] = field(default_factory=list)
+
+    def text(self, head: str) -> str:
+        """Return the configuration as YAML; `head` is its first comment."""
+        lines = [f"# {head}"]
+        if self.open:
+            lines += ["# To be decided:", *(f"#   {line}" for line in self.open)]
+        lines += _yaml(_tree(self.keys))
+        if self.without:
+            lines += ["# Without a counterpart:", *(f"#   {given}: {why}" for given, why in self.without)]
+        return "\n".join(lines) + "\n"
+
+
+def convert(project: Project, values: Mapping[str, Any], facts: Facts) -> Converted:
+    """Convert every key, by its row or by the rules that read several of them."""
+    given = project.prepare(values)
+    made = Converted({name: (value, f"as {project.name} has it") for name, value in project.base.items()})
+    for name in [name for name, value in given.items() if isinstance(value, str) and UNKNOWN.search(value)]:
+        made.open.append(f"{_pair(name, given.pop(name))}: set the variable, and convert again")
+    merged = dict(project.defaults) | given
+    for name, value in merged.items():
+        _by_row(made, project, name, value, name in given)
+    answered = {
+        name for rule in project.rules for name in _by_rule(made, project, rule, merged, given, facts)
+    }
+    for name in given:
+        row = project.row(name)
+        if row is not None and row.keys is None and row.ours and name not in answered:
+            made.without.append((_pair(name, given[name]), f"nothing to set with these values, see {row}"))
+    return made
+
+
+def _by_rule(
+    made: Converted,
+    project: Project,
+    rule: Rule,
+    merged: Mapping[str, Any],
+    given: Mapping[str, Any],
+    facts: Facts,
+) -> list[str]:
+    """Add what a rule says; return the keys that it read, [] if it had nothing to say."""
+    names = [name for name in merged if any(fnmatchcase(name, known) for known in rule.names)]
+    shown = [name for name in names if name in given] or names
+    if not names:
+        return []
+    try:
+        found = rule.keys(merged, facts)
+    except ConfigError as error:
+        _add(made.open, str(error))
+        return names
+    except (TypeError, ValueError, KeyError):
+        made.open += [f"{_pair(name, merged[name])}: the value is not understood" for name in shown]
+        return names
+    said = ", ".join(_pair(name, merged[name]) for name in shown)
+    made.keys |= {name: (value, _of(project, said, shown[0] in given)) for name, value in found.items()}
+    return names if found else []
+
+
+def _by_row(made: Converted, project: Project, name: str, value: Any, given: bool) -> None:
+    row = project.row(name)
+    if row is None:
+        made.without.append((_pair(name, value), f"not a key of {project.name} that is known here"))
+    elif row.keys is not None:
+        try:
+            found = row.keys(value)
+        except (ConfigError, TypeError, ValueError) as error:
+            _add(made.open, str(error) if isinstance(error, ConfigError) else f"{_pair(name, value)}: {row}")
+            return
+        for key, item in found.items():
+            changed = row.note if given and item != value else ""
+            said = "; ".join(filter(None, (_pair(name, value), changed)))
+            made.keys[key] = (item, _of(project, said, given))
+    elif given and not row.ours:
+        made.without.append((_pair(name, value), row.note))
+
+
+def _add(lines: list[str], line: str) -> None:
+    if line not in lines:
+        lines.append(line)
+
+
+def _of(project: Project, said: str, given: bool) -> str:
+    return said if given else f"{said}, the default of {project.name}"
+
+
+def _pair(name: str, value: Any) -> str:
+    text = " ".join((value if isinstance(value, str) else _inline(value)).split())
+    return f"{name.removeprefix('method.')}={text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}"
+
+
+def _tree(keys: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+    """Return nested keys; sections are in our order, and a name comes before its options."""
+    place = {name: number for number, name in enumerate(SECTIONS)}
+    tree: dict[str, Any] = {}
+    for key in sorted(
+        keys, key=lambda key: (place.get(key.split(".")[0], len(place)), not key.endswith(".name"))
+    ):
+        *sections, last = key.split(".")
+        inside = tree
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[last] = keys[key]
+    return tree
+
+
+def _yaml(tree: Mapping[str, Any], indent: str = "") -> Iterable[str]:
+    for name, item in tree.items():
+        if isinstance(item, Mapping):
+            yield f"{indent}{name}:"
+            yield from _yaml(item, f"{indent}  ")
+        else:
+            value, comment = item
+            yield f"{indent}{name}: {_inline(value)}  # {comment}"
+
+
+def _inline(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("...\n").strip()

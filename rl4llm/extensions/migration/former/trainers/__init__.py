@@ -1,0 +1,1 @@
+"""Modules of trainers, one for each method."""

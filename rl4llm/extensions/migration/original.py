@@ -1,0 +1,270 @@
+"""The configuration keys of michaelnny/rl4llm. Those of a method are in the section of its name, such as `grpo`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rl4llm.extensions.migration.row import (
+    Facts,
+    Keys,
+    Project,
+    Row,
+    Rule,
+    at_least_zero,
+    each,
+    joint,
+    key,
+    none,
+)
+
+Values = Mapping[str, Any]
+METHODS = {
+    "grpo": "grpo", "grpo_config": "grpo", "ppo": "ppo", "ppo_config": "ppo", "dapo": "dapo", "dapo_grpo": "dapo",
+    "explore_grpo": "explore_grpo", "extended_grpo": "grpo", "discount_grpo": "grpo", "grpo_tools": "grpo",
+}  # fmt: skip
+DATASETS = {
+    "gsm": {
+        "data.path": "openai/gsm8k:main",
+        "data.prompt_column": "question",
+        "data.answer_column": "answer",
+        "data.answer_pattern": r"####\s*(.+)",
+    },
+    "math": {
+        "data.path": "EleutherAI/hendrycks_math:algebra",
+        "data.prompt_column": "problem",
+        "data.answer_column": "solution",
+        "data.answer_pattern": r"\\boxed\{(.+)\}",
+    },
+}
+PROMPT = (
+    "Please first think about the reasoning process step by step, and put your final answer within \\boxed{}."
+)
+
+
+def prepare(values: Values) -> dict[str, Any]:
+    """Return the values with one name, `method`, for the section of any method; its own name is `method.name`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, rest = name.partition(".")
+        if dot and section in METHODS:
+            found |= {"method.name": section, f"method.{rest}": value}
+        else:
+            found[name] = value
+    return found
+
+
+def _method(values: Values, facts: Facts) -> Keys:
+    name = METHODS[values["method.name"]]
+    return {
+        "algorithm.name": "explore_grpo"
+        if name == "grpo" and values.get("method.group_temperature")
+        else name
+    }
+
+
+def _batches(values: Values, facts: Facts) -> Keys:
+    group = int(values.get("method.group_size", 8))
+    samples = values.get("method.train_rollout_size", values.get("method.rollout_size"))
+    if samples is None:
+        return {}
+    ranks = int(values.get("launch.nproc", 1))
+    keys: Keys = {"rollout.prompts": max(1, math.ceil(int(samples) / group / ranks))}
+    if batch := values.get("method.train_batch_size"):
+        keys["training.updates_per_rollout"] = max(1, round(int(samples) / int(batch)))
+    return keys
+
+
+def _clipping(values: Values, facts: Facts) -> Keys:
+    both = values.get("method.clip_eps", 0.2)
+    low, high = values.get("method.clip_eps_low", both), values.get("method.clip_eps_high", both)
+    return {"algorithm.clip_low": low, "algorithm.clip_high": high}
+
+
+def _critic(values: Values, facts: Facts) -> Keys:
+    if METHODS[values["method.name"]] != "ppo":
+        return {}
+    names = {
+        "gamma": "gamma",
+        "gae_lambda": "lam",
+        "value_clip_eps": "value_clip",
+        "value_num_updates": "critic_epochs",
+    }
+    keys = {f"algorithm.{ours}": values.get(f"method.{name}") for name, ours in names.items()}
+    path = values.get("value_model.checkpoint_path") or values.get("value_model.pretrained_model")
+    return {
+        name: value for name, value in (keys | {"algorithm.critic_path": path}).items() if value is not None
+    }
+
+
+def _exploring(values: Values, facts: Facts) -> Keys:
+    if not values.get("method.group_temperature"):
+        return {}
+    low, high = values.get("method.min_temperature", 0.6), values.get("method.max_temperature", 1.0)
+    count = max(2, int(values.get("method.group_size", 8)))
+    return {"algorithm.temperatures": [round(low + (high - low) * i / (count - 1), 2) for i in range(count)]}
+
+
+def _rewards(values: Values, facts: Facts) -> Keys:
+    rewards: list[Any] = ["math"]
+    if values.get("method.length_max"):
+        limit = {"max_length": values["method.length_max"], "buffer": values.get("method.length_cache", 128)}
+        rewards.append({"name": "overlong"} | limit)
+    if any(name.startswith("env_tool_config.") for name in values):
+        rewards.append(
+            {"name": "tool_use", "weight": values.get("env_tool_config.tool_call_success_bonus", 0.5)}
+        )
+    return {"rewards": rewards}
+
+
+def _tools(values: Values, facts: Facts) -> Keys:
+    keys: Keys = {"env.name": "tool", "env.tools": ["python"]}
+    if steps := values.get("env_tool_config.env_max_steps"):
+        keys["env.max_steps"] = steps
+    return keys
+
+
+def _datasets(names: Any) -> Keys:
+    first = names[0] if isinstance(names, list) and names else names
+    return dict(DATASETS.get(str(first).removesuffix("8k"), {"data.path": str(first)}))
+
+
+def _precision(on: Any) -> Keys:
+    return {"model.autocast": "bfloat16" if on else "none"}
+
+
+def _on_cpu(device: Any) -> bool:
+    return bool(device == "cpu")
+
+
+def _url(values: Values, facts: Facts) -> Keys:
+    if not values.get("--use-infer-server"):
+        return {}
+    host, port = values.get("--infer-host", "localhost"), values.get("--infer-port", 30000)
+    keys: Keys = {"inference.name": "sglang", "inference.url": f"http://{host}:{port}"}
+    return keys | ({"inference.cohost": True} if values.get("--infer-cohost-mode") else {})
+
+
+QUANTIZED = none("rl4llm does not train quantized weights")
+ATTENTION = none("rl4llm chooses the attention: flash attention where it is installed")
+CONTEXT = none("the context is that of the model")
+HELD_OUT = none("the held-out set is measured as a whole; `eval.limit` shortens it")
+LADDERS = none("explore_grpo draws samples of a group at `algorithm.temperatures` and `top_ps`")
+OWN_METHOD = {
+    "max_steps": key("max_steps"),
+    **each(joint("`rollout.prompts`", "samples / `group_size` / processes"), "train_rollout_size", "rollout_size"),
+    "train_batch_size": joint("`training.updates_per_rollout`", "the samples of a rollout divided by it"),
+    **each(none("`training.max_tokens_per_batch` cuts micro-batches by tokens"), "train_micro_batch_size", "batch_size",
+           "gradient_accumulate_steps"),
+    **each(key("training.epochs"), "num_updates", "policy_num_updates"),
+    "value_num_updates": joint("`algorithm.critic_epochs`", "of ppo"),
+    **each(joint("`algorithm.gamma`, `lam`, `value_clip`", "of ppo; grpo has no discount"), "gamma", "gae_lambda",
+           "value_clip_eps"),
+    **each(joint("`algorithm.clip_low`, `clip_high`"), "clip_eps", "clip_eps_low", "clip_eps_high"),
+    "normalize_advantages": key("algorithm.whiten", bool),
+    "normalize_group_rewards": key("algorithm.scale_rewards", lambda on: "group" if on else "none", "group or none"),
+    "normalize_rewards": none("`algorithm.whiten` scales advantages"),
+    "kl_loss_coef": Row("`algorithm.kl_coef`, with `kl_in=loss`", "",
+                        lambda value: {"algorithm.kl_coef": value, "algorithm.kl_in": "loss"}),
+    "entropy_loss_coef": key("algorithm.entropy_coef"),
+    "sync_reference_interval": key("algorithm.reference_every"),
+    "clip_grad_norm": key("training.max_grad_norm"),
+    "group_size": key("rollout.group_size"),
+    **each(key("rollout.max_tokens", note="of each turn"), "max_completion_tokens", "max_new_tokens"),
+    "temperature": key("rollout.temperature"),
+    "top_p": key("rollout.top_p"),
+    "top_k": key("rollout.top_k", at_least_zero, "-1 is 0"),
+    "repetition_penalty": none("log-probs would not be the policy's; `repetition` is a reward"),
+    **each(none("a prompt that leaves no room for an answer is refused; `data.long_prompts=drop` drops it"),
+           "max_prompt_tokens", "max_prompt_length"),
+    "system_prompt": key("data.system_prompt"),
+    "xml_format": none("`rewards: [format]` checks think and answer tags"),
+    **each(joint("`rewards`", "the reward `overlong`: `max_length`, `buffer`"), "length_max", "length_cache"),
+    **each(joint("`algorithm.temperatures`", "of explore_grpo, from the lowest to the highest"), "group_temperature",
+           "min_temperature", "max_temperature"),
+    **each(none("`algorithm.top_ps` of explore_grpo is a list"), "group_top_p", "min_top_p", "max_top_p"),
+    "filter_low_reward_std": key("algorithm.filter_groups", bool),
+    **each(none("the discount of a turn is `algorithm.turn_discount`; a length penalty is a reward"), "dynamic_discount",
+           "gamma_min", "gamma_max", "min_gamma", "max_gamma", "max_completion_length"),
+    **each(none("bounds are constant"), "clip_eps_min", "clip_eps_max"),
+    **each(LADDERS, "explore_*", "random_start_*", "replace_*", "continue_*"),
+    **each(HELD_OUT, "eval_rollout_size", "eval_batch_size"),
+    "eval_interval": key("eval.every"),
+    "checkpoint_interval": key("checkpoint.every"),
+}  # fmt: skip
+"""Keys of a method's section."""
+
+ROWS: dict[str, Row] = {
+    **each(key("seed"), "seed", "job.seed"),
+    **each(key("output.dir"), "logging.output_dir", "log_config.output_dir", "job.artifacts_path"),
+    "logging.enable_tensorboard": key("tracking.tensorboard"),
+    **each(none("every episode is stored as JSONL; `tracking.episodes_per_step` limits them"),
+           "logging.sample_buffer_size", "logging.sample_file_format"),
+    "logging.log_level": none("`output.console` is auto, plain, quiet or verbose; `--debug` shows tracebacks"),
+    "logging.metrics_aggregation_config.*": none("each metric is the mean over the step; episodes have single values"),
+    **each(Row("`data.path`", "gsm is openai/gsm8k:main; others by file or hub name, or `parts`", _datasets),
+           "dataset.names", "job.datasets"),
+    **each(key("data.limit"), "dataset.max_train_samples", "job.max_train_samples"),
+    **each(key("eval.limit"), "dataset.max_test_samples", "job.max_test_samples"),
+    **each(key("model.path"), "model.pretrained_model", "policy_model.pretrained_model"),
+    **each(joint("`algorithm.critic_path`"), "value_model.pretrained_model", "value_model.checkpoint_path"),
+    **each(key("model.gradient_checkpointing"), "model.gradient_checkpointing", "policy_model.gradient_checkpointing"),
+    **each(QUANTIZED, "model.load_in_4bit", "policy_model.load_in_4bit"),
+    **each(ATTENTION, "model.flash_attention", "policy_model.flash_attention"),
+    **each(CONTEXT, "model.model_max_length", "policy_model.model_max_length"),
+    "value_model.*": none("the critic shares the settings of `model`"),
+    **{f"method.{name}": row for name, row in OWN_METHOD.items()},
+    "method.name": joint("`algorithm.name`", "the section of the method names it"),
+    "env_tool_config.env_max_steps": joint("`env.max_steps`", "with `env.name=tool`"),
+    "env_tool_config.tool_call_success_bonus": joint("`rewards`", "the weight of the reward `tool_use`"),
+    "env_tool_config.*": none("the reward `tool_use` counts calls that worked; calls have no costs"),
+    **each(key("training.lr"), "deepspeed.optimizer.params.lr", "optimizer.params.lr"),
+    **each(key("training.betas"), "deepspeed.optimizer.params.betas", "optimizer.params.betas"),
+    **each(key("training.weight_decay"), "deepspeed.optimizer.params.weight_decay", "optimizer.params.weight_decay"),
+    **each(none("the optimizer is AdamW with eps 1e-8"), "deepspeed.optimizer.*", "optimizer.*"),
+    "deepspeed.gradient_clipping": key("training.max_grad_norm", note="0 never clips"),
+    "deepspeed.bf16.enabled": Row("`model.autocast`", "bfloat16 or none", _precision),
+    "deepspeed.zero_optimization.stage": Row(
+        "`backend.zero_stage`", "with `backend.name=deepspeed`",
+        lambda stage: {"backend.name": "deepspeed", "backend.zero_stage": stage}),
+    **{f"deepspeed.zero_optimization.offload_{what}.device": key(f"backend.offload_{what}", _on_cpu)
+       for what in ("optimizer", "param")},
+    **each(none("`training.schedule` and `warmup_steps`"), "deepspeed.scheduler.*", "scheduler.*"),
+    "deepspeed.*": none("`backend.config=FILE` passes a whole DeepSpeed file"),
+    "reference_deepspeed.*": none("the reference is in the backend of the policy"),
+    **each(joint("`inference.name=sglang`, `inference.url`, `inference.cohost`"), "--use-infer-server", "--infer-host",
+           "--infer-port", "--infer-cohost-mode"),
+    "launch.nproc": key("launch.nproc", note="`rl4llm launch CONFIG --nproc N`"),
+}  # fmt: skip
+
+RULES = (
+    Rule(("method.name",), _method),
+    Rule(("method.train_rollout_size", "method.rollout_size", "method.train_batch_size"), _batches),
+    Rule(("method.clip_eps", "method.clip_eps_low", "method.clip_eps_high"), _clipping),
+    Rule(
+        (
+            *("method.gamma", "method.gae_lambda", "method.value_clip_eps", "method.value_num_updates"),
+            *("value_model.pretrained_model", "value_model.checkpoint_path"),
+        ),
+        _critic,
+    ),
+    Rule(("method.group_temperature", "method.min_temperature", "method.max_temperature"), _exploring),
+    Rule(
+        (
+            *("method.name", "method.length_max", "method.length_cache"),
+            "env_tool_config.tool_call_success_bonus",
+        ),
+        _rewards,
+    ),
+    Rule(("env_tool_config.env_max_steps",), _tools),
+    Rule(("--use-infer-server", "--infer-host", "--infer-port", "--infer-cohost-mode"), _url),
+)
+
+ORIGINAL = Project(
+    "michaelnny/rl4llm",
+    ROWS,
+    RULES,
+    base={"data.system_prompt": PROMPT, "training.max_tokens_per_batch": 8192},
+    prepare=prepare,
+)

@@ -1,0 +1,92 @@
+"""A stand-in for the package `trl`: scripts import its names, and get ours or an error that says what to use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import load
+
+_ARGUMENTS, _PARSER, _FUNCTIONS = (
+    f"rl4llm.extensions.trl.{name}" for name in ("arguments", "parser", "functions")
+)
+TRAINERS = ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT")
+HOMES: Mapping[str, str] = {
+    **{f"{name}Trainer": "rl4llm.api" for name in TRAINERS},
+    **{f"{name}Config": _ARGUMENTS for name in TRAINERS},
+    **dict.fromkeys(
+        (
+            *("DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments", "TrlParser"),
+            *("get_dataset", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
+        ),
+        _PARSER,
+    ),
+    **dict.fromkeys(
+        (
+            *("accuracy_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward"),
+            *("get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward"),
+        ),
+        _FUNCTIONS,
+    ),
+}
+"""The names that scripts import from `trl` and its modules, and the modules that have them."""
+
+PACKAGES = ("trl", "trl.models", "trl.rewards", "trl.scripts", "trl.trainer")
+MODULES = (
+    *PACKAGES, "trl.scripts.utils", "trl.trainer.utils", "trl.trainer.model_config", "trl.rewards.accuracy_rewards",
+    "trl.rewards.format_rewards", "trl.rewards.other_rewards",
+    *(f"trl.trainer.{name.lower()}_{what}" for name in TRAINERS for what in ("config", "trainer")),
+)  # fmt: skip
+INSTEAD = {
+    "Callback": "every step is in metrics.jsonl and every episode in episodes/; `rl4llm view` shows them",
+    "create_reference_model": "leave it out: the reference is the initial policy",
+    "clone_chat_template": "set tokenizer.chat_template",
+    "experimental": f"the trainers are {', '.join(TRAINERS)}; `algorithm.name` has further methods, see docs/algorithms.md",
+}
+"""Parts of names without a counterpart, and what to use instead."""
+
+
+def refusal(name: str) -> str:
+    """Return why a name of `trl` is refused."""
+    instead = next(
+        (says for part, says in INSTEAD.items() if part in name), "docs/migration.md lists the known names"
+    )
+    return f"{name} has no counterpart in rl4llm. Instead: {instead}."
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if f"{self.__name__}.{name}" in MODULES:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        if name not in HOMES:
+            raise ConfigError(refusal(f"{self.__name__}.{name}"))
+        return load(f"{HOMES[name]}:{name}", f"{self.__name__}.{name}")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "trl":
+            return None
+        if name not in MODULES:
+            raise ConfigError(refusal(name))
+        return importlib.machinery.ModuleSpec(name, self, is_package=name in PACKAGES)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__version__"] = "rl4llm"
+
+
+def install() -> None:
+    """Let this process import rl4llm's names from `trl`, whether or not that is installed."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

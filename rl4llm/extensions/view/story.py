@@ -1,0 +1,245 @@
+"""What happened in a run: from where to where, in how many steps and how long, and a few episodes that show it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from rl4llm.extensions.view.index import COLUMNS
+from rl4llm.tracking.alerts import LARGE
+
+Row = Mapping[str, Any]
+
+OUTCOMES = {
+    "eval/accuracy": "held-out accuracy",
+    "eval/dpo/accuracy": "held-out accuracy",
+    "eval/rm/accuracy": "held-out accuracy",
+    "eval/kto/accuracy": "held-out accuracy",
+    "eval/reward/mean": "held-out reward",
+    "eval/loss": "held-out loss",
+    "eval/nll": "held-out loss",
+    "accuracy": "training accuracy",
+    "reward/mean": "training reward",
+    "loss": "loss",
+}
+"""The first of these that a run has, twice or more, is its headline."""
+ENDS = 5  # training steps that are averaged at either end
+PHASES = ("time/step", "time/evaluate", "time/checkpoint")
+TRUNCATED = ("length", "context")
+SHOWN, SUSPICIOUS = 3, 2
+MISMATCH = "the largest log-prob mismatch"
+DROP = 0.02  # of the best value, from which on the headline names it too
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a headline needs of the metrics; `add` takes new rows only."""
+
+    seconds: float = 0.0
+    step: int = 0
+    values: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.step = max(self.step, int(row["step"]))
+            self.seconds += sum(_number(row.get(phase)) or 0.0 for phase in PHASES)
+            for name in OUTCOMES:
+                if (value := _number(row.get(name))) is not None:
+                    self.values[name].append((int(row["step"]), value))
+
+
+def headline(totals: Totals, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sentence of a run, and its parts."""
+    config = about["config"]
+    parts = [_outcome(totals), f"{totals.step:,} step{'' if totals.step == 1 else 's'}"]
+    parts[0] = f"{parts[0]} in {parts[1]}" if parts[0] else parts[1]
+    told = [parts[0] + (" so far" if about["running"] else "")]
+    if totals.seconds:
+        told.append(duration(totals.seconds))
+    model = str(config.get("model.path") or "")
+    if model and "${" not in model:  # a variable of the environment, of which only its name is stored
+        told.append(PurePath(model).name)
+    if algorithm := str(config.get("algorithm.name") or ""):
+        told.append(algorithm.upper().replace("_", " "))
+    text = ", ".join(told)
+    return {"text": text[:1].upper() + text[1:], "alerts": _alerts(about["alerts"]), "steps": totals.step}
+
+
+def episodes(rows: Sequence[Sequence[Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the numbers of a few rows of the index, with the reason: what shows the run, and what looks suspicious."""
+    listed = [{**dict(zip(COLUMNS, row, strict=True)), "number": number} for number, row in enumerate(rows)]
+    scored = [row for row in listed if _number(row["reward"]) is not None and not row["failure"]]
+    shown = _distinct(_typical(scored), SHOWN)
+    suspicious = _distinct(_suspects(listed, scored), SUSPICIOUS)
+    return {"shown": shown, "suspicious": suspicious}
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words.
+
+    >>> duration(754), duration(8000)
+    ('13 min', '2 h 13 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _outcome(totals: Totals) -> str:
+    for name, words in OUTCOMES.items():
+        points = totals.values.get(name, [])
+        if len(points) > 1:
+            values = [value for _, value in points]
+            ends = ENDS if not name.startswith("eval/") and len(values) >= 2 * ENDS else 1
+            first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
+            shown = _percent if "accuracy" in name else _plain
+            text = f"{words} {shown(first)} \u2192 {shown(last)}"
+            step, best = max(points, key=lambda point: point[1])
+            falls = "loss" not in words and ends == 1 and best - last > DROP * max(1.0, abs(best))
+            return f"{text} (best {shown(best)} at step {step})" if falls else text
+    return ""
+
+
+def _alerts(alerts: Sequence[Mapping[str, Any]]) -> str:
+    if not alerts:
+        return "No alerts."
+    spans = (f"{one['name']} ({_span(one)})" for one in alerts)
+    return f"{len(alerts)} alert{'s' * (len(alerts) > 1)}: {', '.join(spans)}."
+
+
+def _span(alert: Mapping[str, Any]) -> str:
+    return (
+        f"since step {alert['since']}"
+        if alert["until"] is None
+        else f"steps {alert['since']} to {alert['until']}"
+    )
+
+
+def _typical(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
+    """An early failure and a late success of one prompt, and what is still wrong, or a group that differs."""
+    rewards = [row["reward"] for row in rows]
+    lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
+    pair = _pair([row for row in rows if row["set"] == "eval"]) or _pair(rows)
+    if pair:
+        early, late = pair
+        yield (
+            early,
+            f"{'an early failure' if early['reward'] == lowest else 'an early answer'}, {_where(early)}",
+        )
+        which = "the same prompt" if early["prompt"] == late["prompt"] else "another prompt"
+        yield late, f"{which}, {_where(late)}: reward {_plain(late['reward'])}"
+    wrong = [row for row in _last_evaluation(rows) if row["reward"] == lowest < highest]
+    if wrong:
+        yield wrong[0], f"still wrong, {_where(wrong[0])}"
+    mixed = _mixed(rows)
+    if mixed:
+        yield (
+            max(mixed, key=lambda row: row["reward"]),
+            f"the best of a group that differs, {_where(mixed[0])}",
+        )
+    for row in sorted(rows, key=lambda row: -row["reward"])[:SHOWN]:
+        yield row, f"among the highest rewards, {_where(row)}"
+
+
+def _pair(rows: Sequence[Row]) -> tuple[Row, Row] | None:
+    """The prompt that gained most from its first to its last step; else the worst of the first and the best of the last."""
+    by_prompt: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        by_prompt[(row["prompt"], row["role"])].append(row)
+    best: tuple[float, Row, Row] | None = None
+    for own in by_prompt.values():
+        pair = _worst_and_best(own)
+        if pair and (best is None or pair[1]["reward"] - pair[0]["reward"] > best[0]):
+            best = (pair[1]["reward"] - pair[0]["reward"], *pair)
+    if best is not None and best[0] > 0:
+        return best[1:]
+    pair = _worst_and_best(rows)
+    return pair if pair and pair[1]["reward"] > pair[0]["reward"] else None
+
+
+def _worst_and_best(rows: Sequence[Row]) -> tuple[Row, Row] | None:
+    steps = {row["step"] for row in rows if isinstance(row["step"], int)}
+    if len(steps) < 2:
+        return None
+    first, last = ([row for row in rows if row["step"] == end] for end in (min(steps), max(steps)))
+    return min(first, key=lambda row: row["reward"]), max(last, key=lambda row: row["reward"])
+
+
+def _mixed(rows: Sequence[Row]) -> list[Row]:
+    """The training group of the latest step in which rewards differ most."""
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["set"] == "step" and isinstance(row["step"], int):
+            groups[(row["step"], row["file"], row["prompt"], row["role"])].append(row)
+    differing = [own for own in groups.values() if len({row["reward"] for row in own}) > 1]
+    return max(
+        differing,
+        key=lambda own: (own[0]["step"], statistics.pstdev(row["reward"] for row in own)),
+        default=[],
+    )
+
+
+def _last_evaluation(rows: Sequence[Row]) -> list[Row]:
+    own = [row for row in rows if row["set"] == "eval" and isinstance(row["step"], int)]
+    step = max((row["step"] for row in own), default=None)
+    return [row for row in own if row["step"] == step]
+
+
+def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Row, str]]:
+    """The latest of each kind, the kinds that point at a wrong reward first."""
+    newest = sorted(scored, key=lambda row: -(row["step"] or 0))
+    middle = statistics.median(row["reward"] for row in scored) if scored else 0.0
+    lowest = min((row["reward"] for row in scored), default=0.0)
+    high = [row for row in newest if row["reward"] >= middle and row["reward"] > lowest]
+    measured = [row for row in scored if _number(row["mismatch"])]
+    worst = sorted(measured, key=lambda row: -row["mismatch"])
+    for found, why in (
+        ([row for row in high if row["odd"]], "a high reward for an odd answer"),
+        ([row for row in high if row["stop"] in TRUNCATED], "a high reward for a truncated answer"),
+        ([row for row in worst[:1] if row["mismatch"] > LARGE], MISMATCH),
+        ([row for row in newest if row["odd"]], "an odd answer"),
+        ([row for row in newest if row["stop"] in TRUNCATED], "a truncated answer"),
+        ([row for row in listed if row["failure"]], "a failed attempt"),
+        (worst, MISMATCH),
+    ):
+        for row in found[:1]:
+            yield row, f"{why}, {_where(row)}: {_detail(row, why)}"
+
+
+def _detail(row: Row, why: str) -> str:
+    if why == MISMATCH:
+        return f"{_plain(row['mismatch'])} nats"
+    if row["failure"]:
+        return str(row["failure"])
+    odd = f"it {row['odd']}" if row["odd"].startswith("repeats") else row["odd"]
+    return ", ".join(filter(None, (odd, f"reward {_plain(row['reward'])}")))
+
+
+def _distinct(found: Iterator[tuple[Row, str]], most: int) -> list[dict[str, Any]]:
+    taken: dict[int, str] = {}
+    for row, why in found:
+        if len(taken) < most:
+            taken.setdefault(row["number"], why)
+    return [{"number": number, "why": why} for number, why in taken.items()]
+
+
+def _where(row: Row) -> str:
+    return f"{'held-out, ' if row['set'] == 'eval' else ''}step {row['step']}"
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _percent(value: float) -> str:
+    text = f"{100 * value:.1f}".removesuffix(".0")
+    return f"{text} %"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}"

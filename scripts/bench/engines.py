@@ -1,0 +1,213 @@
+"""Generation of a pretrained model on a CPU: the embedded engine against servers, with the same prompts and threads.
+
+    python scripts/bench/engines.py --model SMOLLM2 --sglang ../sglang/bin/python --vllm ../vllm/bin/python \\
+        --llama llama.cpp/build/bin/llama-server --gguf smollm2-bf16.gguf
+
+4 prompts of 64 tokens x 8 samples x 64 new tokens of forced length, temperature 1, all in bfloat16. A server gets all
+requests at once and returns the log-probs of what it sampled. Prompts differ between rounds, so its prefix cache stays on.
+The sides take turns, and processes of servers are stopped (SIGSTOP) while another side computes: some poll while idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import build_prompts, describe_machine, load_model
+
+from rl4llm.core.types import SamplingParams
+from rl4llm.extensions.servers.launch import ServerProcess, launch
+from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.ports import free_port
+
+SAMPLES, NEW_TOKENS = 8, 64
+Prompts = list[list[int]]
+Ask = Callable[[list[int]], dict[str, Any]]
+Count = Callable[[dict[str, Any]], int]
+PATHS: dict[str, tuple[str, Ask, Count]] = {
+    "sglang": (
+        "/generate",
+        lambda prompt: {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True},
+            "return_logprob": True,
+        },
+        lambda found: len(found["output_ids"]),
+    ),
+    "vllm": (
+        "/v1/completions",
+        lambda prompt: {
+            "model": "model", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True,
+            "logprobs": 0,
+        },
+        lambda found: found["usage"]["completion_tokens"],
+    ),
+    "llama": (
+        "/completion",
+        lambda prompt: {
+            "prompt": prompt, "n_predict": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True, "top_k": 0,
+            "top_p": 1.0, "min_p": 0.0, "samplers": ["temperature"], "n_probs": 1, "cache_prompt": True,
+        },
+        lambda found: found["tokens_predicted"],
+    ),
+}  # fmt: skip
+"""Where each server generates, what it is asked for a prompt, and the number of tokens in its answer."""
+
+
+def embedded(options: argparse.Namespace) -> Callable[[Prompts, int], int]:
+    model, tokenizer = load_model(options.model)
+    client = LocalClient(model, tokenizer, autocast="bfloat16")
+
+    def run(prompts: Prompts, seed: int) -> int:
+        params = [
+            SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=seed * 1000 + number)
+            for number in range(len(prompts))
+        ]
+        return sum(len(completion.token_ids) for completion in client.generate_batch(prompts, params))
+
+    return run
+
+
+def remote(name: str, server: ServerProcess) -> Callable[[Prompts, int], int]:
+    path, ask, count = PATHS[name]
+
+    async def load(prompts: Prompts) -> int:
+        timeout = aiohttp.ClientTimeout(total=1800)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+            async def one(prompt: list[int]) -> int:
+                async with session.post(server.url + path, json=ask(prompt)) as response:
+                    response.raise_for_status()
+                    return count(await response.json())
+
+            return sum(await asyncio.gather(*map(one, prompts)))
+
+    return lambda prompts, seed: asyncio.run(load(prompts))
+
+
+def servers(options: argparse.Namespace, logs: Path) -> dict[str, ServerProcess]:
+    """Return the servers that are measured, not started."""
+    rows, found = str(options.prompts * SAMPLES), {}
+    flags = ["--port", "0", "--dtype", "bfloat16"]
+    if options.sglang:
+        given = ["--model-path", options.model, "--max-running-requests", rows, *flags]
+        found["sglang"] = launch("sglang", given, python=options.sglang, cpu=True, log=logs / "sglang")
+    if options.vllm:
+        given = [options.model, "--served-model-name", "model", "--max-num-seqs", rows, *flags]
+        found["vllm"] = launch("vllm", given, python=options.vllm, cpu=True, log=logs / "vllm")
+    if options.llama:
+        port = free_port("127.0.0.1")
+        command = [
+            options.llama,
+            "-m",
+            options.gguf,
+            "--port",
+            str(port),
+            "-np",
+            rows,
+            "-t",
+            str(options.threads),
+        ]
+        command += ["-c", str(int(rows) * 256), "--kv-unified", "-fa", "on"]
+        found["llama"] = ServerProcess(command, port=port, log=logs / "llama", name="llama")
+    return found
+
+
+@contextlib.contextmanager
+def awake(server: ServerProcess | None) -> Iterator[None]:
+    """Let the processes of a server run for the length of the block."""
+    for process in _family(server):
+        process.resume()
+    try:
+        yield
+    finally:
+        for process in _family(server):
+            process.suspend()
+
+
+def _family(server: ServerProcess | None) -> list[psutil.Process]:
+    port = None if server is None else str(server.url.rsplit(":", 1)[1])
+    children = psutil.Process().children(recursive=True)
+    roots = [child for child in children if port is not None and port in child.cmdline()]
+    return [process for root in roots for process in (root, *root.children(recursive=True))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="the directory of a pretrained model")
+    parser.add_argument("--sglang", help="Python of the environment that SGLang is installed in")
+    parser.add_argument("--vllm", help="Python of the environment that vLLM is installed in")
+    parser.add_argument("--llama", help="llama.cpp's llama-server")
+    parser.add_argument("--gguf", help="the same model, as convert_hf_to_gguf.py --outtype bf16 writes it")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    if bool(options.llama) != bool(options.gguf):
+        parser.error("--llama and --gguf go together")
+    torch.set_num_threads(options.threads)
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    print(f"{options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens; {describe_machine()}")
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        found = servers(options, Path(place))
+        sides: dict[str, Callable[[Prompts, int], int]] = {"rl4llm": embedded(options)}
+        for name, server in found.items():
+            stack.enter_context(server)
+            sides[name] = remote(name, server)
+            stack.callback(lambda server=server: [process.resume() for process in _family(server)])
+            with awake(server):
+                pass
+        speeds = measure(sides, found, options)
+    for name, values in speeds.items():
+        ratios = [ours / theirs for ours, theirs in zip(speeds["rl4llm"], values, strict=True)]
+        print(
+            f"{name:8} {statistics.median(values):7,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f}); "
+            f"rl4llm is {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
+def measure(
+    sides: dict[str, Callable[[Prompts, int], int]],
+    found: dict[str, ServerProcess],
+    options: argparse.Namespace,
+) -> dict[str, list[float]]:
+    """Return tokens per second of each side in each round, after one round to warm up."""
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(options.rounds + 1):
+        prompts = [
+            prompt for prompt in build_prompts(40_000, options.prompts, seed=number) for _ in range(SAMPLES)
+        ]
+        for name, run in sides.items():
+            with awake(found.get(name)):
+                start = time.perf_counter()
+                tokens = run(prompts, number)
+                elapsed = time.perf_counter() - start
+            if tokens != len(prompts) * NEW_TOKENS:
+                raise SystemExit(f"{name}: expected {len(prompts) * NEW_TOKENS} tokens, got {tokens}")
+            if number:
+                speeds[name].append(tokens / elapsed)
+                print(f"round {number}: {name} {tokens / elapsed:,.0f} tokens/s", flush=True)
+    return speeds
+
+
+if __name__ == "__main__":
+    main()

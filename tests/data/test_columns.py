@@ -1,0 +1,156 @@
+"""Rows as other projects store them: messages in `prompt`, nested answers, and no answer at all."""
+
+import csv
+import json
+
+import datasets
+import pytest
+
+from rl4llm.cli import main
+from rl4llm.compose import build_trainer
+from rl4llm.config import load_config
+from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.data.load import load_rows
+from rl4llm.rewards import as_reward_function
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1+1?"}]
+VERL = {"data_source": "sums", "prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": "2"}}
+NESTED = "reward_model.ground_truth"
+
+
+def parquet(path):
+    datasets.Dataset.from_list([VERL]).to_parquet(path)
+
+
+def jsonl(path):
+    path.write_text(json.dumps(VERL) + "\n")
+
+
+def table(write):
+    def save(path):
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["prompt", NESTED])
+            writer.writerow([write(ASKED), "2"])
+
+    return save
+
+
+FORMS = {
+    "rows.parquet": parquet,
+    "rows.jsonl": jsonl,
+    "json.csv": table(json.dumps),
+    "python.csv": table(repr),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("column", [None, "prompt"])
+def test_messages_in_the_prompt_are_read_from_every_file(name, column, tmp_path):
+    FORMS[name](tmp_path / name)
+    rows = load_rows(tmp_path / name, prompt_column=column, answer_column=NESTED)
+    assert rows[0]["messages"] == ASKED
+    assert rows[0]["ground_truth"] == "2"
+
+
+def test_a_csv_cell_that_is_no_conversation_stays_text(tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,ground_truth\n"[{1: 2}] in Python?",dict\n"[{""a"": 1}]",json\n')
+    rows = load_rows(tmp_path / "a.csv")
+    assert [row["messages"][0]["content"] for row in rows] == ["[{1: 2}] in Python?", '[{"a": 1}]']
+
+
+def test_a_wrong_nested_column_is_named_with_those_of_the_row():
+    with pytest.raises(DataError, match=r"Did you mean 'reward_model\.ground_truth'"):
+        load_rows([VERL], answer_column="reward_model.groundtruth")
+
+
+def test_a_template_cannot_wrap_messages():
+    with pytest.raises(ConfigError, match="the column 'prompt' holds messages"):
+        load_rows([VERL], prompt_template="Q: {prompt}")
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_named_as_that():
+    row = {"prompt": [*ASKED, {"role": "assistant", "content": "2"}]}
+    with pytest.raises(DataError, match=r"dataset\[0\]: the prompt ends with a message of role 'assistant'"):
+        load_rows([row])
+
+
+class Lenient(BaseRewardFunction):
+    needs_ground_truth = False
+
+    def __init__(self, name="lenient"):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **columns):
+        return float(ground_truth is None)
+
+
+def by_columns(completions, **columns):
+    return [float("ground_truth" in columns)] * len(completions)
+
+
+def by_truth(completions, ground_truth):
+    return [1.0] * len(completions)
+
+
+LENGTH = {"name": "length", "max_length": 4, "margin": 4}
+WITHOUT = [LENGTH, Lenient(), by_columns, {"name": "clip", "reward": LENGTH, "high": 1.0}]
+WITH = [
+    "math",
+    by_truth,
+    {"name": "clip", "reward": "math"},
+    {"name": "gate", "reward": LENGTH, "by": "math"},
+]
+
+
+def built(model_dir, tmp_path, rewards):
+    file = tmp_path / "open.jsonl"
+    rows = [{"prompt": "What is 1+1?", "ground_truth": "2"}, {"prompt": "Say hi."}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(overrides={
+        "model.path": str(model_dir), "data.path": str(file), "eval.every": 0, "output.dir": str(tmp_path / "run"),
+        "rollout.prompts": 1, "rollout.group_size": 2, "rollout.max_tokens": 4,
+    })  # fmt: skip
+    from rl4llm.compose.tables import Given
+
+    return build_trainer(config, Given(reward_functions=rewards))
+
+
+def name(reward):
+    """Return the same name of a reward in each process of the tests."""
+    return getattr(
+        reward, "__name__", str(reward) if isinstance(reward, dict | str) else type(reward).__name__
+    )
+
+
+@pytest.mark.parametrize("reward", WITHOUT, ids=name)
+def test_a_reward_that_compares_nothing_needs_no_ground_truth(reward, model_dir, tmp_path):
+    with built(model_dir, tmp_path, [reward]) as trainer:
+        assert [row["ground_truth"] for row in trainer.rollout.env.dataset] == ["2", None]
+
+
+@pytest.mark.parametrize("reward", WITH, ids=name)
+def test_a_reward_that_compares_names_the_row_without_answer(reward, model_dir, tmp_path):
+    name = as_reward_function(reward).name
+    with pytest.raises(DataError, match=rf"open\.jsonl:2 .* has no ground truth, .* the reward '{name}'"):
+        built(model_dir, tmp_path, [reward])
+
+
+def test_a_function_of_columns_gets_no_empty_ground_truth():
+    reward = as_reward_function(by_columns)
+    assert reward([], None) == 0.0
+    assert reward([], "2") == 1.0
+
+
+def test_rows_of_verl_are_trained_evaluated_and_checked(model_dir, tmp_path, capsys):
+    parquet(tmp_path / "train.parquet")
+    parquet(tmp_path / "test.parquet")
+    keys = [
+        str(tmp_path / "run.yaml"), f"model.path={model_dir}", f"data.path={tmp_path}", f"output.dir={tmp_path}/run",
+        f"data.answer_column={NESTED}", "rollout.prompts=1", "rollout.group_size=2", "rollout.max_tokens=4",
+        "rewards=[math]", "max_steps=1", "tracking.tensorboard=false",
+    ]  # fmt: skip
+    (tmp_path / "run.yaml").write_text("{}")
+    for command in ("plan", "check", "train", "eval"):
+        assert main([command, *keys]) == 0, capsys.readouterr()

@@ -1,0 +1,141 @@
+"""The report on a task before training names what keeps it from learning."""
+
+import json
+
+import pytest
+
+from rl4llm.cli import main
+from rl4llm.extensions.inspect.check import task as examined
+from rl4llm.extensions.inspect.check import times
+from rl4llm.extensions.inspect.check.times import extended
+
+PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in range(4)]
+
+
+@pytest.fixture
+def task(model_dir, tmp_path, monkeypatch, capsys):
+    """task(*words): the report as JSON, its exit code, and its lines for people."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    (tmp_path / "taught.py").write_text(
+        "def odd(completions, **columns):\n    return [float(number % 2) for number in range(len(completions))]\n\n\n"
+        "def right(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    (tmp_path / "task.yaml").write_text(
+        "eval: {every: 0}\nrollout: {prompts: 2, group_size: 2, max_tokens: 4}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys = [f"model.path={model_dir}", "data.path=rows.jsonl", "max_steps=50"]
+
+    def run(*words):
+        code = main(["check", "task.yaml", "--task", "--prompts", "4", "--json", *keys, *words])
+        printed = capsys.readouterr()
+        assert printed.out, printed.err
+        return json.loads(printed.out), code
+
+    return run
+
+
+def test_answers_without_the_format_are_quoted(task, tmp_path):
+    report, code = task("rewards=[{name: math, extract: boxed}]")
+    assert code == 1
+    assert report["no_answer"] == 1.0
+    assert len(report["quoted"]) == 3
+    assert any("boxed" in text and "data.system_prompt" in text for text in report["advice"])
+    assert any("Raise rollout.max_tokens=4" in text for text in report["advice"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_with_gradients_has_times(task):
+    report, code = task("rewards=['taught:odd']")
+    assert code == 0
+    assert report["teaches"]
+    assert report["metrics"]["accuracy"] == 0.5
+    assert report["metrics"]["trajectories"] == 8
+    assert report["run_s"] == pytest.approx(50 * report["step_s"])
+    assert 0 < report["sample_s"] < report["step_s"]
+    assert not any("group" in text for text in report["advice"])
+
+
+def test_a_task_that_is_solved_asks_for_harder_prompts(task):
+    report, code = task("rewards=['taught:right']")
+    assert code == 1
+    assert "Nearly everything is right already. Use harder prompts." in report["advice"]
+
+
+def test_calls_that_get_errors_are_quoted(task, tmp_path):
+    (tmp_path / "calling.py").write_text(
+        "from rl4llm import ToolMDPEnv\nfrom rl4llm.envs.tools.formats import FORMATS, CallFormat, ToolCall\n\n\n"
+        "class Calling(ToolMDPEnv):\n    continue_truncated = True\n\n\n"
+        "FORMATS.register('any')(CallFormat(lambda text: [ToolCall('calculator', {'wrong': text})]))\n\n\n"
+        "def right(completions, **columns):\n    return [0.0] * len(completions)\n"
+    )
+    keys = [
+        "env.name=calling:Calling",
+        "env.tools=[calculator]",
+        "env.format=any",
+        "env.describe_tools=false",
+    ]
+    report, code = task("rewards=['calling:right']", *keys)
+    assert code == 1
+    assert "Error: calculator: no argument 'wrong'" in report["refused"][0]
+    assert any("env.describe_tools" in text for text in report["advice"])
+
+
+def test_a_method_on_datasets_has_nothing_to_sample(model_dir, tmp_path, capsys):
+    rows = [{"prompt": "1+1?", "completion": "2"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows[0]))
+    keys = [f"model.path={model_dir}", f"data.path={tmp_path}", "eval.every=0", f"output.dir={tmp_path}/run"]
+    assert main(["check", "configs/sft.yaml", "--task", *keys]) == 2
+    assert "learns from a dataset and samples nothing" in " ".join(capsys.readouterr().err.split())
+
+
+def test_more_than_one_point_shows_what_more_prompts_cost():
+    assert extended([(2, 3.0), (4, 4.0)], 8) == 6.0
+    assert extended([(2, 3.0)], 8) == 12.0  # each alone
+    assert extended([(2, 1.0), (4, 4.0)], 8) == 8.0  # no slower than one after the other
+    assert extended([(2, 3.0), (4, 2.0)], 8) == 2.0  # noise
+
+
+@pytest.mark.parametrize("keys", [(), ("algorithm.name=sft", "data.path=said.jsonl")])
+def test_a_plan_with_time_measures_a_few_prompts(model_dir, tmp_path, monkeypatch, capsys, keys):
+    (tmp_path / "said.jsonl").write_text(json.dumps({"prompt": "1+1?", "completion": "2"}) + "\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(times, "PLAY_S", 0.2)
+    (tmp_path / "run.yaml").write_text(
+        "eval: {path: rows.jsonl, every: 5}\nrollout: {prompts: 2, group_size: 2, max_tokens: 4}\n"
+    )
+    given = [f"model.path={model_dir}", "data.path=rows.jsonl", "max_steps=50", *keys]
+    given += ["eval.path=null", "eval.every=0"] if keys else []
+    assert main(["plan", "run.yaml", "--time", "--json", *given]) == 0
+    found = json.loads(capsys.readouterr().out)["time"]
+    parts = ["training"] if keys else ["rollout", "training", "weight sync"]
+    assert list(found["parts"]) == parts and all(found["parts"].values())
+    assert found["step_s"] == pytest.approx(sum(found["parts"].values()))
+    assert found["evaluations"] == (0 if keys else 11)
+    assert found["run_s"] == pytest.approx(
+        50 * found["step_s"] + found["evaluations"] * found["evaluation_s"]
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_time_is_refused_for_another_machine(model_dir, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("{}")
+    given = ["plan", str(tmp_path / "run.yaml"), f"model.path={model_dir}", "data.path=arithmetic"]
+    assert main([*given, "--time", "--device-memory", "24GiB"]) == 2
+    assert "--time measures this machine" in capsys.readouterr().err
+
+
+def test_time_without_a_server_is_refused_at_once(model_dir, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("inference: {name: sglang, url: 'http://127.0.0.1:9'}\n")
+    given = ["plan", str(tmp_path / "run.yaml"), f"model.path={model_dir}", "data.path=arithmetic"]
+    assert main([*given, "--time"]) == 2
+    assert "none can be reached at http://127.0.0.1:9" in " ".join(capsys.readouterr().err.split())
+
+
+def test_epochs_count_once_in_the_time(task, monkeypatch):
+    monkeypatch.setattr(times, "seconds", lambda function, *given: (function(*given), 1.0))
+    monkeypatch.setattr(examined, "seconds", times.seconds)
+    report, _ = task("rewards=['taught:odd']", "training.epochs=3")
+    assert report["step_s"] == pytest.approx((1.0 + 1.0) * 2 / 4)

@@ -1,0 +1,134 @@
+"""Keys and names of other projects are answered with their counterpart."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+import rl4llm
+from rl4llm.cli import main
+from rl4llm.compose import build_algorithm
+from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.migration.answers import of_key
+from rl4llm.extensions.migration.names import NAMES, of_name
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("data.train_batch_size", "a key of verl: here it is `rollout.prompts`"),
+        ("+actor_rollout_ref.rollout.n", "a key of verl: here it is `rollout.group_size`"),
+        ("actor_rollout_ref.rollout.enforce_eager", "no counterpart: an option of the server"),
+        ("training.algorithm", "a key of MRLM: here it is `algorithm.name`"),
+        ("training.batch_size", "a key of MRLM: here it is `rollout.prompts`"),
+        ("experiment_name", "a key of MRLM: here it is `output.dir`"),
+        ("model.flash_attention", "a key of michaelnny/rl4llm: it has no counterpart"),
+        ("log_config.output_dir", "a key of michaelnny/rl4llm: here it is `output.dir`"),
+        ("grpo.train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
+        ("train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
+        ("rollout.n_rollouts", "a key of mithrl"),
+        ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
+        ("training.num_generations", "a key of TRL: here it is `rollout.group_size`"),
+        ("actor_gpu", "a key of MRL: here it is `launch.gpu`"),
+    ],
+)
+def test_unknown_key_of_another_project_is_answered(key, said, tmp_path):
+    with pytest.raises(ConfigError, match="Unknown configuration key: ") as caught:
+        load_config(overrides={"model.path": "m", key: 1})
+    assert said in str(caught.value)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(f"{key}: 1\n" if "." not in key else "{}: {{{}: 1}}\n".format(*key.rsplit(".", 1)))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("algorithm.adv_estimator", "`algorithm.name`"), ("algorithm.use_kl_in_reward", "`kl_in=reward`")],
+)
+def test_option_of_another_project_is_answered(key, said):
+    with pytest.raises(ConfigError, match="a key of verl") as caught:
+        build_algorithm(load_config(overrides={"model.path": "m", key: "x"}))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["algorithm.gamma", "rollout.max_token", "training.lrr", "nonsense", "data.pathh"]
+)
+def test_other_keys_have_no_answer(key):
+    assert of_key(key) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.lrr", "training.lr"), ("rolout.max_tokens", "rollout.max_tokens"), ("max_step", "max_steps"),
+        ("lr", "training.lr"), ("training.warmup", "training.warmup_steps"), ("output_directory", "output.dir"),
+        ("eval.evry", "eval.every"), ("model.lora.rnk", "model.lora.rank"), ("training.decay", None),
+        ("model.padding", None), ("training.algo", None), ("checkpoint.directory", None),
+    ],
+)  # fmt: skip
+def test_suggestion_weighs_the_whole_path(key, meant):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={"model.path": "m", key: 1})
+    hint = f"Did you mean '{meant}'?" if meant else "Did you mean"
+    assert (hint in str(caught.value)) == (meant is not None)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --actor_rollout_ref.rollout.n 3 x.yaml", "is a key of verl: here it is `rollout.group_size`"),
+        (
+            "train model.path=m training.lr=1",
+            "'model.path=m' is a key, but the first argument is a configuration file",
+        ),
+        ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
+        ("eval --model", "argument --model: expected one argument"),
+    ],
+)
+def test_command_line_is_answered(line, said, capsys):
+    with contextlib.suppress(SystemExit):
+        assert main(line.split()) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_import_of_a_foreign_name_is_answered(name):
+    if name in rl4llm.__all__:
+        pytest.skip("rl4llm has this name")
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'rl4llm'. The name is of "):
+        exec(f"from rl4llm import {name}")
+    assert of_name(f"mrlm.core.{name}") == NAMES[name] != ""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("from rl4llm.envs.sgl_tool_env import ENV_TOOL_SCHEMAS", "env.tools=[python]"),
+        ("from rl4llm.envs import SglMDPEnv, HFMDPEnv", "ChatEnv"),
+        ("from rl4llm.logging import LoggingManager", "`tracking`"),
+        ("from rl4llm.graders.math_grader import math_problem_grader", "the reward `math`"),
+        ("from rl4llm.utils import load_yaml_config_file", "load_config"),
+        ("from rl4llm.trainers.grpo_trainer import DistributedManager", "`GRPOTrainer`"),
+    ],
+)
+def test_modules_of_the_original_are_answered(line, said):
+    with pytest.raises(ImportError) as caught:
+        exec(line)
+    assert said in str(caught.value)
+
+
+def test_modules_of_the_originals_trainers_work():
+    from rl4llm.trainers.dapo_trainer import DAPOTrainer
+    from rl4llm.trainers.grpo_trainer import GRPOConfig, GRPOTrainer
+    from rl4llm.trainers.ppo_trainer import PPOTrainer
+
+    found = GRPOConfig, GRPOTrainer, PPOTrainer, DAPOTrainer
+    assert found == (rl4llm.GRPOConfig, rl4llm.GRPOTrainer, rl4llm.PPOTrainer, rl4llm.DAPOTrainer)
+
+
+def test_ordinary_attributes_are_missing_as_usual():
+    assert not hasattr(rl4llm, "nothing_like_this")
+    code = "import rl4llm, sys; hasattr(rl4llm, '__wrapped__'); assert not [m for m in sys.modules if 'migration' in m]"
+    subprocess.run([sys.executable, "-c", code], check=True)

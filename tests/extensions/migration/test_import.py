@@ -1,0 +1,193 @@
+"""`rl4llm import`: commands and configurations of other projects become ours, and each line says what it was."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl4llm.cli import main
+from rl4llm.config import flatten, load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.migration.convert import convert
+from rl4llm.extensions.migration.original import ORIGINAL
+from rl4llm.extensions.migration.projects import PROJECTS, trl
+from rl4llm.extensions.migration.read import read
+from rl4llm.extensions.migration.row import Facts
+from rl4llm.extensions.migration.shell import commands
+from rl4llm.extensions.migration.verl import VERL
+
+SOURCES = Path(__file__).parent / "sources"
+EXPECTED = {
+    "verl.sh": {
+        "model.path": "Qwen/Qwen3-4B", "data.path": "/data/gsm8k/train.parquet", "eval.path": "/data/gsm8k/test.parquet",
+        "data.long_prompts": "drop", "rollout.prompts": 64, "rollout.group_size": 5, "rollout.max_tokens": 2048,
+        "rollout.top_k": 0, "training.updates_per_rollout": 2, "training.lr": 2e-6, "training.warmup_steps": 42,
+        "algorithm.name": "grpo", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.dual_clip": 3.0,
+        "algorithm.kl_coef": 0.001, "algorithm.kl_estimator": "k3", "algorithm.aggregation": "sequence",
+        "inference.name": "vllm", "tracking.wandb": True, "output.dir": "runs/qwen3", "launch.nproc": 8,
+        "checkpoint.every": 0, "eval.every": 5, "max_steps": 210,
+    },
+    "original.yaml": {
+        "seed": 117, "output.dir": "./runs/dapo", "data.path": "openai/gsm8k:main", "data.prompt_column": "question",
+        "model.path": "Qwen/Qwen2.5-0.5B", "algorithm.name": "dapo", "rollout.prompts": 32, "rollout.group_size": 16,
+        "training.updates_per_rollout": 4, "training.lr": 1e-6, "training.max_grad_norm": 0.0, "rollout.top_k": 0,
+        "algorithm.clip_high": 0.28, "backend.name": "deepspeed", "backend.zero_stage": 3,
+        "backend.offload_optimizer": True, "eval.every": 20, "max_steps": 200, "model.autocast": "bfloat16",
+    },
+    "mrlm.yaml": {
+        "model.path": "Qwen/Qwen2.5-1.5B-Instruct", "algorithm.name": "grpo", "rollout.prompts": 8,
+        "rollout.group_size": 4, "training.updates_per_rollout": 4, "training.epochs": 4, "training.lr": 1e-5,
+        "rollout.max_tokens": 512, "rollout.temperature": 0.7, "env.name": "math", "data.path": "arithmetic",
+        "output.dir": "outputs/math_grpo", "eval.every": 5, "max_steps": 50, "model.autocast": "bfloat16",
+    },
+    "mithrl.yaml": {
+        "model.path": "Qwen/Qwen2.5-3B", "max_steps": 1000, "training.epochs": 4, "training.lr": 1e-5,
+        "rollout.prompts": 6, "rollout.group_size": 8, "algorithm.kl_coef": 0.04, "env.name": "stepped",
+        "env.task": "stepped_tasks:SumFactory", "inference.name": "vllm",
+    },
+    "trl.yaml": {
+        "model.path": "Qwen/Qwen2.5-0.5B-Instruct", "data.path": "rows.jsonl", "training.lr": 1e-5,
+        "rollout.group_size": 4, "rollout.prompts": 2, "rollout.max_tokens": 64, "max_steps": 20,
+        "algorithm.name": "grpo", "algorithm.aggregation": "token", "training.schedule": "linear",
+    },
+}  # fmt: skip
+"""What each source becomes, with a dataset of 7,473 rows."""
+
+
+def converted(source, rows=7473):
+    found = read(str(source))
+    return convert(found.project, found.values, Facts(rows))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_source_becomes_a_valid_configuration(name, tmp_path, capsys):
+    out = tmp_path / "ours.yaml"
+    assert main(["import", str(SOURCES / name), "--out", str(out), "--rows", "7473"]) == 0, (
+        capsys.readouterr().err
+    )
+    found = flatten(yaml.safe_load(out.read_text()))
+    assert {key: found.get(key) for key in EXPECTED[name]} == EXPECTED[name]
+    assert flatten(load_config(out))["model.path"] == EXPECTED[name]["model.path"]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_key_of_a_source_is_named_in_a_comment(name):
+    source = read(str(SOURCES / name))
+    text = converted(SOURCES / name).text("head")
+    comments = [line.partition("#")[2] for line in text.splitlines()]
+    for key in source.project.prepare(source.values):
+        shown = key.removeprefix("method.")
+        if shown not in ("name", "env.kwargs"):
+            assert any(shown in comment for comment in comments), f"{key} is not answered"
+    assert all("#" in line or line.endswith(":") for line in text.splitlines())
+
+
+def test_all_47_keys_of_verls_qwen3_script_are_answered():
+    lines = (SOURCES / "verl_keys.txt").read_text().split()
+    found = convert(VERL, read(f"verl.trainer.main_ppo {' '.join(map(repr, lines))}").values, Facts(7473))
+    assert len(lines) == 47
+    assert not found.open
+    assert not [why for _, why in found.without if "known here" in why]
+    assert all(VERL.row(line.partition("=")[0]) for line in lines)
+
+
+def test_value_without_a_counterpart_is_to_be_decided():
+    words = "verl.trainer.main_ppo algorithm.adv_estimator=gpg actor_rollout_ref.model.path=$NOT_SET_HERE"
+    found = converted_words(words)
+    assert "algorithm.adv_estimator=gpg has no counterpart. Accepted: gae, grpo" in found.open[1]
+    assert "NOT_SET_HERE: set the variable" in found.open[0]
+    assert "max_steps is rows x 30 epochs / 1024 prompts" in found.open[2]
+    assert "algorithm.name" not in found.keys
+    assert "# To be decided:\n#   actor_rollout_ref.model.path" in found.text("head")
+
+
+def converted_words(words):
+    source = read(words)
+    return convert(source.project, source.values, Facts())
+
+
+@pytest.mark.parametrize(
+    ("command", "project", "key", "value"),
+    [
+        ("deepspeed --num_gpus=4 scripts/run_train_grpo.py --config-file {original} --use-infer-server --infer-host h "
+         "--infer-cohost-mode", "michaelnny/rl4llm", "inference.url", "http://h:30000"),
+        ("deepspeed --num_gpus=4 scripts/run_train_grpo.py --config-file {original}", "michaelnny/rl4llm",
+         "rollout.prompts", 8),
+        ("mrlm train --config {mrlm} --output runs/x", "MRLM", "output.dir", "runs/x"),
+        ("python -m src.rl.train --config {mithrl}", "mithrl", "rollout.prompts", 6),
+        ("modal run MRL/train.py::main --max-steps 5 --num-generations 2", "MRL", "rollout.group_size", 2),
+        ("trl grpo --config {trl} --learning_rate 3e-6", "TRL", "training.lr", 3e-6),
+        ("trl dpo --model_name_or_path m --beta 0.3 --max_steps 4", "TRL", "algorithm.beta", 0.3),
+    ],
+)  # fmt: skip
+def test_commands_of_each_project_are_read(command, project, key, value):
+    files = {path.stem: path for path in SOURCES.glob("*.yaml")}
+    source = read(command.format(**files))
+    assert source.project.name == project
+    assert convert(source.project, source.values, Facts()).keys[key][0] == value
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nothing.yaml", "There is no file nothing.yaml"),
+        ("echo hello world", "contains no command of a project that is known here"),
+        ("{dir}/ours.yaml", "has no key of a project that is known here"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(given, message, tmp_path):
+    (tmp_path / "ours.yaml").write_text("something: else\n")
+    with pytest.raises(ConfigError, match=message):
+        read(given.format(dir=tmp_path))
+
+
+def test_long_values_stay_on_one_line():
+    values = {"grpo.system_prompt": "Think.\nThen answer: " + "x" * 200, "grpo.group_size": 4}
+    text = convert(ORIGINAL, values, Facts()).text("head")
+    comment = next(line for line in text.splitlines() if "system_prompt=" in line)
+    assert "# system_prompt=Think. Then answer: xxx" in comment and comment.endswith("...")
+    assert yaml.safe_load(text)["data"]["system_prompt"] == values["grpo.system_prompt"]
+
+
+def test_existing_file_is_not_overwritten(tmp_path, capsys):
+    shutil.copy(SOURCES / "mrlm.yaml", tmp_path / "mrlm.yaml")
+    assert main(["import", str(tmp_path / "mrlm.yaml"), "--out", str(tmp_path / "mrlm.yaml")]) == 2
+    assert "mrlm.yaml exists. Next: remove it" in " ".join(capsys.readouterr().err.split())
+
+
+def test_script_words_have_variables_arrays_and_quotes(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    text = """A=${A:-x y}
+N=$((2 * 4)); if true; then
+N=99
+fi
+D=(
+  k=${A}   # said
+  l='$A'
+  m="['$N','$HOME']"
+)
+export E=1
+F=2 run "${D[@]}" n=$N o=$(hostname) q=${U:-$HOME/x} \\
+   r=1e-6 $@ > log"""
+    expected = [
+        "run",
+        "k=x y",
+        "l=$A",
+        "m=['8','/home/me']",
+        "n=8",
+        "o=$(hostname)",
+        "q=/home/me/x",
+        "r=1e-6",
+        "",
+    ]
+    assert commands(text.replace("; if", "\nif"))[-1] == [word for word in expected if word]
+
+
+@pytest.mark.parametrize(
+    "project", [*PROJECTS, trl("grpo"), trl("dpo"), trl("sft")], ids=lambda project: project.name
+)
+def test_rows_name_keys_that_exist(project):
+    """Each key that a rule or a default of a table names has a row."""
+    names = {name for rule in project.rules for name in rule.names} | set(project.defaults)
+    assert not [name for name in names if project.row(name) is None]

@@ -1,0 +1,67 @@
+"""Rewards of RL-MAX and verl work unchanged."""
+
+import pytest
+
+from rl4llm import BaseReward, ChatMessage, register_reward
+from rl4llm.core.errors import ConfigError
+from rl4llm.rewards import as_reward_function
+from rl4llm.rewards.registry import REWARDS
+
+MESSAGES = [ChatMessage("system", "Add."), ChatMessage("user", "1+1?"), ChatMessage("assistant", "It is 2.")]
+
+
+def test_reward_of_rl_max_is_registered_and_scaled():
+    @register_reward
+    class Short(BaseReward):
+        name: str = "short"
+        max_value: float = 10.0
+
+        def score(self, prompt: str, completion: str, metadata: dict) -> float:
+            assert prompt == "Add.\n1+1?"
+            return float(len(completion)) + metadata["bonus"]
+
+    assert REWARDS["Short"] is Short
+    assert Short()(MESSAGES, "2", bonus=-4) == pytest.approx(0.4)
+    assert Short()(MESSAGES, "2", bonus=50) == 1.0
+    assert Short(max_value=5.0, weight=2.0)(MESSAGES, "2", bonus=-4) == pytest.approx(1.6)
+    assert Short().name == "short"
+    with pytest.raises(ConfigError, match="the option 'wieght' is unknown"):
+        Short(wieght=1)
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "gsm8k" and extra_info["index"] == 3
+    return {"score": float(solution_str.endswith(ground_truth + ".")), "acc": 1}
+
+def plain(solution_str, ground_truth, **kwargs):
+    return 0.5
+
+def batch(data_sources, solution_strs, ground_truths):
+    return [1.0]
+"""
+
+
+def test_function_of_verl_scores_unchanged(tmp_path):
+    (tmp_path / "score.py").write_text(VERL)
+    options = {"name": "compute_score", "path": str(tmp_path / "score.py")}
+    reward = as_reward_function(options)
+    columns = {"data_source": "gsm8k", "extra_info": {"index": 3}}
+    assert reward(MESSAGES, "2", **columns) == 1.0
+    assert reward(MESSAGES, "3", **columns) == 0.0
+    assert as_reward_function(options | {"function": "plain"})(MESSAGES, "2", **columns) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"path": "absent.py"}, "is not a Python file"),
+        ({"function": "absent"}, "has no function 'absent'"),
+        ({"function": "batch"}, "scores a batch"),
+    ],
+)
+def test_function_that_cannot_score_is_refused(tmp_path, change, message):
+    (tmp_path / "score.py").write_text(VERL)
+    options = {"name": "compute_score", "path": str(tmp_path / "score.py")} | change
+    with pytest.raises(ConfigError, match=message):
+        as_reward_function(options)

@@ -1,0 +1,66 @@
+"""What the documents of other projects say works, or ends in one line that names the counterpart."""
+
+from pathlib import Path
+
+import migration_tables
+import pytest
+import run_train
+import yaml
+
+from rl4llm.cli import _parsed, main
+from rl4llm.core.errors import RL4LLMError
+from rl4llm.extensions.migration.convert import convert
+from rl4llm.extensions.migration.read import read
+from rl4llm.extensions.migration.row import Facts
+from rl4llm.rewards.registry import REWARDS
+
+FOLDER = Path(__file__).parent
+SNIPPETS = yaml.safe_load((FOLDER / "snippets.yaml").read_text())
+ROWS = [(project, row) for project, rows in SNIPPETS.items() for row in rows]
+FILES = {path.stem: path for path in (FOLDER / "sources").glob("*.yaml")}
+
+
+def use(row, monkeypatch, capsys):
+    """Do what a row says; return its message, "" if it works."""
+    try:
+        if "python" in row:
+            exec(row["python"], {})
+        elif "convert" in row:
+            source = read(
+                str(FOLDER / "sources" / row["file"]) if "file" in row else row["convert"].format(**FILES)
+            )
+            found = convert(source.project, source.values, Facts(1000))
+            assert len(found.keys) > 5
+        elif "script" in row:
+            run_train._parser("grpo").parse_args(row["script"].format(**FILES).split())
+        elif row.get("run"):
+            assert main(row["command"].split()) == 2
+            return capsys.readouterr().err
+        else:
+            _parsed(row["command"].split())
+    except (ImportError, RL4LLMError) as error:
+        return str(error)
+    except SystemExit:
+        return capsys.readouterr().err
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("project", "row"), ROWS, ids=[f"{p}-{r.get('shown', next(iter(r.values())))[:60]}" for p, r in ROWS]
+)
+def test_snippet_works_or_names_its_counterpart(project, row, monkeypatch, capsys):
+    monkeypatch.setattr(REWARDS, "_items", dict(REWARDS._items))
+    said = " ".join(use(row, monkeypatch, capsys).split())
+    assert (row["error"] in said) if "error" in row else said == ""
+
+
+def test_six_projects_have_snippets():
+    assert list(SNIPPETS) == ["michaelnny/rl4llm", "mithrl", "RL-MAX", "MRLM", "MRL", "verl"]
+
+
+def test_page_has_the_tables_of_each_project():
+    page = migration_tables.PAGE.read_text()
+    for mark, text in migration_tables.of_projects().items():
+        assert f"<!-- {mark} -->\n\n{text}\n\n<!-- end of {mark} -->" in page, (
+            f"scripts/migration_tables.py --write: {mark}"
+        )

@@ -1,0 +1,304 @@
+"""What a newcomer types wrong, and what the answer must contain: what is accepted, or the next step."""
+
+import json
+import logging
+import shlex
+import shutil
+
+import pytest
+import yaml
+
+import rl4llm
+from rl4llm.cli import main
+from rl4llm.core.errors import RL4LLMError
+
+PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in range(4)]
+SMALL = {
+    "data": {"path": "rows.jsonl"},
+    "eval": {"every": 0},
+    "rewards": ["math"],
+    "rollout": {"prompts": 2, "group_size": 2, "max_tokens": 2},
+    "output": {"dir": "run"},
+    "tracking": {"tensorboard": False, "episodes_every": 0},
+    "checkpoint": {"every": 0},
+    "max_steps": 1,
+}
+MODULES = {
+    "mine.py": (
+        "from rl4llm import BaseMDPEnv, BaseRewardFunction, ToolSet, tool\n\n\n"
+        "def raises(completions, **columns):\n    return [columns['A'] for _ in completions]\n\n\n"
+        "def one(completions):\n    return 1.0\n\n\n"
+        "def few(completions):\n    return [1.0]\n\n\n"
+        "def wants(completions, level):\n    return [1.0] * len(completions)\n\n\n"
+        "def nan(completions):\n    return [float('nan')] * len(completions)\n\n\n"
+        "def text(completions):\n    return ['good'] * len(completions)\n\n\n"
+        "class NoInit:\n    def __call__(self, messages, ground_truth):\n        return 1.0\n\n\n"
+        "class Bare(BaseRewardFunction):\n    def __init__(self, name='bare'):\n        super().__init__(name)\n\n"
+        "    def __call__(self, messages, ground_truth, **columns):\n        return messages[99].content\n\n\n"
+        "class Unfinished(BaseRewardFunction):\n    pass\n\n\n"
+        "class Env(BaseMDPEnv):\n    continue_truncated = True\n\n"
+        "    def respond(self, sample):\n        return sample.columns['nothing']\n\n\n"
+        "class Words(BaseMDPEnv):\n    continue_truncated = True\n\n"
+        "    def respond(self, sample):\n        return 'Well done.'\n\n\n"
+        "def untyped(x):\n    \"\"\"Do.\"\"\"\n\n\n"
+        "def silent(x: int) -> str:\n    return ''\n"
+    ),
+    "broken.py": "import nothing_like_this\n",
+    "typo.py": "def f(:\n",
+}  # fmt: skip
+
+KEYS = """
+--training.lr 1e-4                                 | Keys of a configuration have no dashes: write training.lr=1e-4
+--training.lr=1e-4                                 | write training.lr=1e-4
+training.lr 1e-4                                   | 'training.lr' is not an override. Accepted: key.sub=value
+training.lr= 1e-4                                  | '1e-4' is not an override. Accepted: key.sub=value
+training.lr=fast                                   | training.lr='fast' is not accepted: a finite number, 0 or above
+training.lr=-1                                     | training.lr=-1.0 is not accepted: a finite number, 0 or above
+training.lrr=1                                     | Did you mean 'training.lr'
+learning_rate=1                                    | 'learning_rate' is a key of TRL: here it is `training.lr`
+training=1                                         | training=1 is not accepted. Accepted: a mapping of keys
+max_steps=1.5                                      | max_steps=1.5 is not accepted: a whole number, 0 or above
+max_steps=-1                                       | max_steps=-1 is not accepted: a whole number, 0 or above
+rollout.group_size=0                               | rollout.group_size=0 is not accepted: a whole number, 1 or above
+rollout.group_size=1                               | a group of one has zero advantage. Use 2 or more
+rollout.temperature=0                              | Set rollout.temperature above 0
+rollout.temperature=-1                             | rollout.temperature=-1.0 is not accepted: a finite number, 0 or above
+rollout.max_tokens=0                               | rollout.max_tokens=0 is not accepted: a whole number, 1 or above
+rollout.top_p=2                                    | rollout.top_p=2.0 is not accepted: a finite number, above 0, at most 1
+training.updates_per_rollout=3                     | Use at most one per prompt (2)
+algorithm=grpo                                     | algorithm='grpo' is not accepted. Accepted: a mapping of keys
+algorithm.name=gpro                                | Did you mean 'grpo'
+algorithm.name=null                                | algorithm.name is not set; `rl4llm info` lists the accepted names
+algorithm.clip_hi=0.3                              | Did you mean 'clip_high'
+algorithm.name=dpo | the column 'chosen' is missing. The row has: prompt ... Next: rename the column
+inference.name=hf                                  | inference.name='hf' is unknown. Known: local, sglang, vllm
+inference.timeout_s=3 | inference option='timeout_s' is unknown ... Did you mean 'stall_timeout_s'
+backend.name=accelerate                            | backend.name='accelerate' is unknown. Known: deepspeed, torch
+backend.shard=zero3                                | backend.shard='zero3' is unknown. Known: ddp, fsdp2, none
+model.path=nowhere/model                           | nor does the hub have it
+model.path=rows.jsonl                              | is a file. Accepted: a Hugging Face model directory
+model.path=empty                                   | 'empty' has no tokenizer.json ... Copy the tokenizer's files
+model.path=bare | 'bare' has no tokenizer.json and no tokenizer_config.json ... Copy the tokenizer's files
+model.path=foreign | does not match the model 'foreign': its token ids go up to ... Use the tokenizer that was saved with
+model.path=null                                    | model.path=None is not accepted: a string. Set a value
+model.dtype=fp16                                   | model.dtype='fp16' is not accepted: float32 or bfloat16
+model.device=gpu                                   | model.device='gpu' is not accepted. Accepted: auto, cpu, cuda
+model.lora.rank=-4                                 | model.lora.rank=-4 is not accepted: a whole number, 0 or above
+model.lora.targets=[qkv]                           | has no effect without an adapter. Set model.lora.rank
+checkpoint.every=0.5                               | checkpoint.every=0.5 is not accepted: a whole number, 0 or above
+output.dir=rows.jsonl | output.dir='rows.jsonl' is a file, not a directory. Choose another output.dir
+seed=abc                                           | seed='abc' is not accepted: a whole number, 0 to
+tracking.wandb=maybe                               | tracking.wandb='maybe' is not accepted: true or false
+sync.name=nccl                                     | sync.name='nccl' is unknown. Known: distributed, filesystem
+"""
+DATA = """
+data.path=null                                     | data.path is not set. Set it in the YAML file or on the command line
+data.path=row.jsonl                                | Did you mean 'rows.jsonl'
+data.path=rows.txt                                 | this file type is not supported. Accepted: .jsonl
+data.path=empty                                    | the split 'train' was not found. Accepted: train.jsonl
+data.path=empty.jsonl                              | the dataset is empty (split 'train'). Next step: check data.path
+data.path=broken.jsonl | broken.jsonl:2: not valid JSON at column 2: Expecting property name enclosed in double quotes
+data.path=latin1.csv                               | is not UTF-8. Next step: convert the file
+data.path=open.jsonl | open.jsonl:1 (prompt ... set data.answer_column to its column (the row has: prompt, solution)
+data.path=ended.jsonl | ended.jsonl:1: the prompt ends with a message of role 'assistant' ... Remove that message
+data.path=strings.jsonl | strings.jsonl:1: a row must be a mapping of columns, like {'prompt': ...}
+data.path=roles.jsonl | roles.jsonl:1 ... 'human' is not accepted. Accepted: system, user, assistant, tool
+data.path=questions.jsonl                          | Next step: set data.prompt_column to the column of the prompt
+data.path=long.jsonl                               | long.jsonl:2 (prompt ... set data.long_prompts=drop
+data.prompt_column=question                        | data.prompt_column='question' is unknown. Known: ground_truth, prompt
+data.answer_column=ground_trth                     | Did you mean 'ground_truth'
+"data.answer_pattern='####(.+)'"                   | does not match data.answer_pattern ... Next: change the pattern
+data.answer_pattern=(                              | is not a regular expression: missing )
+"data.prompt_template='Solve:'"                    | has no {prompt}, the place of the prompt
+data.limit=0                                       | data.limit=0 is not accepted: a whole number, 1 or above, or null
+data.long_prompts=truncate                         | data.long_prompts='truncate' is not accepted: refuse or drop
+data.split=validation data.path=splits | the split 'validation' ... The directory contains train.jsonl
+eval.every=1                                       | Set eval.path to other prompts, or eval.every=0
+data.path=same.jsonl                               | the prompt_id 'a' is already used by same.jsonl:1. Ids must be unique
+data.path=arithmetic data.system_prompt=Hi | data.system_prompt has no effect on generated prompts. Next step: remove it
+"""
+CODE = """
+rewards=[maths]                                    | Did you mean 'math'
+rewards=[math,length]                              | Reward 'length' needs the option max_length
+rewards=math                                       | rewards='math' is not accepted: a list or null. Did you mean [math]
+'rewards=[{math: 1}]'                               | A reward needs 'name', one of: clip
+'rewards=[{name: math, weight: much}]'             | weight='much' of 'math' is not accepted. Accepted: a finite number
+'rewards=[{name: math, extract: box}]'             | extract='box' is not accepted ... Did you mean 'boxed'
+"rewards=['mine:nothing']" | module 'mine' has no attribute 'nothing'. Accepted: a registered name
+"rewards=['nowhere:f']" | 'nowhere:f' cannot be imported: No module named 'nowhere'. Accepted: a registered name
+"rewards=['broken:f']"                             | 'broken:f' cannot be imported: No module named 'nothing_like_this'
+"rewards=['typo:f']"                               | invalid syntax (typo.py, line 1)
+"rewards=['mine:NoInit']"                          | Accepted: a subclass of BaseRewardFunction, or a function
+"rewards=['mine:Unfinished']" | Reward 'mine:Unfinished' needs the option name ... Next: give `name` a default
+"rewards=['mine:raises']"                          | reward 'raises' raised KeyError: 'A' (mine.py:5)
+"rewards=['mine:Bare']"                            | reward 'bare' raised IndexError: list index out of range (mine.py:
+"rewards=['mine:one']"                             | Reward 'one' returned 1.0 for 4 samples. Accepted: a list of 4 numbers
+"rewards=['mine:few']"                             | Reward 'few' returned 1 scores for 4 samples. Return one for each sample
+"rewards=['mine:wants']" | asks for 'level', which the dataset does not have. It can get: completions
+"rewards=['mine:nan']"                             | reward 'nan' returned nan, not a finite number
+"rewards=['mine:text']"                            | reward 'text' returned 'good', not a finite number
+rewards=[] rollout.group_size=2                    | Pass at least one reward, such as rewards=[math]
+env.name=mine:Env env.max_steps=2                  | KeyError: 'nothing' (mine.py:
+env.name=mine:Words env.max_steps=2 | Words.respond must return a list of ChatMessage ([] ends the episode), not 'Well done.'
+env.name=mine:one                                  | Accepted: a subclass of BaseMDPEnv
+env.name=tools                                     | Did you mean 'tool'
+env.tools=[calculator]                             | It is an option of env.name=tool
+env.name=tool env.tools=[calculatr]                | Did you mean 'calculator'
+env.name=tool "env.tools=['mine:untyped']" | x is missing a type hint in function untyped. Next step
+env.name=tool "env.tools=['mine:silent']"          | it has no docstring. Next step
+env.name=reasoning_gym rewards=null                | has its own prompts. Remove data.path
+env.max_steps=0                                    | max_steps=0 is not accepted. Accepted: a whole number, at least 1
+"""
+COMMANDS = """
+train                                              | required: config
+train model.path=m data.path=d                     | Write the file before the keys
+train smal.yaml                                    | Did you mean small.yaml
+tran small.yaml                                    | invalid choice: 'tran' (choose from ... 'train'
+train small.yaml other.yml | There is no configuration file other.yml. Accepted: the path of a YAML file
+launch small.yaml training.lrr=1                   | Did you mean 'training.lr'
+launch small.yaml --nproc 0                        | --nproc and --nnodes must be 1 or more
+launch small.yaml --on slurn                       | Did you mean 'slurm'
+eval small.yaml                                    | Set eval.path to other prompts, or eval.every=0
+eval gsm9k --model model                           | Did you mean 'gsm8k'
+collect small.yaml --out episodes.txt              | Accepted: a file that ends in .jsonl or .parquet
+export run --out exported                          | is not a run: config.yaml is missing. Accepted: the output.dir of a run
+export small.yaml --out exported                   | is not a run: config.yaml is missing. Accepted: the output.dir of a run
+view small.yaml                                    | is not a directory. Accepted: output.dir of a run
+replay run/failed/step-000001                      | there is no such directory. Accepted: a directory such as
+replay empty                                       | it has no file ... Accepted: a directory such as
+quickstart --dir busy                              | --dir busy has files that are not of a quickstart: thesis.tex
+sft small.yaml                                     | learns from episodes, but `rl4llm sft` ... Use `rl4llm train`
+check small.yaml --prompts 4                       | --prompts is not accepted without --task
+check small.yaml --task --prompts 0                | --prompts 0 is not accepted. Accepted: 1 or more
+"""
+
+
+def said_all(parts, told):
+    """Return whether a text has all the parts between ` ... `, in this order."""
+    place = 0
+    for part in parts.split(" ... "):
+        place = told.find(part, place)
+        if place < 0:
+            return False
+    return True
+
+
+def table(text):
+    rows = [[cell.strip() for cell in line.rsplit("|", 1)] for line in text.strip().splitlines()]
+    return [pytest.param(*row, id=f"{row[0]}: {row[1]}") for row in rows]
+
+
+@pytest.fixture(scope="module")
+def place(model_dir, tmp_path_factory):
+    """Return a directory with a small configuration that trains, and everything that the mistakes name."""
+    directory = tmp_path_factory.mktemp("mistakes")
+    (directory / "small.yaml").write_text(yaml.safe_dump({**SMALL, "model": {"path": str(model_dir)}}))
+    for name, text in MODULES.items():
+        (directory / name).write_text(text)
+    asked = {"role": "user", "content": "1+1?"}
+    files = {
+        "rows.jsonl": PROMPTS,
+        "open.jsonl": [{"prompt": "1+1?", "solution": "2"}],
+        "ended.jsonl": [{"prompt": [asked, {"role": "assistant", "content": "2"}], "ground_truth": "2"}],
+        "strings.jsonl": ["1+1?"],
+        "roles.jsonl": [{"messages": [{"role": "human", "content": "1+1?"}], "ground_truth": "2"}],
+        "questions.jsonl": [{"question": "1+1?", "ground_truth": "2"}],
+        "long.jsonl": [*PROMPTS[:1], {"prompt": "1+" * 2000, "ground_truth": "2"}],
+        "same.jsonl": [{**PROMPTS[0], "id": "a"}, {**PROMPTS[1], "id": "a"}],
+        "splits/train.jsonl": PROMPTS,
+    }
+    for name in ("empty", "busy", "splits"):
+        (directory / name).mkdir()
+    for name, rows in files.items():
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "broken.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n{'prompt': 'x'}\n")
+    (directory / "latin1.csv").write_bytes("prompt,ground_truth\ncafé,1\n".encode("latin-1"))
+    for name in ("empty.jsonl", "rows.txt", "busy/thesis.tex"):
+        (directory / name).touch()
+    shutil.copytree(model_dir, directory / "model")
+    shutil.copytree(model_dir, directory / "bare")
+    for file in [*(directory / "bare").glob("token*"), *(directory / "bare").glob("special*")]:
+        file.unlink()
+    shutil.copytree(model_dir, directory / "foreign")
+    config = json.loads((directory / "foreign" / "config.json").read_text())
+    (directory / "foreign" / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
+    return directory
+
+
+def answer(capsys, words):
+    """Return the exit code of a command, and what it printed in one line."""
+    try:
+        code = main(words)
+    except SystemExit as ended:  # argparse
+        code = ended.code
+    out, err = capsys.readouterr()
+    return code, " ".join((out + err).split())
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    yield place
+    shutil.rmtree(place / "run", ignore_errors=True)
+
+
+@pytest.mark.parametrize(("words", "said"), table(KEYS + DATA.lstrip() + CODE.lstrip()))
+def test_a_wrong_key_is_answered_with_the_next_step(words, said, capsys):
+    code, told = answer(capsys, ["train", "small.yaml", *shlex.split(words)])
+    assert code in (1, 2), told
+    assert said_all(said, told), told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(("words", "said"), table(COMMANDS))
+def test_a_wrong_command_is_answered_with_the_next_step(words, said, capsys):
+    code, told = answer(capsys, shlex.split(words))
+    assert code in (1, 2), told
+    assert said_all(said, told), told
+    assert "Traceback" not in told
+
+
+def test_the_untouched_configuration_trains(capsys):
+    code, told = answer(capsys, ["train", "small.yaml"])
+    assert code == 0, told
+
+
+def test_uneven_updates_are_reported_with_an_even_number(capsys):
+    keys = ["rollout.prompts=4", "training.updates_per_rollout=3"]
+    code, told = answer(capsys, ["train", "small.yaml", *keys])
+    assert code == 0, told
+    assert (
+        "some optimizer steps train on 1 prompts and others on 2. For equal steps set rollout.prompts to 3."
+        in told
+    )
+
+
+def test_debug_shows_the_line_of_ones_own_reward(caplog):
+    caplog.set_level(logging.WARNING, "rl4llm")  # put back afterwards
+    with pytest.raises(RL4LLMError, match=r"mine\.py:5"):
+        main(["train", "small.yaml", "rewards=['mine:raises']", "--debug"])
+    assert "return [columns['A'] for _ in completions]" in caplog.text
+
+
+IN_PYTHON = {
+    "a table of pandas": (lambda model: {"dataset": __import__("pandas").DataFrame(PROMPTS)}, "to_dict"),
+    "a single row": (lambda model: {"dataset": PROMPTS[0]}, "split"),
+    "texts": (lambda model: {"dataset": ["1+1?"]}, "a row must be a mapping"),
+    "no rows": (lambda model: {"dataset": []}, "the dataset is empty"),
+    "a reward that is a number": (lambda model: {"reward_functions": [1.0]}, "is not a reward"),
+    "a reward class of another base": (
+        lambda model: {"reward_functions": [type("NoInit", (), {"__call__": lambda self: 0})]},
+        "BaseRewardFunction",
+    ),
+    "an unknown keyword": (lambda model: {"learning_rat": 1}, "learning_rat"),
+}
+
+
+@pytest.mark.parametrize("mistake", IN_PYTHON)
+def test_a_mistake_in_python_is_answered_with_the_next_step(mistake, model_dir):
+    wrong, said = IN_PYTHON[mistake]
+    given = {"model": str(model_dir), "dataset": PROMPTS, "reward_functions": ["math"], "eval.every": 0}
+    keys = {name: value for name, value in given.items() if "." not in name} | wrong(model_dir)
+    with pytest.raises((RL4LLMError, TypeError), match=said):
+        rl4llm.GRPOTrainer(**keys, eval={"every": 0}).train()
