@@ -121,7 +121,7 @@ CODE = """
 rewards=[maths]                                    | Did you mean 'math'
 rewards=[math,length]                              | Reward 'length' needs the option max_length
 rewards=math                                       | rewards='math' is not accepted: a list or null. Did you mean [math]
-'rewards=[{math: 1}]'                               | A reward needs 'name', one of: clip
+'rewards=[{math: 1}]'                               | A reward needs 'name', one of: ... clip, code,
 'rewards=[{name: math, weight: much}]'             | weight='much' of 'math' is not accepted. Accepted: a finite number
 'rewards=[{name: math, extract: box}]'             | extract='box' is not accepted ... Did you mean 'boxed'
 "rewards=['mine:nothing']" | module 'mine' has no attribute 'nothing'. Accepted: a registered name

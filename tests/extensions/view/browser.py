@@ -33,6 +33,10 @@ def find_browser():
     return os.environ.get("RL4LLM_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
+class Navigated(RuntimeError):
+    """The page was replaced while it answered."""
+
+
 class Browser:
     """One page of a browser. What the page logs as an error or throws is in `errors`, what it asked for in `requests`."""
 
@@ -90,7 +94,8 @@ class Browser:
             self._notice(message)
             if message.get("id") == number:
                 if "error" in message:
-                    raise RuntimeError(f"{method}: {message['error']}")
+                    replaced = "navigated" in message["error"]["message"]
+                    raise (Navigated if replaced else RuntimeError)(f"{method}: {message['error']}")
                 return message["result"]
 
     def _notice(self, message):
@@ -118,10 +123,15 @@ class Browser:
         return result["result"].get("value")
 
     def until(self, condition):
-        """Wait for a condition."""
-        return _wait(
-            lambda: self.value(f"Boolean({condition})"), f"never came: {condition}; errors: {self.errors}"
-        )
+        """Wait for a condition, also one of the page that comes after this one."""
+
+        def holds():
+            try:
+                return self.value(f"Boolean({condition})")
+            except Navigated:
+                return False
+
+        return _wait(holds, f"never came: {condition}; errors: {self.errors}")
 
     def text(self, selector):
         return self.value(f"document.querySelector({selector!r})?.innerText")
