@@ -24,6 +24,8 @@ T = TypeVar("T")
 CONNECT_S = 2.0
 PLAY_S = 5.0
 """How long to play at least, if the run has enough prompts; training on the episodes takes about as long again."""
+LONG_S = 30.0
+"""Fewer prompts are measured if the first ones take longer: the time of a step is then only a bound."""
 
 Point = tuple[int, float]
 """A number of prompts, and the seconds that they took."""
@@ -34,6 +36,7 @@ class RunTime:
     """The seconds of a step by part, of an evaluation, and of the whole run without its checkpoints.
 
     `prompts`, `episodes` and `tokens` (new ones of an episode, on average) are what was measured, in `measured_s` seconds.
+    With `bound` a step takes at most that long: nothing shows what playing more prompts at once saves.
     """
 
     parts: dict[str, float]
@@ -44,6 +47,7 @@ class RunTime:
     episodes: int
     tokens: float
     measured_s: float
+    bound: bool
 
     @property
     def step_s(self) -> float:
@@ -63,8 +67,9 @@ class RunTime:
         evaluated = (
             f" and {self.evaluations} evaluations of {span(self.evaluation_s)}" if self.evaluation_s else ""
         )
-        yield f"A step takes about {span(self.step_s)}: {parts}."
-        yield f"The run takes about {span(self.run_s)}, for {self.steps:,} steps{evaluated}."
+        about = "at most" if self.bound else "about"
+        yield f"A step takes {about} {span(self.step_s)}: {parts}."
+        yield f"The run takes {about} {span(self.run_s)}, for {self.steps:,} steps{evaluated}."
         yield (
             f"Measured on this machine in {span(self.measured_s)}: {self.prompts:,} prompts, {self.episodes:,} sequences of "
             f"{self.tokens:.0f} trained tokens."
@@ -154,7 +159,7 @@ def _measured(trainer: AnyTrainer, config: Config) -> RunTime:
     _, publish_s = seconds(trainer.publish)
     if not isinstance(trainer, RLTrainer):
         rounds = _grown(lambda number: _train_rows(trainer, number), start, prompts)
-        return _of(config, {"training": extended(_points(rounds), prompts)}, rounds[-1], began)
+        return _of(config, {"training": extended(_points(rounds), prompts)}, rounds, began)
     rounds = _grown(lambda number: play(trainer, number).groups, start, prompts)
     trainer.inference.lend_device(trainer.backend)
     train(trainer, rounds[0][1])  # the first pass allocates
@@ -166,18 +171,18 @@ def _measured(trainer: AnyTrainer, config: Config) -> RunTime:
     }
     held_out = 0 if trainer.evaluation is None else trainer.evaluation.num_rows
     evaluation_s = extended(_points(rounds), held_out / trainer.rollout.group_size) if held_out else 0.0
-    return _of(config, parts, rounds[-1], began, evaluation_s, _evaluations(trainer) if held_out else 0)
+    return _of(config, parts, rounds, began, evaluation_s, _evaluations(trainer) if held_out else 0)
 
 
 def _of(
     config: Config,
     parts: dict[str, float],
-    last: tuple[int, Sequence[Group], float],
+    rounds: Sequence[tuple[int, Sequence[Group], float]],
     began: float,
     evaluation_s: float = 0.0,
     evaluations: int = 0,
 ) -> RunTime:
-    number, groups, _ = last
+    number, groups, _ = rounds[-1]
     members = [one for group in groups for one in group.trajectories]
     return RunTime(
         parts=parts,
@@ -188,19 +193,20 @@ def _of(
         episodes=len(members),
         tokens=sum(one.num_policy_tokens for one in members) / max(1, len(members)),
         measured_s=time.monotonic() - began,
+        bound=len(rounds) == 1 and number < config.rollout.prompts,
     )
 
 
 def _grown(
     make: Callable[[int], Sequence[Group]], start: int, most: int
 ) -> list[tuple[int, Sequence[Group], float]]:
-    """Return the groups of `start` prompts, and of as many as fit into `PLAY_S`, with their seconds."""
+    """Return the groups of `start` prompts, and of at least twice as many, with their seconds."""
     groups, taken = seconds(make, start)
-    if taken < PLAY_S:  # else it would take too long to leave out what only a first round does
+    if taken < LONG_S:  # leave out what only a first round does
         groups, taken = seconds(make, start)
     rounds = [(start, groups, taken)]
-    number = min(most, int(start * PLAY_S / max(taken, 1e-3)))
-    if number > start:
+    number = min(most, max(2 * start, int(start * PLAY_S / max(taken, 1e-3))))
+    if number > start and taken < LONG_S:
         rounds.append((number, *seconds(make, number)))
     return rounds
 

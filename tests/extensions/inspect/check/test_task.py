@@ -118,6 +118,10 @@ def test_a_plan_with_time_measures_a_few_prompts(model_dir, tmp_path, monkeypatc
         50 * found["step_s"] + found["evaluations"] * found["evaluation_s"]
     )
     assert not (tmp_path / "runs").exists()
+    assert not found["bound"]
+    monkeypatch.setattr(times, "LONG_S", 0.0)
+    assert main(["plan", "run.yaml", "--time", *given, "rollout.prompts=3"]) == 0
+    assert "A step takes at most" in capsys.readouterr().out
 
 
 def test_time_is_refused_for_another_machine(model_dir, tmp_path, capsys):
