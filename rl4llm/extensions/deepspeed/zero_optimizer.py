@@ -20,9 +20,10 @@ from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TensorSpec
 from rl4llm.extensions.deepspeed.config import STAYS
 from rl4llm.extensions.deepspeed.zero_parts import (
+    Part,
     has_equal_parts,
-    own_part,
-    place_of,
+    padded,
+    part_of,
     sent_to_first,
     whole_shape,
 )
@@ -129,9 +130,8 @@ class ZeroOptimizer:
         self._access = deepspeed.utils
         self._options, self._parameters, self._adam = inner.options, inner.parameters, inner.adam
         self.step_number = 0
-        self._places: dict[int, list[tuple[int, int]]] | None = (
-            None  # by parameter and rank, filled on first use
-        )
+        self._own = {id(parameter): part_of(parameter) for parameter in self._parameters.values()}
+        self._parts: dict[int, tuple[Part, ...]] | None = None  # of all ranks, filled on first use
         self._linked = False  # whether DeepSpeed has located the moments, which it does in its first step
         self._give_moments()
 
@@ -229,28 +229,37 @@ class ZeroOptimizer:
 
         Each rank sends its part once; DeepSpeed's method sums whole tensors over all ranks.
         """
-        if self._places is None:
-            own = {name: place_of(one) for name, one in self._parameters.items()}
+        if self._parts is None:
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
-            names = {name: [places[name] for places in everyone] for name in own}
-            self._places = {id(one): names[name] for name, one in self._parameters.items()}
+            dist.all_gather_object(everyone, list(self._own.values()))
+            self._parts = dict(zip(self._own, zip(*everyone, strict=True), strict=True))
         return sent_to_first(
-            self._part(parameter, moment), self._places[id(parameter)], whole_shape(parameter)
+            self._values(parameter, moment), self._parts[id(parameter)], whole_shape(parameter)
         )
 
     def _give(self, parameter: Any, whole: Tensor, moment: str | None = None) -> None:
         """Store this rank's part of a whole fp32 weight or moment."""
-        access, named = self._access, (moment,) if moment else ()
-        if has_equal_parts(parameter):
-            put = access.safe_set_full_optimizer_state if moment else access.safe_set_full_fp32_param
+        part = self._own[id(parameter)]
+        values, named = whole.flatten()[part.start : part.start + part.numel], (moment,) if moment else ()
+        if not hasattr(parameter, "ds_id"):
+            self._values(parameter, moment).copy_(values)
+        elif has_equal_parts(parameter):
+            put = (
+                self._access.safe_set_full_optimizer_state
+                if moment
+                else self._access.safe_set_full_fp32_param
+            )
             put(parameter, whole, *named)
         else:  # for a padded part, the other functions read beyond the end of the tensor
-            put = access.safe_set_local_optimizer_state if moment else access.safe_set_local_fp32_param
-            put(parameter, own_part(parameter, whole), *named)
+            put = (
+                self._access.safe_set_local_optimizer_state
+                if moment
+                else self._access.safe_set_local_fp32_param
+            )
+            put(parameter, padded(parameter, values), *named)
 
-    def _part(self, parameter: Any, moment: str | None) -> Tensor:
-        """Return the part of the parameter or moment that this rank holds."""
+    def _values(self, parameter: Any, moment: str | None) -> Tensor:
+        """Return this rank's values of a parameter or moment."""
         if hasattr(parameter, "ds_id"):
             find = (
                 self._access.safe_get_local_optimizer_state
@@ -258,9 +267,10 @@ class ZeroOptimizer:
                 else self._access.safe_get_local_fp32_param
             )
             return find(parameter, moment) if moment else find(parameter)
-        if parameter._hp_mapping is None:
-            return torch.zeros(0, device=self._adam.param_groups[0]["params"][0].device)
-        return parameter._hp_mapping.get_hp_fragment(moment).detach()
+        part = self._own[id(parameter)]
+        flat = self._adam.param_groups[part.group]["params"][0]
+        held = self._adam.state[flat][moment] if moment else flat.detach()
+        return held[part.offset : part.offset + part.numel]
 
     def _device(self) -> torch.device:
         return torch.device(self._engine.device)

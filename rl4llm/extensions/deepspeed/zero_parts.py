@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from rl4llm.core.errors import CheckpointError
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -30,46 +32,63 @@ def put_together(parameter: Any) -> Tensor:
     return found[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-def place_of(parameter: Any) -> tuple[int, int]:
-    """Return where this rank's part of the fp32 weight starts, and its number of values."""
+class Part(NamedTuple):
+    """What a rank holds of a parameter: `numel` values from `start` on.
+
+    ZeRO-1 and 2 keep their fp32 weights at `offset` of the flat tensor of a parameter group.
+    """
+
+    start: int
+    numel: int
+    group: int = 0
+    offset: int = 0
+
+
+def part_of(parameter: Any) -> Part:
+    """Return what this rank holds of a parameter.
+
+    ZeRO-1 and 2 forget it when the states leave the device, so it must be asked before.
+    """
     if hasattr(parameter, "ds_id"):
         size = parameter.ds_tensor.ds_numel
         start = min(size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
-        return start, min(size, parameter.ds_numel - start)
+        return Part(start, min(size, parameter.ds_numel - start))
     mapping = parameter._hp_mapping
-    return (
-        (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
-    )
+    if mapping is None:
+        return Part(0, 0)
+    place = mapping.lp_fragment_address
+    return Part(place.start, place.numel, mapping.param_group_index, mapping.hp_fragment_address.start)
 
 
 def has_equal_parts(parameter: Any) -> bool:
     """Return False if ZeRO-3 has padded the last parts because the size is not divisible by the number of ranks."""
-    return (
-        not hasattr(parameter, "ds_id")
-        or parameter.ds_numel % dist.get_world_size(parameter.ds_process_group) == 0
-    )
+    return bool(parameter.ds_numel % dist.get_world_size(parameter.ds_process_group) == 0)
 
 
-def own_part(parameter: Any, whole: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, padded like ZeRO-3 pads it."""
-    start, count = place_of(parameter)
-    return F.pad(whole.flatten()[start : start + count], (0, parameter.ds_tensor.ds_numel - count))
+def padded(parameter: Any, values: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, padded like ZeRO-3 pads it."""
+    return F.pad(values, (0, parameter.ds_tensor.ds_numel - len(values)))
 
 
-def sent_to_first(part: Tensor, places: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Tensor:
-    """Send each rank's part to the first rank; return the whole tensor there, elsewhere the rank's part."""
+def sent_to_first(values: Tensor, parts: Sequence[Part], shape: tuple[int, ...]) -> Tensor:
+    """Send each rank's values to the first rank; return the whole tensor there, elsewhere the rank's values."""
     rank, numel = dist.get_rank(), math.prod(shape)
-    part = part[: places[rank][1]]
+    values = values[: parts[rank].numel]
     if rank > 0:
-        if len(part):
-            dist.send(part, 0)
-        return part
-    if len(part) == numel:
-        return part.view(shape)
-    found = part.new_empty(numel)
-    for other, (start, count) in enumerate(places):
+        if len(values):
+            dist.send(values, 0)
+        return values
+    if len(values) == numel:
+        return values.view(shape)
+    if sum(part.numel for part in parts) != numel:
+        raise CheckpointError(
+            f"DeepSpeed holds {sum(part.numel for part in parts):,} of {numel:,} values of a tensor."
+        )
+    found = values.new_empty(numel)
+    for other, part in enumerate(parts):
+        place = found[part.start : part.start + part.numel]
         if other == 0:
-            found[start : start + count] = part
-        elif count:
-            dist.recv(found[start : start + count], other)
+            place.copy_(values)
+        elif part.numel:
+            dist.recv(place, other)
     return found.view(shape)

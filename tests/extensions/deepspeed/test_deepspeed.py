@@ -382,6 +382,35 @@ def test_leaving_the_device_between_steps_does_not_change_them(on_ranks, build, 
             )
 
 
+def saved_off_the_device(ranks, given, source, away, back):
+    """Resume, and save off the device and on it again."""
+    backend = deepspeed(ranks, **given)
+    backend.load(source)
+    backend.offload()
+    backend.save(away)
+    backend.onload()
+    backend.save(back)
+
+
+@pytest.mark.parametrize("given", sampled([
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 2, "offload_optimizer": True},
+    {"stage": 2, "dtype": "bfloat16"},
+    {"stage": 3, "dtype": "bfloat16"},
+    {"stage": 3, "offload_optimizer": True},
+], lambda given: given["stage"] in (1, 2)))  # fmt: skip
+def test_what_is_saved_off_the_device_is_the_same(on_ranks, build, directories, trajectories, given):
+    here, away, back = directories("here", "away", "back")
+    given = {"model": build("qwen3"), **given}
+    on_ranks(continued, given, trajectories, 2, None, here)
+    on_ranks(saved_off_the_device, given, here, away, back)
+    for path in here.iterdir():
+        for other in (away, back):
+            assert (other / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 class Build:
     """Makes the model on the rank."""
 
