@@ -1,6 +1,7 @@
 """The commands, run as a user runs them."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -8,7 +9,6 @@ from pathlib import Path
 import pytest
 from forked_python import python
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl4llm.cli import COMMANDS, _parsed, build_parser, main
 from rl4llm.config import load_config
@@ -317,7 +317,7 @@ def test_collect_refuses_an_unwritable_file_before_it_samples(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there.jsonl"]
 
 
-def test_an_exported_run_is_a_model_with_a_card_of_its_results(run, tmp_path, capsys):
+def test_an_exported_run_is_a_model_with_a_card_of_its_results(run, tmp_path, capsys, monkeypatch):
     directory, _, _ = run
     last = max(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
     out = tmp_path / "exported"
@@ -327,9 +327,11 @@ def test_an_exported_run_is_a_model_with_a_card_of_its_results(run, tmp_path, ca
     assert (out / "model.safetensors").read_bytes() == (
         directory / "model" / "model.safetensors"
     ).read_bytes()
-    AutoModelForCausalLM.from_pretrained(out)
-    assert AutoTokenizer.from_pretrained(out).chat_template
     card = (out / "README.md").read_text()
+    monkeypatch.chdir(out)
+    shown = {}
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], shown)
+    assert shown["tokenizer"].chat_template and shown["model"].num_parameters()
     assert f"| held-out set | step 0 | step {last} |" in card
     assert "| accuracy | " in card
     assert "name: grpo" in card

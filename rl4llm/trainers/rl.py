@@ -204,6 +204,11 @@ class RLTrainer(BaseTrainer[RLStep]):
         finally:
             self.tracker.close()
 
+    @property
+    def tokenizer(self) -> Any:
+        """Return the policy's tokenizer."""
+        return self.rollout.tokenizer
+
     def export(self, directory: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory; a critic goes into `critic/` in it."""
         exported = {directory: self.backend}
@@ -212,7 +217,7 @@ class RLTrainer(BaseTrainer[RLStep]):
         for place, model in exported.items():
             if self.ranks.is_first:
                 place.mkdir(exist_ok=True)
-                self.rollout.tokenizer.save_pretrained(place)
+                self.tokenizer.save_pretrained(place)
             model.export(place)
 
     def models(self) -> dict[str, BaseBackend]:

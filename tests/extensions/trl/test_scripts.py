@@ -83,6 +83,7 @@ if __name__ == "__main__":
     )
     trainer.train()
     trainer.accelerator.print("trained", trainer.state.global_step, trainer.args.beta)
+    trainer.processing_class.save_pretrained(training.output_dir)
     trainer.save_model(training.output_dir)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
