@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shlex
 import shutil
 
@@ -232,7 +233,11 @@ def answer(capsys, words):
     except SystemExit as ended:  # argparse
         code = ended.code
     out, err = capsys.readouterr()
-    return code, " ".join((out + err).split())
+    told = " ".join((out + err).split())
+    if table_of_answers := os.environ.get("RL4LLM_MISTAKES"):
+        with open(table_of_answers, "a") as file:
+            file.write(f"| `{shlex.join(words)}` | {code} | {told} |\n")
+    return code, told
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from rl4llm.cli import main
 
-CONFIG = Path(__file__).parents[2] / "configs" / "arithmetic_tool_grpo.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "arithmetic_tool_dapo.yaml"
 THINGS = Path(__file__).parents[1] / "extensions" / "toolbox" / "things_server.py"
 SMALL = [
     "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",

@@ -13,7 +13,7 @@ CONFIGS = {
     "math": "gsm8k_grpo",
     "code": "humaneval_grpo",
     "debate": "debate_grpo",
-    "tool": "arithmetic_tool_grpo",
+    "tool": "arithmetic_tool_dapo",
 }
 
 

@@ -86,6 +86,11 @@ def _show(console: Terminal, run: Path, seconds: float) -> None:
             f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}"
         )
     console.print(table)
+    first, last = rows[0], rows[-1]
+    console.print(
+        f"The policy solves {last['accuracy']:.1%} of the held-out problems, {first['accuracy']:.1%} before training. "
+        f"It learned to ask the calculator: {last['turns']:.1f} turns an episode, {first['turns']:.1f} before."
+    )
     show_files(console, run, seconds)
 
 

@@ -14,7 +14,7 @@ from rl4llm.core.errors import ConfigError
 def add(commands: Any) -> None:
     examples = (
         "rl4llm serve-env --env tool,chat --port 50051",
-        "rl4llm train configs/remote_grpo.yaml env.remote=127.0.0.1:50051",
+        "rl4llm train configs/remote_dapo.yaml env.remote=127.0.0.1:50051",
     )
     about = "host environments, with tools and rewards, for trainers on other machines"
     command = add_command(commands, "serve-env", run, about, examples)

@@ -16,7 +16,7 @@ from hosting import HostThread
 from rl4llm.cli import main
 
 ROOT = Path(__file__).parents[3]
-CONFIG = ROOT / "configs" / "remote_grpo.yaml"
+CONFIG = ROOT / "configs" / "remote_dapo.yaml"
 SMALL = [
     "rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
     "tracking.tensorboard=false", "checkpoint.every=0", "eval.every=0", "env.describe_tools=false", "algorithm.name=grpo",

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GRPO with environments in a separate process: starts the environment server, then the trainer; stops the server at the end.
+# DAPO with environments in a separate process: starts the environment server, then the trainer; stops the server at the end.
 #
-#   scripts/train_remote_grpo.sh [key.sub=value ...]      # keys of the configuration
-#   MODEL=models/small scripts/train_remote_grpo.sh max_steps=3
+#   scripts/train_remote_dapo.sh [key.sub=value ...]      # keys of the configuration
+#   MODEL=models/small scripts/train_remote_dapo.sh max_steps=3
 #
 #   MODEL   a Hugging Face directory or name (default: Qwen/Qwen2.5-0.5B-Instruct)
 #   PORT    where the host listens (default: 50051)
@@ -18,5 +18,5 @@ port="${PORT:-50051}"
 rl4llm serve-env --env "${ENVS:-tool,chat}" --port "$port" &
 host=$!
 trap 'kill "$host" 2> /dev/null || true; wait "$host" || true' EXIT
-rl4llm train "$root/configs/remote_grpo.yaml" model.path="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \
+rl4llm train "$root/configs/remote_dapo.yaml" model.path="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \
   env.remote="127.0.0.1:$port" ${keys[@]+"${keys[@]}"}
