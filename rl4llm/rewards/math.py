@@ -33,7 +33,12 @@ SeveralBoxed = Literal["last", "first", "all", "none"]
 MAX_BOXES = 8
 Grade = tuple[float, str | None]
 Question = tuple[str, str]
-_TEMPLATES = {"boxed": "\\boxed{{{}}}", "hash": "#### {}", "answer": "The answer is {}."}
+_TEMPLATES = {
+    "boxed": "\\boxed{{{}}}",
+    "hash": "#### {}",
+    "answer": "The answer is {}.",
+    "last_number": "It is {}.",
+}
 
 
 class MathReward(BaseRewardFunction):

@@ -34,8 +34,8 @@ failures | Counts attempts that failed through no fault of the policy; they are 
   rollout.max_failed_share (10 %) the run stops
 failures/CLASS | Counts the failed attempts of one class, such as env/timeout or math/unavailable. | attempts | 0
 played_again/CLASS | Counts the attempts that succeeded at the retry, by what had failed first. | attempts | 0
-env/tool_calls | Averages the tool calls per trajectory. | calls | above 0
-env/tool_errors | Averages the tool calls per trajectory that got an error as answer. | calls | below env/tool_calls
+env/tool_calls | Averages the tool calls of each trajectory with a finished turn. | calls | above 0
+env/tool_errors | Averages those of them that got an error as answer. | calls | below env/tool_calls
 env/runs | Averages the programs that ran per trajectory, in the environment `code`. | programs |
 env/first_try | Is the share of trajectories whose first program passed the known tests. | share |
 env/repaired | Is the share of trajectories whose later program passed the known tests. | share |

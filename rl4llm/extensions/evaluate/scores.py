@@ -19,8 +19,8 @@ from rl4llm.rewards.replies import final_reply
 from rl4llm.tracking.summary import succeeded
 
 Z = statistics.NormalDist().inv_cdf(0.975)
-SHARES = "95 %, Wilson's, over problems; normal for differences"
-INTERVALS = "95 %, over problems: Wilson's for shares, normal for rewards and differences"
+SHARES = "95 %, over problems: Wilson's for shares, Agresti and Min's for their differences"
+INTERVALS = f"{SHARES}, normal for rewards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,8 @@ def differences(
         new, old = _by_prompt(measure, problems), _by_prompt(measure, baseline)
         both = [prompt for prompt in new if prompt in old]
         if both:
-            gained = mean_score([new[prompt] - old[prompt] for prompt in both])
+            score = mean_score if name == "reward" else difference_score
+            gained = score([new[prompt] - old[prompt] for prompt in both])
             found[name] = Difference(statistics.fmean(old[prompt] for prompt in both), gained)
     return found
 
@@ -158,6 +159,18 @@ def mean_score(values: Sequence[float]) -> Score:
         return Score(mean, None, None, count)
     half = Z * statistics.stdev(values, mean) / math.sqrt(count)
     return Score(mean, mean - half, mean + half, count)
+
+
+def difference_score(values: Sequence[float]) -> Score:
+    """Return the mean of differences of paired shares, with the interval of Agresti and Min (2005, "Wald+2").
+
+    It adds half a problem that was gained, half one that was lost, and one that stayed, so it does not shrink to nothing
+    where no problem changed.
+    """
+    count, total, squares = len(values), math.fsum(values), math.fsum(value**2 for value in values)
+    middle = total / (count + 2)
+    half = Z * math.sqrt(squares + 1 - total**2 / (count + 2)) / (count + 2)
+    return Score(total / count, max(-1.0, middle - half), min(1.0, middle + half), count)
 
 
 def _by_part(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
