@@ -25,7 +25,7 @@ from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
-from rl4llm.extensions.servers.sync.tensor import TensorPublisher
+from rl4llm.extensions.servers.sync.tensor import TensorPublisher, over_broadcast, over_requests
 from rl4llm.extensions.servers.sync.wrappers import CohostPublisher, FallbackPublisher
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.transport import Retry
@@ -112,6 +112,21 @@ def test_every_publisher_passes_the_canary(client, backend, tmp_path, way):
             assert completion.logprobs == pytest.approx(
                 logprobs(backend.model, PROMPT, completion.token_ids), abs=1e-5
             )
+
+    run(client, work)
+
+
+@pytest.mark.parametrize("way", [over_requests, over_broadcast])
+def test_matrices_in_half_precision_arrive_as_from_files(client, backend, tmp_path, way):
+    async def work():
+        exact, half = WeightStore(tmp_path / "exact"), WeightStore(tmp_path / "half", dtype=torch.bfloat16)
+        change(backend.model, 3)
+        await way(client, lambda: exact, None).publish(backend, 1)
+        before = await client.checksum()
+        await way(client, lambda: half, None).publish(backend, 2)
+        digest = await client.checksum()
+        await FilesystemPublisher(client, half).publish(backend, 3)
+        assert await client.checksum() == digest != before
 
     run(client, work)
 

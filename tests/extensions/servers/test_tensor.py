@@ -18,7 +18,7 @@ from rl4llm.extensions.servers.clients import neighbour, sglang_tensors, togethe
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
-from rl4llm.extensions.servers.sync.tensor import TensorPublisher
+from rl4llm.extensions.servers.sync.tensor import TensorPublisher, over_requests
 from rl4llm.extensions.servers.sync.wrappers import FallbackPublisher
 from rl4llm.runtime.transport import Retry
 from rl4llm.sync.verify import Canary
@@ -122,6 +122,39 @@ def test_the_version_comes_with_the_last_tensor(play, backend):
         assert not server.open
         assert not server.paused
         assert await proven(client, backend, weight_ref)
+
+    play(story)
+
+
+def test_matrices_are_sent_in_the_dtype_of_the_files(play, backend, tmp_path):
+    async def story(server, client):
+        sent = {}
+        take = server._update_weights_from_tensor
+
+        async def note(body):
+            [payload] = body["serialized_named_tensors"]
+            sent.update(pickle.loads(base64.b64decode(payload)))
+            return await take(body)
+
+        server._update_weights_from_tensor = note
+        store = WeightStore(tmp_path, dtype=torch.bfloat16)
+        await over_requests(client, lambda: store, None).publish(backend, 1)
+        kinds = {(tensor.ndim > 1, tensor.dtype) for tensor in sent.values()}
+        assert kinds == {(True, torch.bfloat16), (False, torch.float32)}
+        digest = await client.checksum()
+        await FilesystemPublisher(client, store).publish(backend, 2)
+        assert await client.checksum() == digest
+
+    play(story)
+
+
+def test_weights_too_large_for_the_dtype_reach_no_engine(play, backend):
+    async def story(server, client):
+        with torch.no_grad():
+            next(backend.model.parameters())[0, 0] = 1e30
+        with pytest.raises(WeightsError, match="holds 1 values that are not finite"):
+            await TensorPublisher(client, "tensor", torch.float16).publish(backend, 1)
+        assert not server.calls["/update_weights_from_tensor"]
 
     play(story)
 

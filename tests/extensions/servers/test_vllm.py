@@ -13,7 +13,10 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
+from vowels import Vowels
+from yarl import URL
 
+from rl4llm.api import GRPOTrainer
 from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
@@ -45,6 +48,7 @@ class Server:
         self.asked = []
         self.longest = CONTEXT
         self.hold = None
+        self.paused, self.asleep, self.deaths = False, set(), []
 
     async def answer(self, request):
         body = json.loads(await request.text() or "{}")
@@ -82,8 +86,46 @@ class Server:
         self.adapters.remove(body["lora_name"])
         return "Success: removed."
 
+    def on_pause(self, body):
+        self.paused = True
+        return {"status": "paused"}
+
+    def on_resume(self, body):
+        self._run("/resume")
+        return {"status": "resumed"}
+
+    def on_sleep(self, body):
+        self.paused, self.asleep = True, {"weights", "kv_cache"}
+        return {"status": "sleeping"}
+
+    def on_release_kv_cache_memory(self, body):
+        self.asleep |= {"kv_cache"}
+        return {"status": "kv_cache_released"}
+
+    def on_wake_up(self, body):
+        self.asleep -= set(URL(self.asked[-1][0]).query.getall("tags"))
+        if not self.asleep:
+            self._run("/wake_up")
+        return {"status": "sleeping" if self.asleep else "awake"}
+
     def on_is_sleeping(self, body):
-        return {"is_sleeping": True}
+        return {"is_sleeping": self.paused or bool(self.asleep)}
+
+    def extended(self, body):
+        """Answer as the worker extension does; vLLM dies of a load while its weights sleep."""
+        if body["method"] == "rl4llm_note":
+            self.workers = [{**worker, "asleep": body["args"][0]} for worker in self.workers]
+        if body["method"] == "rl4llm_load":
+            if "weights" in self.asleep:
+                self.deaths.append("rl4llm_load")
+            self.workers = [{**self.workers[0], "version": int(body["args"][1]), "id": "loaded"}]
+        return {"results": self.workers}
+
+    def _run(self, path):
+        """Compute again: vLLM dies of the next request if it has freed memory."""
+        self.paused = False
+        if self.asleep:
+            self.deaths.append(path)
 
     def bodies(self, path):
         return [body for asked, body in self.asked if asked == path]
@@ -344,24 +386,19 @@ def test_a_reading_that_failed_does_not_spoil_the_next():
 
 def test_full_weights_load_while_paused_with_an_empty_cache(tokenizer):
     server = Server()
-
-    def loaded(body):
-        if body["method"] == "rl4llm_load":
-            server.workers = [{**server.workers[0], "version": int(body["args"][1]), "id": "loaded"}]
-        return {"results": server.workers}
-
-    server.on_collective_rpc = loaded
+    server.on_collective_rpc = server.extended
     play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
     asked = [body.get("method", path) for path, body in server.asked]
     assert asked == [
         "rl4llm_state",
+        "rl4llm_state",
         "/pause?mode=wait",
         "rl4llm_load",
         "/reset_prefix_cache",
-        "/resume",
+        "/wake_up?tags=scheduling",
         "rl4llm_state",
     ]
-    assert server.bodies("/collective_rpc")[1] == {
+    assert server.bodies("/collective_rpc")[2] == {
         "method": "rl4llm_load",
         "args": ["/weights/v000012", "12"],
     }
@@ -369,11 +406,6 @@ def test_full_weights_load_while_paused_with_an_empty_cache(tokenizer):
 
 def test_a_request_that_ends_before_an_update_is_kept(tokenizer):
     server = Server(choice([7, 8]))
-
-    def loaded(body):
-        if body["method"] == "rl4llm_load":
-            server.workers = [{**server.workers[0], "version": int(body["args"][1]), "id": "loaded"}]
-        return {"results": server.workers}
 
     async def slow_completion(body):
         await server.hold.wait()
@@ -389,7 +421,7 @@ def test_a_request_that_ends_before_an_update_is_kept(tokenizer):
         await client.load(WeightRef(12, "full", "/weights/v000012"))
         return await request
 
-    server.on_collective_rpc, server.on_v1_completions = loaded, slow_completion
+    server.on_collective_rpc, server.on_v1_completions = server.extended, slow_completion
     assert play(server, tokenizer, script, attempts=2).version == 3
 
 
@@ -401,7 +433,7 @@ def test_a_failed_load_is_raised_and_the_server_continues(tokenizer, outcome):
     )
     with pytest.raises(EngineError, match="but holds version 3"):
         play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
-    assert server.bodies("/resume") == [{}]
+    assert not server.paused
 
 
 def test_files_that_a_shared_file_system_shows_late_are_awaited(tokenizer):
@@ -416,7 +448,8 @@ def test_files_that_a_shared_file_system_shows_late_are_awaited(tokenizer):
     with pytest.raises(EngineError, match="out of memory"):
         play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
     assert answers == []
-    assert len(server.bodies("/resume")) == 3
+    assert not server.paused
+    assert len(server.bodies("/pause?mode=wait")) == 3
 
 
 def test_special_tokens_in_stop_strings_are_sent_as_tokens(tokenizer):
@@ -494,11 +527,49 @@ def test_sleep_and_wake_go_by_levels_and_tags(tokenizer, level):
             await client.sleep(("weights",))
 
     server = Server()
+    server.on_collective_rpc = server.extended
     play(server, tokenizer, script, sleep_level=level)
-    assert [path for path, _ in server.asked] == [
-        "/collective_rpc", f"/sleep?level={level}&mode=wait", "/wake_up?tags=weights", "/wake_up?tags=kv_cache",
-        "/release_kv_cache_memory", "/is_sleeping",
+    asked = [body.get("args", path) for path, body in server.asked if body.get("method") != "rl4llm_state"]
+    assert [item for item in asked if item] == [
+        ["kv_cache,weights"], f"/sleep?level={level}&mode=wait", "/wake_up?tags=weights", ["kv_cache"],
+        "/wake_up?tags=kv_cache", [""], ["kv_cache"], "/release_kv_cache_memory", "/is_sleeping",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_server_that_a_killed_run_left_asleep_is_refused(tokenizer, kind):
+    async def killed(client):
+        await client.sleep()
+
+    async def script(client):
+        await client.resume()
+        with pytest.raises(EngineError, match=r"is asleep: a run with inference.cohost=true ended"):
+            await client.load(WeightRef(12, kind, "/weights/v000012"))
+
+    server = Server()
+    server.on_collective_rpc = server.extended
+    play(server, tokenizer, killed)
+    play(server, tokenizer, script)
+    assert (server.paused, server.asleep, server.deaths) == (True, {"weights", "kv_cache"}, [])
+    assert not any("lora" in path for path, _ in server.asked)
+
+
+def test_weights_load_while_the_cache_sleeps(tokenizer):
+    async def script(client):
+        await client.sleep()
+        await client.wake(("weights",))
+        await client.load(WeightRef(12, "full", "/weights/v000012"))
+        assert (server.paused, server.asleep) == (True, {"kv_cache"})
+        await client.wake(("kv_cache",))
+        await client.sleep()
+        with pytest.raises(EngineError, match="is asleep"):
+            await client.load(WeightRef(13, "full", "/weights/v000013"))
+        return await client.version()
+
+    server = Server()
+    server.on_collective_rpc = server.extended
+    assert play(server, tokenizer, script) == 12
+    assert server.deaths == []
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -907,6 +978,48 @@ def test_a_sleeping_server_reports_it_and_wakes_in_stages(run, full):
         return await client.generate(PROMPTS[0], GREEDY)
 
     assert run(script).version == 50
+
+
+@pytest.mark.vllm
+def test_a_sleeping_server_stays_paused_for_other_runs(run, full):
+    async def killed(client):
+        await client.load(full(0, 51))
+        await client.sleep()
+        await client.wake(("weights",))
+        await client.load(full(1, 52))
+        assert await client.is_sleeping()  # the cache does
+        await client.sleep()
+
+    async def other(client):
+        await client.resume()
+        with pytest.raises(EngineError, match=r"is asleep: a run with inference.cohost=true ended"):
+            await client.load(full(2, 53))
+        assert await client.is_sleeping()
+        assert await client.version() == 52
+
+    run(killed)
+    try:
+        run(other)
+    finally:
+        run(lambda client: client.wake())
+
+
+@pytest.mark.vllm
+def test_a_run_with_cohost_takes_over_a_sleeping_server(real, run, tmp_path):
+    run(lambda client: client.sleep())
+    run_dir = {
+        "output": {"dir": str(tmp_path / "run")},
+        "rollout": {"prompts": 1, "group_size": 2, "max_tokens": 8},
+    }
+    rows = [{"messages": [{"role": "user", "content": "Say a."}], "ground_truth": ""}]
+    inference = {"name": "vllm", "url": real.url, "cohost": True}
+    GRPOTrainer(str(real.root / "m0"), rows, [Vowels()], inference=inference, max_steps=1, **run_dir).train()
+
+    async def awake(client):
+        assert not await client.is_sleeping()
+        return await client.generate(PROMPTS[0], GREEDY)
+
+    assert run(awake).version == 1
 
 
 @pytest.mark.vllm

@@ -69,6 +69,7 @@ class AdaptingClient(ServerClient):
             await super().load(weight_ref)
             return
         async with self._loading:
+            await self.check_awake()
             await self._load_adapter(weight_ref)
 
     async def sample_from_model(self) -> None:

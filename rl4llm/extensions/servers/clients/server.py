@@ -227,6 +227,18 @@ class ServerClient(BaseClient):
     async def flush(self) -> None:
         """Forget the prefix cache."""
 
+    async def lacks_weights(self) -> bool:
+        """Return whether the server sleeps without weights on its device, so that none can be loaded."""
+        return False
+
+    async def check_awake(self) -> None:
+        """Raise EngineError if the weights are not on the server's device."""
+        if await self.lacks_weights():
+            raise EngineError(
+                f"{self.base_url} is asleep: a run with inference.cohost=true ended while the trainer had the device. "
+                "Resume that run, or restart the server."
+            )
+
     async def checksum(self) -> str | None:
         """Return a digest of the weights on the server; None if the server cannot compute one."""
         return None
@@ -238,6 +250,7 @@ class ServerClient(BaseClient):
             return
         async with self._loading:
             before = await self.version()
+            await self.check_awake()
             seen_by = time.monotonic() + self._visible_within_s
             for number in itertools.count():
                 problem = await self._replace_weights(weight_ref)

@@ -80,8 +80,10 @@ class SGLangClient(AdaptingClient):
         answer = await self.admin("/weights_checker", {"action": "checksum"})
         return str(field(answer, "per_engine_checksum", "/weights_checker"))
 
+    async def lacks_weights(self) -> bool:
+        return "weights" in (await self.retry.run(lambda _: self._held())).asleep
+
     async def load_weights(self, weight_ref: WeightRef) -> None:
-        (await self._held()).check_awake(self.base_url)
         ways = {"full": self._from_disk, "tensor": self._inline, "distributed": self._broadcast}
         await ways[weight_ref.kind](weight_ref)
         await self.sample_from_model()

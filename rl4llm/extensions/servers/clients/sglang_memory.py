@@ -49,11 +49,3 @@ class Held:
                 f"{url} may be asleep or awake: a trainer ended while the server freed its memory or took it back. Restart "
                 "the server."
             )
-
-    def check_awake(self, url: str) -> None:
-        """Raise EngineError if the weights are not on the device, so that none can be loaded."""
-        if "weights" in self.asleep:
-            raise EngineError(
-                f"{url} is asleep: a run with inference.cohost=true ended while the trainer had the device. Resume that "
-                "run, or restart the server."
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -30,6 +30,7 @@ class Held:
     logprobs_mode: str
     adapters_leak: bool
     can_sleep: bool
+    asleep: frozenset[str] = frozenset()
 
 
 class FreshReads(Generic[T]):
@@ -133,7 +134,11 @@ class VLLMClient(AdaptingClient):
         await self._again_if_needed(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
-        await self._again_if_needed("/resume")
+        """Continue after `pause`. A server that sleeps stays paused, since it would compute with memory that it freed."""
+        await self._again_if_needed("/wake_up?tags=scheduling")  # /resume would continue it
+
+    async def lacks_weights(self) -> bool:
+        return "weights" in (await self.retry.run(lambda _: self._reads.get())).asleep
 
     async def abort(self, request_id: str = "") -> None:
         """End one request, or all of this client without an id; they return their tokens with the finish reason "abort"."""
@@ -153,6 +158,7 @@ class VLLMClient(AdaptingClient):
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Free device memory, after running requests have ended."""
         if set(tags) == {"kv_cache"}:
+            await self._note(tags)
             await self.admin("/release_kv_cache_memory")
             return
         if set(tags) != {"weights", "kv_cache"}:
@@ -169,11 +175,17 @@ class VLLMClient(AdaptingClient):
                 f"inference.cohost=true needs a server that can free its memory, and {self.base_url} was started without "
                 "--enable-sleep-mode. Start it with that flag."
             )
+        await self._note(tags)
         await self.admin(f"/sleep?level={self._sleep_level}&mode=wait")
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Allocate device memory again, in one call or in several; requests wait until all of it is back."""
         await self.admin("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+        await self._note((await self._reads.get()).asleep.difference(tags))
+
+    async def _note(self, asleep: Iterable[str]) -> None:
+        """Have the workers keep what sleeps: vLLM reports a paused server as sleeping too. It survives this trainer."""
+        await self._ask_workers("rl4llm_note", ",".join(sorted(asleep)))
 
     async def is_sleeping(self) -> bool:
         """Return whether requests would wait, because of `sleep` or `pause`."""
@@ -369,4 +381,5 @@ def _held(answer: Any) -> Held:
     mode = str(field(workers[0], "logprobs_mode", "/collective_rpc"))
     leak = any(worker.get("adapters_leak") for worker in workers)
     can_sleep = all(worker.get("can_sleep", True) for worker in workers)
-    return Held(versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak, can_sleep)
+    asleep = frozenset(tag for worker in workers for tag in str(worker.get("asleep", "")).split(",") if tag)
+    return Held(versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak, can_sleep, asleep)

@@ -23,6 +23,7 @@ class WeightsExtension:
 
     rl4llm_version = NEVER_LOADED
     rl4llm_state_id = ""
+    rl4llm_asleep = ""
     rl4llm_shapes: dict[str, tuple[int, ...]] | None = None
     vllm_config: Any  # this and the following attributes belong to the worker
     model_runner: Any
@@ -31,8 +32,8 @@ class WeightsExtension:
     reload_weights: Any
 
     def rl4llm_state(self) -> dict[str, Any]:
-        """Return the version of the weights, an id that changes whenever they change, how log-probs are computed, and
-        whether `sleep` frees memory. On a CPU it never does, and is accepted nevertheless.
+        """Return the version of the weights, an id that changes whenever they change, how log-probs are computed, what
+        sleeps, and whether `sleep` frees memory. On a CPU it never does, and is accepted nevertheless.
         """
         if not self.rl4llm_state_id:
             self._rl4llm_hold(NEVER_LOADED)
@@ -42,6 +43,7 @@ class WeightsExtension:
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
             "adapters_leak": self._rl4llm_adapters_leak(),
             "can_sleep": self.device.type == "cpu" or bool(self.vllm_config.model_config.enable_sleep_mode),
+            "asleep": self.rl4llm_asleep,
         }
 
     def rl4llm_load(self, path: str, version: str) -> dict[str, Any]:
@@ -65,6 +67,11 @@ class WeightsExtension:
     def rl4llm_forget(self) -> dict[str, Any]:
         """Reset the version, since the weights are about to be discarded."""
         self._rl4llm_hold(NEVER_LOADED)
+        return self.rl4llm_state()
+
+    def rl4llm_note(self, asleep: str) -> dict[str, Any]:
+        """Keep what a trainer puts to sleep, such as "kv_cache,weights", for itself and for the next trainer."""
+        self.rl4llm_asleep = asleep
         return self.rl4llm_state()
 
     def _rl4llm_hold(self, version: int) -> None:

@@ -66,7 +66,7 @@ class WeightStore:
         self.root = self._on_disk = Path(root).absolute()
         self._choose = choose
         self._keep = keep
-        self._dtype = dtype
+        self.dtype = dtype
         self._shard_bytes = shard_bytes
         self._leases: Counter[int] = Counter()
         self._guard = threading.Lock()
@@ -94,9 +94,9 @@ class WeightStore:
         Raises WeightsError for a tensor that is missing, extra, not finite or of another shape or dtype, for a full disk,
         and when another store writes to this directory. Earlier versions stay as they were.
         """
-        narrows = kind == "full" and self._dtype != torch.float32
+        narrows = kind == "full" and self.dtype != torch.float32
         if narrows:
-            specs, tensors = _narrowed(specs, tensors, self._dtype)
+            specs, tensors = narrowed(specs, tensors, self.dtype)
         self._own(sum(spec.num_bytes for spec in specs) if kind == "full" else 0)
         directory = self.root / f"v{version:06d}.tmp-{secrets.token_hex(4)}"
         self._writing = directory
@@ -105,7 +105,7 @@ class WeightStore:
             hashes = self._write_tensors(directory, specs, tensors, kind)
             write_config(directory)
             if narrows:
-                _name_dtype(directory / "config.json", self._dtype)
+                _name_dtype(directory / "config.json", self.dtype)
             listed = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in specs}
             manifest.seal(directory, known_hashes=hashes, version=version, kind=kind, tensors=listed)
             final = self._commit(directory, version)
@@ -305,7 +305,7 @@ def plan_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[Tens
     return shards
 
 
-def _narrowed(
+def narrowed(
     specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype
 ) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
     """Return the same with float32 matrices in `dtype`; norms and biases are small and may be float32 on the server."""
