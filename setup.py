@@ -118,7 +118,7 @@ setup(
         ]
     },
     install_requires=[
-        "torch>=2.11,<2.14",  # tried: 2.13.0, on a CPU
+        "torch>=2.11,<2.16",  # tried: 2.13.0; in part 2.11.0 and 2.15.0, which is CUDA's build on a CPU
         "transformers>=5.18,<6",  # older ones read and describe tool calls otherwise
         "safetensors>=0.5,<1",
         "datasets>=3,<6",

@@ -3,8 +3,8 @@
 from rl4llm.core.registry import lazy
 
 __version__ = "0.1.0"
-TESTED_TORCH = "2.13"
-"""The version of torch that the tests run with."""
+TESTED_TORCH = ("2.11", "2.13", "2.15")
+"""The versions of torch that the tests run with."""
 __path__.append(
     f"{__path__[0]}/extensions/migration/former"
 )  # modules that michaelnny/rl4llm has, such as logging

@@ -60,4 +60,4 @@ from rl4llm.rewards.registry import register_reward as register_reward
 from rl4llm.sync.memory import MemoryPublisher as MemoryPublisher
 from rl4llm.trainers.prepare import Preparation as Preparation
 
-TESTED_TORCH: str
+TESTED_TORCH: tuple[str, ...]

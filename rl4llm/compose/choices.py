@@ -108,11 +108,11 @@ def untested_torch(version: str) -> list[str]:
     >>> untested_torch("2.13.1+cpu")
     []
     """
-    if version.startswith(f"{TESTED_TORCH}."):
+    if version.startswith(tuple(f"{tested}." for tested in TESTED_TORCH)):
         return []
     return [
-        f"torch {version} is not tested: the tests run with {TESTED_TORCH}. If a run fails or `rl4llm check` does, install "
-        f"torch=={TESTED_TORCH}.*."
+        f"torch {version} is not tested: the tests run with {', '.join(TESTED_TORCH)}. If a run fails or `rl4llm check` "
+        "does, install one of these."
     ]
 
 
