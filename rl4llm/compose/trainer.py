@@ -204,13 +204,13 @@ def _reinforced(
     shared = Provided({"sandbox": lambda: build_sandbox(config)})
     if config.sandbox != SandboxConfig():
         shared["sandbox"]  # refuses a wrong level; it starts nothing
+    free_device(config, given.model, tokenizer)  # rewards and opponents may load models too
     own = algorithm, tokenizer
     tasks = [
         in_part(name, _task, name, *part, *own, datasets[name], lambda: shared["sandbox"])
         for name, part in parts.items()
     ]
     start = copy.deepcopy(given.model)  # before training changes the policy's weights
-    free_device(config, given.model, tokenizer)
     backend = build_policy(config, algorithm, given.model)
     check_parts(config, backend)
     client = build_client(
