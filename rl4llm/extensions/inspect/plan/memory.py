@@ -38,7 +38,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of a run's models: critic and reference if the algorithm has them, and `others` that judge or play."""
+    """The shapes of a run's models: critic and reference if there are any, and `others` on the device that judge or play."""
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -128,10 +128,11 @@ class _Memory:
     def _rollouts(self) -> Iterator[Phase]:
         """Plan the rollout, and the evaluation if it takes more than that.
 
-        For an engine that shares the device in turns, the trainer has left it.
+        For an engine that shares the device in turns, the models that train and their reference have left it.
         """
         counts, options = self.counts, self.config.inference
-        engine, resident = ENGINES[options["name"]], {} if options.get("cohost") else self._resident()
+        engine = ENGINES[options["name"]]
+        resident = self.models.others if options.get("cohost") else self._resident()
         most = 0
         for name, sequences in (("rollout", counts.trajectories), ("evaluation", counts.held_out)):
             load = EngineLoad(sequences, counts.prompt_tokens, counts.longest)

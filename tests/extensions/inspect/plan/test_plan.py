@@ -172,6 +172,21 @@ def test_each_model_of_a_run_counts_once_and_only_where_it_is(small):
     assert set(cohosted) == {"server's weights", ONE_SEQUENCE}  # the trainer has left the device
 
 
+def test_reward_models_stay_on_the_device_of_a_server(small, model_dir):
+    def others(**keys):
+        item = {"name": "reward_model", "path": str(model_dir), **keys}
+        inference = {"name": "sglang", "cohost": True}
+        config = small({"rewards": [item], "inference": inference, "model.device": "cuda"})
+        plan = make_plan(config, memory=GIB)
+        assert [phase.name for phase in plan.phases] == ["start", "rollout", "update"]
+        return [phase.parts.get(f"reward_model {model_dir}", 0) for phase in plan.phases[1:]]
+
+    size = read_shape(str(model_dir)).parameters
+    assert others() == [4 * size] * 2
+    assert others(dtype="bfloat16") == [2 * size] * 2
+    assert others(device="cpu") == [0] * 2
+
+
 def test_counts_multiply_and_each_rank_adds_its_own_prompts(small):
     plan = make_plan(small({"training.updates_per_rollout": 2, "training.epochs": 3}), devices=2)
     counts = plan.counts
