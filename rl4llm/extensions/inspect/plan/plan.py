@@ -62,8 +62,8 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits."""
-        return self.peak.total <= self.room
+        """Whether every phase fits, and a server on the same device can run a sequence."""
+        return self.peak.total <= self.room and self.served != 0
 
     @property
     def served(self) -> int | None:

@@ -61,6 +61,11 @@ def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
         return [*lines, *host]
     room = f"{size_text(plan.room)} of {where} are available"
     lines = [f"It does NOT fit: {size_text(peak.total)} in the phase {peak.name}, but {room}."]
+    if peak.total <= plan.room:
+        lines = [
+            f"It does NOT fit: with {SERVER_SHARE:.0%} of {where}, the server has no room for one sequence of the maximum "
+            f"length, {plan.counts.longest:,} tokens, beside its weights."
+        ]
     for change in found:
         fits = "fits" if change.fits else "still too much"
         lines.append(f"  {' '.join(change.overrides)}: {size_text(change.peak)}, {fits}")

@@ -330,6 +330,16 @@ def test_an_adapter_fits_24_gb(qwen, size):
     assert plan.fits and plan.peak.total < whole.peak.total
 
 
+def test_a_server_without_room_for_a_sequence_does_not_fit(qwen):
+    keys = COHOST | {"model.lora.rank": 2, "training.max_tokens_per_batch": 2048}
+    small, large = (qwen("7B", 1, size * GIB, keys) for size in (20, 24))
+    assert small.peak.total <= small.room and small.served == 0
+    assert not small.fits
+    first = verdict(small, [])[0]
+    assert first.startswith("It does NOT fit: with 70% of 20.00 GiB of each device, the server has no room")
+    assert large.fits and large.served > 0
+
+
 def test_offload_counts_in_the_memory_of_the_machine(qwen):
     zero = {"name": "deepspeed", "zero_stage": 2}
     plan = qwen("1.5B", 1, 24 * GIB, COHOST | {"backend": zero})
