@@ -183,6 +183,7 @@ def check_backend(config: Config, needs: Needs) -> None:
     fixed = {"model", "autocast", "ranks", "device", "value_head", "adapter", "trains"}
     fixed |= _optimizer(config, 1, 1).keys()
     check_options("backend", backend, own, fixed)
+    backend.check_trains(own, config.model.dtype)
     if config.inference.get("cohost"):
         reference = needs.separate_reference(adapter=config.model.lora.rank > 0)
         backend.check_leaves(own, config.model.dtype, reference=reference and device_of(config) != "cpu")
