@@ -300,7 +300,7 @@ def batching_of(
         aggregation=algorithm.aggregation,
         pad_token_id=tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,
-        usual_tokens_per_batch=16384 if device_of(config) == "cuda" else 2048,
+        usual_tokens_per_batch=16384 if device_of(config) != "cpu" else 2048,
         updates_per_rollout=training.updates_per_rollout,
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,

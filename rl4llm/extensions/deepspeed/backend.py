@@ -265,7 +265,7 @@ class DeepSpeedBackend(ModelBackend):
         return NoOptimizer(None, self.device, stays=on_gpu)
 
     def _initialize(self, **given: Any) -> Any:
-        _join_alone()
+        _join_alone(self.device)
         with watched_builds("DeepSpeed's start", START_S):
             try:
                 if self.stage == 3:
@@ -401,9 +401,9 @@ def _check_device(device: torch.device, deepspeed: Any) -> None:
         )
 
 
-def _join_alone() -> None:
+def _join_alone(device: torch.device) -> None:
     """Start a process group of one process, which DeepSpeed requires even without a launcher."""
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # from which it takes its GPU
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined] # public, and not exported
