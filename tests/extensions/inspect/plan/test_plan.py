@@ -125,15 +125,15 @@ def test_a_plan_of_another_run_would_be_wrong(runs):
 
 PINNED = {
     "{}": [574720, 10211072, 15605504],
-    "{model.device: cuda, model.gradient_checkpointing: true}": [574720, 6893312, 8441856],
+    "{model.device: cuda, model.gradient_checkpointing: true}": [574720, 6893312, 8114176],
     "{algorithm.name: ppo, model.device: cuda, model.autocast: bfloat16, "
-    "backend: {name: torch, shard: fsdp2}}": [533632, 6031232, 4169600, 8613248, 10071424],
+    "backend: {name: torch, shard: fsdp2}}": [533632, 6031232, 4169600, 8613248, 9743744],
     "{algorithm: {name: grpo, kl_coef: 0.1}, model.dtype: bfloat16, "
     "backend: {name: deepspeed, zero_stage: 3}}": [359200, 4818176, 4083968, 9436928],
     "{model.lora.rank: 4, model.device: cuda, backend: {name: deepspeed, offload_optimizer: true}}": [
         619776,
         8344832,
-        10970368,
+        10642688,
     ],
     "{inference: {name: sglang, cohost: true}, backend: {name: torch, shard: fsdp2, cpu_offload: true}}": [
         574720,
