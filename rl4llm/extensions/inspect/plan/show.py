@@ -11,6 +11,7 @@ from rich.table import Table
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.inspect.plan.advice import Change
+from rl4llm.extensions.inspect.plan.memory import VERSIONS
 from rl4llm.extensions.inspect.plan.plan import SERVER_SHARE, RunPlan
 
 BASES = {"B": 1000, "IB": 1024}
@@ -83,7 +84,10 @@ def _host(plan: RunPlan) -> Iterator[str]:
         f" for each device, {size_text(needed)} for {plan.devices} on one machine" if plan.devices > 1 else ""
     )
     yield f"The machine's own memory also holds {size_text(each)}{several}: {of}."
-    if plan.host_memory is not None and needed > plan.host_memory:
+    forced = needed - plan.devices * plan.host.parts.get(
+        VERSIONS, 0
+    )  # versions are on the disk where there is no room
+    if plan.host_memory is not None and forced > plan.host_memory:
         yield f"warning: this machine has only {size_text(plan.host_memory)} of it."
 
 

@@ -14,7 +14,7 @@ from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
 from rl4llm.core.model_memory import ONE_SEQUENCE
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
-from rl4llm.extensions.inspect.plan.memory import phases
+from rl4llm.extensions.inspect.plan.memory import VERSIONS, phases
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
 from rl4llm.extensions.inspect.plan.shape import read_shape
 from rl4llm.extensions.inspect.plan.show import parse_size, verdict
@@ -343,7 +343,9 @@ def test_a_server_without_room_for_a_sequence_does_not_fit(qwen):
 def test_offload_counts_in_the_memory_of_the_machine(qwen):
     zero = {"name": "deepspeed", "zero_stage": 2}
     plan = qwen("1.5B", 1, 24 * GIB, COHOST | {"backend": zero})
-    assert plan.host.total == 14 * plan.models.policy.parameters  # bf16 weights, fp32 masters and two moments
+    waiting = plan.host.parts["models while the server has the device"]
+    assert waiting == 14 * plan.models.policy.parameters  # bf16 weights, fp32 masters and two moments
+    assert plan.host.total == waiting + plan.host.parts[VERSIONS]
     away = qwen("1.5B", 1, 24 * GIB, COHOST | {"backend": {**zero, "offload_optimizer": True}})
     assert away.host.parts["offloaded"] == 16 * away.models.policy.parameters  # and gradients
     shared = {"backend": {"name": "torch", "shard": "fsdp2", "cpu_offload": True}}
@@ -353,14 +355,32 @@ def test_offload_counts_in_the_memory_of_the_machine(qwen):
     assert not qwen("1.5B", 1, 24 * GIB, COHOST | {"model.device": "cpu"}).host.total
 
 
+@pytest.mark.parametrize(
+    ("keys", "versions"),
+    [
+        ({}, 3),
+        ({"sync.keep": 3}, 4),
+        ({"sync.dir": "weights"}, 0),
+        ({"inference": {"name": "sglang", "url": "http://10.0.0.7:30000"}}, 0),
+        ({"inference": {"name": "sglang"}, "sync.name": "distributed"}, 0),
+        ({"inference": {"name": "local"}}, 0),
+    ],
+)
+def test_versions_of_the_weights_take_shared_memory(qwen, keys, versions):
+    plan = qwen("1.5B", 2, 24 * GIB, COHOST | keys)
+    assert 2 * plan.host.parts.get(VERSIONS, 0) == versions * 2 * plan.models.policy.parameters
+
+
 def test_a_plan_warns_if_this_machine_lacks_memory_for_offload(qwen):
     plan = qwen("1.5B", 4, 24 * GIB, COHOST)
     assert plan.host_memory is None  # of another machine
     each, on_all = plan.host.total / GIB, 4 * plan.host.total / GIB
-    lines = verdict(replace(plan, host_memory=int(3 * plan.host.total)), [])
+    lines = verdict(replace(plan, host_memory=plan.host.total), [])
     assert f"also holds {each:.2f} GiB for each device, {on_all:.2f} GiB for 4" in lines[-2]
     assert lines[-1].startswith("warning: this machine has only")
     assert "warning" not in " ".join(verdict(replace(plan, host_memory=5 * plan.host.total), []))
+    forced = 4 * (plan.host.total - plan.host.parts[VERSIONS])
+    assert "warning" not in " ".join(verdict(replace(plan, host_memory=forced), []))
 
 
 def test_a_plan_for_another_machine_is_for_its_gpu(small, tmp_path, capsys):
