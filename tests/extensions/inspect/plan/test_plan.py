@@ -1,6 +1,7 @@
 """What `rl4llm plan` says is what runs do and take."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import yaml
 from forked_python import python
 from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
+import rl4llm
 from rl4llm.cli import main
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
@@ -369,6 +371,16 @@ def test_offload_counts_in_the_memory_of_the_machine(qwen):
 def test_versions_of_the_weights_take_shared_memory(qwen, keys, versions):
     plan = qwen("1.5B", 2, 24 * GIB, COHOST | keys)
     assert 2 * plan.host.parts.get(VERSIONS, 0) == versions * 2 * plan.models.policy.parameters
+
+
+def test_configurations_name_the_planned_memory_of_the_machine(qwen):
+    configs = Path(rl4llm.__file__).parents[1] / "configs"
+    keys = yaml.safe_load((configs / "math_24gb_full.yaml").read_text())
+    planned = qwen("1.5B", 1, 24 * GIB, {name: keys[name] for name in ("backend", "inference")} | COHOST)
+    needed = round((planned.host.total - planned.host.parts[VERSIONS]) / GIB)
+    for page in ("math_24gb_full.yaml", "README.md"):
+        found = re.findall(r"holds about (\d+) GiB", (configs / page).read_text())
+        assert found == [str(needed)], page
 
 
 def test_a_plan_warns_if_this_machine_lacks_memory_for_offload(qwen):
