@@ -45,6 +45,8 @@ def set_up_torch(config: Config) -> None:
 def _set_up_gpu(config: Config) -> None:
     """Set the precision of float32, the kernels and the allocator of a GPU; prepare cuBLAS for the deterministic mode.
 
+    A device with a number becomes the current one, for calls that name none.
+
     float32 is exact: TF32 would round the positions of rotary embeddings above 2,048. Attention of cuDNN plans each new
     shape for up to half a second, and nearly every micro-batch has new shapes.
     """
@@ -57,6 +59,9 @@ def _set_up_gpu(config: Config) -> None:
         # Batches have other shapes in each step, which would fragment the memory. Set here and not in the environment, which
         # servers inherit; and not for CUDA IPC, since importing such memory takes the right to trace this process.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    device = torch.device(device_of(config))
+    if device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def device_of(config: Config) -> str:
@@ -183,6 +188,7 @@ def check_backend(config: Config, needs: Needs) -> None:
     fixed = {"model", "autocast", "ranks", "device", "value_head", "adapter", "trains"}
     fixed |= _optimizer(config, 1, 1).keys()
     check_options("backend", backend, own, fixed)
+    backend.check_trains(own, config.model.dtype)
     if config.inference.get("cohost"):
         reference = needs.separate_reference(adapter=config.model.lora.rank > 0)
         backend.check_leaves(own, config.model.dtype, reference=reference and device_of(config) != "cpu")

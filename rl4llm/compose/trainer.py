@@ -204,13 +204,13 @@ def _reinforced(
     shared = Provided({"sandbox": lambda: build_sandbox(config)})
     if config.sandbox != SandboxConfig():
         shared["sandbox"]  # refuses a wrong level; it starts nothing
+    free_device(config, given.model, tokenizer)  # rewards and opponents may load models too
     own = algorithm, tokenizer
     tasks = [
         in_part(name, _task, name, *part, *own, datasets[name], lambda: shared["sandbox"])
         for name, part in parts.items()
     ]
     start = copy.deepcopy(given.model)  # before training changes the policy's weights
-    free_device(config, given.model, tokenizer)
     backend = build_policy(config, algorithm, given.model)
     check_parts(config, backend)
     client = build_client(
@@ -300,7 +300,7 @@ def batching_of(
         aggregation=algorithm.aggregation,
         pad_token_id=tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,
-        usual_tokens_per_batch=16384 if device_of(config) == "cuda" else 2048,
+        usual_tokens_per_batch=16384 if device_of(config) != "cpu" else 2048,
         updates_per_rollout=training.updates_per_rollout,
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,

@@ -85,6 +85,10 @@ class BaseBackend(ABC):
         return False
 
     @classmethod
+    def check_trains(cls, options: Mapping[str, Any], dtype: str) -> None:
+        """Raise ConfigError if a model of this dtype cannot train with these options."""
+
+    @classmethod
     def check_leaves(cls, options: Mapping[str, Any], dtype: str, *, reference: bool) -> None:
         """Raise ConfigError if models with these options, or a `reference` that is one of them, cannot `offload`."""
 

@@ -24,7 +24,7 @@ FARTHER = 1.5  # times as far from float32 as the model's own forward, on averag
 class Decoder(Protocol):
     """A decoding path: fills a cache, decodes one token per row, and computes logits at every position.
 
-    `refresh` copies the weights that are copied, as some are under autocast.
+    `refresh` copies the weights that are copied, as some are under autocast. `rest` frees memory that is kept between steps.
     `reads_prefixes` is whether it can attend to a `SharedPrefix` in place; else each row holds a copy. `recurrent` is
     whether rows have states, so that neither a window may have padding nor a row be cut. `spare_rows` are rows of a cache
     that it uses for padding.
@@ -38,6 +38,8 @@ class Decoder(Protocol):
     def serves(self, model: Any) -> bool: ...
 
     def refresh(self) -> None: ...
+
+    def rest(self) -> None: ...
 
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None: ...
 

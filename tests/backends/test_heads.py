@@ -2,13 +2,22 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from rl4llm.backends.heads import OutputLayer, asked_tokens, selected_logprobs
+from rl4llm.backends.heads import (
+    KEEP_BYTES,
+    OutputLayer,
+    asked_tokens,
+    head_memory,
+    selected_logprobs,
+)
+from rl4llm.core.model_memory import Precision
 from rl4llm.core.types import TrainBatch
+from rl4llm.extensions.inspect.plan.shape import shape_of
 
 
 def naive(hidden_ND, weight_VD, bias_V, targets_N, temperature, softcap):
@@ -67,6 +76,23 @@ def test_many_rows_are_cut_into_blocks_without_a_trace(monkeypatch):
         grads = torch.autograd.grad(logprobs_N.square().sum(), inputs)
         for grad, wanted in zip(grads, torch.autograd.grad(expected_N.square().sum(), inputs), strict=True):
             torch.testing.assert_close(grad, wanted, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", KEEP_BYTES), ("meta", 0)])
+def test_a_plan_counts_the_logits_that_are_kept(model, device, kept):
+    rows, vocabulary, hidden = 8192, 4096, 8
+    states = torch.empty(rows, hidden, device=device, requires_grad=True)
+    weight = torch.empty(vocabulary, hidden, device=device)
+    targets = torch.zeros(rows, dtype=torch.long, device=device)
+    logprobs_N, _ = selected_logprobs(states, OutputLayer(weight), targets)
+    _, _, _, _, _, _, *logits = logprobs_N.grad_fn.saved_tensors
+    assert sum(tile.nbytes for tile in logits) == kept
+    shape, gpu = replace(shape_of(model), vocabulary=vocabulary), device != "cpu"
+    asked = [
+        head_memory(shape, Precision.of("float32", gpu=gpu), rows, backward=back) for back in (False, True)
+    ]
+    gradients = 2 * rows * shape.hidden * 4 + vocabulary * shape.hidden * 4
+    assert asked[1] - asked[0] - gradients == kept
 
 
 def test_a_frozen_output_layer_gets_no_gradient():

@@ -225,6 +225,16 @@ def test_an_engine_that_nobody_uses_holds_no_memory(make):
     assert health(client)["cache_bytes"] == 0
 
 
+def test_an_engine_that_nobody_uses_keeps_no_captured_steps(make):
+    client = make(path="graph")
+    decoder = client._engine._decoder
+    generate(client, PROMPTS[:2], [SAMPLED] * 2, ["a", ""])
+    decoder._pool = "the memory of graphs"
+    assert decoder._steps
+    asyncio.run(client.release("a"))
+    assert not decoder._steps and decoder._pool is None
+
+
 def test_parked_sessions_make_way_for_requests_the_oldest_first(make):
     client = make(max_rows=3)
     for name in "abc":

@@ -1,11 +1,13 @@
 """What a process sees of the GPUs of its machine, and how it uses their memory."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rl4llm.compose import models
+from rl4llm.compose import build_algorithm, models
+from rl4llm.compose.trainer import batching_of
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.runtime.gpus import visible_gpus
@@ -68,6 +70,19 @@ def test_only_a_trainer_on_a_gpu_grows_its_segments(monkeypatch, keys, given, to
     assert {name: value for name, value in os.environ.items() if "ALLOC" in name} == {
         name: value for name, value in before.items() if "ALLOC" in name
     }
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", None), ("cuda:1", 1)])
+def test_a_numbered_gpu_is_used_like_the_first(monkeypatch, device, index):
+    chosen = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: None)
+    monkeypatch.setattr(models, "demand_device", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda found: chosen.append(found.index))
+    config = load_config(overrides=["model.path=m", f"model.device={device}"])
+    models.set_up_torch(config)
+    assert chosen == ([] if index is None else [index])
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    assert batching_of(config, build_algorithm(config), tokenizer).usual_tokens_per_batch == 16384
 
 
 def test_torch_knows_the_setting_by_its_name():

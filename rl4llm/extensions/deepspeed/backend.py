@@ -93,7 +93,7 @@ class DeepSpeedBackend(ModelBackend):
         self._settings = engine_config(config, zero, demands)
         self.stage: int = self._settings["zero_optimization"]["stage"]
         self.whole = self.stage < 3
-        _check_precision(model, self.stage, trains)
+        _check_precision(model.dtype, self.stage, trains)
         self._deepspeed = _import_deepspeed(self._settings)
         super().__init__(model, ranks=ranks, autocast=autocast, value_head=value_head, device=device)
         _check_device(self.device, self._deepspeed)
@@ -108,6 +108,14 @@ class DeepSpeedBackend(ModelBackend):
             "stage"
         ]
         return ranks.size > 1 and stage == 3
+
+    @classmethod
+    def check_trains(cls, options: Mapping[str, Any], dtype: str) -> None:
+        given = options.get("config")
+        if isinstance(given, str | Path) and not Path(given).is_file():
+            return  # the machine that trains may have it
+        stage = zero_section(given, _zero_options(options), trained=0)["stage"]
+        _check_precision(getattr(torch, dtype), stage, trains=True)
 
     @classmethod
     def check_leaves(cls, options: Mapping[str, Any], dtype: str, *, reference: bool) -> None:
@@ -257,7 +265,7 @@ class DeepSpeedBackend(ModelBackend):
         return NoOptimizer(None, self.device, stays=on_gpu)
 
     def _initialize(self, **given: Any) -> Any:
-        _join_alone()
+        _join_alone(self.device)
         with watched_builds("DeepSpeed's start", START_S):
             try:
                 if self.stage == 3:
@@ -357,12 +365,10 @@ def _master_spec(spec: TensorSpec, tensor: Tensor) -> TensorSpec:
     return replace(spec, dtype=torch.float32) if tensor.requires_grad else spec
 
 
-def _check_precision(model: PreTrainedModel, stage: int, trains: bool) -> None:
-    if model.dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            f"model.dtype={model.dtype} is not accepted with DeepSpeed. Accepted: float32, bfloat16."
-        )
-    if trains and stage == 0 and model.dtype == torch.bfloat16:
+def _check_precision(dtype: torch.dtype, stage: int, trains: bool) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"model.dtype={dtype} is not accepted with DeepSpeed. Accepted: float32, bfloat16.")
+    if trains and stage == 0 and dtype == torch.bfloat16:
         raise ConfigError(
             "zero_stage=0 with model.dtype=bfloat16 is not accepted: DeepSpeed would sum gradients in bf16, an error of 2 "
             "to 5 %. Set zero_stage to 1, or model.dtype=float32 with model.autocast=bfloat16."
@@ -395,9 +401,9 @@ def _check_device(device: torch.device, deepspeed: Any) -> None:
         )
 
 
-def _join_alone() -> None:
+def _join_alone(device: torch.device) -> None:
     """Start a process group of one process, which DeepSpeed requires even without a launcher."""
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # from which it takes its GPU
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined] # public, and not exported

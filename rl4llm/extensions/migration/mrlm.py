@@ -208,7 +208,7 @@ ROWS: dict[str, Row] = {
     **each(none("the tokenizer and its type are those of `model.path`"), "model.tokenizer_name_or_path",
            "model.model_type"),
     "model.trust_remote_code": none("load the model yourself, and use the Python API"),
-    "model.use_flash_attention": none("rl4llm chooses the attention: flash attention where it is installed"),
+    "model.use_flash_attention": none("rl4llm chooses the attention, from the kernels that torch brings"),
     "model.gradient_checkpointing": key("model.gradient_checkpointing"),
     **each(none("rl4llm does not train quantized weights"), "model.load_in_8bit", "model.load_in_4bit"),
     **each(joint("`model.lora`", "rank, alpha and targets"), *LORA),

@@ -147,7 +147,7 @@ def _url(values: Values, facts: Facts) -> Keys:
 
 
 QUANTIZED = none("rl4llm does not train quantized weights")
-ATTENTION = none("rl4llm chooses the attention: flash attention where it is installed")
+ATTENTION = none("rl4llm chooses the attention, from the kernels that torch brings")
 CONTEXT = none("the context is that of the model")
 HELD_OUT = none("the held-out set is measured as a whole; `eval.limit` shortens it")
 LADDERS = none("explore_grpo draws samples of a group at `algorithm.temperatures` and `top_ps`")

@@ -53,7 +53,7 @@ OF_MITHRL: dict[str, Row] = {
     "train.n_steps": key("max_steps"),
     "train.n_iters": key("training.epochs"),
     "train.lr": key("training.lr", float),
-    "train.use_flash_attn": none("rl4llm chooses the attention: flash attention where it is installed"),
+    "train.use_flash_attn": none("rl4llm chooses the attention, from the kernels that torch brings"),
     "train.*": none("see the section `training`"),
     "env.factory": joint("`env.name=stepped`, `env.task`", "the class works unchanged"),
     "env.kwargs": none("`env.options`"),

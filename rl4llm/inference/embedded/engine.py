@@ -206,6 +206,7 @@ class Engine:
         self._batch = None
         self._rows.clear()
         self._prefixes.clear()
+        self._decoder.rest()
 
     def _admit(self) -> None:
         taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]

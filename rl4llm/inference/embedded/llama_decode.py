@@ -97,6 +97,9 @@ class LlamaDecoder:
             if isinstance(part, Projections):
                 part.refresh()
 
+    def rest(self) -> None:
+        """Do nothing: no memory is kept between steps."""
+
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
         """Fill the cache's window with the keys and values of these tokens."""
         self._hidden(token_ids_BS, cache, fill_only=True)

@@ -130,6 +130,9 @@ class ModelDecoder:
         if self._copy is not None:
             self._copy.refresh()
 
+    def rest(self) -> None:
+        """Do nothing: no memory is kept between steps."""
+
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
         """Fill the cache's window with the keys and values of these tokens."""
         self._forward(token_ids_BS, cache, keep=1)

@@ -75,7 +75,12 @@ class StaticDecoder:
     def refresh(self) -> None:
         """Copy the weights that are copied."""
         self._fast.refresh()
+        self.rest()
+
+    def rest(self) -> None:
+        """Forget the captured steps, and the memory that they share: a graph cannot use a pool that no other one holds."""
         self._steps.clear()
+        self._pool = None
 
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
         """Fill the cache's window with the keys and values of these tokens."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import RankProcesses
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
@@ -22,7 +23,7 @@ from rl4llm.core.errors import CheckpointError, ConfigError, RL4LLMError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.pack import pack
-from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend
+from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend, _join_alone
 from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer
 
 pytestmark = [
@@ -519,6 +520,14 @@ def started_by_nobody(ranks, given, trajectories):
 def test_one_process_needs_no_launcher(on_one_rank, build, trajectories):
     told = on_one_rank(started_by_nobody, {"model": build("qwen3"), "stage": 2}, trajectories)[0]
     assert_same_steps(told, train(torch_backend(build("qwen3")), share(trajectories), 1), 1e-5)
+
+
+def test_one_process_takes_the_gpu_of_its_model(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    _join_alone(torch.device("cuda:1"))
+    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_what_deepspeed_does_not_accept_is_a_configuration_error(on_one_rank, build):

@@ -1,6 +1,7 @@
 """Any section of DeepSpeed's configuration passes through; what ours says already is refused by name."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -144,3 +145,19 @@ def test_model_that_cannot_offload_is_refused_before_a_start(keys, expected):
     except ConfigError as error:
         found = str(error)
     assert found is None if expected is None else expected in found
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"zero_stage": 0}, True),
+        ({"config": {"zero_optimization": {"stage": 0}}}, True),
+        ({"zero_stage": 1}, False),
+        ({"config": "on_another_machine.json"}, False),
+    ],
+)
+def test_bf16_without_zero_is_refused_before_a_start(keys, refused):
+    keys = {"model.path": "m", "model.dtype": "bfloat16", "backend": {"name": "deepspeed", **keys}}
+    config = load_config(None, keys)
+    with pytest.raises(ConfigError, match=r"zero_stage=0 with model\.dtype") if refused else nullcontext():
+        check_choices(config, Given(), build_algorithm(config).needs())

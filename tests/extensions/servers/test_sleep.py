@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import shutil
 
 import pytest
 from fault_server import FaultServer, hang, serving, status
+from safetensors.torch import save_file
 from vowels import Vowels
 
 import rl4llm.compose.trainer as composed
 from rl4llm.api import GRPOTrainer, PPOTrainer
+from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError
 from rl4llm.core.types import SamplingParams
+from rl4llm.extensions.judges import reward_model
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
@@ -91,11 +95,11 @@ def alone(client, work):
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(2)]
 
 
-def trainer(kind, model_dir, directory, server, **options):
+def trainer(kind, model_dir, directory, server, rewards=None, **options):
     return kind(
         str(model_dir),
         ROWS,
-        [Vowels()],
+        rewards or [Vowels()],
         output={"dir": str(directory)},
         inference={"name": "sglang", "url": server.url, "cohost": True, "deadline_s": 30.0},
         rollout={"prompts": 2, "group_size": 4, "max_tokens": 8},
@@ -127,6 +131,23 @@ def test_a_run_starts_with_what_a_killed_run_left(model_dir, tokenizer, tmp_path
         assert (server.deaths, server.asleep, server.paused) == ([], set(), False)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["mismatch/max"] < 1e-4 for row in rows if "loss" in row] == [True] * 2
+
+
+def test_a_reward_model_loads_while_the_server_sleeps(model, model_dir, tokenizer, tmp_path, monkeypatch):
+    judge = tmp_path / "judge"
+    shutil.copytree(model_dir, judge)
+    save_file(ValueHead(model.config.hidden_size).state_dict(), judge / VALUE_HEAD_FILE)
+    load, slept = reward_model.load_model, []
+
+    def load_model_of_reward(*args, **options):
+        slept.append(set(server.asleep))
+        return load(*args, **options)
+
+    monkeypatch.setattr(reward_model, "load_model", load_model_of_reward)
+    with serving(Strict(load_model(model_dir), tokenizer)) as server:
+        scored_by = [{"name": "reward_model", "path": str(judge)}]
+        trainer(GRPOTrainer, model_dir, tmp_path / "run", server, rewards=scored_by)
+    assert slept == [{"weights", "kv_cache"}]
 
 
 def test_abandoned_requests_end_before_the_server_sleeps(model_dir, tokenizer):

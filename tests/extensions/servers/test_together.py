@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.clients import sglang_tensors, together
+from rl4llm.extensions.servers.clients.broadcast import Broadcast
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 from rl4llm.extensions.servers.fleet.member import FleetLimits
@@ -101,6 +103,15 @@ def counted(backend):
     weights, counts = backend.weights, []
     backend.weights = lambda: counts.append(1) or weights()
     return counts
+
+
+def test_a_broadcast_waits_for_the_gpu_of_its_tensors(monkeypatch):
+    waited, sent = [], SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    group = Broadcast("127.0.0.1", 2, "group", "nccl")
+    group._group = SimpleNamespace(broadcast=lambda tensors, options: sent)
+    group.send([torch.zeros(1, device="meta"), torch.zeros(1)])
+    assert waited == [torch.device("meta")]
 
 
 def test_two_servers_take_each_tensor_from_one_group(play):

@@ -23,6 +23,8 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Completion, Group, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
+from rl4llm.extensions.inspect.plan.plan import make_plan
+from rl4llm.extensions.inspect.plan.show import size_text
 
 FreeBytes = Callable[[Path], int]
 
@@ -140,9 +142,23 @@ class Bench:
         check_choices(self.config, Given(), self.algorithm.needs())
         config = self._stack.enter_context(scratch_of(self.config))
         silent = replace(config.output, console="quiet")
-        self.trainer = trainer = build_trainer(replace(config, output=silent, backend={"name": "torch"}))
+        plain = replace(config, output=silent, backend={"name": "torch"})
+        if self.config.backend != plain.backend:
+            self._demand_room(plain)
+        self.trainer = trainer = build_trainer(plain)
         self._stack.enter_context(trainer)
         return trainer
+
+    def _demand_room(self, plain: Config) -> None:
+        """Raise ConfigError if plain torch needs more memory than there is, where the run's backend may need less."""
+        plan = make_plan(plain)
+        if plan.peak.total > plan.room:
+            needed, room = size_text(plan.peak.total), size_text(plan.room)
+            raise ConfigError(
+                f"backend={self.config.backend} is replaced by plain torch in one process here, which needs {needed} in the "
+                f"phase {plan.peak.name}, but {room} of this device are available. Next: use a smaller model or a larger "
+                "device. `rl4llm plan` without --time and `rl4llm train` keep the backend."
+            )
 
     def close(self) -> None:
         """Close engines, environments and the sandbox, and remove the scratch directory."""

@@ -14,7 +14,7 @@ FASTER = 10
 """An adapter learns at about ten times the learning rate of the whole model."""
 
 WORTH = 0.97
-"""A change is shown if it lowers the peak to at most this share."""
+"""A change that does not make the run fit is shown if it lowers the peak to at most this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Change:
 
 
 def changes(plan: RunPlan) -> list[Change]:
-    """Return changes that lower the peak: first those that make the run fit, then those that save most."""
+    """Return changes for a run that does not fit: first those that make it fit, then those that save most."""
     found = []
     for keys in _candidates(plan):
         config: Any = plan.config
@@ -37,7 +37,7 @@ def changes(plan: RunPlan) -> list[Change]:
             changed = make_plan(config, plan.devices, plan.memory)
         except RL4LLMError:  # the change is not possible with this configuration
             continue
-        if changed.peak.total <= WORTH * plan.peak.total:
+        if changed.fits or changed.peak.total <= WORTH * plan.peak.total:
             words = tuple(f"{key}={str(value).lower()}" for key, value in keys.items())
             found.append(Change(words, changed.peak.total, changed.fits))
     return sorted(found, key=lambda change: (not change.fits, change.peak))

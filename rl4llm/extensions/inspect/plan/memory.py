@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from rl4llm.backends.heads import head_memory
+from rl4llm.compose.engines import server_urls
 from rl4llm.compose.models import autocast_of, device_of
 from rl4llm.compose.tables import BACKENDS, ENGINES
 from rl4llm.config import Config
@@ -18,6 +20,9 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape, Precision
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.inspect.plan.counts import Counts
+from rl4llm.runtime.ports import is_loopback
+
+VERSIONS = "versions of the weights in shared memory"
 
 SLEEPING = 2 << 30
 """Bytes of a GPU that a server keeps while it sleeps: CUDA's context, its graphs and communication buffers."""
@@ -38,7 +43,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of a run's models: critic and reference if the algorithm has them, and `others` that judge or play."""
+    """The shapes of a run's models: critic and reference if there are any, and `others` on the device that judge or play."""
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -91,8 +96,20 @@ class _Memory:
             "models while the server has the device": sum(
                 model.weights + model.optimizer for model in waiting
             ),
+            VERSIONS: -(-self._versions() // self.ranks) if self.on_gpu else 0,
         }
         return Phase("host", {name: size for name, size in parts.items() if size})
+
+    def _versions(self) -> int:
+        """Return the bytes of all versions of the weights if servers read them from shared memory, once for all ranks."""
+        sync, engine = self.config.sync, ENGINES[self.config.inference["name"]]
+        if not engine.is_server or self.needs.learns_from != "episodes" or sync.dir:
+            return 0
+        name = engine.publishers[0] if sync.name == "auto" else sync.name
+        hosts = [urlsplit(url).hostname or "" for url in server_urls(self.config)]
+        if name != "filesystem" or not all(map(is_loopback, hosts)):
+            return 0
+        return (sync.keep + 1) * self.models.policy.parameters * self.precision.computed
 
     def _held(self, shape: ModelShape, *, trains: bool = True) -> ModelMemory:
         backend = BACKENDS[self.config.backend["name"]]
@@ -128,10 +145,11 @@ class _Memory:
     def _rollouts(self) -> Iterator[Phase]:
         """Plan the rollout, and the evaluation if it takes more than that.
 
-        For an engine that shares the device in turns, the trainer has left it.
+        For an engine that shares the device in turns, the models that train and their reference have left it.
         """
         counts, options = self.counts, self.config.inference
-        engine, resident = ENGINES[options["name"]], {} if options.get("cohost") else self._resident()
+        engine = ENGINES[options["name"]]
+        resident = self.models.others if options.get("cohost") else self._resident()
         most = 0
         for name, sequences in (("rollout", counts.trajectories), ("evaluation", counts.held_out)):
             load = EngineLoad(sequences, counts.prompt_tokens, counts.longest)

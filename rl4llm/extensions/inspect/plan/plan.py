@@ -28,8 +28,8 @@ RESERVE = 0.1
 SERVER_SHARE = 0.7
 """Share of a GPU for a server beside the trainer, as `scripts/train_cohost.sh` starts it."""
 
-BRING_MODELS = ("reward_model", "model")
-"""Rewards and opponents that run the model at their `path` in this process."""
+BRING_MODELS = {"reward_model": "auto", "model": "cpu"}
+"""Rewards and opponents that run the model at their `path` in this process, and the device where they do by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits."""
-        return self.peak.total <= self.room
+        """Whether every phase fits, and a server on the same device can run a sequence."""
+        return self.peak.total <= self.room and self.served != 0
 
     @property
     def served(self) -> int | None:
@@ -121,13 +121,16 @@ def _models(config: Config, algorithm: BaseAlgorithm, policy: Any) -> Models:
 
 
 def _others(config: Config) -> dict[str, int]:
-    """Return the bytes of the models that rewards and opponents load into this process, by name and path."""
+    """Return the bytes of the models that rewards and opponents load onto the device, by name and path."""
     found: dict[str, int] = {}
     for part in by_part(config).values():
         opponents = part.env.get("opponents")
         played = opponents.values() if isinstance(opponents, Mapping) else ()
         for item in (*(part.rewards or ()), *played):
-            if isinstance(item, Mapping) and item.get("name") in BRING_MODELS and "path" in item:
+            if not isinstance(item, Mapping) or item.get("name") not in BRING_MODELS or "path" not in item:
+                continue
+            elsewhere = item.get("device", BRING_MODELS[item["name"]]) == "cpu" and device_of(config) != "cpu"
+            if not elsewhere:
                 number = Precision.of(item.get("dtype", "float32")).weights
                 found[f"{item['name']} {item['path']}"] = read_shape(item["path"]).parameters * number
     return found

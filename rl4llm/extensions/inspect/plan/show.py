@@ -11,6 +11,7 @@ from rich.table import Table
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.inspect.plan.advice import Change
+from rl4llm.extensions.inspect.plan.memory import VERSIONS
 from rl4llm.extensions.inspect.plan.plan import SERVER_SHARE, RunPlan
 
 BASES = {"B": 1000, "IB": 1024}
@@ -61,6 +62,11 @@ def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
         return [*lines, *host]
     room = f"{size_text(plan.room)} of {where} are available"
     lines = [f"It does NOT fit: {size_text(peak.total)} in the phase {peak.name}, but {room}."]
+    if peak.total <= plan.room:
+        lines = [
+            f"It does NOT fit: with {SERVER_SHARE:.0%} of {where}, the server has no room for one sequence of the maximum "
+            f"length, {plan.counts.longest:,} tokens, beside its weights."
+        ]
     for change in found:
         fits = "fits" if change.fits else "still too much"
         lines.append(f"  {' '.join(change.overrides)}: {size_text(change.peak)}, {fits}")
@@ -78,7 +84,10 @@ def _host(plan: RunPlan) -> Iterator[str]:
         f" for each device, {size_text(needed)} for {plan.devices} on one machine" if plan.devices > 1 else ""
     )
     yield f"The machine's own memory also holds {size_text(each)}{several}: {of}."
-    if plan.host_memory is not None and needed > plan.host_memory:
+    forced = needed - plan.devices * plan.host.parts.get(
+        VERSIONS, 0
+    )  # versions are on the disk where there is no room
+    if plan.host_memory is not None and forced > plan.host_memory:
         yield f"warning: this machine has only {size_text(plan.host_memory)} of it."
 
 

@@ -51,7 +51,7 @@ class Broadcast:
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
         if self.backend == "nccl":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(tensors[0].device)  # the current device of this thread is another
 
     def close(self) -> None:
         """Leave the group."""

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from broken_parts import REWRITES_HISTORY, Lies, Talks, misspelled
 
 from rl4llm.cli import main
 from rl4llm.config import load_config
-from rl4llm.core.errors import EnvError
+from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import TokenSpan
+from rl4llm.extensions.inspect.check import bench as bench_module
 from rl4llm.extensions.inspect.check.bench import Bench
 from rl4llm.extensions.inspect.check.laws import check_mask, check_sampled
 from rl4llm.extensions.inspect.check.run import CHECKS, Check, _result, check
+from rl4llm.extensions.inspect.plan import plan
 from rl4llm.inference.local import LocalClient
 from rl4llm.sync.memory import MemoryPublisher
 
@@ -70,6 +73,23 @@ def on(config, *names, free=None):
     finally:
         made.close()
     return before
+
+
+def test_a_run_that_fits_by_its_backend_is_not_loaded_without(small, monkeypatch):
+    config = small({"backend": {"name": "deepspeed", "offload_optimizer": True}})
+    needed = plan.make_plan(replace(config, backend={"name": "torch"})).peak.total
+    loaded = []
+    monkeypatch.setattr(bench_module, "build_trainer", lambda config: loaded.append(config) or nullcontext())
+    for memory in (needed - 1, needed):
+        monkeypatch.setattr(plan, "_memory", lambda device, memory=memory: memory)
+        made = Bench(config)
+        with (
+            pytest.raises(ConfigError, match="replaced by plain torch") if memory < needed else nullcontext()
+        ):
+            made.build()
+        made.close()
+        assert bool(loaded) == (memory == needed)
+    assert loaded[0].backend == {"name": "torch"}
 
 
 def failed(result, *words):

@@ -1,6 +1,7 @@
 """What `rl4llm plan` says is what runs do and take."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import yaml
 from forked_python import python
 from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
+import rl4llm
 from rl4llm.cli import main
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
 from rl4llm.core.model_memory import ONE_SEQUENCE
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
-from rl4llm.extensions.inspect.plan.memory import phases
+from rl4llm.extensions.inspect.plan.memory import VERSIONS, phases
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
 from rl4llm.extensions.inspect.plan.shape import read_shape
 from rl4llm.extensions.inspect.plan.show import parse_size, verdict
@@ -125,15 +127,15 @@ def test_a_plan_of_another_run_would_be_wrong(runs):
 
 PINNED = {
     "{}": [574720, 10211072, 15605504],
-    "{model.device: cuda, model.gradient_checkpointing: true}": [574720, 6893312, 8441856],
+    "{model.device: cuda, model.gradient_checkpointing: true}": [574720, 6893312, 8114176],
     "{algorithm.name: ppo, model.device: cuda, model.autocast: bfloat16, "
-    "backend: {name: torch, shard: fsdp2}}": [533632, 6031232, 4169600, 8613248, 10071424],
+    "backend: {name: torch, shard: fsdp2}}": [533632, 6031232, 4169600, 8613248, 9743744],
     "{algorithm: {name: grpo, kl_coef: 0.1}, model.dtype: bfloat16, "
     "backend: {name: deepspeed, zero_stage: 3}}": [359200, 4818176, 4083968, 9436928],
     "{model.lora.rank: 4, model.device: cuda, backend: {name: deepspeed, offload_optimizer: true}}": [
         619776,
         8344832,
-        10970368,
+        10642688,
     ],
     "{inference: {name: sglang, cohost: true}, backend: {name: torch, shard: fsdp2, cpu_offload: true}}": [
         574720,
@@ -170,6 +172,21 @@ def test_each_model_of_a_run_counts_once_and_only_where_it_is(small):
     assert "KV cache" in plain["rollout"] and "KV cache" not in elsewhere["rollout"]
     cohosted = of({"inference": {"name": "sglang", "cohost": True}})["rollout"]
     assert set(cohosted) == {"server's weights", ONE_SEQUENCE}  # the trainer has left the device
+
+
+def test_reward_models_stay_on_the_device_of_a_server(small, model_dir):
+    def others(**keys):
+        item = {"name": "reward_model", "path": str(model_dir), **keys}
+        inference = {"name": "sglang", "cohost": True}
+        config = small({"rewards": [item], "inference": inference, "model.device": "cuda"})
+        plan = make_plan(config, memory=GIB)
+        assert [phase.name for phase in plan.phases] == ["start", "rollout", "update"]
+        return [phase.parts.get(f"reward_model {model_dir}", 0) for phase in plan.phases[1:]]
+
+    size = read_shape(str(model_dir)).parameters
+    assert others() == [4 * size] * 2
+    assert others(dtype="bfloat16") == [2 * size] * 2
+    assert others(device="cpu") == [0] * 2
 
 
 def test_counts_multiply_and_each_rank_adds_its_own_prompts(small):
@@ -315,10 +332,22 @@ def test_an_adapter_fits_24_gb(qwen, size):
     assert plan.fits and plan.peak.total < whole.peak.total
 
 
+def test_a_server_without_room_for_a_sequence_does_not_fit(qwen):
+    keys = COHOST | {"model.lora.rank": 2, "training.max_tokens_per_batch": 2048}
+    small, large = (qwen("7B", 1, size * GIB, keys) for size in (20, 24))
+    assert small.peak.total <= small.room and small.served == 0
+    assert not small.fits
+    first = verdict(small, [])[0]
+    assert first.startswith("It does NOT fit: with 70% of 20.00 GiB of each device, the server has no room")
+    assert large.fits and large.served > 0
+
+
 def test_offload_counts_in_the_memory_of_the_machine(qwen):
     zero = {"name": "deepspeed", "zero_stage": 2}
     plan = qwen("1.5B", 1, 24 * GIB, COHOST | {"backend": zero})
-    assert plan.host.total == 14 * plan.models.policy.parameters  # bf16 weights, fp32 masters and two moments
+    waiting = plan.host.parts["models while the server has the device"]
+    assert waiting == 14 * plan.models.policy.parameters  # bf16 weights, fp32 masters and two moments
+    assert plan.host.total == waiting + plan.host.parts[VERSIONS]
     away = qwen("1.5B", 1, 24 * GIB, COHOST | {"backend": {**zero, "offload_optimizer": True}})
     assert away.host.parts["offloaded"] == 16 * away.models.policy.parameters  # and gradients
     shared = {"backend": {"name": "torch", "shard": "fsdp2", "cpu_offload": True}}
@@ -328,14 +357,42 @@ def test_offload_counts_in_the_memory_of_the_machine(qwen):
     assert not qwen("1.5B", 1, 24 * GIB, COHOST | {"model.device": "cpu"}).host.total
 
 
+@pytest.mark.parametrize(
+    ("keys", "versions"),
+    [
+        ({}, 3),
+        ({"sync.keep": 3}, 4),
+        ({"sync.dir": "weights"}, 0),
+        ({"inference": {"name": "sglang", "url": "http://10.0.0.7:30000"}}, 0),
+        ({"inference": {"name": "sglang"}, "sync.name": "distributed"}, 0),
+        ({"inference": {"name": "local"}}, 0),
+    ],
+)
+def test_versions_of_the_weights_take_shared_memory(qwen, keys, versions):
+    plan = qwen("1.5B", 2, 24 * GIB, COHOST | keys)
+    assert 2 * plan.host.parts.get(VERSIONS, 0) == versions * 2 * plan.models.policy.parameters
+
+
+def test_configurations_name_the_planned_memory_of_the_machine(qwen):
+    configs = Path(rl4llm.__file__).parents[1] / "configs"
+    keys = yaml.safe_load((configs / "math_24gb_full.yaml").read_text())
+    planned = qwen("1.5B", 1, 24 * GIB, {name: keys[name] for name in ("backend", "inference")} | COHOST)
+    needed = round((planned.host.total - planned.host.parts[VERSIONS]) / GIB)
+    for page in ("math_24gb_full.yaml", "README.md"):
+        found = re.findall(r"holds about (\d+) GiB", (configs / page).read_text())
+        assert found == [str(needed)], page
+
+
 def test_a_plan_warns_if_this_machine_lacks_memory_for_offload(qwen):
     plan = qwen("1.5B", 4, 24 * GIB, COHOST)
     assert plan.host_memory is None  # of another machine
     each, on_all = plan.host.total / GIB, 4 * plan.host.total / GIB
-    lines = verdict(replace(plan, host_memory=int(3 * plan.host.total)), [])
+    lines = verdict(replace(plan, host_memory=plan.host.total), [])
     assert f"also holds {each:.2f} GiB for each device, {on_all:.2f} GiB for 4" in lines[-2]
     assert lines[-1].startswith("warning: this machine has only")
     assert "warning" not in " ".join(verdict(replace(plan, host_memory=5 * plan.host.total), []))
+    forced = 4 * (plan.host.total - plan.host.parts[VERSIONS])
+    assert "warning" not in " ".join(verdict(replace(plan, host_memory=forced), []))
 
 
 def test_a_plan_for_another_machine_is_for_its_gpu(small, tmp_path, capsys):
