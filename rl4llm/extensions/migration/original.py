@@ -195,6 +195,23 @@ OWN_METHOD = {
 }  # fmt: skip
 """Keys of a method's section."""
 
+DEEPSPEED = {
+    "optimizer.params.lr": key("training.lr"),
+    "optimizer.params.betas": key("training.betas"),
+    "optimizer.params.weight_decay": key("training.weight_decay"),
+    "optimizer.*": none("the optimizer is AdamW with eps 1e-8"),
+    "gradient_clipping": key("training.max_grad_norm", note="0 never clips"),
+    "bf16.enabled": Row("`model.autocast`", "bfloat16 or none", _precision),
+    "zero_optimization.stage": Row(
+        "`backend.zero_stage`", "with `backend.name=deepspeed`",
+        lambda stage: {"backend.name": "deepspeed", "backend.zero_stage": stage}),
+    **{f"zero_optimization.offload_{what}.device": key(f"backend.offload_{what}", _on_cpu)
+       for what in ("optimizer", "param")},
+    "scheduler.*": none("`training.schedule` and `warmup_steps`"),
+    "*": none("`backend.config=FILE` passes a whole DeepSpeed file"),
+}  # fmt: skip
+"""Keys of DeepSpeed's section for the policy."""
+
 ROWS: dict[str, Row] = {
     **each(key("seed"), "seed", "job.seed"),
     **each(key("output.dir"), "logging.output_dir", "log_config.output_dir", "job.artifacts_path"),
@@ -219,19 +236,10 @@ ROWS: dict[str, Row] = {
     "env_tool_config.env_max_steps": joint("`env.max_steps`", "with `env.name=tool`"),
     "env_tool_config.tool_call_success_bonus": joint("`rewards`", "the weight of the reward `tool_use`"),
     "env_tool_config.*": none("the reward `tool_use` counts calls that worked; calls have no costs"),
-    **each(key("training.lr"), "deepspeed.optimizer.params.lr", "optimizer.params.lr"),
-    **each(key("training.betas"), "deepspeed.optimizer.params.betas", "optimizer.params.betas"),
-    **each(key("training.weight_decay"), "deepspeed.optimizer.params.weight_decay", "optimizer.params.weight_decay"),
-    **each(none("the optimizer is AdamW with eps 1e-8"), "deepspeed.optimizer.*", "optimizer.*"),
-    "deepspeed.gradient_clipping": key("training.max_grad_norm", note="0 never clips"),
-    "deepspeed.bf16.enabled": Row("`model.autocast`", "bfloat16 or none", _precision),
-    "deepspeed.zero_optimization.stage": Row(
-        "`backend.zero_stage`", "with `backend.name=deepspeed`",
-        lambda stage: {"backend.name": "deepspeed", "backend.zero_stage": stage}),
-    **{f"deepspeed.zero_optimization.offload_{what}.device": key(f"backend.offload_{what}", _on_cpu)
-       for what in ("optimizer", "param")},
-    **each(none("`training.schedule` and `warmup_steps`"), "deepspeed.scheduler.*", "scheduler.*"),
-    "deepspeed.*": none("`backend.config=FILE` passes a whole DeepSpeed file"),
+    **{f"{section}.{name}": row for section in ("deepspeed", "policy_deepspeed") for name, row in DEEPSPEED.items()},
+    **{name: row for name, row in DEEPSPEED.items() if name.startswith(("optimizer.", "scheduler."))},
+    "value_deepspeed.optimizer.params.lr": key("algorithm.critic_lr"),
+    "value_deepspeed.*": none("the critic shares the settings of `training` and `backend`"),
     "reference_deepspeed.*": none("the reference is in the backend of the policy"),
     **each(joint("`inference.name=sglang`, `inference.url`, `inference.cohost`"), "--use-infer-server", "--infer-host",
            "--infer-port", "--infer-cohost-mode"),
