@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.migration.row import (
     Facts,
     Keys,
@@ -38,6 +39,7 @@ DATASETS = {
         "data.answer_pattern": r"\\boxed\{(.+)\}",
     },
 }
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 PROMPT = (
     "Please first think about the reasoning process step by step, and put your final answer within \\boxed{}."
 )
@@ -134,6 +136,12 @@ def _precision(on: Any) -> Keys:
     return {"model.autocast": "bfloat16" if on else "none"}
 
 
+def _schedule(name: Any) -> Keys:
+    if name not in SCHEDULES:
+        raise ConfigError(f"scheduler.type={name} has no counterpart. Accepted: {', '.join(SCHEDULES)}.")
+    return {"training.schedule": SCHEDULES[name]}
+
+
 def _on_cpu(device: Any) -> bool:
     return bool(device == "cpu")
 
@@ -207,7 +215,10 @@ DEEPSPEED = {
         lambda stage: {"backend.name": "deepspeed", "backend.zero_stage": stage}),
     **{f"zero_optimization.offload_{what}.device": key(f"backend.offload_{what}", _on_cpu)
        for what in ("optimizer", "param")},
-    "scheduler.*": none("`training.schedule` and `warmup_steps`"),
+    "scheduler.type": Row("`training.schedule`", "after the warm-up, until the run ends", _schedule),
+    "scheduler.params.warmup_num_steps": key("training.warmup_steps", int),
+    "scheduler.params.warmup_max_lr": key("training.lr"),
+    "scheduler.*": none("the warm-up begins at lr / `training.warmup_steps`, and the schedule ends with the run"),
     "*": none("`backend.config=FILE` passes a whole DeepSpeed file"),
 }  # fmt: skip
 """Keys of DeepSpeed's section for the policy."""

@@ -106,6 +106,16 @@ def test_deepspeed_sections_of_policy_and_critic_are_read():
     assert (keys["model.autocast"][0], keys["backend.zero_stage"][0]) == ("bfloat16", 3)
 
 
+def test_scheduler_of_deepspeed_becomes_schedule_and_warmup():
+    scheduler = {"type": "WarmupDecayLR", "params.warmup_num_steps": 20, "params.warmup_max_lr": 5e-6}
+    given = {f"policy_deepspeed.scheduler.{name}": value for name, value in scheduler.items()}
+    keys = convert(ORIGINAL, {"deepspeed.optimizer.params.lr": 1e-3} | given, Facts()).keys
+    found = {name: keys[f"training.{name}"][0] for name in ("schedule", "warmup_steps", "lr")}
+    assert found == {"schedule": "linear", "warmup_steps": 20, "lr": 5e-6}
+    unknown = convert(ORIGINAL, {"deepspeed.scheduler.type": "OneCycle"}, Facts())
+    assert "scheduler.type=OneCycle has no counterpart. Accepted: WarmupLR" in unknown.open[0]
+
+
 def test_unknown_key_is_to_be_decided():
     found = convert(ORIGINAL, {"grpo.group_size": 4, "policy_deepseed.lr": 1}, Facts())
     assert found.open == ["policy_deepseed.lr=1: not a key of michaelnny/rl4llm that is known here"]
