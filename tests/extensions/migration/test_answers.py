@@ -28,6 +28,7 @@ from rl4llm.extensions.migration.names import NAMES, of_name
         ("log_config.output_dir", "a key of michaelnny/rl4llm: here it is `output.dir`"),
         ("grpo.train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
         ("train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
+        ("value_net_config.max_steps", "a key of michaelnny/rl4llm: here it is `max_steps`"),
         ("rollout.n_rollouts", "a key of mithrl"),
         ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
         ("training.num_generations", "a key of TRL: here it is `rollout.group_size`"),
@@ -63,6 +64,7 @@ def test_other_keys_have_no_answer(key):
     ("key", "meant"),
     [
         ("training.lrr", "training.lr"), ("rolout.max_tokens", "rollout.max_tokens"), ("max_step", "max_steps"),
+        ("value_net_config.lr", "training.lr"),
         ("lr", "training.lr"), ("training.warmup", "training.warmup_steps"), ("output_directory", "output.dir"),
         ("eval.evry", "eval.every"), ("model.lora.rnk", "model.lora.rank"), ("training.decay", None),
         ("model.padding", None), ("training.algo", None), ("checkpoint.directory", None),

@@ -116,6 +116,32 @@ def test_scheduler_of_deepspeed_becomes_schedule_and_warmup():
     assert "scheduler.type=OneCycle has no counterpart. Accepted: WarmupLR" in unknown.open[0]
 
 
+def test_explore_grpo_is_recognized_and_has_both_ladders():
+    keys = converted(SOURCES / "original" / "explore_grpo.yaml").keys
+    assert keys["algorithm.name"][0] == "explore_grpo"
+    temperatures, top_ps = keys["algorithm.temperatures"][0], keys["algorithm.top_ps"][0]
+    assert (len(temperatures), temperatures[0], temperatures[-1]) == (16, 0.6, 1.2)
+    assert (len(top_ps), top_ps[0], top_ps[-1]) == (16, 0.8, 1.0)
+
+
+def test_value_model_is_trained_alone(tmp_path):
+    out = tmp_path / "ours.yaml"
+    assert main(["import", str(SOURCES / "original" / "value_net.yaml"), "--out", str(out)]) == 0
+    config = load_config(out)
+    assert (config.model.path, config.max_steps) == ("Qwen/Qwen2.5-0.5B", 1)
+    expected = {"name": "ppo", "critic_warmup_steps": 1, "critic_epochs": 2, "lam": 1.0, "value_clip": None}
+    assert config.algorithm | expected == config.algorithm
+    assert config.training.lr == 5e-6 and config.training.updates_per_rollout == 32
+    keys = convert(ORIGINAL, {"value_net_config.max_steps": 7}, Facts()).keys
+    assert keys["algorithm.critic_warmup_steps"][0] == keys["max_steps"][0] == 7
+
+
+def test_command_of_the_value_model_learns_from_one_rollout():
+    file = SOURCES / "original" / "value_net.yaml"
+    found = converted_words(f"deepspeed --num_gpus 2 scripts/run_train_value_net.py --config-file {file}")
+    assert (found.keys["max_steps"][0], found.keys["rollout.prompts"][0]) == (1, 256)
+
+
 def test_unknown_key_is_to_be_decided():
     found = convert(ORIGINAL, {"grpo.group_size": 4, "policy_deepseed.lr": 1}, Facts())
     assert found.open == ["policy_deepseed.lr=1: not a key of michaelnny/rl4llm that is known here"]
