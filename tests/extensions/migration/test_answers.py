@@ -29,7 +29,15 @@ from rl4llm.extensions.migration.names import NAMES, of_name
         ("grpo.train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
         ("train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
         ("value_net_config.max_steps", "a key of michaelnny/rl4llm: here it is `max_steps`"),
-        ("rollout.n_rollouts", "a key of mithrl"),
+        (
+            "rollout.n_rollouts",
+            "a key of mithrl: here it is `rollout.prompts`, `rollout.group_size` (the groups",
+        ),
+        (
+            "num_generation",
+            "Did you mean 'num_generations'? It is a key of TRL: here it is `rollout.group_size`",
+        ),
+        ("train_rollout_siz", "Did you mean 'train_rollout_size'? It is a key of michaelnny/rl4llm"),
         ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
         ("training.num_generations", "a key of TRL: here it is `rollout.group_size`"),
         ("actor_gpu", "a key of MRL: here it is `launch.gpu`"),
@@ -86,6 +94,10 @@ def test_suggestion_weighs_the_whole_path(key, meant):
             "'model.path=m' is a key, but the first argument is a configuration file",
         ),
         ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
+        (
+            "serve --environments code,math,debate --port=5",
+            "rl4llm serve-env --env code,math --port 5. A host cannot play debate, which has several roles",
+        ),
         ("eval --model", "argument --model: expected one argument"),
     ],
 )
@@ -148,6 +160,15 @@ def test_modules_of_the_originals_trainers_work():
 
     found = GRPOConfig, GRPOTrainer, PPOTrainer, DAPOTrainer
     assert found == (rl4llm.GRPOConfig, rl4llm.GRPOTrainer, rl4llm.PPOTrainer, rl4llm.DAPOTrainer)
+
+
+def test_trainer_with_the_arguments_of_mrlm_is_answered():
+    with pytest.raises(ConfigError, match=r"'policy_env' is a key of MRLM: .* the policy is `model`"):
+        rl4llm.PPOTrainer(policy_env=object(), eval_envs=[object()], config=object())
+    with pytest.raises(ConfigError, match="Did you mean 'num_generations'"):
+        rl4llm.GRPOTrainer("model", num_generation=4)
+    with pytest.raises(ConfigError, match=r"model\.path is not set"):
+        rl4llm.PPOTrainer(max_steps=1)
 
 
 def test_ordinary_attributes_are_missing_as_usual():
