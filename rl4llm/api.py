@@ -23,14 +23,14 @@ from rl4llm.compose import Given, build_trainer
 from rl4llm.config import Config, load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.registry import import_name, load
+from rl4llm.core.registry import elsewhere, import_name, load
 
 
 class PolicyTrainer:
     """Build a run from Python objects; subclasses name the algorithm.
 
     Args:
-        model: a Hugging Face directory, a hub name, or a loaded causal LM (then `tokenizer` too).
+        model: a Hugging Face directory, a hub name, or a loaded causal LM (then `tokenizer` too); or in `config`.
         dataset: a path, a `datasets.Dataset` or a list of rows with `messages` and `ground_truth`.
         reward_functions: rewards, registered names, or plain callables ``f(completions, **columns) -> list[float]``.
         eval_dataset: held-out prompts; without it nothing is evaluated.
@@ -45,7 +45,7 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         dataset: Any = None,
         reward_functions: Sequence[Any] | None = None,
         *others: Any,
@@ -60,6 +60,7 @@ class PolicyTrainer:
             self.algorithm, (dataset, reward_functions, *others), overrides
         )
         script = _script(self.algorithm, overrides, configured=config is not None)
+        _check_model(model, overrides)
         given = Given(
             model=model,
             tokenizer=tokenizer,
@@ -156,6 +157,13 @@ def _script(algorithm: str, overrides: dict[str, Any], *, configured: bool) -> A
         return None
     script = load("rl4llm.extensions.trl.script:Script", f"{foreign!r}, a name of TRL's,")
     return script(algorithm, overrides, configured=configured)
+
+
+def _check_model(model: Any, overrides: Mapping[str, Any]) -> None:
+    """Answer the arguments of another project's trainer, whose model has another name."""
+    answers = [answer for name in overrides if model is None and (answer := elsewhere("key", name))]
+    if answers:
+        raise ConfigError(answers[0])
 
 
 def _env_class(env: Any) -> type[BaseMDPEnv] | None:

@@ -129,7 +129,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         argcomplete.autocomplete(parser, always_complete_options=False)
     arguments, rest = parser.parse_known_args(argv)
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_override(rest)}")
+        hint = _as_override(rest) if "overrides" in arguments else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
@@ -137,12 +138,17 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _as_override(rest: Sequence[str]) -> str:
     """Return how to write the first key of a configuration that was written as an option, as a further sentence."""
-    key, equals, value = next((word for word in rest if word.startswith("-")), "").lstrip("-").partition("=")
-    if "." not in key and not equals:
+    from rl4llm.config import Config  # noqa: PLC0415 - only for this error
+
+    key, _, value = next((word for word in rest if word.startswith("-")), "").lstrip("-").partition("=")
+    name = key.replace("-", "_")
+    if answer := elsewhere("key", name):
+        return f". {answer} Keys of a configuration have no dashes: write KEY=VALUE"
+    if "." not in name and name not in Config.__annotations__:
         return ""
     following = rest[1:2] if rest[0].startswith("-") else []
     value = value or next((word for word in following if "=" not in word), "VALUE")
-    return f". Keys of a configuration have no dashes: write {key}={value}"
+    return f". Keys of a configuration have no dashes: write {name}={value}"
 
 
 def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
-"""Prints TRL's tables of docs/migration.md, which are those of rl4llm/extensions/trl/table.py. --write puts them into the
-page, and the tables of the other projects: the keys of rl4llm/extensions/migration, and the snippets that its tests run."""
+"""Prints the tables of docs/migration.md: TRL's of rl4llm/extensions/trl/table.py, and those of the other projects, the keys
+of rl4llm/extensions/migration and the snippets that its tests run. --write puts them into the page."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -125,4 +125,6 @@ if __name__ == "__main__":
             page = _with(page, mark, text)
         PAGE.write_text(page)
     else:
-        print(tables())
+        print(
+            "\n\n".join([tables(), *(f"<!-- {mark} -->\n\n{text}" for mark, text in of_projects().items())])
+        )

@@ -9,6 +9,7 @@ arguments, such as ``training.lr=1e-5``, override keys.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,11 +20,13 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl4llm.cli import main as rl4llm
-from rl4llm.config import flatten, load_config
+from rl4llm.config import Config, flatten, load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.migration.convert import convert
 from rl4llm.extensions.migration.original import ORIGINAL
 from rl4llm.extensions.migration.row import Facts
+
+SECTIONS = {field.name for field in dataclasses.fields(Config)}
 
 
 def main(method: str, *keys: str, given: Sequence[str] | None = None) -> int:
@@ -31,7 +34,7 @@ def main(method: str, *keys: str, given: Sequence[str] | None = None) -> int:
     arguments = _parser(method).parse_args(given)
     with tempfile.TemporaryDirectory() as directory:
         try:
-            file = _ours(arguments.config_file, Path(directory))
+            file = _ours(arguments.config_file, method, Path(directory))
             named = load_config(file, ["model.path=none"]).algorithm["name"]
             if named != method:
                 raise ConfigError(
@@ -56,12 +59,14 @@ def _parser(method: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _ours(path: Path, directory: Path) -> Path:
-    """Return the file, or a converted one if a section of it has the name of a method."""
+def _ours(path: Path, method: str, directory: Path) -> Path:
+    """Return the file, or a converted one if it has keys of michaelnny/rl4llm in sections that rl4llm does not have."""
     values = flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
-    if "method.name" not in ORIGINAL.prepare(values):
+    if not any(
+        name.partition(".")[0] not in SECTIONS and ORIGINAL.row(name) for name in ORIGINAL.prepare(values)
+    ):
         return path
-    made = convert(ORIGINAL, values, Facts())
+    made = convert(ORIGINAL, {"method.name": method} | values, Facts())
     for line in made.open:
         print(f"{path}: {line}", file=sys.stderr)
     file = directory / path.name

@@ -22,7 +22,7 @@ from rl4llm.extensions.trl.run import objections
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 BEGIN, END = "<!-- scripts -->", "<!-- end of scripts -->"
-TRAINERS = re.compile(r"\b(?:GRPO|RLOO|SFT|DPO|KTO|Reward)Trainer\b")
+TRAINERS = re.compile(r"\b(?:GRPO|AsyncGRPO|RLOO|SFT|DPO|KTO|Reward)Trainer\b")
 LIMIT_S = 600
 MODELS = ("tiny", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B")
 SUM = "What is 1 + 1?"

@@ -55,7 +55,13 @@ class LearnedReward(BaseRewardFunction):
         super().__init__(name)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_model(path, dtype=dtype, device=device)
+        try:
+            model = load_model(path, dtype=dtype, device=device)
+        except ModelError as error:
+            said = (
+                str(error).replace("The model model.path=", "the model path=").replace("model.path=", "path=")
+            )
+            raise ModelError(f"reward_model: {said}") from error
         if not (Path(model_directory(path)) / VALUE_HEAD_FILE).is_file():
             raise ModelError(
                 f"{path!r} has no {VALUE_HEAD_FILE}, so it is not a reward model. Accepted: the export of a run with "

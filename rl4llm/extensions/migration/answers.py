@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from rl4llm.core.registry import missing_extension
 from rl4llm.extensions.migration.original import ORIGINAL
@@ -17,11 +18,22 @@ def of_key(given: str) -> str:
     >>> of_key("data.train_batch_size")
     "'data.train_batch_size' is a key of verl: here it is `rollout.prompts` (global there, ...). ..."
     """
-    project, row = next(_found(given.lstrip("+~")), ("", None))
-    if row is None or row.ours.startswith(f"`{given}`"):
+    name = given.lstrip("+~")
+    near = next(_found(name), None) is None and get_close_matches(name, _undotted(), n=1, cutoff=0.85)
+    name = near[0] if near else name
+    project, row = next(_found(name), ("", None))
+    if row is None or row.ours.startswith(f"`{name}`"):
         return ""
     here = f"here it is {row}" if row.ours else f"it has no counterpart: {row.note}"
-    return f"{given!r} is a key of {project}: {here}. `rl4llm import FILE` converts a whole configuration."
+    what = f"{given!r} is unknown. Did you mean {name!r}? It" if near else f"{given!r}"
+    return f"{what} is a key of {project}: {here}. `rl4llm import FILE` converts a whole configuration."
+
+
+def _undotted() -> list[str]:
+    """Return the keys without a section of all projects."""
+    projects = [*PROJECTS, *([] if missing_extension(f"{TRL}.table") else map(trl, ("grpo", "dpo", "sft")))]
+    names = [key.removeprefix("method.") for project in projects for key in project.rows]
+    return [name for name in dict.fromkeys(names) if name.replace("_", "").isalnum()]
 
 
 def _found(name: str) -> Iterator[tuple[str, Row]]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rl4llm.extensions.migration.answers import of_key
 
 BENCHMARKS = {"math": "gsm8k", "code": "humaneval"}
+SEVERAL_ROLES = ("debate", "roles")
 CONFIGS = {
     "math": "gsm8k_grpo",
     "code": "humaneval_grpo",
@@ -36,6 +37,7 @@ def of_command(line: str) -> str:
 
 
 FLAGS = {
+    "serve": ("--environments",),
     "train": ("--config", "--output", "--resume"),
     "eval": ("--environment", "--num-episodes", "--output", "--checkpoint"),
     "collect": ("--environment", "--model", "--num-episodes", "-n", "-o", "--output"),
@@ -66,6 +68,13 @@ def _ours(command: str, given: dict[str, str]) -> str:
         words = [given.get("--config") or "CONFIG", out and f"output.dir={out}"]
         resumes = ". The same command resumes the run" if "--resume" in given else ""
         return " ".join(["train", *filter(None, words)]) + resumes
+    if command == "serve":
+        names = [name for name in given["--environments"].split(",") if name]
+        several = " and ".join(name for name in names if name in SEVERAL_ROLES)
+        hosted = ",".join(name for name in names if name not in SEVERAL_ROLES)
+        port = f" --port {given['--port']}" if given.get("--port") else ""
+        unhosted = f". A host cannot play {several}, which has several roles" if several else ""
+        return f"serve-env --env {hosted or 'NAMES'}{port}{unhosted}"
     if command == "eval":
         words = [BENCHMARKS.get(kind, config), model and f"--model {model}", count and f"--limit {count}"]
         return " ".join(["eval", *filter(None, [*words, out and f"--out {out}"])])

@@ -28,7 +28,7 @@ class Converted:
 
     Args:
         keys: our keys, each with its value and what it was.
-        open: lines about values without a counterpart, and about numbers that the file does not contain.
+        open: lines about unknown keys, values without a counterpart, and numbers that the file does not contain.
         without: keys that have no counterpart, and why.
     """
 
@@ -95,7 +95,7 @@ def _by_rule(
 def _by_row(made: Converted, project: Project, name: str, value: Any, given: bool) -> None:
     row = project.row(name)
     if row is None:
-        made.without.append((_pair(name, value), f"not a key of {project.name} that is known here"))
+        made.open.append(f"{_pair(name, value)}: not a key of {project.name} that is known here")
     elif row.keys is not None:
         try:
             found = row.keys(value)

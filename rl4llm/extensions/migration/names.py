@@ -7,6 +7,10 @@ _TASKS = "set `data.path`, for example to `arithmetic`, which generates problems
 _STEPPED = "a class with `reset` and `step` works unchanged: `env.name=stepped env.task=package.module:Class`"
 _PLAIN = "environments and rewards exchange `rl4llm.ChatMessage`, and rewards are numbers"
 _BUILT = "`GRPOTrainer` and `PPOTrainer` of rl4llm take a model, a dataset and rewards, and build it"
+_OPTIONS = "the trainer takes the options as keywords"
+_CRITIC = "PPO with `algorithm.critic_warmup_steps` at `max_steps` trains the critic alone"
+_EXPLORES = "set `algorithm.name=explore_grpo` in a file for `rl4llm train`"
+_AHEAD = "use `GRPOTrainer` with `rollout.one_step_off_policy`, which samples with a server while the trainer learns"
 _KEYS = "write a YAML file for `rl4llm train`, or pass its keys to a trainer: `PPOTrainer(model, dataset, training={...})`"
 
 NAMES: dict[str, str] = {
@@ -14,15 +18,32 @@ NAMES: dict[str, str] = {
     "SglMDPEnv": f"of michaelnny/rl4llm: {_CHAT}.",
     "HFMDPEnv": f"of michaelnny/rl4llm: {_CHAT}.",
     "LocalLLMEnv": f"of michaelnny/rl4llm: {_CHAT}.",
+    "HfMDPEnv": f"of michaelnny/rl4llm: {_CHAT}.",
     "HTTPInferenceEnv": f"of michaelnny/rl4llm: {_CHAT}.",
-    "ExploreLocalLLMEnv": "of michaelnny/rl4llm: set `algorithm.name=explore_grpo`.",
+    **dict.fromkeys(
+        ("ExploreLocalLLMEnv", "ExploreSglMDPEnv", "ExploreGRPOConfig", "ExploreGRPOTrainer"),
+        f"of michaelnny/rl4llm: {_EXPLORES}.",
+    ),
+    **dict.fromkeys(("ValueNetConfig", "ValueNetTrainer"), f"of michaelnny/rl4llm: {_CRITIC}."),
+    "PPOConfig": f"of michaelnny/rl4llm and TRL: {_OPTIONS}: `PPOTrainer(model, dataset, learning_rate=1e-6)`.",
+    "DAPOConfig": f"of michaelnny/rl4llm: {_OPTIONS}: `DAPOTrainer(model, dataset, learning_rate=1e-6)`.",
     "ENV_TOOL_SCHEMAS": "of michaelnny/rl4llm: set `env.name=tool env.tools=[python]`, whose schemas the tools bring.",
     "LoggingManager": "of michaelnny/rl4llm: the section `tracking` configures it, and every run logs to `output.dir`.",
     "DistributedManager": f"of michaelnny/rl4llm: {_BUILT}.",
+    "DistributedOps": f"of michaelnny/rl4llm: {_BUILT}.",
+    "set_seed": "of michaelnny/rl4llm: set `seed`, which every run and trainer applies.",
     "math_problem_grader": "of michaelnny/rl4llm: use the reward `math`, `rl4llm.rewards.MathReward`.",
     "load_multiple_datasets": "of michaelnny/rl4llm: set `data.path`, or `parts` for several datasets.",
     "load_yaml_config_file": "of michaelnny/rl4llm: use `rl4llm.load_config`. `rl4llm import FILE` converts the file.",
-    "build_model_and_tokenizer": "of michaelnny/rl4llm: use `rl4llm.load_model` and `rl4llm.load_tokenizer`.",
+    **dict.fromkeys(
+        ("build_model_and_tokenizer", "build_policy_model_and_tokenizer"),
+        "of michaelnny/rl4llm: use `rl4llm.load_model` and `rl4llm.load_tokenizer`.",
+    ),
+    "build_value_model_and_tokenizer": "of michaelnny/rl4llm: `PPOTrainer` builds it, from `algorithm.critic_path`.",
+    # TRL
+    "AsyncGRPOTrainer": f"of TRL: {_AHEAD}.",
+    "AsyncGRPOConfig": f"of TRL: {_AHEAD}.",
+    "RichProgressCallback": "of TRL: there are no callbacks; `output.console` chooses how progress is shown.",
     # mithrl
     "Environment": f"of mithrl: {_STEPPED}, and so does a factory with `create`.",
     "EnvironmentFactory": "of mithrl: a factory works unchanged: `env.name=stepped env.task=package.module:Factory`.",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.migration.row import (
     Facts,
     Keys,
@@ -23,6 +24,7 @@ Values = Mapping[str, Any]
 METHODS = {
     "grpo": "grpo", "grpo_config": "grpo", "ppo": "ppo", "ppo_config": "ppo", "dapo": "dapo", "dapo_grpo": "dapo",
     "explore_grpo": "explore_grpo", "extended_grpo": "grpo", "discount_grpo": "grpo", "grpo_tools": "grpo",
+    "value_net": "ppo", "value_net_config": "ppo",
 }  # fmt: skip
 DATASETS = {
     "gsm": {
@@ -38,6 +40,7 @@ DATASETS = {
         "data.answer_pattern": r"\\boxed\{(.+)\}",
     },
 }
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 PROMPT = (
     "Please first think about the reasoning process step by step, and put your final answer within \\boxed{}."
 )
@@ -57,11 +60,13 @@ def prepare(values: Values) -> dict[str, Any]:
 
 def _method(values: Values, facts: Facts) -> Keys:
     name = METHODS[values["method.name"]]
-    return {
-        "algorithm.name": "explore_grpo"
-        if name == "grpo" and values.get("method.group_temperature")
-        else name
-    }
+    return {"algorithm.name": "explore_grpo" if name == "grpo" and _explores(values) else name}
+
+
+def _explores(values: Values) -> bool:
+    """Return whether a file of grpo is one of explore_grpo, whose section has the same name."""
+    explored = any(name.startswith("method.explore_") for name in values)
+    return explored or bool(values.get("method.group_temperature"))
 
 
 def _batches(values: Values, facts: Facts) -> Keys:
@@ -98,12 +103,33 @@ def _critic(values: Values, facts: Facts) -> Keys:
     }
 
 
-def _exploring(values: Values, facts: Facts) -> Keys:
-    if not values.get("method.group_temperature"):
+def _critic_alone(values: Values, facts: Facts) -> Keys:
+    """Return the keys of a run that trains a value model: its returns are not bootstrapped, its loss is not clipped."""
+    if not values["method.name"].startswith("value_net"):
         return {}
-    low, high = values.get("method.min_temperature", 0.6), values.get("method.max_temperature", 1.0)
+    steps = values.get("method.max_steps", 1)  # without it, one rollout is learned from
+    keys: Keys = {
+        "max_steps": steps,
+        "algorithm.critic_warmup_steps": steps,
+        "algorithm.critic_epochs": values.get("method.num_epochs", 1),
+        "algorithm.lam": 1.0,
+        "algorithm.value_clip": None,
+    }
+    path = values.get("value_model.pretrained_model")
+    return keys | ({"model.path": path} if path and "policy_model.pretrained_model" not in values else {})
+
+
+def _exploring(values: Values, facts: Facts) -> Keys:
+    if not _explores(values):
+        return {}
     count = max(2, int(values.get("method.group_size", 8)))
-    return {"algorithm.temperatures": [round(low + (high - low) * i / (count - 1), 2) for i in range(count)]}
+    ladders = {"temperatures": ("temperature", 0.6, 1.0), "top_ps": ("top_p", None, 1.0)}
+    keys: Keys = {}
+    for ours, (name, lowest, highest) in ladders.items():
+        low, high = values.get(f"method.min_{name}", lowest), values.get(f"method.max_{name}", highest)
+        if low is not None:
+            keys[f"algorithm.{ours}"] = [round(low + (high - low) * i / (count - 1), 2) for i in range(count)]
+    return keys
 
 
 def _rewards(values: Values, facts: Facts) -> Keys:
@@ -134,6 +160,12 @@ def _precision(on: Any) -> Keys:
     return {"model.autocast": "bfloat16" if on else "none"}
 
 
+def _schedule(name: Any) -> Keys:
+    if name not in SCHEDULES:
+        raise ConfigError(f"scheduler.type={name} has no counterpart. Accepted: {', '.join(SCHEDULES)}.")
+    return {"training.schedule": SCHEDULES[name]}
+
+
 def _on_cpu(device: Any) -> bool:
     return bool(device == "cpu")
 
@@ -158,6 +190,7 @@ OWN_METHOD = {
     **each(none("`training.max_tokens_per_batch` cuts micro-batches by tokens"), "train_micro_batch_size", "batch_size",
            "gradient_accumulate_steps"),
     **each(key("training.epochs"), "num_updates", "policy_num_updates"),
+    "num_epochs": joint("`algorithm.critic_epochs`", "of value_net_config, whose samples are one rollout"),
     "value_num_updates": joint("`algorithm.critic_epochs`", "of ppo"),
     **each(joint("`algorithm.gamma`, `lam`, `value_clip`", "of ppo; grpo has no discount"), "gamma", "gae_lambda",
            "value_clip_eps"),
@@ -181,9 +214,8 @@ OWN_METHOD = {
     "system_prompt": key("data.system_prompt"),
     "xml_format": none("`rewards: [format]` checks think and answer tags"),
     **each(joint("`rewards`", "the reward `overlong`: `max_length`, `buffer`"), "length_max", "length_cache"),
-    **each(joint("`algorithm.temperatures`", "of explore_grpo, from the lowest to the highest"), "group_temperature",
-           "min_temperature", "max_temperature"),
-    **each(none("`algorithm.top_ps` of explore_grpo is a list"), "group_top_p", "min_top_p", "max_top_p"),
+    **each(joint("`algorithm.temperatures`, `top_ps`", "of explore_grpo, from the lowest to the highest"),
+           *(f"{bound}_{name}" for name in ("temperature", "top_p") for bound in ("group", "min", "max"))),
     "filter_low_reward_std": key("algorithm.filter_groups", bool),
     **each(none("the discount of a turn is `algorithm.turn_discount`; a length penalty is a reward"), "dynamic_discount",
            "gamma_min", "gamma_max", "min_gamma", "max_gamma", "max_completion_length"),
@@ -194,6 +226,26 @@ OWN_METHOD = {
     "checkpoint_interval": key("checkpoint.every"),
 }  # fmt: skip
 """Keys of a method's section."""
+
+DEEPSPEED = {
+    "optimizer.params.lr": key("training.lr"),
+    "optimizer.params.betas": key("training.betas"),
+    "optimizer.params.weight_decay": key("training.weight_decay"),
+    "optimizer.*": none("the optimizer is AdamW with eps 1e-8"),
+    "gradient_clipping": key("training.max_grad_norm", note="0 never clips"),
+    "bf16.enabled": Row("`model.autocast`", "bfloat16 or none", _precision),
+    "zero_optimization.stage": Row(
+        "`backend.zero_stage`", "with `backend.name=deepspeed`",
+        lambda stage: {"backend.name": "deepspeed", "backend.zero_stage": stage}),
+    **{f"zero_optimization.offload_{what}.device": key(f"backend.offload_{what}", _on_cpu)
+       for what in ("optimizer", "param")},
+    "scheduler.type": Row("`training.schedule`", "after the warm-up, until the run ends", _schedule),
+    "scheduler.params.warmup_num_steps": key("training.warmup_steps", int),
+    "scheduler.params.warmup_max_lr": key("training.lr"),
+    "scheduler.*": none("the warm-up begins at lr / `training.warmup_steps`, and the schedule ends with the run"),
+    "*": none("`backend.config=FILE` passes a whole DeepSpeed file"),
+}  # fmt: skip
+"""Keys of DeepSpeed's section for the policy."""
 
 ROWS: dict[str, Row] = {
     **each(key("seed"), "seed", "job.seed"),
@@ -219,19 +271,10 @@ ROWS: dict[str, Row] = {
     "env_tool_config.env_max_steps": joint("`env.max_steps`", "with `env.name=tool`"),
     "env_tool_config.tool_call_success_bonus": joint("`rewards`", "the weight of the reward `tool_use`"),
     "env_tool_config.*": none("the reward `tool_use` counts calls that worked; calls have no costs"),
-    **each(key("training.lr"), "deepspeed.optimizer.params.lr", "optimizer.params.lr"),
-    **each(key("training.betas"), "deepspeed.optimizer.params.betas", "optimizer.params.betas"),
-    **each(key("training.weight_decay"), "deepspeed.optimizer.params.weight_decay", "optimizer.params.weight_decay"),
-    **each(none("the optimizer is AdamW with eps 1e-8"), "deepspeed.optimizer.*", "optimizer.*"),
-    "deepspeed.gradient_clipping": key("training.max_grad_norm", note="0 never clips"),
-    "deepspeed.bf16.enabled": Row("`model.autocast`", "bfloat16 or none", _precision),
-    "deepspeed.zero_optimization.stage": Row(
-        "`backend.zero_stage`", "with `backend.name=deepspeed`",
-        lambda stage: {"backend.name": "deepspeed", "backend.zero_stage": stage}),
-    **{f"deepspeed.zero_optimization.offload_{what}.device": key(f"backend.offload_{what}", _on_cpu)
-       for what in ("optimizer", "param")},
-    **each(none("`training.schedule` and `warmup_steps`"), "deepspeed.scheduler.*", "scheduler.*"),
-    "deepspeed.*": none("`backend.config=FILE` passes a whole DeepSpeed file"),
+    **{f"{section}.{name}": row for section in ("deepspeed", "policy_deepspeed") for name, row in DEEPSPEED.items()},
+    **{name: row for name, row in DEEPSPEED.items() if name.startswith(("optimizer.", "scheduler."))},
+    "value_deepspeed.optimizer.params.lr": key("algorithm.critic_lr"),
+    "value_deepspeed.*": none("the critic shares the settings of `training` and `backend`"),
     "reference_deepspeed.*": none("the reference is in the backend of the policy"),
     **each(joint("`inference.name=sglang`, `inference.url`, `inference.cohost`"), "--use-infer-server", "--infer-host",
            "--infer-port", "--infer-cohost-mode"),
@@ -249,7 +292,13 @@ RULES = (
         ),
         _critic,
     ),
-    Rule(("method.group_temperature", "method.min_temperature", "method.max_temperature"), _exploring),
+    Rule(("method.name", "method.num_epochs", "value_model.pretrained_model"), _critic_alone),
+    Rule(
+        tuple(
+            f"method.{bound}_{name}" for name in ("temperature", "top_p") for bound in ("group", "min", "max")
+        ),
+        _exploring,
+    ),
     Rule(
         (
             *("method.name", "method.length_max", "method.length_cache"),

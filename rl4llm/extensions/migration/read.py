@@ -126,14 +126,10 @@ def _of_words(words: Sequence[str], project: Project | None) -> Source:
 
 
 def _method_of(words: Sequence[str], values: Values) -> Values:
-    """Return the values with the method of the script, in case the file has a section of another name."""
+    """Return the values with the method of the script, in case the file has no section of a method."""
     script = next(word for word in words if "run_train_" in word)
     name = re.sub(r".*run_train_(\w+?)(_dist)?(\.py)?$", r"\1", script)
-    return (
-        values
-        if any("." in key and "max_steps" in key for key in values)
-        else {f"{name}.max_steps": 100} | values
-    )
+    return values if "method.name" in ORIGINAL.prepare(values) else {f"{name}.max_steps": 100} | values
 
 
 def _flags(words: Sequence[str]) -> Values:

@@ -58,7 +58,7 @@ OF_MITHRL: dict[str, Row] = {
     "env.factory": joint("`env.name=stepped`, `env.task`", "the class works unchanged"),
     "env.kwargs": none("`env.options`"),
     "env.kwargs.*": joint("`env.options`"),
-    **each(joint("`rollout.prompts` is the number of groups, `rollout.group_size` the rollouts of each"),
+    **each(joint("`rollout.prompts`, `rollout.group_size`", "the groups, and the rollouts of each"),
            "rollout.n_rollouts", "algo.kwargs.n_groups", "algo.n_groups"),
     "rollout.max_parallel_rollouts": none("all episodes of a step are played at once; the server limits requests"),
     "rollout.rollout_timeout": Row("`inference.deadline_s`", "", lambda value: {"inference.deadline_s": value}),

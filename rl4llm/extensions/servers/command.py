@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 
@@ -17,11 +18,9 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.core.errors import ConfigError
+    from rl4llm.core.registry import elsewhere
     from rl4llm.extensions.servers.launch import serve
 
-    if asked := next((flag for flag in arguments.flags if flag.startswith("--environments")), None):
-        raise ConfigError(
-            f"{asked} is not an option of an inference server. Environments are hosted by `rl4llm serve-env --env tool,code "
-            "--port 50051`."
-        )
+    if answer := elsewhere("command", shlex.join(["serve", *arguments.flags])):
+        raise ConfigError(answer)
     return serve(arguments.flags)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleState
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.extensions.trl.environment import INSTANCE
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.ask import as_list
@@ -54,7 +54,10 @@ def _made(item: Any, answers: Answers, places: Iterator[int], *, plain: bool) ->
     if _is_function(item):
         return TRLReward(item, answers, next(places), plain=plain)
     if isinstance(item, str) and ("/" in item or Path(item).is_dir()):
-        return as_reward_function({"name": "reward_model", "path": item})
+        try:
+            return as_reward_function({"name": "reward_model", "path": item})
+        except ModelError as error:
+            raise ModelError(f"reward_funcs={item!r}: {error}") from error
     return as_reward_function(item)
 
 

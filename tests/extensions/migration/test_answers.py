@@ -28,7 +28,16 @@ from rl4llm.extensions.migration.names import NAMES, of_name
         ("log_config.output_dir", "a key of michaelnny/rl4llm: here it is `output.dir`"),
         ("grpo.train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
         ("train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
-        ("rollout.n_rollouts", "a key of mithrl"),
+        ("value_net_config.max_steps", "a key of michaelnny/rl4llm: here it is `max_steps`"),
+        (
+            "rollout.n_rollouts",
+            "a key of mithrl: here it is `rollout.prompts`, `rollout.group_size` (the groups",
+        ),
+        (
+            "num_generation",
+            "Did you mean 'num_generations'? It is a key of TRL: here it is `rollout.group_size`",
+        ),
+        ("train_rollout_siz", "Did you mean 'train_rollout_size'? It is a key of michaelnny/rl4llm"),
         ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
         ("training.num_generations", "a key of TRL: here it is `rollout.group_size`"),
         ("actor_gpu", "a key of MRL: here it is `launch.gpu`"),
@@ -63,6 +72,7 @@ def test_other_keys_have_no_answer(key):
     ("key", "meant"),
     [
         ("training.lrr", "training.lr"), ("rolout.max_tokens", "rollout.max_tokens"), ("max_step", "max_steps"),
+        ("value_net_config.lr", "training.lr"),
         ("lr", "training.lr"), ("training.warmup", "training.warmup_steps"), ("output_directory", "output.dir"),
         ("eval.evry", "eval.every"), ("model.lora.rnk", "model.lora.rank"), ("training.decay", None),
         ("model.padding", None), ("training.algo", None), ("checkpoint.directory", None),
@@ -84,6 +94,10 @@ def test_suggestion_weighs_the_whole_path(key, meant):
             "'model.path=m' is a key, but the first argument is a configuration file",
         ),
         ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
+        (
+            "serve --environments code,math,debate --port=5",
+            "rl4llm serve-env --env code,math --port 5. A host cannot play debate, which has several roles",
+        ),
         ("eval --model", "argument --model: expected one argument"),
     ],
 )
@@ -111,6 +125,26 @@ def test_import_of_a_foreign_name_is_answered(name):
         ("from rl4llm.graders.math_grader import math_problem_grader", "the reward `math`"),
         ("from rl4llm.utils import load_yaml_config_file", "load_config"),
         ("from rl4llm.trainers.grpo_trainer import DistributedManager", "`GRPOTrainer`"),
+        (
+            "from rl4llm.trainers.ppo_trainer import PPOConfig, PPOTrainer",
+            "`PPOTrainer(model, dataset, learning_rate=",
+        ),
+        (
+            "from rl4llm.trainers.dapo_trainer import DAPOConfig, DAPOTrainer",
+            "`DAPOTrainer(model, dataset, learning_rate=",
+        ),
+        ("from rl4llm.trainers.explore_grpo_trainer import ExploreGRPOConfig", "algorithm.name=explore_grpo"),
+        ("from rl4llm.trainers.value_net_trainer import ValueNetConfig", "algorithm.critic_warmup_steps"),
+        ("from rl4llm.core.distributed import DistributedOps", "`GRPOTrainer`"),
+        ("from rl4llm.data import load_multiple_datasets", "`data.path`"),
+        ("from rl4llm.envs import ExploreSglMDPEnv, SglMDPEnv", "algorithm.name=explore_grpo"),
+        ("from rl4llm.envs import HfMDPEnv", "ChatEnv"),
+        ("from rl4llm.envs.hf_env import HfMDPEnv", "ChatEnv"),
+        ("from rl4llm.envs.sgl_env import SglMDPEnv", "ChatEnv"),
+        ("from rl4llm.envs.sgl_explore_env import ExploreSglMDPEnv", "algorithm.name=explore_grpo"),
+        ("from rl4llm.utils import set_seed", "set `seed`"),
+        ("from rl4llm.utils.model_utils import build_policy_model_and_tokenizer", "load_model"),
+        ("from rl4llm.utils.model_utils import build_value_model_and_tokenizer", "algorithm.critic_path"),
     ],
 )
 def test_modules_of_the_original_are_answered(line, said):
@@ -126,6 +160,15 @@ def test_modules_of_the_originals_trainers_work():
 
     found = GRPOConfig, GRPOTrainer, PPOTrainer, DAPOTrainer
     assert found == (rl4llm.GRPOConfig, rl4llm.GRPOTrainer, rl4llm.PPOTrainer, rl4llm.DAPOTrainer)
+
+
+def test_trainer_with_the_arguments_of_mrlm_is_answered():
+    with pytest.raises(ConfigError, match=r"'policy_env' is a key of MRLM: .* the policy is `model`"):
+        rl4llm.PPOTrainer(policy_env=object(), eval_envs=[object()], config=object())
+    with pytest.raises(ConfigError, match="Did you mean 'num_generations'"):
+        rl4llm.GRPOTrainer("model", num_generation=4)
+    with pytest.raises(ConfigError, match=r"model\.path is not set"):
+        rl4llm.PPOTrainer(max_steps=1)
 
 
 def test_ordinary_attributes_are_missing_as_usual():

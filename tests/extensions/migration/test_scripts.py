@@ -42,6 +42,27 @@ def test_configuration_of_the_original_is_converted(commands):
     assert words[0] == "train"
 
 
+METHODS = {
+    "grpo": "grpo", "dapo": "dapo", "ppo": "ppo", "explore_grpo": "explore_grpo", "grpo_tools": "grpo",
+    "value_net": "ppo",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_file_of_each_script_is_converted(name, commands):
+    file = SOURCES / "original" / f"{name}.yaml"
+    assert run_train.main(METHODS[name], given=["--config-file", str(file)]) == 0
+    ((words, config),) = commands
+    assert words[1] != str(file)
+    assert config.algorithm["name"] == METHODS[name]
+
+
+def test_file_without_a_known_method_is_the_originals(commands, tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {pretrained_model: m}\ndataset: {names: [gsm]}\n")
+    assert run_train.main("dapo", given=["--config-file", str(tmp_path / "c.yaml")]) == 0
+    assert commands[0][1].data.path == "openai/gsm8k:main"
+
+
 def test_own_configuration_is_passed_on(commands):
     assert (
         run_train.main(

@@ -1,5 +1,7 @@
 """What the documents of other projects say works, or ends in one line that names the counterpart."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import migration_tables
@@ -56,6 +58,13 @@ def test_snippet_works_or_names_its_counterpart(project, row, monkeypatch, capsy
 
 def test_six_projects_have_snippets():
     assert list(SNIPPETS) == ["michaelnny/rl4llm", "mithrl", "RL-MAX", "MRLM", "MRL", "verl"]
+
+
+def test_tables_of_all_projects_are_printed():
+    command = [sys.executable, migration_tables.__file__]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "### All configs" in shown
+    assert all(text in shown for text in migration_tables.of_projects().values())
 
 
 def test_page_has_the_tables_of_each_project():

@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from rl4llm import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
-from rl4llm.core.errors import ConfigError, DataError
-from rl4llm.extensions.trl import rows
+from rl4llm.core.errors import ConfigError, DataError, ModelError
+from rl4llm.extensions.trl import rewards, rows
 from rl4llm.extensions.trl.joint import JOINTS
 from rl4llm.extensions.trl.script import Script
 from rl4llm.extensions.trl.table import TABLES
@@ -253,5 +253,11 @@ def test_the_page_has_the_tables_as_they_are():
         [sys.executable, ROOT / "scripts" / "migration_tables.py"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in (ROOT / "docs" / "migration.md").read_text()
+    assert done.stdout.partition("\n\n<!-- ")[0] in (ROOT / "docs" / "migration.md").read_text()
     assert "`num_generations`" in done.stdout
+
+
+def test_reward_model_that_is_missing_is_named():
+    said = "reward_funcs='nobody/nothing': reward_model: the model path='nobody/nothing' cannot be loaded"
+    with pytest.raises(ModelError, match=said):
+        rewards.reward_functions("nobody/nothing", None, plain=False)

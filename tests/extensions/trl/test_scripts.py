@@ -364,16 +364,23 @@ def test_rewards_of_trl_score_as_documented_there():
 
 def test_table_of_scripts_says_why_one_is_refused(tmp_path):
     (tmp_path / "trl" / "scripts").mkdir(parents=True)
-    (tmp_path / "examples" / "scripts").mkdir(parents=True)
+    (tmp_path / "examples" / "scripts" / "more").mkdir(parents=True)
     write(
         tmp_path / "trl" / "scripts",
         "import trl\nfrom trl.experimental.papo import PAPOTrainer  # and GRPOTrainer",
+    )
+    write(
+        tmp_path / "examples" / "scripts" / "more",
+        "from trl.experimental.async_grpo import AsyncGRPOTrainer",
     )
     write(tmp_path / "examples" / "scripts", "# This file has moved.")
     command = [sys.executable, ROOT / "scripts" / "trl_scripts.py", "--trl", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (row,) = done.stdout.splitlines()
+    own, row = done.stdout.splitlines()
+    assert own.startswith(
+        "| `script.py` in examples/scripts/more | refused | line 1: trl.experimental.async_grpo"
+    )
     assert row.startswith(
         "| `script.py` in trl/scripts | refused | line 2: trl.experimental.papo has no counterpart"
     )

@@ -1,0 +1,1 @@
+"""Modules of the core that michaelnny/rl4llm has."""

@@ -1,0 +1,1 @@
+"""Modules of environments that michaelnny/rl4llm has."""
