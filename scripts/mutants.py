@@ -302,7 +302,7 @@ SERVERS = _of(
     ("tensors_of_the_model", "sync/store.py", "if found != spec:", "if found.name != spec.name:",
      "test_store.py::test_weights_other_than_the_models_own_list_are_refused"),
     ("tensors_before_the_first_request", "sync/tensor.py",
-     "        check_tensors(backend.weight_specs(), backend.weights())\n", "",
+     "        check_tensors(*narrowed(specs, backend.weights(), self._dtype))\n", "",
      "test_tensor.py::test_weights_that_are_not_finite_reach_no_engine"),
     ("leased_version", "sync/store.py", "v, n in self._leases.items() if n > 0", "v, n in () if n > 0",
      "test_store.py::test_the_newest_and_leased_versions_are_kept"),
