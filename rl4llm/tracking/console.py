@@ -300,6 +300,7 @@ class RunProgress:
             ("tokens/s", _count(metrics.get("tokens/s"))),
             ("length", _count(metrics.get("completion_length/mean"))),
             ("failures", _count(metrics.get("failures") or None)),
+            ("update", "none: nothing to learn from" if metrics.get("update/empty") == 1.0 else None),
         ]
         return [(label, text) for label, text in facts if text is not None]
 

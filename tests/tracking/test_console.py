@@ -46,6 +46,16 @@ def run(console, steps, hands=None, seconds=1.0):
         console.step(step, {"reward/mean": step / 10, "tokens/s": 4100.0})
 
 
+def test_a_step_without_an_update_is_marked():
+    file = io.StringIO()
+    with Console(2, every=1, file=file, now=Hands()) as console:
+        console.step(1, {"reward/mean": 0.0, "update/empty": 1.0})
+        console.step(2, {"reward/mean": 0.5, "update/empty": 0.5, "loss": 0.1})
+    first, second = file.getvalue().splitlines()
+    assert first.endswith("reward 0.000  update none: nothing to learn from")
+    assert "update" not in second
+
+
 def test_a_file_gets_the_first_last_and_every_kth_step():
     file, hands = io.StringIO(), Hands()
     with Console(20, every=8, file=file, now=hands) as console:
