@@ -20,11 +20,11 @@ KEY_VARIABLE = "RL4LLM_SERVER_KEY"
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def free_port(host: str) -> int:
-    """Return a free port on `host`, below the ephemeral ports; raise EngineError if none is found."""
+def free_port(host: str, but: int | None = None) -> int:
+    """Return a free port on `host`, below the ephemeral ports and not `but`; raise EngineError if none is found."""
     candidates = random.SystemRandom().sample(BELOW_EPHEMERAL, 100)
     for port in candidates:
-        if _taken(host, port) is None:
+        if port != but and _taken(host, port) is None:
             return port
     raise EngineError(
         f"None of 100 ports between 20000 and 32767 is free on {host}. Next: set one with --port."

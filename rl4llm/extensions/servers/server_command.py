@@ -132,7 +132,7 @@ def server_command(
     flags += _key(kind, host, flags)
     _refuse_open_door(engine, kind, host, flags)
     if kind.second_port and not _given(kind.second_port, flags):
-        flags += [kind.second_port, str(free_port("127.0.0.1"))]
+        flags += [kind.second_port, str(free_port("127.0.0.1", but=port))]
     flags += _missing({**kind.flags, **(_cpu_flags(kind, flags) if cpu else {})}, flags)
     flags, keys = _apart(flags)
     start = [str(SERVERS / kind.cpu_script)] if cpu and kind.cpu_script else list(kind.module)

@@ -525,8 +525,9 @@ def test_router_starts_like_a_server(monkeypatch, stand_in):
     )
     pairs = set(itertools.pairwise(command.words))
     assert {("--policy", "round_robin"), ("--prometheus-host", "127.0.0.1")} <= pairs
-    again = server_command("sglang-router", ["--worker-urls", "http://a:1"])  # beside it, on the same machine
-    assert command.words[command.words.index("--prometheus-port") + 1] not in again.words
+    routers = [server_command("sglang-router", ["--worker-urls", "http://a:1"]).words for _ in range(3)]
+    second = {words[words.index("--prometheus-port") + 1] for words in routers}
+    assert len(second) > 1 and "30100" not in second  # several on one machine, each beside its own port
     assert command.words[-4:] == ("--host", "127.0.0.1", "--port", "21000")
     every_s = command.words.index("--health-check-interval-secs") + 1
     assert int(command.words[every_s]) <= 1  # three checks in vain, and it has left the router's pool
@@ -536,6 +537,14 @@ def test_router_starts_like_a_server(monkeypatch, stand_in):
         "round_robin"
         not in server_command("sglang-router", ["--policy", "power_of_two"], python=sys.executable).words
     )
+
+
+def test_two_ports_of_a_router_are_never_the_same(monkeypatch, stand_in):
+    drawn = type("Drawn", (), {"sample": lambda self, ports, count: [30100, 30101, 30102]})
+    monkeypatch.setattr("random.SystemRandom", drawn)
+    monkeypatch.setenv("RL4LLM_SGLANG_PYTHON", str(stand_in))
+    words = server_command("sglang-router", ["--worker-urls", "http://a:1", "--port", "30100"]).words
+    assert words[words.index("--prometheus-port") + 1] in ("30101", "30102")
 
 
 def test_restarts_are_counted_from_zero(launch):
