@@ -49,7 +49,7 @@ not accepted    | play small.yaml --prompt -1                      | --prompt -1
 wrong path      | replay nowhere                                   | nowhere holds no optimizer step
 wrong path      | run nowhere.py                                   | nowhere.py is not a file. Accepted: a Python script
 wrong path      | quickstart --dir small.yaml                      | small.yaml
-wrong path      | import nowhere.yaml                              | There is no file nowhere.yaml
+wrong path      | import nowhere.yaml                              | The file nowhere.yaml does not exist
 another version | import damaged.yaml                              | damaged.yaml cannot be read
 wrong path      | new small.yaml --write-only                      | small.yaml cannot be written
 wrong path      | new fresh --write-only --data nowhere.jsonl      | The dataset 'nowhere.jsonl' does not exist

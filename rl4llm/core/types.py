@@ -119,7 +119,7 @@ class Completion:
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise EngineError(
-                f"A completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs."
+                f"{len(self.token_ids)} tokens of a completion, but {len(self.logprobs)} log-probs."
             )
 
     def get(self, name: str, default: Any = None) -> Any:

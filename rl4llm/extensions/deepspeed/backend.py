@@ -31,7 +31,14 @@ from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.token_metrics import of_batch
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.extensions.deepspeed.builds import watched_builds
-from rl4llm.extensions.deepspeed.config import Demands, ZeroOptions, check_leaves, engine_config, zero_section
+from rl4llm.extensions.deepspeed.config import (
+    Demands,
+    ZeroOptions,
+    check_leaves,
+    check_precision,
+    engine_config,
+    zero_section,
+)
 from rl4llm.extensions.deepspeed.gathered_adapter import GatheredAdapter
 from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer, ReplicatedOptimizer, ZeroOptimizer
 from rl4llm.extensions.deepspeed.zero_parts import put_together, whole_shape
@@ -93,7 +100,7 @@ class DeepSpeedBackend(ModelBackend):
         self._settings = engine_config(config, zero, demands)
         self.stage: int = self._settings["zero_optimization"]["stage"]
         self.whole = self.stage < 3
-        _check_precision(model.dtype, self.stage, trains)
+        check_precision(str(model.dtype).removeprefix("torch."), self.stage, trains)
         self._deepspeed = _import_deepspeed(self._settings)
         super().__init__(model, ranks=ranks, autocast=autocast, value_head=value_head, device=device)
         _check_device(self.device, self._deepspeed)
@@ -114,12 +121,14 @@ class DeepSpeedBackend(ModelBackend):
         given = options.get("config")
         if isinstance(given, str | Path) and not Path(given).is_file():
             return  # the machine that trains may have it
-        stage = zero_section(given, _zero_options(options), trained=0)["stage"]
-        _check_precision(getattr(torch, dtype), stage, trains=True)
+        zero = zero_section(given, ZeroOptions.of(options), trained=0)
+        check_precision(dtype, zero["stage"], trains=True)
 
     @classmethod
     def check_leaves(cls, options: Mapping[str, Any], dtype: str, *, reference: bool) -> None:
-        check_leaves(zero_section(options.get("config"), _zero_options(options), trained=0), dtype, reference)
+        check_leaves(
+            zero_section(options.get("config"), ZeroOptions.of(options), trained=0), dtype, reference
+        )
 
     @classmethod
     def memory(
@@ -137,7 +146,7 @@ class DeepSpeedBackend(ModelBackend):
         """
         plain = super().memory(shape, precision, options, ranks, trains=trains)
         trained = (shape.adapter or shape.parameters) if trains else 0
-        zero = zero_section(options.get("config"), _zero_options(options), trained)
+        zero = zero_section(options.get("config"), ZeroOptions.of(options), trained)
         stage: int = zero["stage"]
         places = {key: zero.get(key, {}).get("device", "none") for key in OFFLOADS}
         away = {key for key, place in places.items() if place != "none"}
@@ -348,13 +357,6 @@ class DeepSpeedBackend(ModelBackend):
         return weights, moments, state
 
 
-def _zero_options(options: Mapping[str, Any]) -> ZeroOptions:
-    """Read the keys of the section `backend`."""
-    return ZeroOptions(
-        options.get("zero_stage"), bool(options.get("offload_optimizer")), bool(options.get("offload_param"))
-    )
-
-
 def _count_trained(*modules: nn.Module | None) -> int:
     """Return the number of values that train."""
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
@@ -363,16 +365,6 @@ def _count_trained(*modules: nn.Module | None) -> int:
 
 def _master_spec(spec: TensorSpec, tensor: Tensor) -> TensorSpec:
     return replace(spec, dtype=torch.float32) if tensor.requires_grad else spec
-
-
-def _check_precision(dtype: torch.dtype, stage: int, trains: bool) -> None:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"model.dtype={dtype} is not accepted with DeepSpeed. Accepted: float32, bfloat16.")
-    if trains and stage == 0 and dtype == torch.bfloat16:
-        raise ConfigError(
-            "zero_stage=0 with model.dtype=bfloat16 is not accepted: DeepSpeed would sum gradients in bf16, an error of 2 "
-            "to 5 %. Set zero_stage to 1, or model.dtype=float32 with model.autocast=bfloat16."
-        )
 
 
 def _import_deepspeed(settings: Mapping[str, Any]) -> Any:

@@ -49,7 +49,9 @@ def read(given: str) -> Source:
     if not _is_path(given):
         return _of_commands(given, "the command")
     if not path.is_file():
-        raise ConfigError(f"There is no file {given}. Accepted: a YAML file, a script, or a quoted command.")
+        raise ConfigError(
+            f"The file {given} does not exist. Accepted: a YAML file, a script, or a quoted command."
+        )
     if path.suffix in (".yaml", ".yml", ".json"):
         values = _of_yaml(path)
         return Source(_whose(values, str(path)), values)

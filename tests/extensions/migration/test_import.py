@@ -186,7 +186,7 @@ def test_commands_of_each_project_are_read(command, project, key, value):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nothing.yaml", "There is no file nothing.yaml"),
+        ("nothing.yaml", "The file nothing.yaml does not exist"),
         ("echo hello world", "contains no command of a project that is known here"),
         ("{dir}/ours.yaml", "has no key of a project that is known here"),
     ],
