@@ -201,18 +201,18 @@ def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, capsys, 
     with pytest.raises(RunDirError, match=r"model\.autocast: 'bfloat16' -> 'none'"):
         run("auto")
     assert run("bfloat16", max_steps=2).train().trainer.step == 2
-    assert autocast_of(load_config(overrides={"model.path": "M", "model.autocast": "auto"})) == "none"
+    assert autocast_of(load_config(overrides={"model.path": "M"})) == "none"
 
 
-def test_a_gpu_computes_in_bfloat16_by_default(monkeypatch):
+def test_bfloat16_is_the_default_where_it_is_faster(monkeypatch):
     def config(**model):
         return load_config(
             None, {"model.path": "M", **{f"model.{key}": value for key, value in model.items()}}
         )
 
     monkeypatch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: True)
-    assert autocast_of(config(device="cpu")) == "none"  # stored recipes keep their meaning
-    assert precision_of(config(device="cpu")) == ""
+    assert autocast_of(config(device="cpu")) == "bfloat16"
+    assert precision_of(config(device="cpu", autocast="none")) == ""
     assert autocast_of(config(device="cuda")) == "bfloat16"  # without one here, as `rl4llm plan` needs it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for native in (True, False):

@@ -78,16 +78,14 @@ def device_of(config: Config) -> str:
 def autocast_of(config: Config) -> str:
     """Return the dtype of matrix products, "none" for that of the weights; "auto" is bfloat16 where it is faster.
 
-    By default a GPU has "auto" and a CPU "none". A GPU that only a plan knows multiplies in bfloat16.
+    A GPU that only a plan knows multiplies in bfloat16.
     """
-    on_cpu = device_of(config) == "cpu"
-    wanted = config.model.autocast or ("none" if on_cpu else "auto")
-    if wanted != "auto":
-        return wanted
+    if config.model.autocast != "auto":
+        return config.model.autocast
     planned = not torch.cuda.is_available()
     faster = (
         multiplies_bfloat16()
-        if on_cpu
+        if device_of(config) == "cpu"
         else planned or torch.cuda.is_bf16_supported(including_emulation=False)
     )
     return "bfloat16" if faster and config.model.dtype == "float32" else "none"

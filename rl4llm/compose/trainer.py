@@ -362,12 +362,12 @@ def tracker_of(config: Config, run: RunDir) -> RunTracker:
 
 
 def precision_of(config: Config) -> str:
-    """Return the line that tells in what a GPU computes, or what model.autocast=auto chose; "" for a CPU without it."""
+    """Return the line that names the dtype of products, on a GPU or as model.autocast=auto chose it; else ""."""
     asked = config.model.autocast
     if device_of(config) == "cpu" and asked != "auto":
         return ""
-    chosen = asked in (None, "auto") and autocast_of(config) == "bfloat16"
-    reason = "which this machine multiplies faster" if chosen else f"model.autocast={asked or 'auto'}"
+    chosen = asked == "auto" and autocast_of(config) == "bfloat16"
+    reason = "which this machine multiplies faster" if chosen else f"model.autocast={asked}"
     return f"computes in {computed_in(config)} with {config.model.dtype} weights: {reason}"
 
 

@@ -47,9 +47,8 @@ class ModelConfig:
 
     path: str = MISSING
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 trains with float32 masters
-    # bfloat16: matrix products in bf16, weights in float32; auto: bfloat16 where the processor or GPU multiplies in it;
-    # null: auto on a GPU, none on a CPU
-    autocast: Literal["none", "bfloat16", "auto"] | None = None
+    # bfloat16: matrix products in bf16, weights in float32; auto: bfloat16 where the processor or GPU multiplies in it
+    autocast: Literal["none", "bfloat16", "auto"] = "auto"
     device: str = "auto"  # auto: cuda where there is one
     gradient_checkpointing: bool = False
     pad_token: str | None = None  # for tokenizers without one
