@@ -46,7 +46,7 @@ def learn_vowels(ranks, model_dir, directory, inference, **options):
         inference=inference,
         rollout={"prompts": 4 // ranks.size, "group_size": 16, "max_tokens": 8},
         mismatch={"stop_above": 1e-4},
-        **options,
+        **{"model.autocast": "none", **options},  # the servers compute in float32
     ).train()
 
 

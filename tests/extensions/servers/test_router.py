@@ -122,7 +122,7 @@ def trainer(model_dir, directory, env=TwoTurns, **inference):
         training={"lr": 3e-3},
         mismatch={"stop_above": 1e-4},
         max_steps=STEPS,
-        **{"env.max_steps": TURNS},
+        **{"env.max_steps": TURNS, "model.autocast": "none"},  # the servers compute in float32
     )
 
 

@@ -76,7 +76,18 @@ def episodes(bench: Bench) -> str:
         raise EnvError(
             f"{len(failed)} of {count + len(failed)} episodes failed; the first: {failed[0].failure}"
         )
-    return f"{count} episodes of {len(groups)} groups, {len(recorded.completions)} turns of the policy"
+    calls = _calls(bench)
+    return f"{count} episodes of {len(groups)} groups, {len(recorded.completions)} turns of the policy{calls}"
+
+
+def _calls(bench: Bench) -> str:
+    """Return the number of answered tool calls in the episodes; "" for a run without tools."""
+    if not any(part.env is not None and part.env.tool_schemas for part in bench.parts):
+        return ""
+    played = [trajectory for group in _played(bench).groups for trajectory in group.trajectories]
+    calls = sum(message.role == "tool" for trajectory in played for message in trajectory.messages)
+    hint = "" if calls else ": see what the model writes with `rl4llm check --task`"
+    return f", {calls} tool calls{hint}"
 
 
 def mask(bench: Bench) -> str:

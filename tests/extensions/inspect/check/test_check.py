@@ -157,6 +157,13 @@ def test_a_tool_that_raises_fails_with_its_line(small):
     )
 
 
+def test_episodes_without_a_tool_call_are_named(small):
+    names = ("data", "tokenizer", "rewards", "environment", "template", "model", "episodes")
+    tools = {"env": {"name": "tool", "tools": ["calculator"]}}
+    assert "0 tool calls: see what the model writes" in on(small(tools), *names)["episodes"].text
+    assert "tool calls" not in on(small(), *names)["episodes"].text
+
+
 def test_a_port_that_something_else_holds_fails_with_its_name(small):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
