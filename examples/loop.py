@@ -2,7 +2,7 @@
 
     python examples/loop.py [--model DIRECTORY] [--steps 30]
 
-It ends with the weights of `rl4llm train`, bit for bit. `loop_sglang.py` is the same against a server.
+In float32 it ends with the weights of `rl4llm train`, bit for bit. `loop_sglang.py` is the same against a server.
 """
 
 from custom_env import Closeness, GuessTheNumber

@@ -41,7 +41,7 @@ def trained(trainer, model_dir, directory, ranks, **options):
         checkpoint={"every": 0},
         tracking={"tensorboard": False},
         output={"dir": str(directory)},
-        **{"env.max_steps": 3},
+        **{"env.max_steps": 3, "model.autocast": "none"},  # as the loop computes
         **options,
     ).train()
     torch.use_deterministic_algorithms(False)  # which the run switched on for the whole process
