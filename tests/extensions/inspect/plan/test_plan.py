@@ -20,6 +20,7 @@ from rl4llm.extensions.inspect.plan.memory import VERSIONS, phases
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
 from rl4llm.extensions.inspect.plan.shape import read_shape
 from rl4llm.extensions.inspect.plan.show import parse_size, verdict
+from rl4llm.inference.local import GRAPHS
 
 GIB, WITHIN = 2**30, 0.2
 QUIET = {
@@ -331,6 +332,22 @@ def test_an_adapter_fits_24_gb(qwen, size):
     plan = qwen(size, 1, 24 * GIB, COHOST | {"model.lora.rank": 32})
     whole = qwen(size, 1, 24 * GIB, COHOST)
     assert plan.fits and plan.peak.total < whole.peak.total
+
+
+def test_captured_steps_keep_memory_in_a_plan(qwen):
+    """Rows are padded to a power of two, with a spare one; each graph has logits, and the largest step its scores."""
+
+    def rollout(**inference):
+        return qwen("1.5B", 1, 80 * GIB, {"model.dtype": "bfloat16", "inference": inference}).phases[1].parts
+
+    plain, graph = rollout(max_rows=20), rollout(max_rows=20, path="graph")
+    assert graph["KV cache"] * 20 == plain["KV cache"] * 33
+    length = graph["KV cache"] // (33 * 28 * 2 * 2 * 128 * 2)
+    logits, scores = (32 + 16 + 8 + 4 + 2 + 1) * 151_936 * 2, 32 * 12 * length * (2 + 4)
+    assert logits + scores < graph[GRAPHS] < 1.1 * (logits + scores)
+    assert GRAPHS not in plain
+    on_cpu = qwen("1.5B", 1, 80 * GIB, {"model.device": "cpu", "inference": {"path": "graph"}})
+    assert GRAPHS not in on_cpu.phases[1].parts  # nothing is captured there
 
 
 @pytest.mark.parametrize(("dtype", "number", "beside"), [("float32", 4, 0), ("bfloat16", 2, 4)])
