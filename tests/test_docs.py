@@ -199,6 +199,23 @@ def test_badges_name_the_workflows_the_license_and_versions():
     assert f"/Python-{'%20%7C%20'.join(versions)}-" in shown["Python"][1]
 
 
+def test_paths_of_a_gpu_have_tests_and_ways_to_try_them():
+    page = (ROOT / "docs/gpu.md").read_text()
+    parts = re.findall(
+        r"^    (\w+)  +\w", (ROOT / "scripts/bench/gpu.py").read_text().split('"""')[1], re.MULTILINE
+    )
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15
+    for path, _, proofs, ran, attempt in rows:
+        named = re.findall(r"\[`(test_\w+)`\]\(\.\./([\w/]+\.py)\)", proofs)
+        assert named and proofs.count("](") == len(named), path
+        for test, file in named:
+            assert f"def {test}(" in (ROOT / file).read_text(), test
+        assert ran == "no", path  # to change with the first run
+        for words in re.findall(r"`gpu\.py ([\w ]+)`", attempt):
+            assert set(words.split()) <= set(parts), words
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
     assert "scripts/test.sh" in README.read_text()

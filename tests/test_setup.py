@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from rl4llm import TESTED_TORCH
 
@@ -83,6 +84,20 @@ def test_workflow_pins_actions_and_rights(workflow):
             assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step.get("uses", "a/b@" + "0" * 40)), step
             for script in re.findall(r"(?:scripts|\.ci)/[\w./]+", step.get("run", "")):
                 assert (ROOT / script).exists(), script
+
+
+def test_pages_name_the_torch_that_tests_run_with():
+    """The README and a page name the versions that tests run with, and each accepted one that warns."""
+    accepted = SpecifierSet(re.search(r"\"torch(>=\S+)\",", (ROOT / "setup.py").read_text())[1])
+    minors = {f"2.{minor}" for minor in range(40) if f"2.{minor}.0" in accepted}
+    line = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if "tests run with torch" in line
+    )
+    page = (ROOT / "docs/get_started.md").read_text()
+    for text in (line, page[page.index("The scripts install torch") :].split("\n\n")[0]):
+        run, _, warn = text.partition(" A run with ")
+        assert set(TESTED_TORCH) <= set(re.findall(r"2\.1\d", run))
+        assert set(re.findall(r"2\.1\d", warn.split(" warns")[0])) == minors - set(TESTED_TORCH)
 
 
 def test_image_has_the_torch_of_the_scripts():

@@ -20,7 +20,7 @@ from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import TokenNumbers, nothing_of
 from rl4llm.core.base_backend import BaseAdapter, TokenLosses, TokenMeasures
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.model_memory import ModelMemory, ModelShape, Precision
+from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.registry import Registry
 from rl4llm.core.token_metrics import of_batch
 from rl4llm.core.types import TensorSpec, TrainBatch
@@ -138,8 +138,10 @@ class TorchBackend(ModelBackend):
         trains: bool = True,
     ) -> ModelMemory:
         whole = super().memory(shape, precision, options, ranks, trains=trains)
-        if ranks == 1 or options.get("shard") != "fsdp2":
+        if ranks == 1:
             return whole
+        if options.get("shard") != "fsdp2":
+            return _in_buckets(whole, shape, precision)
         sizes = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
         kept, host = {name: part_of(size, ranks) for name, size in sizes.items()}, 0
         if options.get("cpu_offload"):
@@ -247,6 +249,16 @@ class TorchBackend(ModelBackend):
         self._module.to(device)
         self._optimizer.to(device)
         torch.cuda.empty_cache()
+
+
+def _in_buckets(whole: ModelMemory, shape: ModelShape, precision: Precision) -> ModelMemory:
+    """Return the memory under DDP: gradients are views of its buckets, which exist from the start to the end of a run.
+
+    Masters of 16-bit weights have fp32 gradients beside them.
+    """
+    masters = precision.weights < FP32 and not shape.adapter
+    buckets = whole.gradients * precision.weights // FP32 if masters else whole.gradients
+    return replace(whole, gradients=whole.gradients if masters else 0, buckets=buckets)
 
 
 def shared_by(

@@ -3,6 +3,9 @@
 Flash attention takes tokens in rows (N, heads, width) and the ends of each segment, so nothing is padded and no mask is
 stored. torch has it as `varlen_attn`, for 16-bit numbers on GPUs. It is used where it gives the numbers and gradients of
 `plain_varlen`.
+
+The keys of a prompt are copied once for each of its answers. `varlen_attn` of torch 2.13 cannot train without the copy: its
+block tables are for inference only, and it drops the gradient of the log-sum-exp by which two calls could be merged.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class ModelMemory:
     `gathered` exists only while the model runs, of what the ranks share; `casts` are the copies that autocast makes of
     weights for the time of a pass. `whole` is its weights before they are shared out, and `piece` the most of them that
     comes to the device at once while they are loaded. `saved` is what a checkpoint writes. `host` is what offload keeps in
-    the CPU's memory beside a GPU, all the time.
+    the CPU's memory beside a GPU, all the time. `buckets` are those of DDP, which never leave the device.
     """
 
     weights: int
@@ -121,6 +121,7 @@ class ModelMemory:
     casts: int = 0
     gathered: int = 0
     host: int = 0
+    buckets: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape, precision: Precision, *, trains: bool) -> ModelMemory:

@@ -19,6 +19,7 @@ from rl4llm.inference.embedded.rows import Request
 from rl4llm.inference.paths import Path
 
 MAX_ROWS = 256  # that decode at once
+GRAPHS = "CUDA graphs (estimate)"
 
 
 class LocalClient(BaseClient):
@@ -81,14 +82,20 @@ class LocalClient(BaseClient):
     def memory(
         cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
     ) -> dict[str, int]:
-        """Return the bytes of the cache with all rows at full length, and of a prefill pass or of a step's logits."""
+        """Return the bytes of the cache with all rows at full length, and of a prefill pass or of a step's logits.
+
+        For `path` "graph" rows are padded, and what captured steps keep is an estimate.
+        """
         rows = min(int(options.get("max_rows", MAX_ROWS)), load.sequences)
         length = -(-(load.longest + LOOKAHEAD) // LENGTH_STEP) * LENGTH_STEP
         filling = shape.working(precision, min(PREFILL_TOKENS, rows * load.prompt_tokens), backward=False)
         logits = 3 * rows * shape.vocabulary * FP32
-        cache = KVCache.memory(shape, rows, length, precision.computed)
+        graph = options.get("path") == "graph"
+        padded = 1 << max(rows - 1, 0).bit_length()
+        cache = KVCache.memory(shape, padded + 1 if graph else rows, length, precision.computed)
+        captured = {GRAPHS: _captured(shape, precision, padded, length)} if graph and precision.gpu else {}
         copied = {"weights in bfloat16": shape.linear * precision.computed} if precision.autocast else {}
-        return {"KV cache": cache, "sampling": max(filling, logits), **copied}
+        return {"KV cache": cache, "sampling": max(filling, logits), **captured, **copied}
 
     def report_to(self, warn: Callable[[str], None]) -> None:
         """Warn if decoding takes the slower path without having been asked to."""
@@ -256,3 +263,15 @@ def _as_engine_error(cause: BaseException) -> EngineError:
     )
     error.__cause__ = cause
     return error
+
+
+def _captured(shape: ModelShape, precision: Precision, rows: int, length: int) -> int:
+    """Return the bytes that captured steps of 1, 2, 4, ... `rows` rows keep, as far as the sizes of tensors tell.
+
+    Each graph keeps its logits. All share one pool, so of the rest it has what the largest step needs: the outputs of an
+    MLP, the scores and the probabilities of one layer in fp32, and the mask. The graphs themselves are not counted.
+    """
+    number = precision.computed
+    logits = (2 * rows - 1) * shape.vocabulary * number
+    attended = rows * length * (shape.heads * (number + FP32) + number + 1)
+    return logits + attended + shape.working(precision, rows, backward=False)

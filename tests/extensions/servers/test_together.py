@@ -1,6 +1,7 @@
 """All servers of a fleet take weights from one process group, and each from its own if that fails."""
 
 import asyncio
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ class GlooServer(TensorServer):
     joined = ()
 
     async def start(self):
-        self.joined, self.worlds = {}, []
+        self.joined, self.worlds, self.busy = {}, [], asyncio.Lock()
         await super().start()
 
     async def _server_info(self, body):
@@ -46,7 +47,13 @@ class GlooServer(TensorServer):
                 store = dist.PrefixStore(prefix, store)
             return dist.ProcessGroupGloo(store, body["rank_offset"], world, WAIT)
 
-        self.joined[name] = await asyncio.to_thread(join)
+        async def joining():
+            async with (
+                self.busy
+            ):  # a server does nothing else while it joins, also when nobody waits for its answer
+                return await asyncio.to_thread(join)
+
+        self.joined[name] = await asyncio.shield(asyncio.create_task(joining()))
         return await super()._init_weights_update_group(body)
 
     async def _destroy_weights_update_group(self, body):
@@ -151,12 +158,18 @@ def test_a_server_that_dies_leaves_the_others_with_the_weights(play):
     play(story)
 
 
-def test_a_server_that_refuses_to_join_holds_up_nobody(play):
+def test_a_server_that_refuses_to_join_holds_up_nobody(play, caplog):
     async def story(servers, fleet, backend):
         servers[0].next("/init_weights_update_group", *[status(400, text="no route")] * 2)
+        begin = time.monotonic()
         weight_ref = await TensorPublisher(fleet, "distributed").publish(backend, 1)
+        assert (
+            time.monotonic() - begin < WAIT.total_seconds() / 2
+        )  # the other one does not wait for its timeout
         assert await proven(fleet, backend, weight_ref)
         assert servers[1].weight_version == "1"
+        [line] = [record.getMessage() for record in caplog.records if "its own" in record.getMessage()]
+        assert "each gets its own" in line and servers[0].url in line and "no route" in line
 
     play(story)
 

@@ -123,8 +123,13 @@ class _Memory:
             "critic": self.critic.weights + self.critic.optimizer if self.critic else 0,
             "reference": self.reference.weights if self.reference else 0,
             "sleeping server": self._sleeping,
-            **self.models.others,
+            **self._fixed(),
         }
+
+    def _fixed(self) -> dict[str, int]:
+        """Return what stays on the device while a server has it too."""
+        trained = [model.buckets for model in (self.policy, self.critic) if model]
+        return {"gradient buckets": sum(trained), **self.models.others}
 
     @property
     def _sleeping(self) -> int:
@@ -139,17 +144,19 @@ class _Memory:
         for model in filter(None, (self.policy, self.critic, self.reference)):
             in_pieces = model.weights < model.whole and self.on_gpu
             most = max(most, kept + (model.weights + model.piece if in_pieces else model.whole))
-            kept += model.weights
+            kept += model.weights + model.buckets
+        most = max(most, kept)
         return Phase("start", {"weights of all models": most, "sleeping server": self._sleeping})
 
     def _rollouts(self) -> Iterator[Phase]:
         """Plan the rollout, and the evaluation if it takes more than that.
 
-        For an engine that shares the device in turns, the models that train and their reference have left it.
+        For an engine that shares the device in turns, the models that train and their reference have left it. Their buckets
+        of gradients have not.
         """
         counts, options = self.counts, self.config.inference
         engine = ENGINES[options["name"]]
-        resident = self.models.others if options.get("cohost") else self._resident()
+        resident = self._fixed() if options.get("cohost") else self._resident()
         most = 0
         for name, sequences in (("rollout", counts.trajectories), ("evaluation", counts.held_out)):
             load = EngineLoad(sequences, counts.prompt_tokens, counts.longest)

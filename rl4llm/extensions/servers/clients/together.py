@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
@@ -17,6 +18,8 @@ from rl4llm.extensions.servers.clients.broadcast import Broadcast
 from rl4llm.extensions.servers.clients.neighbour import check_same_nccl
 from rl4llm.extensions.servers.clients.sglang_tensors import buckets
 from rl4llm.runtime.threads import in_own_thread
+
+logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0  # for a server to leave an unused process group
 
@@ -40,7 +43,8 @@ class Together:
         ...
 
     The tensors are sent when every expected server waits for them. If that fails, and for a server that nobody expects, each
-    server has its own group. A group is kept for the next version if the servers are the same.
+    server has its own group. A server that refuses to join ends the wait of the others. A group is kept for the next version
+    if the servers are the same.
     """
 
     def __init__(self) -> None:
@@ -171,7 +175,10 @@ def _described(
 
 def _settle(waiting: Sequence[asyncio.Future[None]], sending: asyncio.Task[None]) -> None:
     """Give those who wait the result of sending to all of them."""
-    failed = sending.cancelled() or sending.exception() is not None
+    problem = None if sending.cancelled() else sending.exception()
+    failed = sending.cancelled() or problem is not None
+    if problem is not None:
+        logger.warning("One process group for all servers failed, so each gets its own: %s", problem)
     for future in waiting:
         if not future.done():
             if failed:

@@ -20,6 +20,7 @@ from rl4llm.extensions.inspect.plan.memory import VERSIONS, phases
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
 from rl4llm.extensions.inspect.plan.shape import read_shape
 from rl4llm.extensions.inspect.plan.show import parse_size, verdict
+from rl4llm.inference.local import GRAPHS
 
 GIB, WITHIN = 2**30, 0.2
 QUIET = {
@@ -126,8 +127,8 @@ def test_a_plan_of_another_run_would_be_wrong(runs):
 
 
 PINNED = {
-    "{}": [574720, 10211072, 15605504],
-    "{model.device: cuda, model.gradient_checkpointing: true}": [574720, 6893312, 8114176],
+    "{model.autocast: none}": [1149440, 10785792, 16180224],
+    "{model.device: cuda, model.gradient_checkpointing: true}": [1149440, 7468032, 8688896],
     "{algorithm.name: ppo, model.device: cuda, model.autocast: bfloat16, "
     "backend: {name: torch, shard: fsdp2}}": [533632, 6031232, 4169600, 8613248, 9743744],
     "{algorithm: {name: grpo, kl_coef: 0.1}, model.dtype: bfloat16, "
@@ -137,7 +138,8 @@ PINNED = {
         8344832,
         10642688,
     ],
-    "{inference: {name: sglang, cohost: true}, backend: {name: torch, shard: fsdp2, cpu_offload: true}}": [
+    "{model.autocast: none, inference: {name: sglang, cohost: true}, "
+    "backend: {name: torch, shard: fsdp2, cpu_offload: true}}": [
         574720,
         636160,
         14784512,
@@ -330,6 +332,36 @@ def test_an_adapter_fits_24_gb(qwen, size):
     plan = qwen(size, 1, 24 * GIB, COHOST | {"model.lora.rank": 32})
     whole = qwen(size, 1, 24 * GIB, COHOST)
     assert plan.fits and plan.peak.total < whole.peak.total
+
+
+def test_captured_steps_keep_memory_in_a_plan(qwen):
+    """Rows are padded to a power of two, with a spare one; each graph has logits, and the largest step its scores."""
+
+    def rollout(**inference):
+        return qwen("1.5B", 1, 80 * GIB, {"model.dtype": "bfloat16", "inference": inference}).phases[1].parts
+
+    plain, graph = rollout(max_rows=20), rollout(max_rows=20, path="graph")
+    assert graph["KV cache"] * 20 == plain["KV cache"] * 33
+    length = graph["KV cache"] // (33 * 28 * 2 * 2 * 128 * 2)
+    logits, scores = (32 + 16 + 8 + 4 + 2 + 1) * 151_936 * 2, 32 * 12 * length * (2 + 4)
+    assert logits + scores < graph[GRAPHS] < 1.1 * (logits + scores)
+    assert GRAPHS not in plain
+    on_cpu = qwen("1.5B", 1, 80 * GIB, {"model.device": "cpu", "inference": {"path": "graph"}})
+    assert GRAPHS not in on_cpu.phases[1].parts  # nothing is captured there
+
+
+@pytest.mark.parametrize(("dtype", "number", "beside"), [("float32", 4, 0), ("bfloat16", 2, 4)])
+def test_buckets_of_ddp_stay_on_the_device(qwen, dtype, number, beside):
+    """Gradients are views of the buckets. Masters of bf16 weights have others, in fp32."""
+    plan = qwen("1.5B", 2, 80 * GIB, COHOST | {"model.dtype": dtype})
+    parameters = plan.models.policy.parameters
+    assert [phase.parts.get("gradient buckets") for phase in plan.phases[1:]] == [number * parameters] * 2
+    assert plan.phases[-1].parts.get("gradients", 0) == beside * parameters
+    assert plan.phases[0].parts["weights of all models"] == 2 * number * parameters
+    for devices, shard in ((1, None), (2, "fsdp2")):
+        keys = COHOST | {"model.dtype": dtype, "backend.shard": shard}
+        sharded = qwen("1.5B", devices, 80 * GIB, keys)
+        assert not any("gradient buckets" in phase.parts for phase in sharded.phases)
 
 
 def test_a_server_without_room_for_a_sequence_does_not_fit(qwen):
