@@ -322,6 +322,20 @@ SERVERS = _of(
      "test_tensor.py::test_faulty_weights_and_absent_servers_take_no_fallback"),
 )  # fmt: skip
 
+REMOTE = _of(
+    "extensions/remote",
+    "tests/extensions/remote",
+    ("message_that_grew", "wire.py", "        del seat.messages[len(seat.messages) - new.replaced :]\n", "",
+     "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
+    ("prompt_of_a_hosted_role", "wire.py", "        seat.init_msg_size = len(message.seats[role].messages)\n", "",
+     "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
+    ("replayed_role", "wire.py", "message.turn_rewards, message.role, seats", "message.turn_rewards, seats",
+     "test_remote.py::test_game_that_replays_another_role_is_retried"),
+    ("opponents_stay_with_the_trainer", "hosted.py", "            return RemoteRolesEnv(*args, opponents=opponents,",
+     "            return RemoteRolesEnv(*args, opponents=None,",
+     "test_remote.py::test_opponent_of_a_hosted_role_plays_in_the_trainer"),
+)  # fmt: skip
+
 REWARDS = _of(
     "rewards",
     "tests/rewards",
@@ -331,5 +345,5 @@ REWARDS = _of(
 
 MUTANTS = {
     mutant.name: mutant
-    for mutant in chain(ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REWARDS)
+    for mutant in chain(ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REMOTE, REWARDS)
 }

@@ -80,9 +80,8 @@ def build_env(
     }
     _demand_ground_truth(dataset, rewards)
     own = environment_of(config, given), config.env, provided
-    env = (
-        given.hosted(**fixed) if given.hosted else make_env(*own, **fixed)
-    )  # hosts were asked with its options
+    hosted = given.hosted and partial(given.hosted, opponents=provided.get("opponents"))
+    env = hosted(**fixed) if hosted else make_env(*own, **fixed)  # hosts were asked with its options
     env.special_tokens = config.data.special_tokens
     env.pool_column = config.curriculum if isinstance(config.curriculum, str) else None
     env.template_args = config.env.get("template_args") or {}

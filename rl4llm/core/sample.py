@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rl4llm.core.errors import EnvError
@@ -73,6 +73,11 @@ class SampleState:
         return self.special.episode
 
     @property
+    def seats(self) -> list[SampleState]:
+        """Return the samples of all roles in the episode: this one alone unless several roles speak."""
+        return list(self.episode.seats.values()) if self.episode else [self]
+
+    @property
     def token_ids(self) -> list[int]:
         token_ids: list[int] = []
         for span in self.spans:
@@ -111,7 +116,7 @@ class SampleState:
 
         What fails for one role fails for all of the episode.
         """
-        for sample in self.episode.seats.values() if self.episode else (self,):
+        for sample in self.seats:
             sample.failure = failure if sample is self else f"role {self.role!r}: {failure}"
             sample.failure_class = failure_class
             sample.stop_reason = None
@@ -134,6 +139,14 @@ class EpisodeState:
     seed: int = 0
     said: list[Line] = field(default_factory=list)
     seats: dict[str, SampleState] = field(default_factory=dict)
+
+    def seat(self, role: str, messages: list[ChatMessage], like: SampleState) -> SampleState:
+        """Add the sample of a role, which begins with `messages`, and return it; the rest is that of `like`."""
+        told = {**like.columns, "role": role, "transcript": self.said}
+        special = replace(like.special, role=role, episode=self)
+        seat = SampleState(like.prompt_id, like.index, messages, like.ground_truth, told, special=special)
+        self.seats[role] = seat
+        return seat
 
 
 @dataclass(slots=True)

@@ -144,8 +144,7 @@ class RolesEnv(BaseMDPEnv):
         episode = _episode_of(sample)
         if any(each.done for each in episode.seats.values()):
             return None
-        what, work = f"{type(self).__name__}.next_role", self.off_loop(lambda: self._turn(episode))
-        turn = await contained(sample, what, work, self.respond_timeout_s)
+        turn = await self._turn_safely(sample)
         if turn is None:
             return None
         role, heard = turn
@@ -160,7 +159,16 @@ class RolesEnv(BaseMDPEnv):
             speaker.messages.append(ChatMessage("user", heard))
         return speaker
 
-    def _turn(self, episode: EpisodeState) -> tuple[str, str] | None:
+    async def _turn_safely(self, sample: SampleState) -> tuple[str, str] | None:
+        """Return what `_turn` returns; an error in it fails the episode alone."""
+        what = f"{type(self).__name__}.next_role"
+        return await contained(sample, what, self._turn(sample), self.respond_timeout_s)
+
+    async def _turn(self, sample: SampleState) -> tuple[str, str] | None:
+        """Return whose turn it is and what the role reads before it; None ends the episode."""
+        return await self.off_loop(lambda: self._chosen(_episode_of(sample)))
+
+    def _chosen(self, episode: EpisodeState) -> tuple[str, str] | None:
         role = self.next_role(episode)
         if role is None:
             return None

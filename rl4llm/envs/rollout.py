@@ -270,13 +270,12 @@ def begin_episode(
     prompt_id, ground_truth = str(columns.pop("prompt_id", row)), columns.pop("ground_truth", None)
     prompt_id = f"{special.part}/{prompt_id}" if special.part else prompt_id
     special = replace(special, part=pool) if pool else special
+    alone = SampleState(prompt_id, index, openings.get("", []), ground_truth, columns, special=special)
     if not any(openings):
-        return [SampleState(prompt_id, index, openings[""], ground_truth, columns, special=special)]
+        return [alone]
     episode = EpisodeState(task, derive_seed(seed, step, prompt_id, index))
     for role, messages in openings.items():
-        told: dict[str, Any] = columns | {"role": role, "transcript": episode.said}
-        own = replace(special, role=role, episode=episode)
-        episode.seats[role] = SampleState(prompt_id, index, messages, ground_truth, told, special=own)
+        episode.seat(role, messages, like=alone)
     return [episode.seats[role] for role in env.policy_roles]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rl4llm.core.base_env import BaseMDPEnv, EpisodeState, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import EnvError, RL4LLMError, UnreachableError
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory
 from rl4llm.envs.roles import RolesEnv
@@ -96,7 +96,7 @@ class Recorder(ScriptedClient):
 def breaking(env: BaseMDPEnv, victim: tuple[str, int], raised: list[str]) -> BaseMDPEnv:
     """Return an environment that shares everything with `env`, but whose step raises for one episode."""
     if isinstance(env, RolesEnv):
-        return _sharing(env, "next_role", _breaking_turn(type(env).next_role, victim, raised))
+        return _sharing(env, "_turn", _breaking_turn(type(env)._turn, victim, raised))
     respond = type(env).respond
 
     def stumble(sample: SampleState) -> None:
@@ -118,14 +118,13 @@ def breaking(env: BaseMDPEnv, victim: tuple[str, int], raised: list[str]) -> Bas
 
 
 def _breaking_turn(
-    next_role: Callable[..., Any], victim: tuple[str, int], raised: list[str]
+    turn: Callable[..., Any], victim: tuple[str, int], raised: list[str]
 ) -> Callable[..., Any]:
-    def stumble(self: RolesEnv, episode: EpisodeState) -> str | None:
-        seat = next(iter(episode.seats.values()))
-        if episode.said and (seat.prompt_id, seat.index) == victim:
-            raised.append(seat.session)
+    async def stumble(self: RolesEnv, sample: SampleState) -> Any:
+        if sample.episode and sample.episode.said and (sample.prompt_id, sample.index) == victim:
+            raised.append(sample.session)
             raise RuntimeError("check_env makes this step raise")
-        return next_role(self, episode)
+        return await turn(self, sample)
 
     return stumble
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from rl4llm.extensions.migration.answers import of_key
 
 BENCHMARKS = {"math": "gsm8k", "code": "humaneval"}
-SEVERAL_ROLES = ("debate", "roles")
 CONFIGS = {
     "math": "gsm8k_grpo",
     "code": "humaneval_grpo",
@@ -69,12 +68,8 @@ def _ours(command: str, given: dict[str, str]) -> str:
         resumes = ". The same command resumes the run" if "--resume" in given else ""
         return " ".join(["train", *filter(None, words)]) + resumes
     if command == "serve":
-        names = [name for name in given["--environments"].split(",") if name]
-        several = " and ".join(name for name in names if name in SEVERAL_ROLES)
-        hosted = ",".join(name for name in names if name not in SEVERAL_ROLES)
         port = f" --port {given['--port']}" if given.get("--port") else ""
-        unhosted = f". A host cannot play {several}, which has several roles" if several else ""
-        return f"serve-env --env {hosted or 'NAMES'}{port}{unhosted}"
+        return f"serve-env --env {given['--environments'] or 'NAMES'}{port}"
     if command == "eval":
         words = [BENCHMARKS.get(kind, config), model and f"--model {model}", count and f"--limit {count}"]
         return " ".join(["eval", *filter(None, [*words, out and f"--out {out}"])])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from rl4llm.core.base_env import LLM, BaseMDPEnv, BaseRewardFunction, SampleState
 from rl4llm.core.errors import EnvError, HostsDownError
 from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.envs import RolesEnv
 from rl4llm.extensions.remote.hosts import HostedEpisode, Hosts
 from rl4llm.extensions.remote.rpc import LostError
 from rl4llm.rewards.ask import Broken
 from rl4llm.rewards.pool import RewardFailure
 
+T = TypeVar("T")
 SCORES = "remote_scores"
 LOST = "env/host_lost"
 
@@ -44,15 +46,7 @@ class RemoteEnv(BaseMDPEnv):
         super().__init__(*args, **kwargs | {"max_steps": opened.max_steps, "tool_schemas": schemas})
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        episode = self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
-        try:
-            return await self._hosts.run(episode.respond(sample))
-        except LostError as error:
-            sample.fail(str(error), LOST)
-        except HostsDownError as error:
-            self._down = error
-            raise
-        return []
+        return await self._asked(sample, self._hosted(sample).respond(sample)) or []
 
     def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
         return sampling_params.replace(
@@ -73,18 +67,31 @@ class RemoteEnv(BaseMDPEnv):
             await super()._run_episode(sample, llm, sampling_params)
             if self._down is not None:
                 raise self._down
-            if sample.failure is None and any(span.author == "policy" for span in sample.spans):
+            if sample.failure is None and any(seat.policy_spans for seat in sample.seats):
                 await self._score(sample)
         finally:
             episode = self._episodes.pop(id(sample), None)
             if episode is not None:
                 await self._hosts.run(episode.end())
 
+    def _hosted(self, sample: SampleState) -> HostedEpisode:
+        return self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
+
+    async def _asked(self, sample: SampleState, turn: Coroutine[Any, Any, T]) -> T | None:
+        """Return what a host answers; None if the sample failed because it lost several hosts."""
+        try:
+            return await self._hosts.run(turn)
+        except LostError as error:
+            sample.fail(str(error), LOST)
+        except HostsDownError as error:
+            self._down = error
+            raise
+        return None
+
     async def _score(self, sample: SampleState) -> None:
         """Store the scores of the rewards, which `RemoteReward` returns."""
-        episode = self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
         try:
-            scores = await self._hosts.run(episode.score(sample))
+            scored = await self._hosts.run(self._hosted(sample).score(sample))
         except LostError as error:
             sample.fail(str(error), LOST)
         except HostsDownError:
@@ -92,10 +99,26 @@ class RemoteEnv(BaseMDPEnv):
         except EnvError as error:  # an error on the host, which is still running
             sample.fail(str(error), "env/raised")
         else:
-            sample.extras[SCORES] = {
-                name: dataclasses.asdict(value) if isinstance(value, Broken) else value
-                for name, value in scores.items()
-            }
+            for seat, scores in scored:
+                seat.extras[SCORES] = {
+                    name: dataclasses.asdict(value) if isinstance(value, Broken) else value
+                    for name, value in scores.items()
+                }
+
+
+class RemoteRolesEnv(RemoteEnv, RolesEnv):
+    """An environment of several roles on hosts: they decide whose turn it is and what the role reads before it.
+
+    All turns are taken here, also those of opponents. A host that takes over an episode gets their lines as they are.
+    """
+
+    def __init__(self, *args: Any, opened: Any, **kwargs: Any):
+        roles, told = tuple(opened.roles), dict(opened.instructions)
+        own = {"roles": roles, "instructions": told, "frozen": tuple(opened.frozen)}
+        super().__init__(*args, opened=opened, **kwargs | own)
+
+    async def _turn(self, sample: SampleState) -> tuple[str, str] | None:
+        return await self._asked(sample, self._hosted(sample).turn(sample))
 
 
 class RemoteReward(BaseRewardFunction):

@@ -17,6 +17,7 @@ from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, EnvError, unknown
 from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.envs import RolesEnv
 from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.rpc import NotFoundError
 from rl4llm.extensions.remote.scoring import Scoring
@@ -32,6 +33,7 @@ TRAINERS_PART = (
     "opening",
     "openings",
 )
+TRAINERS_PART_OF_ROLES = ("_next", "_policys_line", "_opponents_line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +133,22 @@ class EnvHost:
         hosted = self._hosted.get(said.begin.environment)
         if hosted is None:
             raise NotFoundError("this environment is not open on this host; perhaps the host was restarted")
-        sample, task = wire.begun(said), asyncio.current_task()
+        sample, task = wire.begun(said, hosted.env.roles), asyncio.current_task()
         assert task is not None  # this runs in a coroutine
         hosted.episodes.add(task)
         try:
             while not said.finished:
                 wire.take_said(said, sample)
-                replies = await hosted.env._respond_safely(sample)
-                yield _answer(hosted.env, sample, replies)
+                yield await _turn(hosted.env, sample)
                 said = await _next(spoken, IDLE_S)
             wire.take_said(said, sample)
-            sample.finish(said.finished)
             await hosted.env._end_safely(sample)
-            scores = {} if sample.failure else await hosted.scoring.score(sample)
+            seats = [seat for seat in sample.seats if seat.policy_spans and not seat.failure]
+            # judges get all roles in one batch
+            scores = await asyncio.gather(*map(hosted.scoring.score, seats))
             hosted.played += 1
-            yield _answer(
-                hosted.env, sample, scores=[wire.score(name, value) for name, value in scores.items()]
-            )
+            by_role = {seat.role: found for seat, found in zip(seats, scores, strict=True)}
+            yield _answer(hosted.env, sample, scores=by_role)
         finally:
             await hosted.env._end_safely(sample)
             hosted.episodes.discard(task)
@@ -162,7 +163,12 @@ class EnvHost:
     @staticmethod
     def _offer(name: str, made: type[BaseMDPEnv]) -> Any:
         rewards = json.dumps(list(made.default_rewards))
-        return wire.Offer(name=name, brings_prompts=made.prompts is not None, default_rewards=rewards)
+        return wire.Offer(
+            name=name,
+            brings_prompts=made.prompts is not None,
+            default_rewards=rewards,
+            has_roles=issubclass(made, RolesEnv),
+        )
 
     async def _received(self, parts: AsyncIterator[Any], directory: Path) -> WantedEnv:
         """Receive the request, and write the tokenizer's files into the directory."""
@@ -191,7 +197,7 @@ class EnvHost:
             with contextlib.suppress(Exception):
                 (await making).close()
             raise
-        check_hostable(wanted.name, type(env))
+        check_hostable(wanted.name, type(env), env.opponents)
         return env
 
     @staticmethod
@@ -215,32 +221,49 @@ class EnvHost:
                 )
                 for item in env.reward_functions
             ],
+            **(_roles(env) if isinstance(env, RolesEnv) else {}),
         )
 
 
-def check_hostable(name: str, made: type[BaseMDPEnv]) -> None:
-    """Raise ConfigError for an environment that does not leave the policy's turns to the trainer."""
-    own = [
-        f"{made.__name__}.{part}"
-        for part in TRAINERS_PART
-        if getattr(made, part) is not getattr(BaseMDPEnv, part)
-    ]
-    own += [f"roles {', '.join(made.roles)}"] if len(made.roles) > 1 else []
+def check_hostable(name: str, made: type[BaseMDPEnv], opponents: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError for an environment that does not leave all turns, also those of opponents, to the trainer."""
+    roles = issubclass(made, RolesEnv)
+    base, parts = (
+        (RolesEnv, (*TRAINERS_PART, *TRAINERS_PART_OF_ROLES)) if roles else (BaseMDPEnv, TRAINERS_PART)
+    )
+    own = [f"{made.__name__}.{part}" for part in parts if getattr(made, part) is not getattr(base, part)]
+    own += [f"{made.__name__}.roles"] if len(made.roles) > 1 and not roles else []
+    own += [f"{made.__name__}.opponents"] if opponents or made.opponents else []
     if own:
         raise ConfigError(
             f"The environment {name!r} cannot be hosted: {own[0]} takes over work of the trainer, which has the policy. "
-            "Only environments with just `respond` can be hosted; run this one in the trainer's process."
+            "Only environments with just `respond` can be hosted, and roles without a custom `opening` or opponents of the "
+            "class; run this one in the trainer's process."
         )
 
 
-def _answer(
-    env: BaseMDPEnv, sample: SampleState, replies: Sequence[ChatMessage] = (), scores: Sequence[Any] = ()
-) -> Any:
+def _roles(env: RolesEnv) -> dict[str, Any]:
+    """Return the properties of an environment in which several roles speak."""
+    instructions = {role: env.instructions.get(role, env.instruction) for role in env.roles}
+    told = {role: text for role, text in instructions.items() if text is not None}
+    return {"roles": env.roles, "frozen": env.frozen, "instructions": told}
+
+
+async def _turn(env: BaseMDPEnv, sample: SampleState) -> Any:
+    """Return the answer to a turn: the environment's replies, or whose turn it is and what that role reads."""
+    if not isinstance(env, RolesEnv):
+        return _answer(env, sample, await env._respond_safely(sample))
+    role, heard = await env._turn_safely(sample) or ("", "")
+    return _answer(env, sample, [ChatMessage("user", heard)] if heard else [], role=role)
+
+
+def _answer(env: BaseMDPEnv, sample: SampleState, replies: Sequence[ChatMessage] = (), **more: Any) -> Any:
     """Return the answer, or the failure of an episode whose answer cannot be sent."""
     try:
-        return wire.answer(sample, replies, scores)
+        return wire.answer(sample, replies, **more)
     except EnvError as error:
-        sample.extras = {}
+        for seat in sample.seats:
+            seat.extras = {}
         sample.fail(f"{type(env).__name__}: {error}", "env/raised")
         return wire.answer(sample)
 

@@ -14,7 +14,7 @@ from rl4llm.compose.environments import NOT_OPTIONS, Provided, make_env, make_pr
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.envs import ENVIRONMENTS
-from rl4llm.extensions.remote.env import RemoteEnv, RemoteReward
+from rl4llm.extensions.remote.env import RemoteEnv, RemoteReward, RemoteRolesEnv
 from rl4llm.extensions.remote.hosts import Hosts
 from rl4llm.extensions.remote.token import read_token
 from rl4llm.rewards import add, check_examples
@@ -37,6 +37,8 @@ class HostedEnvironment:
         offer = self.hosts.offer(self.name)
         self.default_rewards = json.loads(offer.default_rewards)
         self.prompts = self._prompts if offer.brings_prompts else None
+        if offer.has_roles:  # opponents take their turns in the trainer's process, as the policy does
+            self.options.pop("opponents", None)
         self._opened: Any = None
 
     def rewards(
@@ -51,8 +53,11 @@ class HostedEnvironment:
             for reward in self._opened.rewards
         ]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> BaseMDPEnv:
-        return RemoteEnv(*args, hosts=self.hosts, opened=self._opened, name=self.name, **kwargs)
+    def __call__(self, *args: Any, opponents: Any = None, **kwargs: Any) -> BaseMDPEnv:
+        own: dict[str, Any] = {"hosts": self.hosts, "opened": self._opened, "name": self.name}
+        if self._opened.roles:
+            return RemoteRolesEnv(*args, opponents=opponents, **own, **kwargs)
+        return RemoteEnv(*args, **own, **kwargs)
 
     def _prompts(self, split: str, limit: int | None = None) -> Sequence[Mapping[str, Any]]:
         return self.hosts.prompts(self.name, self.options, split, limit)
@@ -72,10 +77,6 @@ class Hosting:
 
     def make(self, wanted: Any, tokenizer: Path) -> BaseMDPEnv:
         """Build an environment for one trainer. Raises an RL4LLMError if it cannot work."""
-        if len(self.classes[wanted.name].roles) > 1:
-            raise ConfigError(
-                f"env.name={wanted.name!r} has several roles, which hosts do not support. Next: remove env.remote."
-            )
         provided = Provided({"sandbox": self._sandbox})
         rewards = make_rewards(wanted.rewards, provided)
         check_examples(rewards)

@@ -267,12 +267,18 @@ class HostedEpisode:
         answer = await self._ask(wire.said(sample, self._sent), "answering a turn")
         return wire.take_answer(answer, sample)
 
-    async def score(self, sample: SampleState) -> dict[str, list[float] | Broken]:
-        """Return the scores by reward, up to the first reward that fails; the host then ends the episode."""
-        said = wire.said(sample, self._sent, finished=sample.stop_reason or "done")
+    async def turn(self, sample: SampleState) -> tuple[str, str] | None:
+        """Return the role whose turn it is and what it reads; None if the episode is over. Raises like `respond`."""
+        answer = await self._ask(wire.said(sample, self._sent), "choosing whose turn it is")
+        heard = wire.take_answer(answer, sample)
+        return (answer.role, "".join(message.content for message in heard)) if answer.role else None
+
+    async def score(self, sample: SampleState) -> list[tuple[SampleState, dict[str, list[float] | Broken]]]:
+        """Return the scores of each role by reward, up to the first reward that fails; the host then ends the episode."""
+        said = wire.said(sample, self._sent, finished=True)
         answer = await self._ask(said, "scoring an episode")
         wire.take_answer(answer, sample)
-        return {score.reward: wire.take_score(score) for score in answer.scores}
+        return [(seat, wire.take_scores(answer, seat)) for seat in sample.seats]
 
     async def end(self) -> None:
         """Disconnect."""
@@ -309,7 +315,7 @@ class HostedEpisode:
         self._talk = talk = self._link.channel.talk("Play")
         for turn, (said, answered) in enumerate(self._told, 1):
             answer = await self._exchange(talk, said, "taking over an episode")
-            if (answer.messages, answer.turn_rewards) != (answered.messages, answered.turn_rewards):
+            if wire.outcome(answer) != wire.outcome(answered):
                 where = f"env host {self._link}, while taking over an episode of {self._name!r}"
                 raise EnvError(
                     f"{where}: replaying the episode on this host gave a different turn {turn}: the environment is not "

@@ -9,19 +9,20 @@ The compiled protocol is read at run time, so that any version of protobuf works
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from rl4llm.core.errors import DataError, EnvError
-from rl4llm.core.sample import SampleState, Special
+from rl4llm.core.sample import EpisodeState, Line, SampleState, Special
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.rewards.ask import Broken
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 * 1024**2
 COMPILED = Path(__file__).with_name("environments.binpb")
 PACKAGE = "rl4llm.environments.v1"
@@ -50,16 +51,17 @@ Reward = MESSAGES["Reward"]
 
 @dataclass(slots=True)
 class Sent:
-    """How much of a sample the host has received."""
+    """How much of an episode the host has received, by role."""
 
     begun: bool = False
-    messages: int = 0
-    spans: int = 0
+    lines: int = 0
+    messages: defaultdict[str, list[ChatMessage]] = field(default_factory=lambda: defaultdict(list))
+    spans: Counter[str] = field(default_factory=Counter)
 
 
-def said(sample: SampleState, sent: Sent, finished: str = "") -> Any:
-    """Return the message with what is new in a sample. Raises DataError for a row that is not JSON-compatible."""
-    message = Said(step=sample.current_step, finished=finished)
+def said(sample: SampleState, sent: Sent, *, finished: bool = False) -> Any:
+    """Return the message with what is new in an episode. Raises DataError for a row that is not JSON-compatible."""
+    message, episode = Said(finished=_reason(sample, finished)), sample.episode
     if not sent.begun:
         message.begin.CopyFrom(
             Begin(
@@ -70,17 +72,45 @@ def said(sample: SampleState, sent: Sent, finished: str = "") -> Any:
                 ground_truth=to_json(sample.ground_truth, f"prompt {sample.prompt_id!r}: ground_truth"),
                 columns=to_json(dict(sample.columns), f"prompt {sample.prompt_id!r}: its columns"),
                 is_baseline=sample.special.is_baseline,
+                role=sample.role,
+                seed=episode.seed if episode else 0,
+                task=map(_message, episode.task if episode else ()),
             )
         )
-    message.messages.extend(_message(item) for item in sample.messages[sent.messages :])
-    message.spans.extend(_span(item) for item in sample.spans[sent.spans :])
-    sent.begun, sent.messages, sent.spans = True, len(sample.messages), len(sample.spans)
+    if episode:
+        message.lines.extend(MESSAGES["Line"](**line._asdict()) for line in episode.said[sent.lines :])
+        sent.lines = len(episode.said)
+    for seat in sample.seats:
+        into, before = _part(message, seat), sent.messages[seat.role]
+        kept = next(
+            (n for n, pair in enumerate(zip(before, seat.messages, strict=False)) if pair[0] != pair[1]),
+            len(before),
+        )
+        into.replaced, into.step = len(before) - kept, seat.current_step
+        into.finished = _reason(seat, finished)
+        into.messages.extend(_message(item) for item in seat.messages[kept:])
+        into.spans.extend(_span(item) for item in seat.spans[sent.spans[seat.role] :])
+        sent.messages[seat.role], sent.spans[seat.role] = list(seat.messages), len(seat.spans)
+    sent.begun = True
     return message
 
 
-def begun(message: Any) -> SampleState:
-    """Return the sample that a first message begins, still without its messages."""
+def _reason(sample: SampleState, finished: bool) -> str:
+    return (sample.stop_reason or "done") if finished else ""
+
+
+def _part(message: Any, seat: SampleState) -> Any:
+    """Return the part of a message that concerns one role; the message itself unless several roles speak."""
+    return message.seats[seat.role] if seat.role else message
+
+
+def begun(message: Any, roles: Sequence[str]) -> SampleState:
+    """Return the sample that a first message begins, still without its messages. Raises DataError for another role."""
     begin = message.begin
+    if begin.role not in roles:
+        raise DataError(
+            f"the trainer began an episode as the role {begin.role!r}. Accepted: {', '.join(map(repr, roles))}."
+        )
     sample = SampleState(
         begin.prompt_id,
         begin.index,
@@ -91,28 +121,53 @@ def begun(message: Any) -> SampleState:
         special=Special(is_baseline=begin.is_baseline),
     )
     sample.init_msg_size = begin.prompt_size
-    return sample
+    if not begin.role:
+        return sample
+    episode = EpisodeState([_chat_message(item) for item in begin.task], begin.seed)
+    for role in roles:
+        seat = episode.seat(role, [], like=sample)
+        seat.init_msg_size = len(message.seats[role].messages)
+    episode.seats[begin.role].session = begin.session
+    return episode.seats[begin.role]
 
 
 def take_said(message: Any, sample: SampleState) -> None:
-    """Update the host's sample from a message of the trainer."""
-    sample.messages.extend(_chat_message(item) for item in message.messages)
-    sample.spans.extend(_token_span(item) for item in message.spans)
-    sample.current_step = message.step
+    """Update the host's samples of an episode from a message of the trainer."""
+    if sample.episode:
+        sample.episode.said.extend(Line(line.role, line.text) for line in message.lines)
+    for seat in sample.seats:
+        new = _part(message, seat)
+        del seat.messages[len(seat.messages) - new.replaced :]
+        seat.messages.extend(_chat_message(item) for item in new.messages)
+        seat.spans.extend(_token_span(item) for item in new.spans)
+        seat.current_step = new.step
+        if new.finished:
+            seat.finish(new.finished)
 
 
-def answer(sample: SampleState, replies: Sequence[ChatMessage] = (), scores: Sequence[Any] = ()) -> Any:
-    """Return the message with the result of the host's turn. Raises EnvError for replies that cannot be sent."""
+def answer(
+    sample: SampleState,
+    replies: Sequence[ChatMessage] = (),
+    scores: Mapping[str, Mapping[str, Sequence[float] | Broken]] | None = None,
+    role: str = "",
+) -> Any:
+    """Return the message with the result of the host's turn. Raises EnvError for replies that cannot be sent.
+
+    `role` is the next one to speak, which reads the replies. `scores` has the scores of each reward by role.
+    """
     try:
         message = Answer(
             messages=[_message(item) for item in replies],
-            extras=json.dumps(_sendable(sample.extras)),
-            turn_rewards=sample.turn_rewards,
-            stop_reason=sample.stop_reason or "",
+            role=role,
             failure=_plain(sample.failure or ""),
             failure_class=sample.failure_class,
-            scores=scores,
         )
+        for seat in sample.seats:
+            into = _part(message, seat)
+            into.extras = json.dumps(_sendable(seat.extras))
+            into.turn_rewards.update(seat.turn_rewards)
+            into.stop_reason = seat.stop_reason or ""
+            into.scores.extend(score(*pair) for pair in (scores or {}).get(seat.role, {}).items())
     except (ValueError, TypeError) as error:
         raise EnvError(f"its answer cannot be sent: {error}") from error
     size = message.ByteSize()
@@ -123,13 +178,15 @@ def answer(sample: SampleState, replies: Sequence[ChatMessage] = (), scores: Seq
 
 
 def take_answer(message: Any, sample: SampleState) -> list[ChatMessage]:
-    """Update the trainer's sample from a message of the host; return the replies, like `respond`."""
-    sample.extras.update(json.loads(message.extras or "{}"))
-    sample.turn_rewards.update(message.turn_rewards)
+    """Update the trainer's samples of an episode from a message of the host; return the replies, like `respond`."""
+    for seat in sample.seats:
+        of_seat = _part(message, seat)
+        seat.extras.update(json.loads(of_seat.extras or "{}"))
+        seat.turn_rewards.update(of_seat.turn_rewards)
+        if of_seat.stop_reason and not message.failure:
+            seat.finish(of_seat.stop_reason)
     if message.failure:
         sample.fail(message.failure, message.failure_class)
-    elif message.stop_reason:
-        sample.finish(message.stop_reason)
     return [_chat_message(item) for item in message.messages]
 
 
@@ -140,7 +197,18 @@ def score(reward: str, value: Sequence[float] | Broken) -> Any:
     return Score(reward=reward, values=value)
 
 
-def take_score(message: Any) -> list[float] | Broken:
+def take_scores(message: Any, seat: SampleState) -> dict[str, list[float] | Broken]:
+    """Return the scores of one role in an answer, by reward."""
+    return {item.reward: _taken(item) for item in _part(message, seat).scores}
+
+
+def outcome(message: Any) -> Any:
+    """Return what must be the same in an answer when an episode is replayed."""
+    seats = {role: dict(part.turn_rewards) for role, part in message.seats.items()}
+    return message.messages, message.turn_rewards, message.role, seats
+
+
+def _taken(message: Any) -> list[float] | Broken:
     """Return the score in a message; the inverse of `score`."""
     if message.broken_kind:
         return Broken(message.broken_kind, message.broken_reason)

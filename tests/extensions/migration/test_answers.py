@@ -96,7 +96,7 @@ def test_suggestion_weighs_the_whole_path(key, meant):
         ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
         (
             "serve --environments code,math,debate --port=5",
-            "rl4llm serve-env --env code,math --port 5. A host cannot play debate, which has several roles",
+            "rl4llm serve-env --env code,math,debate --port 5",
         ),
         ("eval --model", "argument --model: expected one argument"),
     ],

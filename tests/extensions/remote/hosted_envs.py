@@ -6,10 +6,12 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import EnvError
-from rl4llm.envs import ToolMDPEnv
+from rl4llm.envs import DebateEnv, RolesEnv, ToolMDPEnv
+from rl4llm.rewards import BaseJudge
 
 CLOSED, ENDED = [], []
 ON_TURN = []
@@ -93,6 +95,61 @@ class Mortal(ToolMDPEnv):
         return [ChatMessage("tool", f"go on {sample.index}")]
 
 
+class Duel(RolesEnv):
+    """Two roles; the seed of the episode decides who begins, and the last line whether it ends."""
+
+    roles = ("pro", "con")
+    instructions = MappingProxyType({"pro": "Defend level {level}.", "con": "Attack it."})
+
+    def next_role(self, episode):
+        for watch in ON_TURN:
+            watch(episode)
+        if not episode.said:
+            return self.roles[episode.seed % 2]
+        last = episode.seats[episode.said[-1].role]
+        last.extras["object"] = self
+        last.extras["metrics"] = {"lines": len(episode.said)}
+        last.reward_turn(random.Random(f"{episode.seed} {episode.said}").random())
+        if "raise" in episode.task[-1].content and last.index:
+            raise RuntimeError("the ring is closed")
+        both = all(seat.current_step for seat in episode.seats.values())
+        if both and (len(episode.said[-1].text) % 3 == 0 or len(episode.said) == 2 * self.max_steps):
+            return None
+        return next(role for role in self.roles if role != episode.said[-1].role)
+
+
+class MortalDebate(DebateEnv):
+    """A debate on a host that is killed -9 in the `dies_at`th turn, unless the file `died` says that it was."""
+
+    def __init__(self, *args, dies_at=10, died="", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dies_at, self.died, self.turns = dies_at, Path(died), itertools.count(1)
+
+    def hears(self, role, episode):
+        if next(self.turns) == self.dies_at and not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().hears(role, episode)
+
+
+def rival(messages):
+    """Play a role without a model."""
+    return f"No, for the {len(messages)}. time."
+
+
+class OwnOpening(RolesEnv):
+    """Begins in a custom way."""
+
+    def opening(self, role, task, columns):
+        return list(task)
+
+
+class OwnOpponent(RolesEnv):
+    """Brings an opponent."""
+
+    opponents = MappingProxyType({"user": lambda messages: "Go on."})
+
+
 class OwnLoop(BaseMDPEnv):
     """Has a custom loop."""
 
@@ -136,6 +193,32 @@ class TurnLetters(BaseRewardFunction):
                 for item in sample.messages[sample.init_msg_size :]
                 if item.role == "assistant"
             ]
+            for sample in samples
+        ]
+
+
+class MoreLetters(BaseJudge):
+    """The share of the letters that each role wrote; not for episodes about something that it does not like."""
+
+    def __init__(self, name="more_letters", dislikes=""):
+        super().__init__(name)
+        self.dislikes = dislikes
+
+    def judge(self, transcript, ground_truth, level=0, **columns):
+        if self.dislikes and str(level) == self.dislikes:
+            raise RuntimeError("I do not like this level")
+        letters = {
+            role: 1 + sum(len(line.text) for line in transcript if line.role == role) for role in Duel.roles
+        }
+        return {role: count / sum(letters.values()) for role, count in letters.items()}
+
+
+class Seen(Tokens):
+    """What a role read and wrote, and how it began, as a number."""
+
+    def score_batch(self, samples):
+        return [
+            sum(len(message.content) for message in sample.messages) + 10_000.0 * sample.init_msg_size
             for sample in samples
         ]
 

@@ -15,10 +15,10 @@ import hosted_envs
 import pytest
 from hosting import HostThread
 
-from rl4llm.core.errors import ConfigError, HostsDownError, RL4LLMError
+from rl4llm.core.errors import ConfigError, DataError, HostsDownError, RL4LLMError
 from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
-from rl4llm.envs import ToolMDPEnv
+from rl4llm.envs import DebateEnv, ToolMDPEnv
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.remote import hosts as trainer_side
 from rl4llm.extensions.remote import wire
@@ -33,6 +33,8 @@ from rl4llm.testing import check_env
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
 HINTS, STUMBLES = "hosted_envs:Hints", "hosted_envs:Stumbles"
+DUEL = "hosted_envs:Duel"
+OF_ROLES = ["hosted_envs:Seen", "hosted_envs:TurnLetters", "hosted_envs:MoreLetters"]
 SPECS = [
     "hosted_envs:Tokens",
     "hosted_envs:TurnLetters",
@@ -55,7 +57,7 @@ def rows(*texts):
 
 @pytest.fixture
 def host():
-    with HostThread([HINTS, STUMBLES, "chat", "tool"]) as host:
+    with HostThread([HINTS, STUMBLES, DUEL, "debate", "roles", "chat", "tool"]) as host:
         yield host
 
 
@@ -64,12 +66,19 @@ def remote(tokenizer):
     """remote(hosts, name, rows, rewards, **options): an environment on hosts; those made are closed at the end."""
     made = []
 
-    def make(hosts, name, dataset, rewards=("hosted_envs:Tokens",), seed=42, env=None, **options):
+    def make(hosts, name, dataset, rewards=("hosted_envs:Tokens",), seed=42, opponents=None, **options):
         hosted = HostedEnvironment({"name": name, "remote": [host.address for host in hosts], **options})
         made.append(hosted.hosts)
         functions = hosted.rewards(list(rewards), tokenizer, dataset[0], seed)
         return hosted(
-            dataset, tokenizer, functions, 1, 2, seed=seed, reward_transform_fn=transform(functions)
+            dataset,
+            tokenizer,
+            functions,
+            1,
+            2,
+            seed=seed,
+            reward_transform_fn=transform(functions),
+            opponents=opponents,
         )
 
     yield make
@@ -172,6 +181,128 @@ def test_episodes_spread_over_hosts_and_need_only_one_of_them(remote, play):
         assert two.env_host.played == 3 + 6
 
 
+def in_order(result):
+    """The trajectories of all roles, with what `told` does not have."""
+    return [(item.role, item.policy_spans, item.extras.get("metrics")) for item in result.trajectories]
+
+
+@pytest.mark.parametrize(
+    ("name", "specs", "options"),
+    [
+        ("debate", ["winner"], {}),
+        ("roles", ["hosted_envs:Tokens"], {"roles": ["asker", "answerer", "listener"]}),
+    ],
+)
+def test_roles_on_a_host_keep_the_contract(host, remote, name, specs, options):
+    env = remote([host], name, rows("How many are 37 and 48?", "And 1?"), specs, **options)
+    check_env(env, ["Answer: 85", CALL])
+    assert env.roles == tuple(options.get("roles", ("pro", "con")))
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": ["con"], "instructions": {"con": "Be {role}."}}])
+def test_debate_on_a_host_equals_the_local_one(host, remote, play, tokenizer, options):
+    dataset = rows("How many are 37 and 48?", "And 1?")
+    specs = ["hosted_envs:Tokens", "winner"]
+    functions = [as_reward_function(spec) for spec in specs]
+    here = DebateEnv(dataset, tokenizer, functions, 1, 2, reward_transform_fn=transform(functions), **options)
+    expected, got = play(here), play(remote([host], "debate", dataset, specs, **options))
+    assert told(got) == told(expected)
+    assert in_order(got) == in_order(expected)
+    assert [group.frozen for group in got.groups] == [group.frozen for group in expected.groups]
+    assert len(got.trajectories) == 12
+
+
+def test_game_of_roles_on_a_host_equals_the_local_one(host, remote, play, tokenizer):
+    dataset = rows("Fight.", "Fight again.")
+    functions = [as_reward_function(spec) for spec in OF_ROLES]
+    here = hosted_envs.Duel(
+        dataset, tokenizer, functions, 1, 2, max_steps=4, reward_transform_fn=transform(functions)
+    )
+    expected, got = play(here), play(remote([host], DUEL, dataset, OF_ROLES, max_steps=4))
+    assert told(got) == told(expected)
+    assert in_order(got) == in_order(expected)
+    assert len({item.extras["metrics"]["lines"] for item in got.trajectories}) > 1
+    assert {item.messages[0].content for item in got.trajectories} >= {"Defend level 1.", "Attack it."}
+    assert "object" not in got.trajectories[0].extras
+
+
+def test_opponent_of_a_hosted_role_plays_in_the_trainer(host, remote, play):
+    heard = []
+
+    def rival(messages):
+        heard.append(messages[-1].content)
+        return f"No, for the {len(messages)}. time."
+
+    dataset = rows("Fight.")
+    result = play(remote([host], DUEL, dataset, OF_ROLES, opponents={"con": rival}, max_steps=2))
+    assert {item.role for item in result.trajectories} == {"pro"}
+    assert all("No, for the" in str(item.messages) for item in result.trajectories)
+    assert heard
+
+
+def test_role_whose_host_is_lost_keeps_its_samples(remote, play, on_turn, restarted):
+    said = []
+
+    def rival(messages):
+        said.append(f"Line {len(said)}.")  # no replay would get the same from it
+        return said[-1]
+
+    env = remote([restarted], DUEL, rows("Fight.", "Fight again."), OF_ROLES, max_steps=3)
+    whole = play(env)
+    on_turn(8, restarted.restart)
+    on_turn(17, restarted.restart)
+    again = play(env)
+    assert restarted.times == 2
+    assert told(again) == told(whole)
+    on_turn(5, restarted.restart)
+    env = remote([restarted], DUEL, rows("Fight."), OF_ROLES, opponents={"con": rival}, max_steps=3)
+    against = play(env)
+    assert restarted.times == 3
+    assert not against.failed
+    found = [*whole.trajectories, *again.trajectories, *against.trajectories]
+    assert not any("played_again_after" in item.extras for item in found)
+
+
+def test_game_that_replays_another_role_is_retried(remote, play, on_turn, restarted, monkeypatch):
+    env = remote([restarted], DUEL, rows("Fight."), OF_ROLES, max_steps=3)
+    next_role = hosted_envs.Duel.next_role
+
+    def other(self, episode):
+        next_role(self, episode)
+        if not episode.said:
+            return self.roles[restarted.times % 2]
+        return None if len(episode.said) == 4 else "con" if episode.said[-1].role == "pro" else "pro"
+
+    monkeypatch.setattr(hosted_envs.Duel, "next_role", other)
+    on_turn(2, restarted.restart)
+    episodes = play(env, group_size=1).trajectories
+    assert {item.extras["played_again_after"] for item in episodes} == {"env/raised"}
+    assert {item.role: len(item.policy_spans) for item in episodes} == {"pro": 2, "con": 2}
+
+
+def test_message_of_an_unknown_role_is_refused():
+    with pytest.raises(DataError, match=r"began an episode as the role ''\. Accepted: 'pro', 'con'"):
+        wire.begun(wire.Said(step=3), ("pro", "con"))
+
+
+def test_error_of_a_game_on_a_host_fails_all_its_roles(host, remote, play):
+    env = remote([host], DUEL, rows("raise", "Fight."), OF_ROLES, max_steps=2)
+    result = play(env, max_failed_share=1.0)
+    assert [(sample.prompt_id, sample.index, sample.role) for sample in result.failed] == [
+        ("p0", index, role) for index in (1, 2) for role in ("pro", "con")
+    ]
+    assert {sample.failure_class for sample in result.failed} == {"env/raised"}
+    assert "Duel.next_role raised RuntimeError: the ring is closed" in result.failed[0].failure
+
+
+def test_judge_that_fails_on_a_host_leaves_all_roles_out(host, remote, play):
+    specs = [{"name": "hosted_envs:MoreLetters", "dislikes": "0"}]
+    result = play(remote([host], DUEL, rows("Fight.", "Fight."), specs, max_steps=2), max_failed_share=1.0)
+    assert {sample.prompt_id for sample in result.failed} == {"p0"}
+    assert {(item.prompt_id, item.role) for item in result.trajectories} == {("p1", "pro"), ("p1", "con")}
+    assert {sample.failure_class for sample in result.failed} == {"more_letters/raised"}
+
+
 def test_hosts_that_have_different_environments_are_refused(remote, monkeypatch):
     with HostThread([HINTS]) as one, HostThread([HINTS]) as two:
         make = two.env_host._make
@@ -218,14 +349,14 @@ def restarted():
 
 class Restarted:
     def __init__(self):
-        self.now, self.lock = HostThread([HINTS]), threading.Lock()
+        self.now, self.lock = HostThread([HINTS, DUEL]), threading.Lock()
         self.address, self.times = self.now.address, 0
 
     def restart(self):
         with self.lock:  # the trainer may be done before the new one stands
             self.times += 1
             self.now.stop()
-            self.now = HostThread([HINTS], self.now.server.port)
+            self.now = HostThread([HINTS, DUEL], self.now.server.port)
 
 
 def test_episode_with_a_lost_host_keeps_its_samples(remote, play, on_turn, restarted):
@@ -364,10 +495,17 @@ def test_reward_that_breaks_its_contract_on_a_host_stops_the_run(host, remote, p
 @pytest.mark.parametrize(
     ("name", "options", "specs", "message"),
     [
-        ("tol", {}, [], "env.name='tol' is unknown. Known: chat, hosted_envs:Hints, .* Did you mean 'tool'"),
+        (
+            "tol",
+            {},
+            [],
+            "env.name='tol' is unknown. Known: chat, debate, hosted_envs:Duel, .* Did you mean 'tool'",
+        ),
         ("tool", {"tols": []}, ["math"], "env option='tols' is unknown. .*Did you mean 'tools'"),
         ("tool", {"tools": ["calculater"]}, ["math"], "Did you mean 'calculator'"),
         ("chat", {}, ["mth"], "Did you mean 'math'"),
+        ("debate", {"frozen": ["cno"]}, ["winner"], "env.frozen='cno' is unknown. .*Did you mean 'con'"),
+        ("chat", {}, ["winner"], "judges several roles, but this environment has one"),
         ("chat", {}, ["hosted_envs:Refuses"], "this reward refuses to exist"),
     ],
 )
@@ -397,9 +535,17 @@ def test_a_program_is_repaired_on_a_host(remote, play):
         check_env(second, ["```python\ndef double(x):\n    return x * 2\n```"], rows=[0])
 
 
-def test_environment_with_a_custom_loop_is_not_hosted():
-    with pytest.raises(ConfigError, match=r"cannot be hosted: OwnLoop._run_interaction_loop takes over"):
-        HostThread(["hosted_envs:OwnLoop"])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("OwnLoop", "_run_interaction_loop"),
+        ("OwnOpening", "opening"),
+        ("OwnOpponent", "opponents"),
+    ],
+)
+def test_environment_that_does_the_trainers_work_is_not_hosted(name, part):
+    with pytest.raises(ConfigError, match=rf"cannot be hosted: {name}.{part} takes over"):
+        HostThread([f"hosted_envs:{name}"])
 
 
 def test_a_row_that_no_message_can_hold_is_named(host, remote):
@@ -412,7 +558,7 @@ def test_another_protocol_is_refused_by_either_side(host, monkeypatch):
     monkeypatch.setattr(trainer_side.wire, "HelloRequest", lambda **fields: hello(protocol=7, version="9"))
     with pytest.raises(
         ConfigError,
-        match=r"this host uses protocol 1 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
+        match=r"this host uses protocol 2 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
     ):
         HostedEnvironment({"name": "chat", "remote": host.address})
 

@@ -22,6 +22,14 @@ SMALL = [
     "tracking.tensorboard=false", "checkpoint.every=0", "eval.every=0", "env.describe_tools=false", "algorithm.name=grpo",
     "training.lr=1e-3", "deterministic=true", "rewards=[math, {name: length, unit: chars, max_length: 1, margin: 40}]",
 ]  # fmt: skip
+DEBATE = {
+    "config": ROOT / "configs" / "debate_grpo.yaml",
+    "small": [
+        *(item for item in SMALL if "tools" not in item),
+        "env.instructions={pro: Answer., con: Object.}",
+        "rewards=[{name: hosted_envs:MoreLetters}, {name: winner, by: {name: length, max_length: 20, unit: chars}}]",
+    ],
+}
 ON_PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
 
 
@@ -47,11 +55,9 @@ class Host:
         assert not alive
 
 
-def train(model_dir, directory, *overrides):
-    assert (
-        main(["train", str(CONFIG), f"model.path={model_dir}", f"output.dir={directory}", *SMALL, *overrides])
-        == 0
-    )
+def train(model_dir, directory, *overrides, config=CONFIG, small=SMALL):
+    place = [f"model.path={model_dir}", f"output.dir={directory}"]
+    assert main(["train", str(config), *place, *small, *overrides]) == 0
     return (directory / "model" / "model.safetensors").read_bytes()
 
 
@@ -88,6 +94,41 @@ def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd)
         "hosted_envs:Mortal: opened by a trainer",
         "hosted_envs:Mortal: its trainer disconnected after 8 episodes",
     ]
+
+
+def test_debate_on_a_killed_host_changes_no_weight(model_dir, tmp_path):
+    debate = ["env.name=hosted_envs:MortalDebate", "env.max_steps=2", f"env.died={tmp_path / 'died'}"]
+    (tmp_path / "died").touch()
+    here = train(model_dir, tmp_path / "here", *debate, **DEBATE)
+    (tmp_path / "died").unlink()
+    first, hosts = Host("hosted_envs:MortalDebate"), []
+
+    def start_again():
+        first.process.wait()
+        hosts.append(Host("hosted_envs:MortalDebate", first.port))
+
+    watch = threading.Thread(target=start_again, daemon=True)
+    watch.start()
+    remote = [f"env.remote={first.address}", "env.dies_at=30"]
+    there = train(model_dir, tmp_path / "there", *debate, *remote, **DEBATE)
+    watch.join(60)
+    assert (tmp_path / "died").exists()
+    assert there == here
+    rows = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["trajectories"] for row in rows if "trajectories" in row] == [16.0, 16.0]
+    assert all(row["reward/std"] > 0 for row in rows if "trajectories" in row)
+    hosts[0].end()
+    assert hosts[0].said[2].startswith("hosted_envs:MortalDebate: its trainer disconnected after 16 episodes")
+
+
+def test_hosted_debate_has_the_opponents_of_its_configuration(model_dir, tmp_path):
+    options = ["max_steps=1", "env.opponents={con: 'hosted_envs:rival'}"]
+    here = train(model_dir, tmp_path / "here", *options, **DEBATE)
+    with HostThread(["debate"]) as host:
+        remote = f"env.remote={host.address}"
+        assert train(model_dir, tmp_path / "there", *options, remote, **DEBATE) == here
+        assert train(model_dir, tmp_path / "alone", "max_steps=1", remote, **DEBATE) != here
+        assert any("debate: opened by a trainer" in line for line in host.said)
 
 
 def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypatch):
