@@ -137,10 +137,11 @@ def test_ranks_share_everything_under_fsdp2(model):
     shape, ranks = shape_of(model), 4
     numbers = shape.parameters
     plain = TorchBackend.memory(shape, FLOAT32, {}, ranks)
-    assert (plain.weights, plain.gradients, plain.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
+    assert (plain.weights, plain.buckets, plain.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
+    assert plain.gradients == 0  # they are views of the buckets
     sharded = TorchBackend.memory(shape, FLOAT32, {"shard": "fsdp2"}, ranks)
     assert sharded.weights + sharded.gradients + sharded.optimizer == pytest.approx(16 * numbers / 4, abs=12)
-    assert sharded.gathered > 0 and plain.gathered == 0
+    assert sharded.gathered > 0 and plain.gathered == 0 and sharded.buckets == 0
     frozen = TorchBackend.memory(shape, FLOAT32, {"shard": "fsdp2"}, ranks, trains=False)
     assert frozen.weights == sharded.weights and frozen.gradients == frozen.optimizer == 0
 

@@ -40,6 +40,7 @@ def small(model_dir, tmp_path_factory):
     def config(overrides=None):
         own = {
             "model.path": str(model_dir),
+            "model.autocast": "none",
             "data.path": "arithmetic",
             "data.limit": 4,
             "eval.every": 0,

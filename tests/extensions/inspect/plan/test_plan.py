@@ -24,6 +24,7 @@ from rl4llm.inference.local import GRAPHS
 
 GIB, WITHIN = 2**30, 0.2
 QUIET = {
+    "model.autocast": "none",
     "tracking.tensorboard": False,
     "tracking.episodes_every": 0,
     "eval.every": 0,
