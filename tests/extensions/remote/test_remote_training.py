@@ -172,3 +172,13 @@ def test_a_run_whose_environment_no_host_has_does_not_start(model_dir, tmp_path,
     said = " ".join(capsys.readouterr().err.split())
     assert f"env host {host.address}: env.name='tool' is unknown. Known: chat." in said
     assert not (tmp_path / "run").exists()
+
+
+def test_plan_counts_a_remote_environment_as_a_local_one(model_dir, capfd):
+    planned = []
+    with HostThread(["tool"]) as host:
+        for remote in ("null", host.address):
+            keys = [f"model.path={model_dir}", *SMALL, "env.tools=[calculator]", f"env.remote={remote}"]
+            assert main(["plan", str(CONFIG), *keys, "--json"]) == 0
+            planned.append(json.loads(capfd.readouterr().out))
+    assert planned[0]["counts"] == planned[1]["counts"]

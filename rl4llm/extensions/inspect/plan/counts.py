@@ -20,7 +20,14 @@ from rl4llm.compose.data import (
     micro_batch_plan,
     training_rows,
 )
-from rl4llm.compose.environments import THE_POLICY, Provided, build_env, build_sandbox, with_hosts
+from rl4llm.compose.environments import (
+    THE_POLICY,
+    Provided,
+    build_env,
+    build_rewards,
+    build_sandbox,
+    with_hosts,
+)
 from rl4llm.compose.supervised import dataset_renderer, fitting_conversations, row_reader
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import batching_of
@@ -117,10 +124,12 @@ def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tu
         playing = (role for role, item in opponents.items() if item not in (None, THE_POLICY))
         silent = dict.fromkeys(playing, lambda messages: "")
     provided = Provided({"sandbox": lambda: build_sandbox(config), "opponents": lambda: silent})
-    if given.hosted:
-        given.hosted.rewards([], tokenizer, dataset[0], config.seed)
-    env = build_env(config, given, dataset, tokenizer, [_Unscored("unscored")], None, provided)
-    return env, measured
+    rewards, combine = (
+        build_rewards(config, given, provided, tokenizer, dataset[0])  # hosts load them
+        if given.hosted
+        else ([_Unscored("unscored")], None)
+    )
+    return build_env(config, given, dataset, tokenizer, rewards, combine, provided), measured
 
 
 class _Unscored(BaseRewardFunction):
