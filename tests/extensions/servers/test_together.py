@@ -50,7 +50,7 @@ class GlooServer(TensorServer):
         async def joining():
             async with (
                 self.busy
-            ):  # a server does nothing else while it joins, also when nobody waits for its answer
+            ):  # a server does nothing else while it joins, even if no client waits for its answer
                 return await asyncio.to_thread(join)
 
         self.joined[name] = await asyncio.shield(asyncio.create_task(joining()))
