@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 CONFIG = {
+    "model": {"autocast": "none"},  # the same numbers on every processor
     "data": {"path": "arithmetic", "limit": 8},
     "eval": {"every": 0},
     "rewards": [{"name": "length", "unit": "chars", "max_length": 1, "margin": 10}],
@@ -33,7 +34,9 @@ class SmallRun:
 
     @classmethod
     def at(cls, directory, model_dir):
-        (directory / "small.yaml").write_text(yaml.safe_dump({"model": {"path": str(model_dir)}, **CONFIG}))
+        (directory / "small.yaml").write_text(
+            yaml.safe_dump(CONFIG | {"model": CONFIG["model"] | {"path": str(model_dir)}})
+        )
         return cls(directory)
 
     def into(self, name, *overrides):

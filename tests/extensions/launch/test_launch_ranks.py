@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -171,7 +172,8 @@ def config(model_dir, tmp_path):
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chosen = {
-        "model": {"path": str(model_dir)}, "data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["vowels:Vowels"],
+        "model": {"path": str(model_dir), "autocast": "none"},
+        "data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["vowels:Vowels"],
         "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "eval": {"every": 0},
         "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "run")}, "deterministic": True, "max_steps": 12,
     }  # fmt: skip
@@ -219,6 +221,4 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(on_ranks, config,
     assert any(
         (tensor != load_file(model_dir / "model.safetensors")[name]).any() for name, tensor in ended.items()
     )
-    assert {name: tensor.tolist() for name, tensor in ended.items()} == {
-        name: tensor.tolist() for name, tensor in expected.items()
-    }
+    assert [name for name in ended | expected if not torch.equal(ended[name], expected[name])] == []
