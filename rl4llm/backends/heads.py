@@ -19,8 +19,8 @@ from rl4llm.runtime.cpu import linear, weight_gradient
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
-KEEP_BYTES = 64 << 20
-"""So much of the fp32 logits is kept on a CPU for the backward pass; the rest is computed again.
+KEEP_BYTES = 256 << 20
+"""So much of the logits, in the dtype of their product, is kept on a CPU for the backward pass; the rest is computed again.
 
 A GPU keeps none: a share that saves time would take gigabytes, since the logits of 8,192 tokens are 5 GB for 152,000 tokens
 of a vocabulary, and computing all of them again is about a twentieth of the update of a model of 1.5B.
@@ -107,7 +107,7 @@ def token_values(hidden_SD: Tensor, place_BT: Tensor, batch: TrainBatch, value_h
 def head_memory(
     shape: ModelShape, precision: Precision, asked: int, *, backward: bool, values: bool = False
 ) -> int:
-    """Return the bytes for the log-probs of `asked` tokens: some tiles of fp32 logits, and those kept on a CPU for a
+    """Return the bytes for the log-probs of `asked` tokens: some tiles of fp32 logits, and the logits kept on a CPU for a
     backward pass.
 
     In the backward pass also the fp32 gradients of the hidden states and, where the output layer trains, of its weight,
@@ -116,11 +116,11 @@ def head_memory(
     hidden = asked * shape.hidden
     if values:
         return hidden * (precision.weights + FP32)
-    logits = asked * shape.vocabulary * FP32
-    tiles = 3 * min(GPU_TILE_BYTES if precision.gpu else TILE_BYTES, logits)
+    logits = asked * shape.vocabulary
+    tiles = 3 * min(GPU_TILE_BYTES if precision.gpu else TILE_BYTES, logits * FP32)
     if not backward:
         return hidden * precision.weights + tiles
-    kept = 0 if precision.gpu else min(KEEP_BYTES, logits)
+    kept = 0 if precision.gpu else min(KEEP_BYTES, logits * precision.computed)
     weight = 0 if shape.adapter else shape.vocabulary * shape.hidden * FP32
     return hidden * (2 * precision.weights + FP32) + tiles + kept + weight
 
@@ -217,22 +217,23 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, plan: _Cuts
     ) -> tuple[Tensor, Tensor]:
         tiles = plan.tiles(len(hidden_ND), len(weight_VD))
-        num_kept = plan.keep_bytes // plan.tile_bytes if any(ctx.needs_input_grad) else 0
+        room = plan.keep_bytes if any(ctx.needs_input_grad) else 0
         kept: list[Tensor] = []
         # Made before the loop: small blocks that outlive the logits beside them would keep malloc from using their place.
         slices = 1 + max((tile.number for tile in tiles), default=0)
         summaries = hidden_ND.new_zeros(3, slices, len(hidden_ND), dtype=torch.float32)
         for tile in tiles:
-            logits = _logits(hidden_ND, weight_VD, bias_V, tile, plan)
-            if len(kept) < num_kept:
-                kept.append(logits)
+            product = _product(hidden_ND, weight_VD, bias_V, tile, plan)
+            room -= product.nbytes
+            if room >= 0:
+                kept.append(product)
             _summarise(
-                _scores(logits, plan),
+                _scores(product.float(), plan),
                 targets_N[tile.rows] - tile.columns.start,
                 plan,
                 summaries[:, tile.number, tile.rows],
             )
-            del logits
+            del product
         normalisers_N, scores_N, entropy_N = _combined(summaries)
         ctx.plan = plan
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *kept)
@@ -248,7 +249,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         ]
         for number, tile in enumerate(plan.tiles(len(hidden_ND), len(weight_VD))):
             rows = tile.rows
-            logits = kept[number] if number < len(kept) else _logits(*inputs, tile, plan)
+            product = kept[number] if number < len(kept) else _product(*inputs, tile, plan)
+            logits = product.float()
             columns_N = targets_N[rows] - tile.columns.start
             grad = _grad_scores(
                 _scores(logits, plan), normalisers_N[rows], entropy_N[rows], columns_N,
@@ -266,9 +268,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         )
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tile: _Tile, plan: _Cuts) -> Tensor:
+def _product(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tile: _Tile, plan: _Cuts) -> Tensor:
+    """Return one tile of the logits, in the dtype of products."""
     bias = None if bias_V is None else bias_V[tile.columns].to(plan.dtype)
-    return linear(hidden_ND[tile.rows].to(plan.dtype), weight_VD[tile.columns].to(plan.dtype), bias).float()
+    return linear(hidden_ND[tile.rows].to(plan.dtype), weight_VD[tile.columns].to(plan.dtype), bias)
 
 
 def _add_products(

@@ -19,6 +19,8 @@ from rl4llm.core.model_memory import Precision
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.inspect.plan.shape import shape_of
 
+PRODUCTS = {"none": torch.float32, "bfloat16": torch.bfloat16}
+
 
 def naive(hidden_ND, weight_VD, bias_V, targets_N, temperature, softcap):
     logits_NV = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V)
@@ -78,19 +80,19 @@ def test_many_rows_are_cut_into_blocks_without_a_trace(monkeypatch):
             torch.testing.assert_close(grad, wanted, atol=3e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
 @pytest.mark.parametrize(("device", "kept"), [("cpu", KEEP_BYTES), ("meta", 0)])
-def test_a_plan_counts_the_logits_that_are_kept(model, device, kept):
-    rows, vocabulary, hidden = 8192, 4096, 8
+def test_a_plan_counts_the_logits_that_are_kept(model, device, kept, autocast):
+    rows, vocabulary, hidden = 8192, 20480, 8
     states = torch.empty(rows, hidden, device=device, requires_grad=True)
     weight = torch.empty(vocabulary, hidden, device=device)
     targets = torch.zeros(rows, dtype=torch.long, device=device)
-    logprobs_N, _ = selected_logprobs(states, OutputLayer(weight), targets)
+    logprobs_N, _ = selected_logprobs(states, OutputLayer(weight), targets, dtype=PRODUCTS[autocast])
     _, _, _, _, _, _, *logits = logprobs_N.grad_fn.saved_tensors
     assert sum(tile.nbytes for tile in logits) == kept
-    shape, gpu = replace(shape_of(model), vocabulary=vocabulary), device != "cpu"
-    asked = [
-        head_memory(shape, Precision.of("float32", gpu=gpu), rows, backward=back) for back in (False, True)
-    ]
+    shape = replace(shape_of(model), vocabulary=vocabulary)
+    precision = Precision.of("float32", autocast, gpu=device != "cpu")
+    asked = [head_memory(shape, precision, rows, backward=back) for back in (False, True)]
     gradients = 2 * rows * shape.hidden * 4 + vocabulary * shape.hidden * 4
     assert asked[1] - asked[0] - gradients == kept
 
@@ -156,8 +158,8 @@ import re, torch
 from rl4llm.backends.heads import OutputLayer, selected_logprobs
 torch.set_num_threads(1)
 hidden = torch.randn(4096, 32, requires_grad=True)
-weight = torch.randn(16000, 32, requires_grad=True)
-targets = torch.randint(0, 16000, (4096,))
+weight = torch.randn(64000, 32, requires_grad=True)
+targets = torch.randint(0, 64000, (4096,))
 selected_logprobs(hidden[:8], OutputLayer(weight), targets[:8])[0].sum().backward()
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
@@ -170,4 +172,4 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_the_logits_are_never_all_in_memory():
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert 2**20 < int(done.stdout) < 0.75 * 4096 * 16000 * 4  # one fp32 copy of the logits
+    assert 2**20 < int(done.stdout) < 0.75 * 4096 * 64000 * 4  # one fp32 copy of the logits

@@ -133,7 +133,7 @@ PINNED = {
     "{algorithm.name: ppo, model.device: cuda, model.autocast: bfloat16, "
     "backend: {name: torch, shard: fsdp2}}": [533632, 6031232, 4169600, 8613248, 9743744],
     "{algorithm: {name: grpo, kl_coef: 0.1}, model.dtype: bfloat16, "
-    "backend: {name: deepspeed, zero_stage: 3}}": [359200, 4818176, 4083968, 9436928],
+    "backend: {name: deepspeed, zero_stage: 3}}": [359200, 4818176, 4083968, 9273088],
     "{model.lora.rank: 4, model.device: cuda, backend: {name: deepspeed, offload_optimizer: true}}": [
         619776,
         8344832,
