@@ -904,7 +904,7 @@ def test_what_is_for_all_servers_reaches_all(play, weights):
         assert len(scores) == 3
         assert await scene.fleet.score(PROMPT) == pytest.approx(scores[0], abs=1e-5)
 
-    play(story, 3, check_deadline_s=0.5)
+    play(story, 3)
 
 
 def test_health_names_who_is_out_and_why(play):
