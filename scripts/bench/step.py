@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import transformers
+import yaml
 from models import (
     SHAPES,
     build_model,
@@ -310,7 +311,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    overrides = dict(item.split("=", 1) for item in options.set)
+    overrides = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in options.set)}
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     with ExitStack() as stack:
