@@ -1,10 +1,14 @@
 """The update of one GRPO step alone: this backend against the usual padded micro-batches of 32 rows.
 
     python scripts/bench/update.py --size 30m [--autocast bfloat16] [--rounds 3] [--threads 2]
+    python scripts/bench/update.py --model SMOLLM2 --prompts 4 --autocast bfloat16 --products
 
 16 prompts x 8 samples, 64 prompt and 64 new tokens. The other side is the Hugging Face model on padded rows, logits for
 the completions only, log_softmax, `torch.optim.AdamW`; both sides have the same matrix-product kernels and the same
 weights. Rounds alternate; peak memory is that of a separate process per side. Ratios above 1 favour the backend.
+
+`--products` profiles updates of the backend alone instead: how much of the time its bfloat16 products take, and how near
+they come to the rate of a large product.
 """
 
 from __future__ import annotations
@@ -25,26 +29,42 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import PROMPT_TOKENS, SHAPES, build_model, build_prompts
+from models import (
+    PROMPT_TOKENS,
+    SHAPES,
+    build_model,
+    build_prompts,
+    describe_machine,
+)
+from models import (
+    load_model as load_pretrained,
+)
+from torch.profiler import ProfilerActivity, profile
 
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.pack import pack
-from rl4llm.runtime.cpu import use_fast_linear
+from rl4llm.runtime.cpu import keep_freed_memory, use_fast_linear
 
-PROMPTS, SAMPLES, NEW_TOKENS, ROWS = 16, 8, 64, 32
+SAMPLES, NEW_TOKENS, ROWS = 8, 64, 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def trajectories(size: str, logprob: float = -6.0) -> list[Trajectory]:
+def build(args: argparse.Namespace) -> torch.nn.Module:
+    if args.model:
+        return load_pretrained(args.model)[0].to(DTYPES[args.dtype])
+    return build_model(args.size, DTYPES[args.dtype])
+
+
+def trajectories(vocabulary: int, prompts: int, logprob: float = -6.0) -> list[Trajectory]:
     """Of equal length and random tokens, each sampled with the same log-prob; rewards are random numbers."""
     generator = torch.Generator().manual_seed(0)
     found = []
-    for number, prompt in enumerate(build_prompts(SHAPES[size]["vocab_size"], PROMPTS)):
+    for number, prompt in enumerate(build_prompts(vocabulary, prompts)):
         for _ in range(SAMPLES):
-            ids = torch.randint(3, SHAPES[size]["vocab_size"], (NEW_TOKENS,), generator=generator).tolist()
+            ids = torch.randint(3, vocabulary, (NEW_TOKENS,), generator=generator).tolist()
             spans = (TokenSpan.context(prompt), TokenSpan(tuple(ids), "policy", (logprob,) * NEW_TOKENS, 0))
             reward = torch.rand((), generator=generator).item()
             found.append(Trajectory(str(number), spans, (), {}, reward, "length"))
@@ -57,9 +77,9 @@ def losses(batch, logprobs_BT, entropy_BT):
 
 
 def our_side(args: argparse.Namespace) -> Callable[[], None]:
-    given = trajectories(args.size)
+    model = load_model(build(args), dtype=args.dtype)
+    given = trajectories(model.config.vocab_size, args.prompts)
     credits = [1.0, -1.0] * (len(given) // 2)
-    model = load_model(build_model(args.size, DTYPES[args.dtype]), dtype=args.dtype)
     backend = TorchBackend(model, lr=1e-6, autocast=args.autocast)
 
     def step() -> None:
@@ -75,10 +95,11 @@ def our_side(args: argparse.Namespace) -> Callable[[], None]:
 
 
 def padded_side(args: argparse.Namespace) -> Callable[[], None]:
-    model = build_model(args.size, DTYPES[args.dtype])
+    model = build(args)
     use_fast_linear(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    ids_BT = torch.tensor([trajectory.token_ids for trajectory in trajectories(args.size)])
+    given = trajectories(model.config.vocab_size, args.prompts)
+    ids_BT = torch.tensor([trajectory.token_ids for trajectory in given])
     credits_B = torch.tensor([1.0, -1.0] * (len(ids_BT) // 2))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.autocast == "bfloat16")
 
@@ -92,7 +113,9 @@ def padded_side(args: argparse.Namespace) -> Callable[[], None]:
             logp = logits[:, :-1].float().log_softmax(-1).gather(2, rows[:, PROMPT_TOKENS:, None]).squeeze(2)
             ratio = (logp - logp.detach()).exp()
             (
-                -torch.min(ratio * credit_B[:, None], ratio.clamp(0.8, 1.2) * credit_B[:, None]).sum() / 8192
+                -torch.min(ratio * credit_B[:, None], ratio.clamp(0.8, 1.2) * credit_B[:, None]).sum()
+                / len(ids_BT)
+                / NEW_TOKENS
             ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -116,11 +139,31 @@ def measured_peak(side: str, args: argparse.Namespace) -> int:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def main() -> None:
+def show_products(args: argparse.Namespace) -> None:
+    """Print the share of products in our side's time, and their rate, from a profile of some updates."""
+    step = our_side(args)
+    step()
+    print(describe_machine())
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as trace:
+        for _ in range(args.rounds):
+            step()
+    events = trace.key_averages()
+    products = [event for event in events if event.key in ("aten::mm", "aten::bmm")]
+    total, taken = (sum(event.self_cpu_time_total for event in group) / 1e6 for group in (events, products))
+    operations = sum(event.flops for event in products)
+    print(
+        f"an update: {total / args.rounds:.2f} s, products {taken / total:.0%} of it; "
+        f"{operations / args.rounds / 1e12:.2f} TFLOP at {operations / taken / 1e9:.0f} GFLOP/s"
+    )
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
+    parser.add_argument("--model", help="the directory of a pretrained model, instead of --size")
+    parser.add_argument("--prompts", type=int, default=16, help="with 8 samples each")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
     parser.add_argument(
         "--autocast", choices=["none", "bfloat16"], default="none", help="of the matrix products"
@@ -133,9 +176,20 @@ def main() -> None:
         "--cpu-seconds", action="store_true", help="for a busy machine: CPU seconds instead of wall clock"
     )
     parser.add_argument("--no-peaks", action="store_true")
+    parser.add_argument(
+        "--products", action="store_true", help="profile our side; only bfloat16 products are counted"
+    )
     parser.add_argument("--peak-of", choices=SIDES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
     torch.set_num_threads(args.threads)
+    if args.products:
+        keep_freed_memory()
+        show_products(args)
+        return
     if args.peak_of:
         print(json.dumps(peak_bytes(args.peak_of, args)))
         return
