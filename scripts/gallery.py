@@ -154,12 +154,10 @@ def results_table(recipe: Recipe, results: dict[str, Stored]) -> str:
             f"`{weights[:12]}`" if weights else "not deterministic",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    machines = {
-        json.dumps(run["machine"]): run["machine"]
-        for known in results.values()
-        for run in known.seeds.values()
-    }
-    return "\n".join(lines) + "\n\n" + " ".join(map(machine, machines.values()))
+    machines = dict.fromkeys(
+        machine(run["machine"]) for known in results.values() for run in known.seeds.values()
+    )
+    return "\n".join(lines) + "\n\n" + " ".join(machines)
 
 
 def machine(about: dict) -> str:
