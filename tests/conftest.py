@@ -56,10 +56,11 @@ def pytest_runtest_protocol(item):
 def pytest_configure():
     """Restore Ctrl-C where a shell started the tests in the background, which has all that they start ignore it.
 
-    Without `CI`, pytest shows where two long values begin to differ. With it, pytest compares the bytes of two models
-    line by line, for longer than all tests take.
+    Without `CI` and `BUILD_NUMBER`, pytest shows where two long values begin to differ. With one of them, it compares the
+    bytes of two models line by line, for longer than all tests take.
     """
-    os.environ.pop("CI", None)
+    for variable in ("CI", "BUILD_NUMBER"):
+        os.environ.pop(variable, None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
