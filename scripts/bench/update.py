@@ -29,19 +29,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import (
-    PROMPT_TOKENS,
-    SHAPES,
-    build_model,
-    build_prompts,
-    describe_machine,
-)
-from models import (
-    load_model as load_pretrained,
-)
+from models import PROMPT_TOKENS, SHAPES, build_model, build_prompts, describe_machine, load_model
 from torch.profiler import ProfilerActivity, profile
 
-from rl4llm.backends.models import load_model
+from rl4llm.backends.models import load_model as as_trained
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
@@ -54,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def build(args: argparse.Namespace) -> torch.nn.Module:
     if args.model:
-        return load_pretrained(args.model)[0].to(DTYPES[args.dtype])
+        return load_model(args.model)[0].to(DTYPES[args.dtype])
     return build_model(args.size, DTYPES[args.dtype])
 
 
@@ -77,7 +68,7 @@ def losses(batch, logprobs_BT, entropy_BT):
 
 
 def our_side(args: argparse.Namespace) -> Callable[[], None]:
-    model = load_model(build(args), dtype=args.dtype)
+    model = as_trained(build(args), dtype=args.dtype)
     given = trajectories(model.config.vocab_size, args.prompts)
     credits = [1.0, -1.0] * (len(given) // 2)
     backend = TorchBackend(model, lr=1e-6, autocast=args.autocast)
