@@ -118,9 +118,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
-            raise EngineError(
-                f"{len(self.token_ids)} tokens of a completion, but {len(self.logprobs)} log-probs."
-            )
+            raise EngineError(f"{len(self.token_ids)} tokens sampled, but {len(self.logprobs)} log-probs.")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field by its name, as loops do that expect the answer of a server: ``outputs[i].get("text", "")``."""
@@ -168,8 +166,7 @@ class Trajectory:
     """One finished episode: its exact tokens, its messages and its reward.
 
     `turn_rewards` has one number for each turn of the policy, or is empty; their sum is part of `reward`. In an episode
-    of several roles each has its own trajectory, and `role` names it. `part` names the environment in an environment
-    mixture.
+    of several roles each has its own trajectory, and `role` names it. `part` names the environment in a mixture.
 
     An episode whose history was rewritten has one token record for each history: the first is `spans`, those that came
     later are `forks`. What two records share was sampled in one of them and is context in the other.

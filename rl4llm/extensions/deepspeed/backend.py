@@ -327,12 +327,9 @@ class DeepSpeedBackend(ModelBackend):
     def _lies_plainly(self, tensor: Tensor) -> bool:
         """Return whether each rank holds a plain slice of the tensor in its memory."""
         zero = self._settings["zero_optimization"]
-        elsewhere = zero.get("offload_param", {}).get("device") == "nvme"
-        return (
-            whole_shape(tensor) != tuple(tensor.shape)
-            and not elsewhere
-            and not any(zero.get(key) for key in ALTERED)
-        )
+        if zero.get("offload_param", {}).get("device") == "nvme" or any(zero.get(key) for key in ALTERED):
+            return False
+        return whole_shape(tensor) != tuple(tensor.shape)
 
     def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
         return TensorSpec(name, whole_shape(tensor), tensor.dtype)
