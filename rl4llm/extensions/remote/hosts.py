@@ -117,9 +117,8 @@ class Hosts:
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        finally:
+            future.cancel()  # after Ctrl-C; without effect on one that is done
 
     def _first(self, ask: Callable[[Link], Awaitable[T]]) -> T:
         return self._wait(self.pool.first(ask, LostError, AGAIN_AFTER_S))

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,15 +90,12 @@ class Cell:
         self._from, replies = os.pipe()
         self._out, out = os.pipe()
         self._err, err = os.pipe()
-        theirs = [requests, replies, out, err]
-        try:
+        with ExitStack() as theirs, ExitStack() as undo:
+            for descriptor in (requests, replies, out, err):
+                theirs.callback(os.close, descriptor)
+            undo.callback(self._release)
             self.process = self._start(requests, replies, out, err)
-        except BaseException:
-            self._release()
-            raise
-        finally:
-            for descriptor in theirs:
-                os.close(descriptor)
+            undo.pop_all()
         self._weighed = time.monotonic()
         self._ready = False
         self._poll = select.poll()

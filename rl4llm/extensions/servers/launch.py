@@ -119,12 +119,11 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         check_free(self._host, self._port)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.stop)
             self._start()
             self._wait_until_healthy()
-        except BaseException:
-            self.stop()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(

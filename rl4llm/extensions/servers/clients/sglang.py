@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,16 +157,17 @@ class SGLangClient(AdaptingClient):
     @asynccontextmanager
     async def update(self) -> AsyncIterator[None]:
         """Open and close an update, since SGLang takes tensors only in between; close one that a dead trainer left open."""
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(
+                self.attempted, "/end_weight_update", {}
+            )  # the first error is the one to report
             try:
                 await self.admin("/begin_weight_update", {})
             except RefusedError:
                 await self.attempted("/end_weight_update", {})
                 await self.admin("/begin_weight_update", {})
             yield
-        except BaseException:
-            await self.attempted("/end_weight_update", {})  # the first error is the one to report
-            raise
+            undo.pop_all()
         await self.admin("/end_weight_update", {})
 
     async def ranks(self) -> int:

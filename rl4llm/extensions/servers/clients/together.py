@@ -100,7 +100,8 @@ class Together:
 
     async def _send(self, clients: tuple[Receiver, ...], weight_ref: WeightRef) -> None:
         clients = tuple(sorted(clients, key=lambda client: client.base_url))
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._leave, clients)
             group = self.groups.get(clients) or await self._join(clients)
             async with AsyncExitStack() as updates:
                 for client in clients:
@@ -110,9 +111,7 @@ class Together:
                     whole = [tensor.detach().contiguous() for tensor in tensors]
                     taking = [client.admin("/update_weights_from_distributed", body) for client in clients]
                     await _meet(taking, partial(group.send, whole))
-        except BaseException:
-            await self._leave(clients)
-            raise
+            undo.pop_all()
 
     async def _join(self, clients: tuple[Receiver, ...]) -> Broadcast:
         """Make a group of the trainer, with rank 0, and all ranks of these servers."""
