@@ -232,6 +232,14 @@ def test_a_sandbox_that_was_started_long_ahead_still_serves(_bubblewrap, monkeyp
     cell.end()
 
 
+def test_a_sandbox_that_does_not_start_leaves_nothing_open(monkeypatch):
+    monkeypatch.setattr(Cell, "_start", lambda *_: 1 / 0)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ZeroDivisionError):
+        Cell(CellSite("prefork", sys.executable, None, (), 0, ""), Limits())
+    assert os.listdir("/proc/self/fd") == before
+
+
 @pytest.mark.parametrize(
     ("uid_map", "lowest", "highest"),
     [

@@ -158,9 +158,8 @@ class SGLangClient(AdaptingClient):
     async def update(self) -> AsyncIterator[None]:
         """Open and close an update, since SGLang takes tensors only in between; close one that a dead trainer left open."""
         async with AsyncExitStack() as undo:
-            undo.push_async_callback(
-                self.attempted, "/end_weight_update", {}
-            )  # the first error is the one to report
+            # What fails below is the error to report, not what this returns.
+            undo.push_async_callback(self.attempted, "/end_weight_update", {})
             try:
                 await self.admin("/begin_weight_update", {})
             except RefusedError:
