@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from forked_python import python
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rl4llm.cli import COMMANDS, _parsed, build_parser, main
 from rl4llm.config import load_config
@@ -156,6 +156,34 @@ def test_eval_repeats_its_result_and_does_not_change_the_run(run, tmp_path, caps
         < 0
     )
     told(capsys, "eval", "configs/quickstart.yaml", *worse, "--fail-if-worse", code=3)
+
+
+def test_eval_measures_the_model_that_it_names(run, model_dir, tmp_path, capsys, monkeypatch):
+    """A run's configuration means that run, and --model means that model."""
+    directory, small, _ = run
+    shutil.copytree(directory, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    keys = [text for text in small if not text.startswith("output.dir=")]
+    last = told(capsys, "eval", "moved/config.yaml", *keys, "--json")
+    assert last["step"] >= 2 and last["model"].startswith("moved/checkpoints/step-")
+    shutil.copytree(model_dir, "other")
+    weights = load_file("other/model.safetensors")
+    save_file(
+        {name: tensor * 1.5 for name, tensor in weights.items()}, "other/model.safetensors", {"format": "pt"}
+    )
+    named = told(
+        capsys, "eval", "moved/config.yaml", *keys, "--model", "other", "--json", "--out", "named.json"
+    )
+    assert (named["step"], named["model"]) == (0, "other")
+    assert named["metrics"]["surprise"] != last["metrics"]["surprise"]
+
+    written = json.loads((tmp_path / "named.json").read_text())
+    for row in written["per_problem"]:
+        row["question"] += "?"
+    (tmp_path / "others.json").write_text(json.dumps(written))
+    assert main(["eval", "moved/config.yaml", *keys, "--json", "--compare", "others.json"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "4 problems have the same id in others.json, but another question" in said
 
 
 def test_eval_with_a_dataset_configuration_samples_prompts(model_dir, tmp_path, capsys):

@@ -103,6 +103,11 @@ def test_overrides_win_over_the_file_and_mappings_nest():
     assert config.rollout.group_size == load_config(CONFIGS / "quickstart.yaml").rollout.group_size
 
 
+def test_a_tilde_in_the_output_directory_is_the_home_directory():
+    config = load_config(overrides=["model.path=m", "data.path=d", "output.dir=~/runs/x"])
+    assert config.output.dir == str(Path.home() / "runs" / "x")
+
+
 def test_another_name_does_not_inherit_the_options_of_the_first(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("env: {name: tool, tools: [calculator]}\n")

@@ -235,6 +235,7 @@ def _checked(merged: DictConfig) -> Config:
         ) from None
     assert isinstance(config, Config)  # it is what everything was merged into
     config.references = references_in(merged)
+    config.output.dir = str(Path(config.output.dir).expanduser())
     check_fields(config)
     for part in FREE:
         if not isinstance(getattr(config, part).get("name"), str):

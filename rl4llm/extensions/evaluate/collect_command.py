@@ -37,9 +37,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rl4llm.config import load_config
     from rl4llm.extensions.evaluate.episodes import check_target, write_episodes
-    from rl4llm.extensions.evaluate.play import collect
+    from rl4llm.extensions.evaluate.play import collect, load
 
     if arguments.prompts < 1:
         raise ConfigError(f"--prompts {arguments.prompts} is not accepted. Accepted: 1 or above.")
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--filter-reward {arguments.filter_reward} is not accepted. Accepted: a finite number."
         )
     check_target(arguments.out)
-    episodes = collect(load_config(arguments.config, arguments.overrides), arguments.prompts)
+    episodes = collect(load(arguments.config, arguments.overrides), arguments.prompts)
     with closing(episodes), meanwhile():
         kept, total = write_episodes(episodes, arguments.out, arguments.filter_reward)
     if arguments.json:

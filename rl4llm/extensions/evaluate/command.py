@@ -37,7 +37,9 @@ def add(commands: Any) -> None:
     add_config(
         command, "a YAML file, configs/NAME.yaml for a bundled one, or benchmarks such as gsm8k,math500"
     )
-    command.add_argument("--model", metavar="PATH", help="the model: a directory, or a name on the hub")
+    command.add_argument(
+        "--model", metavar="PATH", help="measure this model and no run: a directory, or a name on the hub"
+    )
     command.add_argument("--limit", type=int, metavar="N", help="only the first N problems")
     command.add_argument(
         "--data",
@@ -67,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     ks = arguments.k or sorted({1, max(1, samples)})
     _check(arguments, ks)
     from rl4llm.extensions.evaluate.named import benchmarks_in
+    from rl4llm.extensions.evaluate.scores import other_questions
 
     before, baseline = ({}, None) if arguments.compare is None else _read(arguments.compare)
     names = benchmarks_in(arguments.config)
@@ -82,7 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(report.result)
     else:
         show(*report.tables)
-    return 0 if baseline is None else _compared(arguments, report, before, changed)
+    if baseline is None:
+        return 0
+    if others := other_questions(report.problems, baseline):
+        say(f"{others} problems have the same id in {arguments.compare}, but another question.")
+    return _compared(arguments, report, before, changed)
 
 
 def _compared(
@@ -98,7 +105,8 @@ def _compared(
         )
     for name, item in before.items():
         now = report.result.get("benchmarks", {}).get(name, item)
-        if [now["version"], now["changed"]] != [item["version"], item["changed"]]:
+        keys = ["version", "changed"] + ["hash"] * (now["problems"] == item["problems"])
+        if any(now[key] != item[key] for key in keys):
             say(f"{arguments.compare} has another definition: {_definition(name, item)}.")
     if not arguments.json:
         show(_differences_table(arguments.compare, changed))
@@ -121,17 +129,16 @@ class _Report:
 
 def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     """Measure the held-out set of a configuration."""
-    from rl4llm.config import load_config
-    from rl4llm.extensions.evaluate.play import evaluate
+    from rl4llm.extensions.evaluate.play import evaluate, load
     from rl4llm.extensions.evaluate.scores import INTERVALS, differences, scores
 
     if arguments.data:
         raise ConfigError(
             f"--data {arguments.data[0]} is for benchmarks. Next: set eval.path={arguments.data[0]}."
         )
-    config = load_config(arguments.config, [*arguments.overrides, *_overrides(arguments)])
+    config = load(arguments.config, [*arguments.overrides, *_overrides(arguments)])
     with meanwhile():
-        measured = evaluate(config, arguments.samples)
+        measured = evaluate(config, arguments.samples, of_run=arguments.model is None)
     found = scores(measured.problems, ks)
     result = measured.about() | {"scores": _plain(found), "intervals": INTERVALS, "metrics": measured.metrics}
     how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"

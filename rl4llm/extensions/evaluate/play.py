@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,14 @@ from rl4llm.commands.scratch import scratch_of
 from rl4llm.compose import build_algorithm, build_trainer
 from rl4llm.compose.data import GENERATED
 from rl4llm.compose.tables import Given
-from rl4llm.config import Config
+from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import RolloutResult
 from rl4llm.extensions.evaluate.scores import Problem, problems_of
-from rl4llm.runs.checkpoint import latest_checkpoint
+from rl4llm.runs.checkpoint import Checkpoint, latest_checkpoint
+from rl4llm.runs.run_dir import RunDir
 from rl4llm.tracking.summary import summarize
 from rl4llm.trainers.rl import RLTrainer
 
@@ -40,7 +42,10 @@ AGAIN = "\r\x1b[K"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The results of a model on held-out prompts: `metrics` as a run logs them, each problem, and all its episodes."""
+    """The results of a model on held-out prompts: `metrics` as a run logs them, each problem, and all its episodes.
+
+    `model` is the checkpoint that was measured, or `model.path`.
+    """
 
     model: str
     step: int
@@ -56,12 +61,22 @@ class Evaluation:
         return {name: getattr(self, name) for name in ("model", "step", "samples", "temperature", "seed")}
 
 
-def evaluate(config: Config, samples: int = 1, given: Given | None = None) -> Evaluation:
+def load(path: str, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a file. The config.yaml of a run means that run, even if its directory has moved."""
+    beside = RunDir(Path(path).parent)
+    if Path(path) == beside.config_file and beside.run_file.is_file():
+        overrides = [f"output.dir={json.dumps(str(beside.path))}", *overrides]
+    return load_config(path, overrides)
+
+
+def evaluate(
+    config: Config, samples: int = 1, given: Given | None = None, *, of_run: bool = True
+) -> Evaluation:
     """Play `samples` episodes for each held-out prompt, by the run's last checkpoint or, without one, by `model.path`.
 
     It reads only the held-out set, and loads nothing that only training needs. The same configuration plays the same
-    episodes of the same step. With `given` rows the model is that of `model.path`, and no run is read. Raise ConfigError
-    for a setup that cannot be evaluated.
+    episodes of the same step. With `given` rows, or without `of_run`, the model is that of `model.path`, and no run is read.
+    Raise ConfigError for a setup that cannot be evaluated.
     """
     if samples < 1:
         raise ConfigError(f"--samples {samples} is not accepted. Accepted: 1 or above.")
@@ -71,8 +86,9 @@ def evaluate(config: Config, samples: int = 1, given: Given | None = None) -> Ev
             "or set a temperature, such as eval.temperature=0.8."
         )
     learns_from = "episodes" if given else _learns_from(config)
+    checkpoint = _checkpoint(config) if of_run and given is None else None
     try:
-        with _at_work(_only_held_out(config), given) as trainer, _reporting(trainer):
+        with _at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
             result = trainer.play_held_out(samples)
             metrics, step = summarize(result.groups, result.failed), trainer.step
     except DataError as error:
@@ -80,7 +96,7 @@ def evaluate(config: Config, samples: int = 1, given: Given | None = None) -> Ev
             raise
         raise DataError(f"{error}\n{_what_fits(config, learns_from)}") from error
     return Evaluation(
-        model=config.model.path,
+        model=str(checkpoint.path) if checkpoint else config.model.path,
         step=step,
         samples=samples,
         temperature=config.eval.temperature,
@@ -98,7 +114,7 @@ def collect(config: Config, prompts: int) -> Generator[Trajectory]:
     them raise TooManyFailuresError, as in training. A prompt that comes again gets other seeds.
     """
     played: Counter[int] = Counter()
-    with _at_work(replace(config, eval=replace(config.eval, every=0))) as trainer:
+    with _at_work(replace(config, eval=replace(config.eval, every=0)), _checkpoint(config)) as trainer:
         for begin in range(0, prompts, trainer.prompts.batch_size):
             rows = trainer.prompts.next_batch(min(trainer.prompts.batch_size, prompts - begin))
             result = trainer.rollout.play(
@@ -108,14 +124,26 @@ def collect(config: Config, prompts: int) -> Generator[Trajectory]:
             yield from result.trajectories
 
 
+def _checkpoint(config: Config) -> Checkpoint | None:
+    """Return the last checkpoint of the run in `output.dir`, and print which model will play."""
+    run = RunDir(config.output.dir)
+    checkpoint = latest_checkpoint(run.checkpoints_dir)
+    if checkpoint is None:
+        say(f"{run.path} has no checkpoint, so model.path={config.model.path} plays.")
+    else:
+        say(f"{checkpoint.path} plays.")
+    return checkpoint
+
+
 @contextmanager
-def _at_work(config: Config, given: Given | None = None) -> Iterator[RLTrainer]:
-    """Yield a trainer with the run's last checkpoint, published to its engine; with `given` rows there is no run.
+def _at_work(
+    config: Config, checkpoint: Checkpoint | None, given: Given | None = None
+) -> Iterator[RLTrainer]:
+    """Yield a trainer with the weights of a checkpoint or, without one, of `model.path`, published to its engine.
 
     The run's files stay unchanged, so this works while the run trains, except through the same server: replacing its
     weights raises EngineError. Servers read the weights next to those of the run.
     """
-    checkpoint = None if given else latest_checkpoint(Path(config.output.dir) / "checkpoints")
     config = replace(config, max_steps=0)  # nothing trains
     with scratch_of(config) as config, build_trainer(config, given) as trainer:
         if not isinstance(trainer, RLTrainer):

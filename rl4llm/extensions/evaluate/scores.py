@@ -129,6 +129,19 @@ def differences(
     return found
 
 
+def other_questions(problems: Sequence[Problem], baseline: Sequence[Problem]) -> int:
+    """Return how many problems have the id of one of the baseline but not its question.
+
+    Problems of roles are left out: what a role answers first may be a model's text.
+    """
+    before = {(problem.part, problem.prompt_id): problem.question for problem in baseline}
+    return sum(
+        before.get((problem.part, problem.prompt_id), "") not in ("", problem.question)
+        for problem in problems
+        if not problem.role
+    )
+
+
 def pass_at_k(samples: int, successes: int, k: int) -> float:
     """Return the probability that one of k attempts succeeds, estimated without bias (Chen et al. 2021, equation 1).
 
