@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from models import SHAPES
-from step import PROMPTS, SAMPLES, save_model, save_prompts
+from models import PROMPTS, SHAPES
+from step import SAMPLES, STEPS, save_model, save_prompts
 from verify import reward
 
 from rl4llm import GRPOTrainer
@@ -72,8 +72,8 @@ def main() -> None:
     ratios = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        save_model(options.size, directory / "model")
-        save_prompts(options.size, directory / "prompts.jsonl")
+        prompts = save_model(options.size, directory / "model", PROMPTS * STEPS)
+        save_prompts(prompts, directory / "prompts.jsonl")
         flags = ["--model-path", str(directory / "model"), "--port", "0", "--max-running-requests", "128"]
         os.sched_setaffinity(0, cores[1:2])  # what is started has it too
         with launch(

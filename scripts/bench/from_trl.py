@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
 def start_model(directory: Path) -> str:
     """The model that both start from."""
     sys.path.insert(0, str(EXAMPLES))
-    from from_trl import rows
+    from from_trl import rows  # type: ignore[attr-defined]  # of the example
     from shared import any_digit_model
 
     model = directory / "start" / "model"

@@ -17,6 +17,7 @@ quiet; wall clock is that of the slowest rank.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -28,9 +29,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import SHAPES, build_model, build_tokenizer
+from models import PROMPTS, SHAPES, build_model, build_tokenizer
 from torch import Tensor, nn
-from update import PROMPTS, SAMPLES, trajectories
+from update import SAMPLES, trajectories
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.backends.attention import STREAM_ATTENTION, Stream, stream_of
@@ -105,8 +106,8 @@ def loss_of(module: nn.Module, ready: Ready) -> Tensor:
 
 def groups_of(size: str, ranks: Ranks) -> list[Group]:
     """This rank's share of the same groups, with rewards that differ."""
-    logprob = -torch.tensor(float(SHAPES[size]["vocab_size"])).log().item()
-    found = trajectories(size, logprob)
+    vocabulary = SHAPES[size]["vocab_size"]
+    found = trajectories(vocabulary, PROMPTS, -math.log(vocabulary))
     groups = [Group(str(number), tuple(found[number * SAMPLES :][:SAMPLES])) for number in range(PROMPTS)]
     return groups[ranks.rank :: ranks.size]
 

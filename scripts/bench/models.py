@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-PROMPT_TOKENS = 64
+PROMPTS, PROMPT_TOKENS = 16, 64  # of a step
 SHAPES = {
     "1m": {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,

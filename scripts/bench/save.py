@@ -62,7 +62,7 @@ def plain_torch(written: Path) -> Save:
 
 
 def plain_deepspeed(trainer: RLTrainer, ranks: Ranks) -> Save:
-    engine = trainer.backend._engine  # the very one
+    engine = trainer.backend._engine  # type: ignore[attr-defined]  # the very one
 
     def save(directory: Path) -> None:
         engine.save_checkpoint(str(directory), tag="plain")

@@ -20,7 +20,8 @@ from typing import Any
 
 import aiohttp
 import transformers
-from step import NEW_TOKENS, PROMPTS, SAMPLES, save_model, save_prompts
+from models import PROMPTS
+from step import NEW_TOKENS, SAMPLES, STEPS, save_model, save_prompts
 
 from rl4llm import GRPOTrainer
 from rl4llm.extensions.servers.launch import launch
@@ -85,8 +86,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        save_model(options.size, directory / "model")
-        save_prompts(options.size, directory / "prompts.jsonl")
+        prompts = save_model(options.size, directory / "model", PROMPTS * STEPS)
+        save_prompts(prompts, directory / "prompts.jsonl")
         flags = ["--model-path", str(directory / "model"), "--port", "0", "--max-running-requests", "128"]
         with (
             launch("sglang", flags, python=options.python, cpu=True, log=directory / "log") as server,

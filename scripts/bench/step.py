@@ -29,6 +29,7 @@ import torch
 import transformers
 import yaml
 from models import (
+    PROMPTS,
     SHAPES,
     build_model,
     build_prompts,
@@ -288,7 +289,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--model", help="the directory of a pretrained model, instead of --size")
-    parser.add_argument("--prompts", type=int, default=16, help="in a step, with 8 samples each")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="in a step, with 8 samples each")
     parser.add_argument("--mode", choices=["same", "shipped"], default="same")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument(

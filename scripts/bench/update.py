@@ -29,7 +29,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import PROMPT_TOKENS, SHAPES, build_model, build_prompts, describe_machine, load_model
+from models import (
+    PROMPT_TOKENS,
+    PROMPTS,
+    SHAPES,
+    build_model,
+    build_prompts,
+    describe_machine,
+    load_model,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from rl4llm.backends.models import load_model as as_trained
@@ -40,6 +48,7 @@ from rl4llm.data.pack import pack
 from rl4llm.runtime.cpu import keep_freed_memory, use_fast_linear
 
 SAMPLES, NEW_TOKENS, ROWS = 8, 64, 32
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")  # the last one of layers with a bias
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -139,7 +148,7 @@ def show_products(args: argparse.Namespace) -> None:
         for _ in range(args.rounds):
             step()
     events = trace.key_averages()
-    products = [event for event in events if event.key in ("aten::mm", "aten::bmm")]
+    products = [event for event in events if event.key in PRODUCTS]
     total, taken = (sum(event.self_cpu_time_total for event in group) / 1e6 for group in (events, products))
     operations = sum(event.flops for event in products)
     print(
@@ -154,7 +163,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--model", help="the directory of a pretrained model, instead of --size")
-    parser.add_argument("--prompts", type=int, default=16, help="with 8 samples each")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="with 8 samples each")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
     parser.add_argument(
         "--autocast", choices=["none", "bfloat16"], default="none", help="of the matrix products"
@@ -171,7 +180,10 @@ def parse() -> argparse.Namespace:
         "--products", action="store_true", help="profile our side; only bfloat16 products are counted"
     )
     parser.add_argument("--peak-of", choices=SIDES, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.products and "bfloat16" not in (args.autocast, args.dtype):
+        parser.error("--products requires --autocast bfloat16 or --dtype bfloat16")
+    return args
 
 
 def main() -> None:

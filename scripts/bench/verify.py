@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from models import SHAPES
-from step import PROMPTS, SAMPLES, save_model, save_prompts
+from models import PROMPTS, SHAPES
+from step import SAMPLES, STEPS, save_model, save_prompts
 
 from rl4llm import GRPOTrainer
 from rl4llm.extensions.servers.launch import launch
@@ -70,8 +70,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        save_model(options.size, directory / "model")
-        save_prompts(options.size, directory / "prompts.jsonl")
+        prompts = save_model(options.size, directory / "model", PROMPTS * STEPS)
+        save_prompts(prompts, directory / "prompts.jsonl")
         inference: dict[str, Any] = {"name": "local"}
         if options.python:
             flags = ["--model-path", str(directory / "model"), "--port", "0", "--max-running-requests", "128"]
