@@ -26,6 +26,7 @@ import psutil
 
 SUPERVISE = Path(__file__).resolve()  # absolute, so that it works from any directory
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # of prctl(2)
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 LOOK_S = 0.2  # how often to check that the launcher is alive
 GIVE_UP_S = 30.0  # a process that hangs in a kernel driver cannot be killed
 
@@ -57,17 +58,14 @@ class Family:
     """The command and all processes that it started."""
 
     def __init__(self, command: Sequence[str]):
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-        if libc is not None:
-            libc.prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
+        if LIBC is not None:
+            LIBC.prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
         self._self = psutil.Process()
         self._known: set[psutil.Process] = set()
         self.exit_code: int | None = None
         # Nothing else runs in this process, so code between fork and exec is safe here.
         self._first = subprocess.Popen(
-            command,
-            process_group=0,
-            preexec_fn=lambda: libc and libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0),
+            command, process_group=0, preexec_fn=lambda: end_with_parent(signal.SIGKILL)
         )
 
     def runs(self) -> bool:
@@ -92,6 +90,12 @@ class Family:
                 process.kill()
         self.runs()
         return bool(left)
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Make this process receive a signal when its parent dies, even by SIGKILL; only Linux supports this."""
+    if LIBC is not None:
+        LIBC.prctl(PARENT_DEATH_SIGNAL, number, 0, 0, 0)
 
 
 def supervise(launcher_pid: int, grace_s: float, command: Sequence[str]) -> int:

@@ -6,7 +6,6 @@ checkpoint. A run that dies repeatedly without a new checkpoint is not restarted
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import signal
@@ -24,10 +23,9 @@ import psutil
 from rl4llm.config import load_config
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.runs.checkpoint import latest_checkpoint
+from rl4llm.runtime.supervise import end_with_parent
 
 STOPPED = 75
-PARENT_DEATH_SIGNAL = 1  # of prctl(2)
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 LONGEST_WAIT_S = 60.0
 LINGERS_S = 60.0  # longer than the ends of ranks that end together are apart
 
@@ -97,7 +95,7 @@ class Supervisor:
         while True:
             reached = self._progress()
             self._process = subprocess.Popen(
-                self._command, start_new_session=True, env=self._environ, preexec_fn=_told_when_we_die
+                self._command, start_new_session=True, env=self._environ, preexec_fn=end_with_parent
             )
             if self._stopped:  # before there was a process to signal
                 self._process.send_signal(signal.SIGTERM)
@@ -142,12 +140,6 @@ class Supervisor:
         self._stopped = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-
-
-def _told_when_we_die() -> None:
-    """Make a new process receive SIGTERM when its launcher dies, even by SIGKILL; only Linux supports this."""
-    if LIBC is not None:
-        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def launch(
