@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.recipes.recipe import FILLED, RECIPES, Recipe, load, names
+from rl4llm.extensions.recipes.recipe import FILLED, RECIPES, Recipe, changes, load, names
 from rl4llm.extensions.recipes.repeat import measured
 from rl4llm.extensions.recipes.results import Stored, directory, stored
 from rl4llm.extensions.recipes.summary import COLUMNS, rows, spread
@@ -53,18 +53,20 @@ def store(recipe: Recipe, base: Path) -> None:
     for variant, runs in variants.items():
         seeds = dict(kept.get(variant, {}).get("seeds", {})) | runs
         kept[variant] = {"fingerprint": recipe.fingerprint(variant), "seeds": dict(sorted(seeds.items()))}
-        if min(runs) == min(seeds):
+        check_models(recipe, Stored(variant, **kept[variant]))
+    for variant, runs in variants.items():
+        if min(runs) == min(kept[variant]["seeds"]):
             store_run(recipe, variant, directory(base, recipe, variant, min(runs)))
     ordered = {variant: kept[variant] for variant in recipe.variants if variant in kept}
     (recipe.path / "results.json").write_text(json.dumps({"variants": ordered}, indent=1) + "\n")
 
 
 def repetitions(recipe: Recipe, base: Path, variant: str) -> dict[int, dict]:
-    """Return the finished repetitions of a variant by seed, without those that were made with overrides."""
+    """Return the finished repetitions of a variant by seed, without those that were made with overrides, except of paths."""
     found = {}
     for record in sorted((base / recipe.name / variant).glob("seed-*/recipe.json")):
         about = json.loads(record.read_text())
-        if about["overrides"] or about["fingerprint"] != recipe.fingerprint(variant):
+        if changes(about["overrides"]) or about["fingerprint"] != recipe.fingerprint(variant):
             print(f"left out, since it had another configuration: {record.parent}")
         elif "weights_sha256" not in about:
             print(f"left out, since it is not finished: {record.parent}")
@@ -72,6 +74,15 @@ def repetitions(recipe: Recipe, base: Path, variant: str) -> dict[int, dict]:
             run = measured(recipe, record.parent)
             found[about["seed"]] = {key: run[key] for key in KEPT}
     return found
+
+
+def check_models(recipe: Recipe, results: Stored) -> None:
+    """Raise ConfigError if the seeds of a variant began with different models."""
+    if recipe.takes_model and len(results.models) > 1:
+        raise ConfigError(
+            f"{recipe.name} ({results.variant}) has seeds of different models: {', '.join(results.models)}. Accepted: one "
+            "model for all seeds. Next: repeat them with the same model.path."
+        )
 
 
 def store_run(recipe: Recipe, variant: str, work: Path) -> None:

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     command.add_argument("--variant", help="variant to repeat (default: the recipe's first)")
     about = "output directory of all repetitions (default: %(default)s)"
     command.add_argument("--dir", type=Path, default=Path("runs/recipes"), help=about)
-    about = f"exit with code {FAILED} if the last held-out result is outside the band of the stored ones"
+    about = f"exit with code {FAILED} if the last result is outside the band of the stored ones, or of another model"
     command.add_argument("--verify", action="store_true", help=about)
     add_json(command)
 
@@ -59,7 +59,7 @@ def _list(as_json: bool) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rl4llm.extensions.recipes.recipe import load
+    from rl4llm.extensions.recipes.recipe import FILLED, changes, load
     from rl4llm.extensions.recipes.repeat import measured, repeat
     from rl4llm.extensions.recipes.results import directory, outdated, stored
     from rl4llm.extensions.recipes.summary import compared
@@ -68,8 +68,13 @@ def _run(arguments: argparse.Namespace) -> int:
     variant = arguments.variant or next(iter(recipe.variants))
     seed = recipe.seeds[0] if arguments.seed is None else arguments.seed
     recipe.config(
-        [*recipe.overrides(variant), f"seed={seed}"]
+        [*recipe.overrides(variant), f"seed={seed}", *arguments.overrides]
     )  # refuses a wrong one before anything is downloaded
+    if arguments.verify and (other := changes(arguments.overrides)):
+        raise ConfigError(
+            f"--verify does not accept {' '.join(other)}: the stored results were measured without it. Accepted: overrides "
+            f"of {' and '.join(FILLED)}. Next: run it without --verify."
+        )
     known = stored(recipe).get(variant)
     if known is None and arguments.verify:
         raise ConfigError(

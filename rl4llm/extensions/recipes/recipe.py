@@ -6,8 +6,8 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 
 from rl4llm.config import CONFIGS, Config, load_config
 from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.schema import check_options, fits
 
 RECIPES = CONFIGS / "recipes"
 TRAIN = (
@@ -53,7 +54,12 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.path.resolve().name
+
+    @property
+    def takes_model(self) -> bool:
+        """Return whether a stage begins with the model that `model.path` names."""
+        return any("{model}" in stage for stage in self.stages)
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Return train.yaml as a configuration."""
@@ -74,10 +80,16 @@ class Recipe:
         words = self._words(work, variant, seed, overrides)
         return [_command(stage, words) for stage in self.stages]
 
-    def preparation(self, work: Path, variant: str, seed: int, overrides: Sequence[str]) -> list[str] | None:
-        """Return the arguments of the process that makes the data, None if they exist."""
-        words = self._words(work, variant, seed, overrides)
-        return _command(self.data, words) if self.data and not Path(words["data"]).exists() else None
+    def missing_data(self, work: Path, variant: str, seed: int, overrides: Sequence[str]) -> Path | None:
+        """Return the data that a process must make, None if they exist."""
+        data = Path(self._words(work, variant, seed, overrides)["data"])
+        return data if self.data and not data.exists() else None
+
+    def preparation(
+        self, work: Path, variant: str, seed: int, overrides: Sequence[str], data: Path
+    ) -> list[str]:
+        """Return the arguments of the process that makes the data, here in `data`."""
+        return _command(self.data, self._words(work, variant, seed, overrides) | {"data": str(data)})
 
     def measured_files(self, work: Path) -> list[Path]:
         """Return the files that have the held-out results."""
@@ -125,17 +137,55 @@ def load(name: str) -> Recipe:
         given = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
-    known = [item.name for item in fields(Recipe) if item.name != "path"]
-    for key in given:
-        if key not in known:
-            raise ConfigError(unknown(f"{file}: the key", str(key), known))
-    for key in ("title", "learns"):
-        if not given.get(key):
-            raise ConfigError(f"{file}: {key} is not set.")
+    _check(file, given)
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
     }
     return Recipe(path, **values)
+
+
+def _check(file: Path, given: Any) -> None:
+    """Raise ConfigError for an unknown, missing or wrong key."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} is not accepted. Accepted: YAML with the keys title, learns and others.")
+    check_options(str(file), Recipe, {str(key): value for key, value in given.items()}, fixed=("path",))
+    for key in ("title", "learns", *given):
+        if not given.get(key):
+            raise ConfigError(
+                f"{file}: {key} is missing or empty. Next: set it, or leave it out if it has a default."
+            )
+    for key, (is_accepted, accepted) in CHECKS.items():
+        if key in given and not is_accepted(given[key]):
+            raise ConfigError(f"{file}: {key}={given[key]!r} is not accepted. Accepted: {accepted}.")
+
+
+def _is_command(text: str) -> bool:
+    try:
+        return shlex.split(text)[:1] not in ([], [""], ["{overrides}"])
+    except ValueError:  # a quote that is not closed
+        return False
+
+
+def _is_claim(item: Mapping[str, Any]) -> bool:
+    return item.keys() == {"variant", "before", "after", "source"} and all(
+        fits(item[key], float) for key in ("before", "after")
+    )
+
+
+COMMAND = "a command line that begins with a command of rl4llm or with `python`, and closes its quotes"
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "data": (_is_command, COMMAND),
+    "stages": (lambda stages: all(map(_is_command, stages)), f"a list, each item {COMMAND}"),
+    "variants": (
+        lambda variants: fits(list(variants), list[str]) and fits(list(variants.values()), list[list[str]]),
+        "lists of overrides by name, such as {small: [], large: [max_steps=100]}",
+    ),
+    "expected": (
+        lambda items: all(map(_is_claim, items)),
+        "a list, each item with variant, before, after and source",
+    ),
+}
+"""What values must be beside their type: by key, a check, and what is accepted in words."""
 
 
 def _command(stage: str, words: Mapping[str, Any]) -> list[str]:

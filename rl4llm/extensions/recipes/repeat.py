@@ -5,28 +5,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import json
-import os
 import platform
-import shlex
-import signal
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl4llm import __version__
-from rl4llm.commands.output import say
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.registry import load
-from rl4llm.extensions.recipes.recipe import Recipe, changes
+from rl4llm.extensions.recipes.processes import Processes
+from rl4llm.extensions.recipes.recipe import Recipe
+from rl4llm.extensions.recipes.results import check_shares
 from rl4llm.runs.run_dir import write_atomically
 from rl4llm.tracking.tracker import read_jsonl
 
 RECORD = "recipe.json"
-GB = 1e9
 PRETRAINED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -36,24 +36,66 @@ def repeat(
     """Run or resume a repetition in `work`; return the exit code of the last stage that ran, 0 if all finished."""
     record = _record(recipe, work, variant, seed, overrides)
     overrides = [*_downloaded(recipe, overrides), *overrides]
-    prepare = recipe.preparation(work, variant, seed, overrides)
-    if prepare and (code := _process(recipe, prepare, {}, stdout)):
-        return code
-    for number, command in enumerate(recipe.commands(work, variant, seed, overrides)):
+    if not record["stages"]:
+        _write(work, record)  # so that a start with other overrides is refused even if this one is killed
+    with Processes(recipe, stdout) as processes:
+        code = _prepare(recipe, processes, work, variant, seed, overrides)
+        commands = recipe.commands(work, variant, seed, overrides)
+        code = code or _run_stages(processes, commands, work, record)
+    if code == 0 and "weights_sha256" not in record:
+        config = load_config(work / "run" / "config.yaml", of_run=True)
+        begun = recipe.given([*recipe.overrides(variant), *overrides]) if recipe.takes_model else config
+        record |= _found(config, work, begun.model.path)
+        _write(work, record)
+    return code
+
+
+def _prepare(
+    recipe: Recipe, processes: Processes, work: Path, variant: str, seed: int, overrides: Sequence[str]
+) -> int:
+    """Make the data if they do not exist; return the exit code. The data appear when they are complete."""
+    data = recipe.missing_data(work, variant, seed, overrides)
+    if data is None:
+        return 0
+    data.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=data.parent, prefix=f"{data.name}.tmp-") as scratch:
+        made = Path(scratch) / data.name
+        code = processes.run(recipe.preparation(work, variant, seed, overrides, made), {})
+        if code == 0 and made.exists() and not data.exists():  # another process may have made them
+            made.rename(data)
+    return code
+
+
+def _run_stages(
+    processes: Processes, commands: Sequence[Sequence[str]], work: Path, record: dict[str, Any]
+) -> int:
+    """Run the stages that are not finished; return the exit code of the last one that ran."""
+    for number, command in enumerate(commands):
         if number == len(record["stages"]):
             record["stages"].append({"finished": False})
         stage = record["stages"][number]
         if stage["finished"]:
             continue
-        code = _process(recipe, command, stage, stdout)
+        _remove_output(command, work)
+        code = processes.run(command, stage)
         stage["finished"] = code == 0
         _write(work, record)
         if code:
             return code
-    if "weights_sha256" not in record:
-        record |= _found(load_config(work / "run" / "config.yaml", of_run=True), work)
-        _write(work, record)
     return 0
+
+
+def _remove_output(command: Sequence[str], work: Path) -> None:
+    """Remove what an earlier start wrote to the `--out` in `work`: commands refuse a file that exists."""
+    words = itertools.chain.from_iterable(word.split("=", 1) for word in command)
+    for word, value in itertools.pairwise(words):
+        target = Path(value).parent.resolve() / Path(value).name
+        if word != "--out" or work.resolve() not in target.parents:
+            continue
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
 
 
 def _downloaded(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
@@ -74,6 +116,7 @@ def measured(recipe: Recipe, work: Path) -> dict[str, Any]:
             f"{work} has no finished repetition of {recipe.name}. Next: `rl4llm recipe run {recipe.name}`."
         )
     curve, problems = _curve(recipe, work)
+    check_shares(recipe.metric, [share for _, share in curve])
     stages = record.pop("stages")
     return record | {
         "curve": curve,
@@ -91,7 +134,7 @@ def _record(recipe: Recipe, work: Path, variant: str, seed: int, overrides: Sequ
         "fingerprint": recipe.fingerprint(variant),
         "variant": variant,
         "seed": seed,
-        "overrides": changes(overrides),
+        "overrides": list(overrides),
     }
     if not file.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -110,38 +153,6 @@ def _write(work: Path, record: dict[str, Any]) -> None:
     write_atomically(work / RECORD, json.dumps(record, indent=1) + "\n")
 
 
-def _process(recipe: Recipe, command: Sequence[str], stage: dict[str, Any], stdout: Any) -> int:
-    """Run a process that can import the recipe's modules; add its time and memory to `stage`; return its exit code."""
-    shown = ["rl4llm", *command[3:]] if command[1] == "-m" else ["python", *command[1:]]
-    say(f"$ {shlex.join(shown)}")
-    started = time.monotonic()
-    path = os.pathsep.join([str(recipe.path.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(command, stdout=stdout, env={**os.environ, "PYTHONPATH": path})
-    with _signals_to(process):
-        _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)  # so that Popen does not wait again
-    stage["seconds"] = stage.get("seconds", 0.0) + time.monotonic() - started
-    stage["cpu_seconds"] = stage.get("cpu_seconds", 0.0) + used.ru_utime + used.ru_stime
-    stage["peak_memory_gb"] = max(stage.get("peak_memory_gb", 0.0), used.ru_maxrss * 1024 / GB)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-@contextlib.contextmanager
-def _signals_to(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Pass SIGTERM on to the process, which saves and ends; a terminal sends it Ctrl-C by itself."""
-
-    def pass_on(number: int, _: object) -> None:
-        if number == signal.SIGTERM:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _curve(recipe: Recipe, work: Path) -> tuple[list[list[float]], int]:
     """Return the steps with their held-out shares, and the number of held-out problems."""
     files = recipe.measured_files(work)
@@ -151,15 +162,22 @@ def _curve(recipe: Recipe, work: Path) -> tuple[list[list[float]], int]:
             raise DataError(
                 f"{files[0]} has no {recipe.metric}. Next: set eval.every, and metric in recipe.yaml."
             )
-        return [[row["step"], row[recipe.metric]] for row in rows], int(rows[-1]["trajectories"])
+        return [[row["step"], row[recipe.metric]] for row in rows], _problems(rows[-1])
     results = [json.loads(file.read_text()) for file in files]
     shares = [[place, result["scores"][recipe.metric]["value"]] for place, result in enumerate(results)]
-    return shares, len(results[-1]["per_problem"])
+    roles = Counter(problem.get("role") for problem in results[-1]["per_problem"])
+    return shares, max(roles.values())
 
 
-def _found(config: Config, work: Path) -> dict[str, Any]:
+def _problems(row: Mapping[str, Any]) -> int:
+    """Return the number of held-out problems: of several roles, each has a trajectory of each problem."""
+    roles = [count for name, count in row.items() if re.fullmatch("role/[^/]+/trajectories", name)]
+    return int(max(roles, default=row["trajectories"]))
+
+
+def _found(config: Config, work: Path, model: str) -> dict[str, Any]:
     """Return the hash of the final weights, None if the run was not deterministic, and where they were computed."""
-    start = Path(config.model.path)
+    start = Path(model)
     return {
         "weights_sha256": _hash(work / "run" / "model") if config.deterministic else None,
         "machine": {"model": _hash(start)[:12] if start.is_dir() else str(start), **machine(config)},

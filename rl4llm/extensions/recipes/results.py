@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl4llm.core.errors import DataError
 from rl4llm.extensions.recipes.recipe import Recipe
 
 ERRORS = 2  # standard errors on each side of the band
@@ -32,14 +33,25 @@ class Band:
 
     @classmethod
     def of(cls, shares: Iterable[float], problems: int) -> Band:
-        """Return the band of these results, each a share of `problems`."""
+        """Return the band of these results, each a share of `problems`; raise DataError for others."""
         shares = sorted(shares)
+        check_shares("a stored result", shares)
         low = shares[0] - ERRORS * standard_error(shares[0], problems)
         high = shares[-1] + ERRORS * standard_error(shares[-1], problems)
         return cls(round(max(low, 0.0), 3), round(min(high, 1.0), 3))
 
     def __contains__(self, share: float) -> bool:
         return self.low <= share <= self.high
+
+
+def check_shares(name: str, values: Iterable[float]) -> None:
+    """Raise DataError for a value outside 0 and 1."""
+    for value in values:
+        if not 0 <= value <= 1:
+            raise DataError(
+                f"{name} is {value:g}. Accepted: a share, from 0 to 1. Next: set `metric` in recipe.yaml to one, such as "
+                "accuracy."
+            )
 
 
 def standard_error(share: float, problems: int) -> float:
@@ -55,6 +67,11 @@ class Stored:
     variant: str
     fingerprint: str
     seeds: dict[int, dict[str, Any]]
+
+    @property
+    def models(self) -> list[str]:
+        """Return the hashes of the models that the runs began with."""
+        return sorted({seed["machine"]["model"] for seed in self.seeds.values()})
 
     @property
     def problems(self) -> int:

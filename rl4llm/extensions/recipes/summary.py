@@ -69,17 +69,18 @@ def _range(sorted_texts: list[str]) -> str:
 
 def compared(recipe: Recipe, known: Stored | None, seed: int, found: dict[str, Any]) -> dict[str, Any]:
     """Return the curve of a repetition, whether it ends within the band, and whether its weights are equal to the stored
-    ones, also as lines of text. Both are None if there is nothing to compare with.
+    ones, also as lines of text. Both are None if there is nothing to compare with, or only runs of another model.
     """
     before, after = found["curve"][0][1], found["curve"][-1][1]
     result: dict[str, Any] = {"curve": found["curve"], "within_band": None, "weights_equal": None}
     lines = [f"Held-out {recipe.metric}: {before:.1%} -> {after:.1%} on {found['problems']} problems."]
     if found["overrides"]:
-        lines.append(
-            f"This run has overrides, which the stored ones do not have: {' '.join(found['overrides'])}."
-        )
+        lines.append(f"This run has overrides: {' '.join(found['overrides'])}.")
     if known is None:
         return result | {"lines": [*lines, "No results of this variant are stored."]}
+    if recipe.takes_model and (model := found["machine"]["model"]) not in known.models:
+        why = f"this run began with the model {model}, the stored ones with {', '.join(known.models)}"
+        return result | {"lines": [*lines, f"Not comparable: {why}."]}
     band = known.band
     result["within_band"] = after in band
     lines.append(
