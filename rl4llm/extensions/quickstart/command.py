@@ -9,6 +9,7 @@ from typing import Any
 from rl4llm.commands.arguments import add_command
 from rl4llm.commands.output import STOPPED, say, show
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.quickstart.directory import check_directory
 
 REAL, TOY = Path("runs/real"), Path("runs/quickstart")
 RESUMES = "Ctrl-C stops cleanly; the same command resumes."
@@ -40,31 +41,13 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.model is not None and not arguments.real:
         raise ConfigError("--model requires --real.")
-    _check_directory(arguments.dir or (REAL if arguments.real else TOY))
+    directory = arguments.dir or (REAL if arguments.real else TOY)
+    check_directory(directory, arguments.seed, real=arguments.real)
     finished = _real(arguments) if arguments.real else _toy(arguments)
     if not finished:
         show("Stopped and saved. The same command resumes.")
         return STOPPED
     return 0
-
-
-BEGUN = {"model", "grpo"}
-OWN = BEGUN | {"data", "warm", "warmup"}
-"""What a quickstart writes, and what shows that a directory is one."""
-
-
-def _check_directory(directory: Path) -> None:
-    """Raise ConfigError for a directory with other files than those of a quickstart, which would stand among them."""
-    try:
-        names = sorted(item.name for item in directory.iterdir() if not item.name.startswith("."))
-    except OSError:  # it is made later, or named in an error then
-        return
-    foreign = [name for name in names if name not in OWN]
-    if foreign and not BEGUN.intersection(names):
-        raise ConfigError(
-            f"--dir {directory} has files that are not of a quickstart: {', '.join(foreign[:5])}. Accepted: a new or empty "
-            "directory, or that of a quickstart, which then resumes."
-        )
 
 
 def _real(arguments: argparse.Namespace) -> bool:

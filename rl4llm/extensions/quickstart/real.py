@@ -13,6 +13,7 @@ from rich.table import Table
 from rl4llm.backends.models import check_model_path
 from rl4llm.compose import build_trainer
 from rl4llm.core.errors import ModelError
+from rl4llm.extensions.quickstart.directory import mark_directory
 from rl4llm.extensions.quickstart.pretrained import smollm2
 from rl4llm.extensions.quickstart.run import configured, program, show_files
 from rl4llm.extensions.quickstart.sums import write_sums
@@ -34,11 +35,12 @@ def quickstart_real(directory: Path, *, seed: int, configs: Path, model: Path | 
     console, started = Terminal(), time.monotonic()
     if model is not None:
         _check(model)
+    mark_directory(directory, seed, real=True)
     data, run = directory / "data", directory / "grpo"
     console.rule("1/2  a pretrained model, and sums to train on")
-    write_sums(data)
     model = model or smollm2()
     config = configured(configs / CONFIG, seed, model, run, {"data.path": str(data), **KEPT})
+    write_sums(data)
     console.rule("2/2  train with GRPO")
     with build_trainer(config) as trainer:
         trainer.train()

@@ -15,6 +15,7 @@ from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 from rl4llm.compose import build_trainer
 from rl4llm.config import Config, load_config
 from rl4llm.extensions.quickstart.demonstrations import demonstrations
+from rl4llm.extensions.quickstart.directory import mark_directory
 from rl4llm.runs.run_dir import replace_directory, write_atomically
 from rl4llm.runtime.terminal import Terminal
 
@@ -28,6 +29,7 @@ def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
         configs / "quickstart_warmup.yaml", seed, model, directory / "warmup", {"data.path": str(data)}
     )
     grpo = configured(configs / "quickstart.yaml", seed, warm, directory / "grpo")
+    mark_directory(directory, seed, real=False)
     console.rule("1/3  build a small model")
     _write_demonstrations(data, seed)
     _write_model(model, data, seed)
