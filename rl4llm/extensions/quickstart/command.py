@@ -9,7 +9,6 @@ from typing import Any
 from rl4llm.commands.arguments import add_command
 from rl4llm.commands.output import STOPPED, say, show
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.quickstart.directory import check_directory
 
 REAL, TOY = Path("runs/real"), Path("runs/quickstart")
 RESUMES = "Ctrl-C stops cleanly; the same command resumes."
@@ -41,6 +40,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.model is not None and not arguments.real:
         raise ConfigError("--model requires --real.")
+    from rl4llm.extensions.quickstart.directory import check_directory
+
     directory = arguments.dir or (REAL if arguments.real else TOY)
     check_directory(directory, arguments.seed, real=arguments.real)
     finished = _real(arguments) if arguments.real else _toy(arguments)
