@@ -148,7 +148,7 @@ def section(recipe: Recipe) -> str:
 def results_table(recipe: Recipe, results: dict[str, Stored]) -> str:
     """Return the table of a recipe's variants."""
     lines = [
-        "| variant | seeds | before | after | band | minutes | of processor time | memory | weights of the first seed |",
+        "| variant | seeds | before | after | band | minutes | processor minutes | memory | weights of the first seed |",
         "|" + "---|" * 9,
     ]
     for variant, known in results.items():

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From a clone to a learning curve: installs rl4llm, builds a small model, warms it up, trains it with GRPO.
 #
-#   scripts/quickstart.sh [--seed 42] [--dir runs/quickstart]
-#   scripts/quickstart.sh --real     # downloads SmolLM2-135M-Instruct instead, and trains it to solve sums: ten minutes
+#   scripts/quickstart.sh [--seed 0] [--dir runs/quickstart]
+#   scripts/quickstart.sh --real     # downloads SmolLM2-135M-Instruct instead, and trains it to solve sums: 10 to 30 minutes
 #
 # Ctrl-C stops cleanly; the same command resumes it.
 set -euo pipefail

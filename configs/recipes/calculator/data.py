@@ -1,9 +1,9 @@
-"""Calculations of one or two steps behind two worked examples, as train.jsonl and test.jsonl.
+"""Calculations of two steps behind three worked examples, as train.jsonl and test.jsonl.
 
     python configs/recipes/calculator/data.py DIRECTORY
 
-The worked examples are turns of the conversation: the model sees two calls of the calculator, their results and an answer.
-Without them it never calls. The 128 held-out calculations are never trained on.
+The worked examples are turns of the conversation: the model sees calls of the calculator, their results and an answer.
+Without them it never calls, and with fewer it rarely calls twice. The 128 held-out calculations are never trained on.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 CALCULATIONS = 1200
-HELD_OUT = 128
+HELD_OUT, EXAMPLES = 128, 3
 SYSTEM = "Use the calculator, one operation per call. Then write: Answer: <number>"
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -23,8 +23,6 @@ def calculation(choose):
     first, second = choose.choice("+-*"), choose.choice("+-")
     a, b = (max(a, b), min(a, b)) if first == "-" else (a, b)
     result = OPERATIONS[first](a, b)
-    if choose.random() < 0.5:
-        return f"What is {a} {first} {b}?", [f"{a} {first} {b}"], [result]
     second = "+" if result < c else second
     word = {"+": "plus", "-": "minus"}[second]
     question = f"What is {a} {first} {b}? And the result {word} {c}?"
@@ -46,18 +44,18 @@ def worked(question, expressions, results):
 
 
 def rows():
-    """Return distinct calculations in a fixed random order, each behind the same two worked examples."""
+    """Return distinct calculations in a fixed random order, each behind the same worked examples."""
     choose = random.Random(0)
     found = {}
     while len(found) < CALCULATIONS:
         question, expressions, results = calculation(choose)
         found.setdefault(question, (question, expressions, results))
-    one, two = (next(item for item in found.values() if len(item[1]) == steps) for steps in (1, 2))
-    before = [{"role": "system", "content": SYSTEM}, *worked(*one), *worked(*two)]
+    examples, others = list(found.values())[:EXAMPLES], list(found.values())[EXAMPLES:]
+    before = [{"role": "system", "content": SYSTEM}]
+    before += [turn for example in examples for turn in worked(*example)]
     return [
         {"messages": [*before, {"role": "user", "content": question}], "ground_truth": str(results[-1])}
-        for question, _, results in found.values()
-        if question not in (one[0], two[0])
+        for question, _, results in others
     ]
 
 

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--dir", type=Path, help=f"output directory (default: {TOY}, with --real {REAL})")
     command.add_argument(
-        "--seed", type=int, default=42, help="seed of model, data and sampling (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of model, data and sampling (default: %(default)s)"
     )
     command.add_argument(
         "--configs", type=Path, help="directory with the configurations (default: the bundled ones)"
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _real(arguments: argparse.Namespace) -> bool:
-    say(f"About ten minutes on two free CPU cores, and 4 GB of disk. {RESUMES}")
+    say(f"10 to 30 minutes on a CPU, and 4 GB of disk. {RESUMES}")
     from rl4llm.config import CONFIGS
     from rl4llm.extensions.quickstart.real import quickstart_real
 
