@@ -117,13 +117,18 @@ def test_eval_measures_benchmarks_by_name(model_dir, math500, tmp_path, capsys, 
     assert problems[0]["answers"][0]
 
     better = [item | {"successes": 1, "rewards": [1.0]} for item in problems]
-    longer = {"math500": about | {"changed": {}}}
-    stored.write_text(json.dumps({"benchmarks": longer, "per_problem": better}))
-    assert main([*base, "--compare", str(stored)]) == 0
-    printed = capsys.readouterr()
-    gained = json.loads(printed.out)["compared"]["differences"]["math500/pass@1"]["gained"]
-    assert gained["value"] == -1.0
-    assert "has another definition" in printed.err
+    for differs, reported in (
+        ({"changed": {}}, True),
+        ({"hash": "0"}, True),
+        ({"hash": "0", "problems": 3}, False),
+    ):
+        earlier = {"math500": about | differs}
+        stored.write_text(json.dumps({"benchmarks": earlier, "per_problem": better}))
+        assert main([*base, "--compare", str(stored)]) == 0
+        printed = capsys.readouterr()
+        gained = json.loads(printed.out)["compared"]["differences"]["math500/pass@1"]["gained"]
+        assert gained["value"] == -1.0
+        assert ("has another definition" in printed.err) is reported
 
 
 def test_each_grader_of_a_benchmark_has_its_own_score(model_dir, gsm8k, capsys):
