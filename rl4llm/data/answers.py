@@ -8,7 +8,7 @@ they are what follows a prompt in a separate column, as a string or as messages.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -145,12 +145,20 @@ def answer_of(where: str, row: Mapping[str, Any], column: str) -> Messages:
 
 def check_replies(where: str, column: str, messages: Messages) -> None:
     """Raise DataError for an assistant message without content and tool calls, which would train empty replies."""
+    number = empty_reply(messages)
+    if number:
+        raise DataError(
+            f"{where}: message {number} of {column} is an empty reply of the assistant, which would train the model to "
+            "reply with nothing. Fill it in or remove the row."
+        )
+
+
+def empty_reply(messages: Sequence[ChatMessage]) -> int | None:
+    """Return the number, from 1, of the first assistant message without content and tool calls, or None."""
     for number, message in enumerate(messages, start=1):
         if message.role == "assistant" and not message.content.strip() and not message.tool_calls:
-            raise DataError(
-                f"{where}: message {number} of {column} is an empty reply of the assistant, which would train the model to "
-                "reply with nothing. Fill it in or remove the row."
-            )
+            return number
+    return None
 
 
 def _shared_prompt(where: str, chosen: Messages, rejected: Messages, prompt: Messages | None) -> Messages:

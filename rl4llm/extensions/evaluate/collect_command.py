@@ -31,7 +31,10 @@ def add(commands: Any) -> None:
         help="number of prompts, with rollout.group_size episodes each (default: %(default)s)",
     )
     command.add_argument(
-        "--filter-reward", type=float, metavar="R", help="only episodes with a reward of at least R"
+        "--filter-reward",
+        type=float,
+        metavar="R",
+        help="only episodes with a reward of at least R, and none with an empty reply, which sft refuses",
     )
     add_json(command)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.types import Trajectory
+from rl4llm.data.answers import empty_reply
 from rl4llm.data.demonstrations import as_row
 from rl4llm.runs.run_dir import replace_directory
 
@@ -32,21 +33,24 @@ def check_target(target: Path) -> None:
 def write_episodes(
     episodes: Iterable[Trajectory], target: Path, min_reward: float | None = None
 ) -> tuple[int, int]:
-    """Write the episodes with at least `min_reward` to `target`; return how many were written, and how many there were.
+    """Write episodes to `target`, and return how many were written and how many there were.
 
-    `target` exists only when it is complete. Raise ConfigError if no episode is left.
+    With `min_reward`, write only those that are worth imitating: with at least this reward and no empty reply, which
+    `sft` refuses. `target` exists only when it is complete. Raise ConfigError if no episode is left.
     """
     part, kept, total = _beside(target), 0, 0
     try:
         with open(part, "w", encoding="utf-8") as file:
             for episode in episodes:
                 total += 1
-                if min_reward is None or episode.reward >= min_reward:
+                if min_reward is None or (
+                    episode.reward >= min_reward and empty_reply(episode.messages) is None
+                ):
                     file.write(json.dumps(as_row(episode)) + "\n")
                     kept += 1
         if not kept:
             raise ConfigError(
-                f"None of {total} episodes has a reward of at least {min_reward}: nothing to write."
+                f"None of {total} episodes has a reward of at least {min_reward} and no empty reply: nothing to write."
             )
         _finish(part, target)
     except OSError as error:

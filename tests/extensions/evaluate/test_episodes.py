@@ -1,0 +1,51 @@
+"""Which episodes `collect` writes."""
+
+import json
+
+import pytest
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory
+from rl4llm.extensions.evaluate.episodes import write_episodes
+
+
+def episode(name, reward, *replies):
+    spans = (TokenSpan.context((1, 2)), TokenSpan((3,), "policy", (-0.5,), 0))
+    messages = tuple(
+        message
+        for said in replies
+        for message in (ChatMessage("user", "1+1?"), ChatMessage("assistant", said))
+    )
+    return Trajectory(
+        name, spans, messages, {"math": reward}, reward, "done", {"sample": 0, "ground_truth": "2"}
+    )
+
+
+PLAYED = (
+    episode("right", 1.0, "2"),
+    episode("silent", 1.0, ""),
+    episode("silent at first", 1.0, " \n", "2"),
+    episode("wrong", 0.0, "3"),
+)
+
+
+def names(path):
+    return [json.loads(line)["group"] for line in path.read_text().splitlines()]
+
+
+def test_filtered_episodes_are_those_that_sft_imitates(tmp_path):
+    path = tmp_path / "good.jsonl"
+    assert write_episodes(PLAYED, path, 1.0) == (1, 4)
+    assert names(path) == ["right"]
+
+
+def test_without_a_filter_every_episode_is_written(tmp_path):
+    path = tmp_path / "all.jsonl"
+    assert write_episodes(PLAYED, path) == (4, 4)
+    assert names(path) == [played.prompt_id for played in PLAYED]
+
+
+def test_nothing_is_written_if_every_good_episode_is_silent(tmp_path):
+    with pytest.raises(ConfigError, match=r"None of 2 episodes .* and no empty reply"):
+        write_episodes(PLAYED[1:3], tmp_path / "good.jsonl", 1.0)
+    assert not list(tmp_path.iterdir())
