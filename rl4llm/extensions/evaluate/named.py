@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl4llm.compose.environments import Provided, build_rewards, build_sandbox
 from rl4llm.compose.tables import Given
 from rl4llm.config import CONFIGS, Config, flatten, load_config
 from rl4llm.core.errors import ConfigError, DataError, unknown
@@ -81,7 +82,10 @@ def plan(names: Sequence[str], overrides: Sequence[str], data: Sequence[str]) ->
     `data` has the places of rows that are not read from the hub: ``NAME=PATH``, or ``PATH`` alone for one benchmark.
     """
     places = _places(names, data)
-    return [_plan(name, overrides, places.get(name)) for name in names]
+    plans = [_plan(name, overrides, places.get(name)) for name in names]
+    for item in plans:
+        _check_graders(item.config)
+    return plans
 
 
 def measure(item: Plan, samples: int) -> Measured:
@@ -104,6 +108,14 @@ def _plan(name: str, overrides: Sequence[str], place: str | None) -> Plan:
     except KeyError as error:
         raise DataError(f"{name}: the rows of {place or benchmark.source} have no column {error}.") from error
     return Plan(name, benchmark, config, rows)
+
+
+def _check_graders(config: Config) -> None:
+    """Raise ConfigError for a reward that cannot be made here, before any benchmark is played."""
+    provided = Provided({"sandbox": lambda: build_sandbox(config)})
+    rewards, _ = build_rewards(config, Given(), provided, tokenizer=None, row={})
+    for made in (*rewards, *provided.made.values()):
+        made.close()
 
 
 def _read(name: str, source: str, split: str) -> list[Row]:

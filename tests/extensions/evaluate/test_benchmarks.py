@@ -140,9 +140,10 @@ def test_each_grader_of_a_benchmark_has_its_own_score(model_dir, gsm8k, capsys):
     assert "rollout.max_tokens=4" in shown
 
 
-def test_ifeval_without_lm_eval_names_the_extra(model_dir, tmp_path, capsys, monkeypatch):
+def test_ifeval_without_lm_eval_is_refused_before_it_plays(gsm8k, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     row = {"key": 1, "prompt": "No comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     file = write(tmp_path / "train.jsonl", [row])
-    message = said(capsys, "ifeval", "--model", model_dir, "--data", file)
+    places = ["--data", f"gsm8k={gsm8k}", "--data", f"ifeval={file}"]
+    message = said(capsys, "gsm8k,ifeval", "--model", "no-such-model", *places)
     assert "pip install 'rl4llm[ifeval]'" in message
