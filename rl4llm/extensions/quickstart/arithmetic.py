@@ -24,6 +24,7 @@ FIRST = {
 SECOND = {"+": ", plus {c}", "-": ", minus {c}", "*": ", times {c}"}
 SYSTEM = "Use the calculator, one operation per call. Then write: Answer: <number>"
 DEFAULT_LIMIT = 4096
+LARGEST_LIMIT = 16384  # about half of the held-out problems
 HELD_OUT_SHARE = 10  # one problem in this many is held out
 
 
@@ -70,7 +71,10 @@ class Calculation:
 
 
 def problems(split: str, seed: int) -> Iterator[tuple[Calculation, random.Random]]:
-    """Yield distinct problems of a split without end, each with a generator of random numbers."""
+    """Yield distinct problems of a split, each with a generator of random numbers.
+
+    It never ends, not even when it has yielded all of them, about 35,000 that are held out and ten times as many others.
+    """
     if split not in ("train", "test"):
         raise ConfigError(unknown("data.split", split, ("train", "test")))
     choose = random.Random(derive_seed("arithmetic", split, seed))
@@ -85,12 +89,13 @@ def problems(split: str, seed: int) -> Iterator[tuple[Calculation, random.Random
 def arithmetic_rows(split: str, limit: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
     """Return prompts with `messages` and `ground_truth`, 4096 or `limit` of them.
 
-    Raises DataError for a limit below 1.
+    Raises DataError for a limit below 1 or above 16384.
     """
     limit = DEFAULT_LIMIT if limit is None else limit
-    if limit < 1:
+    if not 1 <= limit <= LARGEST_LIMIT:
         raise DataError(
-            f"data.limit={limit} is not accepted: at least 1, or null for {DEFAULT_LIMIT} generated prompts."
+            f"A limit of {limit} prompts is not accepted for {split!r}. Accepted: 1 to {LARGEST_LIMIT}, or null for "
+            f"{DEFAULT_LIMIT} generated prompts."
         )
     rows: list[dict[str, Any]] = []
     for problem, choose in problems(split, seed):
