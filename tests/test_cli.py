@@ -1,9 +1,12 @@
 """The commands, run as a user runs them."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -471,3 +474,29 @@ def test_an_exported_adapter_is_merged(model_dir, tmp_path):
         == load_file(model_dir / "model.safetensors").keys()
     )
     assert exported != (model_dir / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("command", ["eval", "collect"])
+def test_a_command_that_is_terminated_leaves_no_files(model_dir, tmp_path, command):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    words = [command, "configs/quickstart.yaml", f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
+    if command == "collect":
+        words += ["--out", str(tmp_path / "episodes.jsonl"), "--prompts", "100000"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rl4llm", *words, "eval.limit=16384", "rollout.max_tokens=400"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in child.stderr:
+        if "phase: publish" in line:
+            break
+    child.terminate()
+    _, rest = child.communicate(timeout=60)
+    assert child.returncode == 130, rest
+    assert "Traceback" not in rest
+    assert not list(scratch.iterdir())
+    assert not list(tmp_path.glob("*episodes*"))
