@@ -494,9 +494,10 @@ def test_a_command_that_is_terminated_leaves_no_files(model_dir, tmp_path, comma
     for line in child.stderr:
         if "phase: publish" in line:
             break
+    assert list(scratch.glob(".scratch-*"))
     child.terminate()
     _, rest = child.communicate(timeout=60)
     assert child.returncode == 130, rest
     assert "Traceback" not in rest
-    assert not list(scratch.iterdir())
+    assert not list(scratch.glob(".scratch-*"))
     assert not list(tmp_path.glob("*episodes*"))
