@@ -202,7 +202,7 @@ ROWS: dict[str, Row] = {
     "dpo.label_smoothing": key("algorithm.label_smoothing"),
     "dpo.loss_type": key("algorithm.loss", note="sigmoid or ipo"),
     "dpo.reference_free": none("the reference is the initial policy"),
-    "sft.*": none("`rl4llm collect --min-reward` filters episodes, `rl4llm sft` learns from them; `algorithm.learn` is "
+    "sft.*": none("`rl4llm collect --filter-reward` filters episodes, `rl4llm sft` learns from them; `algorithm.learn` is "
                   "assistant, context (a world model) or all"),
     "model.model_name_or_path": key("model.path"),
     **each(none("the tokenizer and its type are those of `model.path`"), "model.tokenizer_name_or_path",

@@ -3,7 +3,7 @@
 import pytest
 
 from rl4llm.core.errors import DataError
-from rl4llm.extensions.quickstart.arithmetic import DEFAULT_LIMIT, arithmetic_rows
+from rl4llm.extensions.quickstart.arithmetic import DEFAULT_LIMIT, LARGEST_LIMIT, arithmetic_rows
 
 
 def test_as_many_problems_as_the_limit_says():
@@ -11,7 +11,12 @@ def test_as_many_problems_as_the_limit_says():
     assert len(arithmetic_rows("train")) == DEFAULT_LIMIT
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit):
-    with pytest.raises(DataError, match=f"data.limit={limit} is not accepted"):
-        arithmetic_rows("train", limit)
+def test_the_largest_limit_is_found_among_the_held_out_problems():
+    assert len(arithmetic_rows("test", LARGEST_LIMIT)) == LARGEST_LIMIT
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("limit", [0, -1, LARGEST_LIMIT + 1])
+def test_another_limit_is_refused(split, limit):
+    with pytest.raises(DataError, match=f"A limit of {limit} prompts .* for '{split}'. Accepted: 1 to 16384"):
+        arithmetic_rows(split, limit)
