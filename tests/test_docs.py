@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl4llm.algorithms import ALGORITHMS
-from rl4llm.cli import _parsed
+from rl4llm.cli import _parsed, build_parser
 from rl4llm.compose.tables import ENGINES
 from rl4llm.config import load_config
 from rl4llm.core.schema import accepted_options
@@ -95,6 +95,19 @@ def _accepted(words):
     arguments = _parsed(words)
     if words[0] in CONFIGURED and Path(arguments.config).exists():
         load_config(arguments.config, arguments.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_options_that_a_sentence_names_are_accepted(page):
+    """Those of commands between backticks, such as `rl4llm eval --out`; `serve` passes on the options of servers."""
+    for command, rest in re.findall(r"`rl4llm ([a-z-]+)([^`]*)`", page.read_text()):
+        named = set(re.findall(r"(?<!\S)--[a-z-]+", rest))
+        if named and command != "serve":
+            (commands,) = (action for action in build_parser([command])._actions if action.choices)
+            known = {
+                option for action in commands.choices[command]._actions for option in action.option_strings
+            }
+            assert named <= known, (command, named - known)
 
 
 def _options_known(script, words):
