@@ -94,8 +94,8 @@ def arithmetic_rows(split: str, limit: int | None = None, seed: int = 0) -> list
     limit = DEFAULT_LIMIT if limit is None else limit
     if not 1 <= limit <= LARGEST_LIMIT:
         raise DataError(
-            f"A limit of {limit} prompts is not accepted for {split!r}. Accepted: 1 to {LARGEST_LIMIT}, or null for "
-            f"{DEFAULT_LIMIT} generated prompts."
+            f"data.limit or eval.limit: {limit} generated prompts are not accepted. Accepted: 1 to {LARGEST_LIMIT}, or null "
+            f"for {DEFAULT_LIMIT}."
         )
     rows: list[dict[str, Any]] = []
     for problem, choose in problems(split, seed):

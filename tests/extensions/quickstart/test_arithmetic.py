@@ -18,5 +18,5 @@ def test_the_largest_limit_is_found_among_the_held_out_problems():
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("limit", [0, -1, LARGEST_LIMIT + 1])
 def test_another_limit_is_refused(split, limit):
-    with pytest.raises(DataError, match=f"A limit of {limit} prompts .* for '{split}'. Accepted: 1 to 16384"):
+    with pytest.raises(DataError, match=rf"eval\.limit: {limit} generated .* Accepted: 1 to 16384"):
         arithmetic_rows(split, limit)
