@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
-from rl4llm.backends.models import without_progress_bars
+from rl4llm.backends.models import use_exact_kernels, without_progress_bars
 from rl4llm.backends.runner import TokenNumbers
 from rl4llm.backends.vision_language import WEIGHTS as MODEL
 from rl4llm.backends.vision_language import whole_checkpoint
@@ -59,6 +59,8 @@ class ModelBackend(BaseBackend):
         self.model = model
         place = next(model.parameters()).device if device is None else device
         self.device = torch.empty(0, device=place).device  # with its index
+        if self.device.type != "cpu":
+            use_exact_kernels()
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._ranks = ranks
         self._autocast = autocast
@@ -139,6 +141,15 @@ class ModelBackend(BaseBackend):
                 if isinstance(layer, GradientCheckpointingLayer)
             ),
         }
+
+    def path(self) -> str:
+        module, runner = self._module, self._module.runner
+        if not runner.streams:
+            return "updates compute padded rows"
+        one_call = runner.kernel(self.device, module.autocast or self.model.dtype) is not None
+        attention = "in one call a layer" if one_call else "block by block"
+        layers = "compiled" if module.compiled else "plain"
+        return f"updates compute one row without padding, attention {attention}, {layers} layers"
 
     def warnings(self) -> list[str]:
         found = []

@@ -45,7 +45,7 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, Safetensor
 def load_model(
     path_or_model: str | Path | PreTrainedModel,
     dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     gradient_checkpointing: bool = False,
     attn_implementation: str | None = None,
     shared_by: Ranks | None = None,
@@ -53,12 +53,14 @@ def load_model(
     """Return a causal language model in evaluation mode without dropout; raise ModelError when it cannot be loaded.
 
     Log-probs must equal those of the engine that sampled, so dropout never runs, whatever the model's config says. A
-    model object is used directly, moved and converted in place.
+    model object is used directly, moved and converted in place. The device "auto" is a GPU if there is one.
 
     When the ranks `shared_by` will shard the weights, only the first rank reads them. On all ranks the model stays in CPU
     memory; on the others the memory of its matrices is untouched, so it takes no space.
     """
     dtype = _dtype(dtype)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
     elif shared_by is None:
@@ -81,6 +83,17 @@ def load_model(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers checkpoints only in training mode, which is the same without dropout
     return model
+
+
+def use_exact_kernels() -> None:
+    """Have this process compute float32 exactly on a GPU, and choose attention kernels that need no plan for each shape.
+
+    TF32 would round the positions of rotary embeddings above 2,048. Attention of cuDNN plans each new shape for up to half a
+    second, and nearly every micro-batch has new shapes.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def empty_model(

@@ -63,7 +63,10 @@ class ModelRunner:
         return OutputLayer(layer.weight, layer.bias, float(softcap or 0.0))
 
     def _stream(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        stream = stream_of(batch, self._kernel(batch.mask_BT.device))
+        device = batch.mask_BT.device
+        casts = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if casts else self.model.dtype
+        stream = stream_of(batch, self.kernel(device, dtype))
         output = self.model.base_model(
             input_ids=stream.token_ids_1N,
             position_ids=stream.position_ids_1N,
@@ -74,16 +77,14 @@ class ModelRunner:
         )
         return output.last_hidden_state[0], stream.place_BT
 
-    def _kernel(self, device: torch.device) -> Kernel | None:
-        """Return what computes the attention of a stream in one call, in the dtype of this pass; None if nothing can."""
+    def kernel(self, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+        """Return what computes the attention of a stream in one call; None if nothing can."""
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)
         if not heads or getattr(config, "is_heterogeneous", False):
             return None  # or the sizes of layers differ
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        casts = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if casts else self.model.dtype
         return kernel_for(device, dtype, heads, kv_heads, width)
 
     def _rows(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:

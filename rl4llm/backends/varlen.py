@@ -11,6 +11,7 @@ block tables are for inference only, and it drops the gradient of the log-sum-ex
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Spans:
         k, v = (_Gather.apply(x, self.keys_M) for x in (k, v))
         past = -1 if window is None or window >= self.longest_k else window - 1
         ends = (self.ends_q, self.ends_k, self.longest_q, self.longest_k)
-        return self.kernel(q.contiguous(), k, v, *ends, scale=scaling, window_size=(past, 0), enable_gqa=True)
+        return self.kernel(q.contiguous(), k, v, *ends, scale=scaling, window_size=(past, 0))
 
 
 class _Gather(torch.autograd.Function):
@@ -90,7 +91,7 @@ class _Gather(torch.autograd.Function):
 
 def plain_varlen(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int,
-    *, scale: float, window_size: tuple[int, int] = (-1, 0), enable_gqa: bool = True,
+    *, scale: float, window_size: tuple[int, int] = (-1, 0),
 ) -> Tensor:  # fmt: skip
     """Compute what `torch.nn.attention.varlen.varlen_attn` computes, one segment at a time and with masks."""
     groups, outs = q.shape[1] // k.shape[1], []
@@ -116,9 +117,7 @@ def kernel_for(
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
-        from torch.nn.attention import varlen  # noqa: PLC0415 - not in every torch that is supported
-
-        kernel: Any = varlen.varlen_attn
+        kernel = _varlen_attn()
         differs = _difference(kernel, device, dtype, heads, kv_heads, width)
         problem = f"it differs by {differs:.2g} from plain attention" if not differs <= TOLERANCE else ""
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -127,6 +126,15 @@ def kernel_for(
         warnings.warn(f"Attention runs block by block, without torch's varlen_attn: {problem}", stacklevel=2)
         return None
     return kernel
+
+
+def _varlen_attn() -> Kernel:
+    """Return torch's kernel, which takes fewer heads of keys than of queries; newer versions want to be asked for it."""
+    from torch.nn.attention import varlen  # noqa: PLC0415 - not in every torch that is supported
+
+    kernel: Any = varlen.varlen_attn
+    asks = "enable_gqa" in inspect.signature(kernel).parameters  # torch 2.11 has no such parameter
+    return functools.partial(kernel, enable_gqa=True) if asks else kernel
 
 
 def _difference(

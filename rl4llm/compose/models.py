@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
+from rl4llm.backends.models import load_model, load_tokenizer, load_value_head, use_exact_kernels
 from rl4llm.compose.tables import BACKENDS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
@@ -43,16 +43,11 @@ def set_up_torch(config: Config) -> None:
 
 
 def _set_up_gpu(config: Config) -> None:
-    """Set the precision of float32, the kernels and the allocator of a GPU; prepare cuBLAS for the deterministic mode.
+    """Set the kernels and the allocator of a GPU; prepare cuBLAS for the deterministic mode.
 
     A device with a number becomes the current one, for calls that name none.
-
-    float32 is exact: TF32 would round the positions of rotary embeddings above 2,048. Attention of cuDNN plans each new
-    shape for up to half a second, and nearly every micro-batch has new shapes.
     """
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    use_exact_kernels()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     if "tensor" not in (config.sync.name, config.sync.fallback) and not ALLOCATOR & os.environ.keys():

@@ -176,6 +176,10 @@ class BaseBackend(ABC):
     def info(self) -> dict[str, Any]:
         """Return parameters, dtype, device and similar facts, for tables and logs."""
 
+    def path(self) -> str:
+        """Return how an update computes and why, as a part of a sentence; "" if there is nothing to say."""
+        return ""
+
     def warnings(self) -> list[str]:
         """Return lines that the user should see at the start, such as a form of the model that costs more."""
         return []

@@ -161,11 +161,30 @@ def test_a_kernel_that_gives_other_numbers_is_refused(monkeypatch):
     sizes = (torch.device("cpu"), torch.bfloat16, 4, 2, 8)
     assert varlen._difference(plain_varlen, *sizes) == 0
 
-    def sees_the_future(q, k, v, *ends, scale, window_size, enable_gqa):
+    def sees_the_future(q, k, v, *ends, scale, window_size):
         return plain_varlen(q, k, v, *ends, scale=2 * scale, window_size=window_size)
 
     assert varlen._difference(sees_the_future, *sizes) > varlen.TOLERANCE
     assert varlen.kernel_for(*sizes) is None  # a CPU has none, and is not asked
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_the_kernel_is_asked_for_fewer_heads_only_if_it_can_be(monkeypatch, asks):
+    given = []
+
+    def newer(q, k, v, *ends, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert enable_gqa
+        given.append(enable_gqa)
+        return plain_varlen(q, k, v, *ends, scale=scale, window_size=window_size)
+
+    def older(q, k, v, *ends, scale=None, window_size=(-1, -1)):
+        given.append(None)
+        return plain_varlen(q, k, v, *ends, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", newer if asks else older)
+    sizes = (torch.device("cpu"), torch.bfloat16, 4, 2, 8)
+    assert varlen._difference(varlen._varlen_attn(), *sizes) == 0
+    assert given == [True if asks else None] * 2  # with a window and without
 
 
 def test_a_gpu_without_the_kernel_warns_and_uses_blocks(monkeypatch):

@@ -53,8 +53,6 @@ class LearnedReward(BaseRewardFunction):
         special_tokens: str = "escape",
     ):
         super().__init__(name)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             model = load_model(path, dtype=dtype, device=device)
         except ModelError as error:
