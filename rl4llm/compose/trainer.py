@@ -248,6 +248,8 @@ def _reinforced(
         warn(
             tracker, config, [*warnings_of(config, algorithm.needs()), *warnings, *notes, *backend.warnings()]
         )
+        if all_ranks(config).is_first:
+            tracker.note("; ".join(filter(None, (client.path(), backend.path()))))
         client.report_to(tracker.warn)
         for task in tasks:
             task.env.report_to(tracker.warn)

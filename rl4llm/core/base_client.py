@@ -105,6 +105,10 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
     def report_to(self, warn: Callable[[str], None]) -> None:
         """Set the function for lines that the user should see, such as the loss of a server."""
 
+    def path(self) -> str:
+        """Return how the engine decodes and why, as a part of a sentence; "" if it is not known here."""
+        return ""
+
     def metrics(self) -> dict[str, float]:
         """Return numbers for the logs, counted since the start."""
         return {}

@@ -36,9 +36,9 @@ class LocalClient(BaseClient):
         tokenizer: decodes completions and stop strings; its end-of-text token stops a completion.
         max_rows: how many requests decode at once; parked sessions use the free rows.
         context_length: prompt plus completion, in tokens; by default what the model allows.
-        path: "fast" (functions for the Llama family), "model" (the model's own forward), or "auto": the first of
-            them whose log-probs equal the model's own forward. "graph" is "fast" in a fixed shape, as CUDA graphs where
-            there is a GPU; each request gets a copy of its group's prompt.
+        path: "fast" (functions for the Llama family), "graph" (the same in a fixed shape, as CUDA graphs where there is a
+            GPU; each request gets a copy of its group's prompt), "model" (the model's own forward), or "auto": "graph" on a
+            GPU and "fast" elsewhere, unless its log-probs differ from the model's own forward.
         deterministic: decode only while every session announced with `expect` has a request, so that batches, and with
             them the last bits of log-probs, do not depend on how long tools take.
         stall_timeout_s: how long requests may wait for `resume`, or for such a session, before they fail.
@@ -84,13 +84,14 @@ class LocalClient(BaseClient):
     ) -> dict[str, int]:
         """Return the bytes of the cache with all rows at full length, and of a prefill pass or of a step's logits.
 
-        For `path` "graph" rows are padded, and what captured steps keep is an estimate.
+        On a GPU steps are captured unless `path` says otherwise: rows are padded, and what the steps keep is an estimate.
         """
         rows = min(int(options.get("max_rows", MAX_ROWS)), load.sequences)
         length = -(-(load.longest + LOOKAHEAD) // LENGTH_STEP) * LENGTH_STEP
         filling = shape.working(precision, min(PREFILL_TOKENS, rows * load.prompt_tokens), backward=False)
         logits = 3 * rows * shape.vocabulary * FP32
-        graph = options.get("path") == "graph"
+        path = options.get("path", "auto")
+        graph = path == "graph" or (path == "auto" and precision.gpu)
         padded = 1 << max(rows - 1, 0).bit_length()
         cache = KVCache.memory(shape, padded + 1 if graph else rows, length, precision.computed)
         captured = {GRAPHS: _captured(shape, precision, padded, length)} if graph and precision.gpu else {}
@@ -104,6 +105,10 @@ class LocalClient(BaseClient):
             warn(
                 f"The embedded engine samples with the model's own forward, which is slower: {found['path_reason']}."
             )
+
+    def path(self) -> str:
+        found = self._engine.describe()
+        return f"samples with path={found['path']}, since {found['path_reason']}"
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
@@ -269,9 +274,9 @@ def _captured(shape: ModelShape, precision: Precision, rows: int, length: int) -
     """Return the bytes that captured steps of 1, 2, 4, ... `rows` rows keep, as far as the sizes of tensors tell.
 
     Each graph keeps its logits. All share one pool, so of the rest it has what the largest step needs: the outputs of an
-    MLP, the scores and the probabilities of one layer in fp32, and the mask. The graphs themselves are not counted.
+    MLP, and in fp32 the scores and the probabilities of one layer and the mask. The graphs themselves are not counted.
     """
     number = precision.computed
     logits = (2 * rows - 1) * shape.vocabulary * number
-    attended = rows * length * (shape.heads * (number + FP32) + number + 1)
+    attended = rows * length * (shape.heads * (number + FP32) + number + 1) if number >= FP32 else 0
     return logits + attended + shape.working(precision, rows, backward=False)

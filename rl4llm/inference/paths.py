@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -13,11 +14,14 @@ from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
 from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder, autocasting, evaluating
 from rl4llm.inference.embedded.precision import in_float32
+from rl4llm.inference.embedded.rows import Decoding, Request
+from rl4llm.inference.embedded.stops import StopTable
 
 Path = Literal["auto", "fast", "graph", "model"]
 PATHS = ("auto", "fast", "graph", "model")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the logits' spread
 TF32_TOLERANCE = 2e-2
+STEPS = 3  # single steps of the proof: a captured one, and replays of it
 FARTHER = 1.5  # times as far from float32 as the model's own forward, on average over the vocabulary
 
 
@@ -26,20 +30,26 @@ class Decoder(Protocol):
 
     `refresh` copies the weights that are copied, as some are under autocast. `rest` frees memory that is kept between steps.
     `reads_prefixes` is whether it can attend to a `SharedPrefix` in place; else each row holds a copy. `recurrent` is
-    whether rows have states, so that neither a window may have padding nor a row be cut. `spare_rows` are rows of a cache
-    that it uses for padding.
+    whether rows have states, so that neither a window may have padding nor a row be cut. `cache` makes the only kind of
+    cache that it takes, and `batch` what decodes rows step by step. `form` says what steps are made of, "" for plain ones.
     """
 
     name: str
     reads_prefixes: bool
     recurrent: bool
-    spare_rows: int
+    form: str
 
     def serves(self, model: Any) -> bool: ...
 
     def refresh(self) -> None: ...
 
     def rest(self) -> None: ...
+
+    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> KVCache: ...
+
+    def batch(
+        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
+    ) -> Decoding: ...
 
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None: ...
 
@@ -72,7 +82,8 @@ def choose_decoder(
 ) -> Choice:
     """Return the fastest path whose log-probs are those of the model's own forward on a few random tokens.
 
-    The path "graph" is the fast one with steps in a fixed shape, which are CUDA graphs where there is a GPU.
+    The path "graph" is the fast one with steps in a fixed shape, which are CUDA graphs where there is a GPU. There "auto" is
+    "graph".
     Raises EngineError when the requested path, or every path, fails.
     """
     if path not in PATHS:
@@ -81,7 +92,7 @@ def choose_decoder(
     if path != "model":
         try:
             fast: Decoder = LlamaDecoder(model, context_length, autocast)
-            if path == "graph":
+            if path == "graph" or (path == "auto" and next(model.parameters()).device.type == "cuda"):
                 wrap = load("rl4llm.inference.embedded.static_decode:StaticDecoder", "inference.path")
                 fast = wrap(fast, next(model.parameters()).device)
             fast.refresh()
@@ -106,7 +117,8 @@ def prove(
 ) -> Agreement:
     """Return how well the log-probs of a path agree with those of the model's own forward.
 
-    Two rows of unequal length go through everything that the engine does: a padded prefill, an extension, single steps.
+    Two rows of unequal length go through everything that the engine does: a padded prefill, an extension, single steps. A
+    step that was captured is replayed on other tokens, at other positions.
     In float32 both must be equal. In a narrower dtype both are rounded, and the path may not be much farther from float32.
     Raises UnsupportedModelError if the path cannot run the model, or disagrees.
     """
@@ -119,9 +131,7 @@ def prove(
     tokens_BT = torch.randint(vocab_size, (2, long), generator=generator).to(device)
     name, kind = f"the {decoder.name} path", type(model).__name__
     try:
-        found_BV = _logprobs(
-            _replay(decoder, KVCache(dtype, device, spare=decoder.spare_rows), tokens_BT, lengths)
-        )
+        found_BV = _logprobs(_replay(decoder, decoder.cache(dtype, device), tokens_BT, lengths))
         with evaluating(model), autocasting(device, autocast):
             own_BV = _forward(model, tokens_BT, lengths)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -166,7 +176,7 @@ def _replay(decoder: Decoder, cache: KVCache, tokens_BT: Tensor, lengths: list[i
     else:
         starts = [0, 0]
     for row in range(2):
-        count = lengths[row] - 1 - starts[row]
+        count = lengths[row] - STEPS - starts[row]
         if count > 1:
             cache.window = Window(cache, row, [starts[row]], count)
             decoder.prefill(tokens_BT[row : row + 1, starts[row] : starts[row] + count], cache)

@@ -2,9 +2,12 @@ import pytest
 import torch
 from torch import nn
 
+from rl4llm.backends.lora import add_adapter
+from rl4llm.backends.models import load_model
 from rl4llm.core.errors import EngineError
-from rl4llm.inference.embedded.llama_decode import LlamaDecoder
+from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
 from rl4llm.inference.embedded.model_decode import ModelDecoder
+from rl4llm.inference.embedded.static_decode import StaticStep
 from rl4llm.inference.local import LocalClient
 from rl4llm.inference.paths import choose_decoder, context_limit, prove
 
@@ -139,3 +142,75 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(build):
 def test_a_fixed_shape_needs_a_model_of_the_fast_path(build):
     with pytest.raises(EngineError, match="path='graph' is impossible: GPT2LMHeadModel"):
         choose_decoder(build("gpt2"), "graph", 96)
+
+
+def adapt(model, targets=()):
+    """Add an adapter that changes what the model computes."""
+    adapter = add_adapter(model, rank=3, targets=targets, seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.3)
+    return adapter
+
+
+@pytest.mark.parametrize("path", ["fast", "graph"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_fast_paths_apply_an_adapter_in_the_projections(build, path, autocast):
+    model = build("qwen2")
+    plain = prove(model, choose_decoder(model, path, 96, autocast).decoder, 96, autocast)
+    adapt(model, targets=["q_proj", "v_proj", "down_proj"])  # a product of three parts has an adapter on two
+    decoder = choose_decoder(model, path, 96, autocast).decoder
+    assert (
+        decoder.name == path and prove(model, decoder, 96, autocast).difference < 3 * plain.difference + 1e-5
+    )
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.mul_(-2)
+    decoder.refresh()
+    assert (
+        decoder.serves(model) and prove(model, decoder, 96, autocast).difference < 3 * plain.difference + 1e-5
+    )
+
+
+def test_an_unusual_adapter_takes_the_models_own_forward(build):
+    model = build("qwen2")
+    adapter = adapt(model)
+    with adapter.off():
+        assert "a projection is a Linear, not a plain nn.Linear" in choose_decoder(model, "auto", 96).reason
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_gradient_checkpointing_keeps_the_fast_path(build, name):
+    model = load_model(build(name), gradient_checkpointing=True)
+    model.enable_input_require_grads()  # as TRL and PEFT do: a hook on the embedding
+    assert model.training and any(module._forward_hooks for module in model.modules())
+    assert choose_decoder(model, "auto", 96).decoder.name == "fast"
+
+
+def test_new_weights_are_copied_to_where_a_captured_step_reads_them(build):
+    model = build("qwen2")
+    decoder = choose_decoder(model, "graph", 96, torch.float16).decoder
+    layer = decoder._fast.layers[0].heads
+    place, before = layer._copied._weight.data_ptr(), layer(torch.ones(1, 32))[0]
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    decoder.refresh()
+    assert layer._copied._weight.data_ptr() == place
+    assert not layer(torch.ones(1, 32))[0].equal(before)
+
+
+def test_the_proof_finds_a_step_that_only_repeats_its_first_inputs(build):
+    model = build("qwen3")
+    decoder = choose_decoder(model, "graph", 96).decoder
+    place = StaticStep.place
+
+    def stuck(self, tokens_B, positions_B):
+        if not hasattr(self, "placed"):
+            self.placed = tokens_B.clone(), positions_B.clone()
+        place(self, *self.placed)
+
+    decoder.rest()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StaticStep, "place", stuck)
+        with pytest.raises(UnsupportedModelError, match="the graph path differ from the forward"):
+            prove(model, decoder, 96)

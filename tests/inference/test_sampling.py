@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.embedded import sampling
-from rl4llm.inference.embedded.sampling import LARGE, Sampler, draw, keep_likely, uniforms
+from rl4llm.inference.embedded.sampling import CANDIDATES, LARGE, Sampler, draw, keep_likely, uniforms
 
 
 def one_by_one(seed, token):
@@ -131,7 +131,10 @@ def test_a_gpu_in_deterministic_mode_adds_up_integers(vocabulary):
         with Sums() as sums:
             weights = torch.ones(2, vocabulary, device=device)
             rows = torch.zeros(2, device=device, dtype=torch.float64)
-            draw(keep_likely(weights, rows.long(), rows), rows[:, None])
+            filters = rows.long(), rows
+            draw(sampling._keep_sorted(weights, *filters), rows[:, None])
+            if vocabulary >= LARGE:
+                draw(sampling._keep_candidates(weights, *filters)[0], rows[:, None])
         return set(sums.added)
 
     torch.use_deterministic_algorithms(True)
@@ -151,3 +154,111 @@ def test_integers_draw_the_tokens_that_floats_draw(vocabulary, monkeypatch):
     monkeypatch.setattr(sampling, "_running_sums", sampling._fixed_point_sums)
     assert draw(weights, numbers).equal(expected)
     assert draw(weights, torch.ones(500, 1, dtype=torch.float64) - 2**-53).max() < vocabulary
+
+
+FILTERS = [  # top_k and top_p
+    (0, 0.95), (0, 0.5), (50, 1.0), (50, 0.9), (1, 1.0), (1, 0.1), (20, 0.999), (CANDIDATES - 1, 1.0),
+    (CANDIDATES, 1.0), (CANDIDATES, 0.3), (CANDIDATES + 1, 0.3), (5000, 0.9), (10**9, 0.9), (0, 1e-9), (0, 1.0),
+]  # fmt: skip
+
+
+def filters(rows):
+    """Return a top_k and a top_p for each row."""
+    repeated = [FILTERS[row % len(FILTERS)] for row in range(rows)]
+    top_k, top_p = zip(*repeated, strict=True)
+    return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64)
+
+
+def ties(logits):
+    """Return the logits that a model in bfloat16 would give. Many are equal."""
+    return logits.bfloat16().float()
+
+
+def masked(logits):
+    """Return logits that leave only 700 tokens possible."""
+    return logits.index_fill(-1, torch.arange(700, logits.shape[-1]), -float("inf"))
+
+
+SHAPES = {
+    "flat": lambda x: x,
+    "equal": lambda x: 0 * x,
+    "peaked": lambda x: 4 * x,
+    "certain": lambda x: 300 * x,
+    "ties": lambda x: ties(4 * x),
+    "flat ties": lambda x: ties(x / 4),
+    "few values": lambda x: (2 * x).round(),
+    "masked": lambda x: masked(ties(x)),
+}
+
+
+@pytest.mark.parametrize("sums", ["floats", "integers"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_candidates_keep_what_the_sorted_vocabulary_keeps(shape, sums, monkeypatch):
+    if sums == "integers":  # as on a GPU in deterministic mode
+        monkeypatch.setattr(sampling, "_running_sums", sampling._fixed_point_sums)
+    torch.manual_seed(0)
+    for vocabulary in (LARGE, 50_001):
+        probs = SHAPES[shape](torch.randn(2 * len(FILTERS), vocabulary)).softmax(-1)
+        given = probs.clone()
+        rows = filters(len(probs))
+        assert keep_likely(probs, *rows).equal(sampling._keep_sorted(probs, *rows))
+        assert probs.equal(given)
+
+
+def test_candidates_keep_the_first_of_equally_likely_tokens():
+    probs = torch.full((1, LARGE), 1e-6)
+    probs[0, torch.randperm(LARGE)[:1000]] = 1e-4
+    expected = (probs[0] == 1e-4).nonzero()[:600, 0]
+    kept, certain = sampling._keep_candidates(probs, torch.tensor([600]), torch.ones(1, dtype=torch.float64))
+    assert certain.all() and kept[0].nonzero()[:, 0].equal(expected)
+
+
+def test_uncertain_rows_alone_are_sorted_whole(monkeypatch):
+    """Rows 1, 2, 4, 5 and 6 are uncertain, each for another reason."""
+    torch.manual_seed(0)
+    flat, peaked = torch.randn(LARGE).softmax(-1), (4 * torch.randn(LARGE)).softmax(-1)
+    broken = torch.full((LARGE,), float("nan"))
+    wide = torch.full((LARGE,), 1e-6)  # the second likeliest token is as likely as all others
+    wide[5000] = 0.5
+    halves = torch.full((LARGE,), 1e-14)  # rounding decides whether one half is enough
+    halves[[7, 8]] = 0.5
+    rows = [
+        (peaked, 0, 0.9), (flat, 0, 0.9), (wide, 2, 1.0), (peaked, 50, 1.0), (peaked, CANDIDATES + 1, 1.0),
+        (halves, 0, 0.5), (broken, 50, 1.0),
+    ]  # fmt: skip
+    probs, top_k, top_p = zip(*rows, strict=True)
+    given = torch.stack(probs), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64)
+    whole, calls = sampling._keep_sorted, []
+    monkeypatch.setattr(sampling, "_keep_sorted", lambda *x: calls.append(x[0]) or whole(*x))
+    found, expected = keep_likely(*given), whole(*given)
+    assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert len(calls) == 1
+    assert torch.allclose(calls[0], given[0][[1, 2, 4, 5, 6]], rtol=0, atol=0, equal_nan=True)
+    candidates, _ = sampling._keep_candidates(*given)
+    assert (candidates != expected)[[1, 4]].any(-1).all()  # so the comparison fails if no row is sorted
+
+
+class Reads(TorchDispatchMode):
+    """Counts the calls for which the host must wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
+        by_mask = function.overloadpacket is torch.ops.aten.index and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        self.count += function.overloadpacket in waits or by_mask
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_filtering_waits_for_a_gpu_once(spread, monkeypatch):
+    probs = (spread * torch.randn(4, LARGE)).softmax(-1)
+    plain, lists = torch.Tensor.tolist, []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x.shape) or plain(x))
+    with Reads() as reads:
+        keep_likely(probs, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.9, dtype=torch.float64))
+    assert (lists, reads.count) == ([(4,)], 0)

@@ -201,11 +201,9 @@ def test_a_model_that_trains_whole_has_no_adapter_to_publish(model, tmp_path):
         LoraPublisher(None, WeightStore(tmp_path)).write(TorchBackend(load_model(model), lr=1e-3), 1)
 
 
-def test_the_embedded_engine_samples_from_the_adapted_weights(backend, tokenizer):
-    client = LocalClient(backend.model, tokenizer)
-    assert choose_decoder(backend.model, "auto", 64).decoder.name == "model"
-    with pytest.raises(EngineError, match=r"path='fast' is impossible: a projection is a Linear"):
-        choose_decoder(backend.model, "fast", 64)
+@pytest.mark.parametrize("path", ["fast", "graph", "model"])
+def test_the_embedded_engine_samples_from_the_adapted_weights(backend, tokenizer, path):
+    client = LocalClient(backend.model, tokenizer, path=path)
 
     async def work():
         first = await MemoryPublisher(client).publish(backend, 0)

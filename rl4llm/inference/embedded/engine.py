@@ -17,8 +17,7 @@ import torch
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
-from rl4llm.inference.embedded.rows import Batch, Fill, Newcomer, PrefixTable, Request, Row, RowTable
-from rl4llm.inference.embedded.sampling import Sampler
+from rl4llm.inference.embedded.rows import Decoding, Fill, Newcomer, PrefixTable, Request, Row, RowTable
 from rl4llm.inference.embedded.stops import CONTINUES, STOP_TOKEN, StopRules, text_of
 from rl4llm.inference.paths import Path, choose_decoder, context_limit
 
@@ -26,7 +25,6 @@ PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
 # Reading prompts in place must save this many cached tokens to be worth its extra operations.
 SHARE_FROM = 2048
 LOOKAHEAD = 128  # tokens by which the cache grows at once
-FLUSH_STEPS = 64  # a NaN is detected at most this many steps late
 
 Finished = tuple[Request, Completion]
 
@@ -65,28 +63,29 @@ class Engine:
         self._tokenizer = tokenizer
         self._stops = StopRules(tokenizer, self.vocab_size, self._device)
         self._counters = Counters()
-        self._batch: Batch | None = None
+        self._batch: Decoding | None = None
+        self._ended: list[Row] = []  # whose requests are over, and which the batch has not left out yet
         self.version = -1
         self.waiting: list[Request] = []
         self._choose_path()
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self._rows.active)
+        return bool(self.waiting or len(self._rows.active) > len(self._ended))
 
     @property
     def running(self) -> list[Request]:
-        return [row.request for row in self._rows.active]
+        return [row.request for row in self._rows.active if not row.over]
 
     def describe(self) -> dict[str, Any]:
         """Return the decoding path, the occupancy and the counters."""
         return {
             "path": self._decoder.name,
-            "path_reason": self._reason,
+            "path_reason": f"{self._reason}{self._decoder.form}",
             "context_length": self.context_length,
             "context_reason": self.context_reason,
-            "rows_active": len(self._rows.active),
-            "rows_parked": len(self._rows.parked),
+            "rows_active": len(self._rows.active) - len(self._ended),
+            "rows_parked": len(self._rows.parked) + sum(bool(row.session) for row in self._ended),
             "rows_max": self._max_rows,
             "waiting": len(self.waiting),
             "prompts_shared": len(self._prefixes),
@@ -123,6 +122,8 @@ class Engine:
     def release(self, session: str) -> None:
         """Forget a session's cache, now or when its request ends."""
         self._rows.release(session)
+        for row in self._ended:
+            row.session = row.session if row.session != session else ""
         for request in itertools.chain(self.waiting, self.running):
             if request.session == session:
                 request.session = ""
@@ -134,15 +135,17 @@ class Engine:
 
     def rest(self) -> None:
         """Free the cache's memory if no request or session uses it; the trainer may need it."""
-        if not self.busy and not self._rows.parked:
-            self._forget()
+        if not self.busy:
+            self._end_batch()
+            if not self._rows.parked:
+                self._forget()
 
     @torch.inference_mode()
     def drop_cancelled(self) -> None:
         """Free the rows of cancelled requests."""
         if any(request.cancelled for request in self.waiting):
             self.waiting = [request for request in self.waiting if not request.cancelled]
-        gone = [row for row in self._rows.active if row.request.cancelled]
+        gone = [row for row in self._rows.active if row.request.cancelled and not row.over]
         if gone:
             self._end_batch()
             self._leave(gone, park=False)
@@ -152,15 +155,14 @@ class Engine:
         """Admit waiting requests, then decode one token in every row; return the finished requests."""
         self.drop_cancelled()
         self._admit()
-        if not self._rows.active:
+        if len(self._rows.active) == len(self._ended):
             return []
         batch = self._current_batch()
-        self._cache.window = batch.window
-        batch.take(*batch.sampler(self._decoder.step(batch.tokens_B, self._cache)))
+        batch.step()
         self._counters.decode_steps += 1
-        self._counters.decode_tokens += len(self._rows.active)
+        self._counters.decode_tokens += len(self._rows.active) - len(self._ended)
         codes = batch.codes()
-        if codes or batch.steps_left == 0 or len(batch.steps) == FLUSH_STEPS:
+        if codes or batch.steps_left == 0 or batch.due:
             return self._finish(codes)
         return []
 
@@ -187,9 +189,7 @@ class Engine:
         )
         dtype = self._autocast or next(self._model.parameters()).dtype
         self._prefix_cache = KVCache(dtype, self._device)
-        self._cache = KVCache(
-            dtype, self._device, prefixes=self._prefix_cache, spare=self._decoder.spare_rows
-        )
+        self._cache = self._decoder.cache(dtype, self._device, self._prefix_cache)
         self._prefixes = PrefixTable(self._prefix_cache)
         self._rows = RowTable(self._cache, self._max_rows)
 
@@ -203,12 +203,14 @@ class Engine:
             )
 
     def _forget(self) -> None:
-        self._batch = None
+        self._batch, self._ended = None, []
         self._rows.clear()
         self._prefixes.clear()
         self._decoder.rest()
 
     def _admit(self) -> None:
+        if self.waiting and self._ended:
+            self._end_batch()
         taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]
         if not taken:
             return
@@ -294,9 +296,9 @@ class Engine:
             [row.prefix.slot if row.prefix and row.base else None for row in rows], bases, self._device
         )
 
-    def _current_batch(self) -> Batch:
+    def _current_batch(self) -> Decoding:
         """Return the running batch; make a new one if its rows changed or outgrew the cache."""
-        if self._batch is not None and self._batch.window.span > self._cache.capacity:
+        if self._batch is not None and self._batch.full:
             self._end_batch()
         if self._batch is not None:
             return self._batch
@@ -304,62 +306,66 @@ class Engine:
         starts, bases = [row.cached for row in rows], [row.base for row in rows]
         own_ends = [row.cached - row.base + min(row.request.tokens_left, LOOKAHEAD) for row in rows]
         self._cache.reserve(len(rows), max(own_ends))
-        self._batch = Batch(
-            Window(self._cache, 0, starts, 1, bases if any(bases) else None, self._prefix_of(rows)),
-            Sampler(
-                [item.params for item in requests], [len(item.logprobs) for item in requests], self._device
-            ),
-            self._stops.table([request.rule for request in requests]),
-            torch.tensor([request.token_ids[-1] for request in requests], device=self._device),
-            min(request.tokens_left for request in requests),
-        )
+        window = Window(self._cache, 0, starts, 1, bases if any(bases) else None, self._prefix_of(rows))
+        stops = self._stops.table([request.rule for request in requests])
+        self._batch = self._decoder.batch(self._cache, window, requests, stops)
         return self._batch
 
     def _end_batch(self) -> None:
+        """Read what the batch sampled, and let go of it and of the rows that have ended."""
         self._flush()
         self._batch = None
+        ended, self._ended = self._ended, []
+        if ended:
+            self._rows.leave(ended)
 
     def _flush(self) -> None:
         """Read back the tokens sampled since the last call; raise EngineError if any log-prob is not finite."""
-        if self._batch is None or not self._batch.steps:
+        if self._batch is None or not self._batch.unread:
             return
-        tokens, logprobs = zip(*self._batch.steps, strict=True)
-        self._batch.steps = []
-        logprobs_BN = torch.stack(logprobs, dim=1)
-        if not logprobs_BN.isfinite().all():
+        tokens_BN, logprobs_BN = (x.cpu() for x in self._batch.read())
+        live = [row for row in self._rows.active if not row.over]
+        slots = [row.slot for row in live]
+        if not logprobs_BN[slots].isfinite().all():
             raise EngineError(
                 "The model gave logits that are not finite (NaN or infinity), so the requests failed. Check its weights."
             )
-        for request, new_tokens, new_logprobs in zip(
-            self.running, torch.stack(tokens, dim=1).tolist(), logprobs_BN.tolist(), strict=True
-        ):
-            request.token_ids.extend(new_tokens)
-            request.logprobs.extend(new_logprobs)
+        new_tokens, new_logprobs = tokens_BN.tolist(), logprobs_BN.tolist()
+        for row in live:
+            row.request.token_ids.extend(new_tokens[row.slot])
+            row.request.logprobs.extend(new_logprobs[row.slot])
 
     def _finish(self, codes: Sequence[int] | None) -> list[Finished]:
         """Remove the rows whose completion is over, and return their completions."""
         self._flush()
         finished, leaving = [], []
-        for row, code in zip(self._rows.active, codes or itertools.repeat(CONTINUES), strict=bool(codes)):
-            request, strings = row.request, row.request.rule[1]
+        for row in self._rows.active:
+            if row.over:
+                continue
+            request, code = row.request, codes[row.slot] if codes else CONTINUES
             stopped = code == STOP_TOKEN
             if code not in (CONTINUES, STOP_TOKEN):
-                stopped = self._stops.ends_in_string(request.sampled, strings)
+                stopped = self._stops.ends_in_string(request.sampled, request.rule[1])
             if stopped or not request.tokens_left:
                 assert request.version is not None  # set when it was admitted
-                text = text_of(self._tokenizer, request.sampled, strings)
+                text = text_of(self._tokenizer, request.sampled, request.rule[1])
                 reason: FinishReason = "stop" if stopped else "length"
                 tokens, logprobs = tuple(request.sampled), tuple(request.logprobs)
                 finished.append((request, Completion(text, tokens, logprobs, reason, request.version)))
                 leaving.append(row)
         if leaving:
-            self._batch = None
             self._leave(leaving, park=True)
         return finished
 
     def _leave(self, leaving: Sequence[Row], park: bool) -> None:
+        """Stop decoding rows: they stay in the batch, still, or the batch ends."""
         for row in leaving:
             row.session = row.request.session if park else ""
             row.cached_ids = row.request.token_ids[:-1]
             row.last_used = self._counters.decode_steps
-        self._rows.leave(leaving)
+            row.over = True
+        self._ended.extend(leaving)
+        left = [request.tokens_left for request in self.running]
+        slots = [row.slot for row in leaving]
+        if self._batch is None or not left or not self._batch.end(slots, min(left)):
+            self._end_batch()

@@ -60,13 +60,11 @@ class KVCache:
         rows, length = max(rows, self.rows), max(length, self.capacity)
         if (rows, length) == (self.rows, self.capacity):
             return
-        for slabs in (self._keys, self._values):
-            for layer, slab in slabs.items():
-                slabs[layer] = slab.new_zeros(rows + self._spare, slab.shape[1], length, slab.shape[3])
-                slabs[layer][: self.rows, :, : self.capacity] = slab[: self.rows]
+        before, self.rows, self.capacity = (self.rows, self.capacity), rows, length
+        self._resize(*before)
         for name, states in self.states.items():
             self.states[name] = torch.cat([states, states.new_zeros(rows - len(states), *states.shape[1:])])
-        self.rows, self.capacity, self.placed = rows, length, self.placed + 1
+        self.placed += 1
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the window's new keys and values, (B, heads, S, D); return all that its rows may attend to."""
@@ -101,6 +99,13 @@ class KVCache:
         self._window = None
         self._keys, self._values, self.states = {}, {}, {}
 
+    def _resize(self, rows: int, length: int) -> None:
+        """Make slabs of the present size, and keep what the first `rows` rows hold at the first `length` positions."""
+        for slabs in (self._keys, self._values):
+            for layer, old in list(slabs.items()):
+                del slabs[layer]
+                self._slab(slabs, layer, old)[:rows, :, :length] = old[:rows]
+
     def _update(self, slabs: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
         window = self.window
         slab = self._slab(slabs, layer, new)
@@ -117,6 +122,57 @@ class KVCache:
         if layer not in slabs:
             size = self.rows + self._spare, like.shape[1], self.capacity, like.shape[3]
             slabs[layer] = like.new_zeros(size)
+        return slabs[layer]
+
+
+class TokenCache(KVCache):
+    """A cache whose keys and values of one position are neighbours in memory, as a captured step reads and writes them.
+
+    The slab of a layer is (rows, capacity, 2 heads, D): the heads of keys, then those of values.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None, spare: int):
+        super().__init__(dtype, device, prefixes, spare)
+        self._slabs: dict[int, Tensor] = {}
+
+    def flat(self, layer: int) -> Tensor:
+        """Return the slab of a layer as (rows * capacity, 2 heads, D)."""
+        return self._slabs[layer].flatten(0, 1)
+
+    def allocate(self, layers: int, heads: int, width: int) -> None:
+        """Make the slabs of layers that have none yet."""
+        for layer in range(layers):
+            if layer not in self._slabs:
+                like = torch.empty(0, heads, 0, width, dtype=self.dtype, device=self.device)
+                self._slab(self._keys, layer, like)
+
+    def drop(self) -> None:
+        super().drop()
+        self._slabs = {}
+
+    def _resize(self, rows: int, length: int) -> None:
+        old, self._slabs = self._slabs, {}
+        for layer, slab in old.items():
+            heads, width = slab.shape[2] // 2, slab.shape[3]
+            self._slab(self._keys, layer, slab.new_empty(0, heads, 0, width))
+            self._slabs[layer][:rows, :length] = slab[:rows]
+
+    def _update(self, slabs: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
+        window, slab = self.window, self._slab(slabs, layer, new)
+        rows = slice(window.first, window.first + window.rows)
+        if window.fresh:
+            slab[rows, :, : window.count] = new
+            return new
+        places = slab.transpose(1, 2).flatten(0, 1)  # a view: (rows * capacity, heads, D)
+        places.index_copy_(0, window.index(1), new.transpose(1, 2).flatten(0, 1))
+        return slab[rows, :, : window.span]
+
+    def _slab(self, slabs: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
+        if layer not in self._slabs:
+            heads, width = like.shape[1], like.shape[3]
+            slab = like.new_zeros(self.rows + self._spare, self.capacity, 2 * heads, width)
+            self._slabs[layer] = slab
+            self._keys[layer], self._values[layer] = (half.transpose(1, 2) for half in slab.chunk(2, dim=2))
         return slabs[layer]
 
 

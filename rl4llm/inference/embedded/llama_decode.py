@@ -17,32 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl4llm.core.errors import EngineError
+from rl4llm.inference.embedded.flash import Norm, rotated
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
 from rl4llm.inference.embedded.model_decode import Layers
-from rl4llm.inference.embedded.precision import Projections
+from rl4llm.inference.embedded.precision import Projections, adapted
+from rl4llm.inference.embedded.rows import Batch, Request
+from rl4llm.inference.embedded.stops import StopTable
 from rl4llm.runtime.cpu import FastLinear
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 CHANGING_ROPE = ("dynamic", "longrope")
 ROPE_AHEAD = 256
+# transformers and PEFT hang these on the embedding for gradient checkpointing. They change no number.
+HARMLESS_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 Shared = tuple[SharedPrefix, Tensor, Tensor]
 """How rows read the prompts that are cached once, and the keys and values of these prompts."""
 
 
 class UnsupportedModelError(EngineError):
     """The fast path cannot replace this model's own forward."""
-
-
-class Norm(NamedTuple):
-    """Normalises by the root mean square over the last dimension."""
-
-    weight: Tensor
-    epsilon: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-        return F.rms_norm(x.float(), self.weight.shape, None, self.epsilon).to(x.dtype) * self.weight
 
 
 class Layer(NamedTuple):
@@ -65,9 +58,9 @@ class LlamaDecoder:
     """
 
     name = "fast"
+    form = ""
     reads_prefixes = True
     recurrent = False
-    spare_rows = 0
 
     def __init__(self, model: Any, context_length: int, autocast: torch.dtype | None = None):
         _check(model, context_length)
@@ -78,10 +71,11 @@ class LlamaDecoder:
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self._rotary = model.model.rotary_emb
         self.tables: tuple[Tensor, Tensor] | None = None
-        self._embedding = model.model.embed_tokens.weight
-        self._layers = [_layer(layer, autocast) for layer in model.model.layers]
-        self._norm = _norm(model.model.norm)
-        self._head = _projections([model.lm_head], autocast)
+        self.embedding = model.model.embed_tokens.weight
+        self.vocab_size, self.dtype = len(self.embedding), autocast or self.embedding.dtype
+        self.layers = [_layer(layer, autocast) for layer in model.model.layers]
+        self.norm = _norm(model.model.norm)
+        self.head = _projections([model.lm_head], autocast)
 
     def serves(self, model: Any) -> bool:
         """Return whether this decoder still computes the model: the same plain modules with the same parameters."""
@@ -100,6 +94,16 @@ class LlamaDecoder:
     def rest(self) -> None:
         """Do nothing: no memory is kept between steps."""
 
+    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> KVCache:
+        """Return a cache for this decoder."""
+        return KVCache(dtype, device, prefixes)
+
+    def batch(
+        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
+    ) -> Batch:
+        """Return a batch of the rows of a window, which decode these requests."""
+        return Batch(self, cache, window, requests, stops)
+
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
         """Fill the cache's window with the keys and values of these tokens."""
         self._hidden(token_ids_BS, cache, fill_only=True)
@@ -107,41 +111,47 @@ class LlamaDecoder:
     def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
         """Return the logits (B, V) after one more token per row."""
         hidden_B1D = self._hidden(token_ids_B[:, None], cache)
-        return self._head(self._norm(hidden_B1D[:, 0]))[0]
+        return self.head(self.norm(hidden_B1D[:, 0]))[0]
 
     def logits(self, token_ids_BS: Tensor, cache: KVCache) -> Tensor:
         """Return the logits (B, S, V) after each of these tokens."""
-        return self._head(self._norm(self._hidden(token_ids_BS, cache)))[0]
+        return self.head(self.norm(self._hidden(token_ids_BS, cache)))[0]
 
     def _parts(self) -> list[Projections | Norm]:
         return [
-            *(part for layer in self._layers for part in layer if part is not None),
-            self._norm,
-            self._head,
+            *(part for layer in self.layers for part in layer if part is not None),
+            self.norm,
+            self.head,
         ]
 
     def _signature(self) -> list[tuple[int, torch.dtype, torch.device]]:
-        tensors = [self._embedding]
+        tensors: list[Tensor | None] = [self.embedding]
         for part in self._parts():
-            tensors += [part.weight] if isinstance(part, Norm) else [*part.weights, *part.biases]
+            tensors += [part.weight] if isinstance(part, Norm) else part.tensors()
         return [(id(tensor), tensor.dtype, tensor.device) for tensor in tensors if tensor is not None]
 
     def _hidden(self, token_ids_BS: Tensor, cache: KVCache, fill_only: bool = False) -> Tensor:
-        attend = self._attend_one if token_ids_BS.shape[1] == 1 else self._attend_many
-        (cos, sin), prefix = self._rope(cache.window), cache.window.prefix
-        x = F.embedding(token_ids_BS, self._embedding)
-        for number, layer in enumerate(self._layers):
+        window, prefix = cache.window, cache.window.prefix
+        cos, sin = (
+            F.embedding(window.positions_BS, table).unsqueeze(2) for table in self.rotations(window.last)
+        )
+        x = F.embedding(token_ids_BS, self.embedding)
+        for number, layer in enumerate(self.layers):
             query, key, value = layer.heads(layer.attention_norm(x))
             value = self._heads_of(value, None)
-            key = _rotate(self._heads_of(key, layer.key_norm), cos, sin).to(value.dtype)
+            key = rotated(self._heads_of(key, layer.key_norm), cos, sin).to(value.dtype)
             keys, values = cache.update(number, key.transpose(1, 2), value.transpose(1, 2))
             if fill_only and number == self.num_layers - 1:
                 break
-            query = _rotate(self._heads_of(query, layer.query_norm), cos, sin).to(value.dtype)
+            query = rotated(self._heads_of(query, layer.query_norm), cos, sin).to(value.dtype)
             shared: Shared | None = None
             if prefix is not None and cache.prefixes is not None:
                 shared = prefix, *cache.prefixes.read(number, prefix.prompts, prefix.length)
-            x = x + layer.output(attend(query, keys, values, shared, cache.window))[0]
+            if window.count == 1:
+                mixed = self.attend_one(query, keys, values, window.mask, shared)
+            else:
+                mixed = self._attend_many(query, keys, values, window, shared)
+            x = x + layer.output(mixed)[0]
             gate, up = layer.gates(layer.mlp_norm(x))
             x = x + layer.down(F.silu(gate).mul_(up))[0]
         return x
@@ -150,34 +160,34 @@ class LlamaDecoder:
         heads = x.view(*x.shape[:2], -1, self.head_dim)
         return heads if norm is None else norm(heads)
 
-    def _attend_one(
-        self, query: Tensor, keys: Tensor, values: Tensor, shared: Shared | None, window: Window
+    def attend_one(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: Shared | None = None
     ) -> Tensor:
         """Attend from one position per row; query heads that share a key head are treated as its queries.
 
         In float32 two batched products are as fast on a CPU as the fused kernel, and in narrower dtypes they copy the slice
         of the cache. The keys and values of a prefix are read once for all rows that share it.
         """
-        query = query.view(window.rows, self.kv_heads, -1, self.head_dim)
+        query = query.reshape(len(query), self.kv_heads, -1, self.head_dim)
         if shared is None and _copies_slices(query):
-            mixed = F.scaled_dot_product_attention(query, keys, values, window.mask, scale=self.scaling)
-            return mixed.reshape(window.rows, 1, -1)
+            mixed = F.scaled_dot_product_attention(query, keys, values, mask, scale=self.scaling)
+            return mixed.reshape(len(query), 1, -1)
         query = query * self.scaling
         scores = _scores(query, keys)
         if shared is not None:
             prefix, prefix_keys, prefix_values = shared
             scores = torch.cat([prefix.spread(_scores(prefix.gather(query), prefix_keys)), scores], dim=-1)
-        if window.mask is not None:
-            scores = scores + window.mask
+        if mask is not None:
+            scores = scores + mask
         weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-        mixed = torch.matmul(weights[..., -window.span :], values)
+        mixed = torch.matmul(weights[..., -keys.shape[2] :], values)
         if shared is not None:
             on_prefix = prefix.gather(weights[..., : prefix.length])
             mixed = mixed + prefix.spread(torch.matmul(on_prefix, prefix_values))
-        return mixed.view(window.rows, 1, -1)
+        return mixed.reshape(len(query), 1, -1)
 
     def _attend_many(
-        self, query: Tensor, keys: Tensor, values: Tensor, shared: Shared | None, window: Window
+        self, query: Tensor, keys: Tensor, values: Tensor, window: Window, shared: Shared | None
     ) -> Tensor:
         if shared is not None:
             prefix, prefix_keys, prefix_values = shared
@@ -194,15 +204,14 @@ class LlamaDecoder:
         )
         return mixed.transpose(1, 2).flatten(2)
 
-    def _rope(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines of the window's positions, (B, S, 1, head_dim), from the model's own module."""
-        if self.tables is None or len(self.tables[0]) < window.last:
-            positions = torch.arange(window.last + ROPE_AHEAD, device=self._embedding.device)
-            cos, sin = self._rotary(self._embedding[:1], positions[None])
+    def rotations(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines of at least `length` positions, (T, head_dim), from the model's own module."""
+        if self.tables is None or len(self.tables[0]) < length:
+            positions = torch.arange(length + ROPE_AHEAD, device=self.embedding.device)
+            cos, sin = self._rotary(self.embedding[:1], positions[None])
             sin = torch.cat([-sin[0, :, : self.head_dim // 2], sin[0, :, self.head_dim // 2 :]], dim=-1)
             self.tables = cos[0], sin
-        cos, sin = (F.embedding(window.positions_BS, table).unsqueeze(2) for table in self.tables)
-        return cos, sin
+        return self.tables
 
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:
@@ -215,11 +224,6 @@ def _scores(query: Tensor, keys: Tensor) -> Tensor:
 def _copies_slices(x: Tensor) -> bool:
     """Return whether a batched product in this dtype copies a slice of the cache."""
     return x.device.type == "cpu" and x.dtype == torch.bfloat16
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x = x.to(cos.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _layer(layer: Any, autocast: torch.dtype | None) -> Layer:
@@ -241,7 +245,7 @@ def _layer(layer: Any, autocast: torch.dtype | None) -> Layer:
 
 def _projections(modules: Sequence[Any], autocast: torch.dtype | None) -> Projections:
     for module in modules:
-        if type(module) not in (nn.Linear, FastLinear):
+        if type(adapted(module)[0]) not in (nn.Linear, FastLinear):
             raise UnsupportedModelError(f"a projection is a {type(module).__name__}, not a plain nn.Linear")
     return Projections(modules, autocast)
 
@@ -269,7 +273,9 @@ def _check(model: Any, context_length: int) -> None:
             type(model.model.embed_tokens) is not nn.Embedding
         ),
         "modules have forward hooks, which only the model's own forward runs": lambda: any(
-            module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+            getattr(hook, "__name__", "") not in HARMLESS_HOOKS
+            for module in model.modules()
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         ),
         "its parameters are on several devices": lambda: (
             len({param.device for param in model.parameters()}) > 1

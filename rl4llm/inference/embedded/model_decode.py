@@ -8,7 +8,7 @@ per row, which serves only a sequence that continues all its tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,10 @@ from transformers.cache_utils import (
 from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from rl4llm.core.errors import EngineError
-from rl4llm.inference.embedded.kv_cache import KVCache, StateName
+from rl4llm.inference.embedded.kv_cache import KVCache, StateName, Window
 from rl4llm.inference.embedded.precision import AutocastCopy
+from rl4llm.inference.embedded.rows import Batch, Request
+from rl4llm.inference.embedded.stops import StopTable
 
 DUMMY = "DummyLayer"  # a layer without a cache; older releases of transformers have no such class
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -102,8 +104,8 @@ class ModelDecoder:
     """Computes logits with the model's own forward, with explicit masks and positions."""
 
     name = "model"
+    form = ""
     reads_prefixes = False
-    spare_rows = 0
 
     def __init__(self, model: Any, autocast: torch.dtype | None = None):
         self._copy = None if autocast is None else AutocastCopy(model, autocast)
@@ -132,6 +134,16 @@ class ModelDecoder:
 
     def rest(self) -> None:
         """Do nothing: no memory is kept between steps."""
+
+    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> KVCache:
+        """Return a cache for this decoder."""
+        return KVCache(dtype, device, prefixes)
+
+    def batch(
+        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
+    ) -> Batch:
+        """Return a batch of the rows of a window, which decode these requests."""
+        return Batch(self, cache, window, requests, stops)
 
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
         """Fill the cache's window with the keys and values of these tokens."""

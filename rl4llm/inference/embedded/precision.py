@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl4llm.runtime.cpu import PackedLinear, linear
@@ -42,37 +43,101 @@ class AutocastCopy:
         return model is self._original and _parts(model) == self._parts
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to a linear layer: scaling * up (down x). `down` is (R, D_in), `up` is (D_out, R)."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+
+def adapted(module: Any) -> tuple[Any, LowRank | None]:
+    """Return a linear layer and its LoRA adapter of PEFT; the module itself and None if it has none, or an unusual one."""
+    if not type(module).__module__.startswith("peft.tuners.lora"):
+        return module, None
+    name, *others = module.active_adapters
+    unusual = others or module.disable_adapters or module.merged or name in module.lora_variant
+    if unusual or module.lora_B[name].bias is not None:
+        return module, None
+    matrices = module.lora_A[name].weight, module.lora_B[name].weight
+    return module.base_layer, LowRank(*matrices, float(module.scaling[name]))
+
+
 class Projections:
     """The projections of one input. Copied weights make one product, and `refresh` copies them when they have changed.
 
-    Autocast casts weights in each pass, which for one token per row takes longer than the products.
+    Autocast casts weights in each pass, which for one token per row takes longer than the products. The products of
+    adapters are added; on copies that takes two products for all of them.
     """
 
     def __init__(self, modules: Sequence[Any], autocast: torch.dtype | None):
-        self.weights = [module.weight for module in modules]
-        self.biases = [module.bias for module in modules]
+        plain, lows = zip(*map(adapted, modules), strict=True)
+        self.weights = [module.weight for module in plain]
+        self.biases = [module.bias for module in plain]
+        self._lows: tuple[LowRank | None, ...] = lows
         self._sizes = [len(weight) for weight in self.weights]
         self._autocast = autocast
         self._copied: PackedLinear | None = None
+        self._low: tuple[Tensor, Tensor] | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return all that is read of the modules."""
+        matrices = [matrix for low in self._lows if low for matrix in (low.down, low.up)]
+        return [*self.weights, *self.biases, *matrices]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights again if this computes in another dtype than theirs."""
+        """Copy the weights again if this computes in another dtype than theirs; on a GPU to the same place."""
         if self._autocast is None:
             return
-        weight = torch.cat([weight.to(self._autocast) for weight in self.weights])
-        bias: Tensor | None = None
-        if any(bias is not None for bias in self.biases):
-            parts = zip(self.weights, self.biases, strict=True)
-            bias = torch.cat(
-                [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
-            )
-        self._copied = PackedLinear(weight, None if bias is None else bias.to(self._autocast))
+        weight_ND = torch.cat([weight.to(self._autocast) for weight in self.weights])
+        parts = zip(self.weights, self.biases, strict=True)
+        zeros = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
+        bias_N = torch.cat(zeros).to(self._autocast) if any(x is not None for x in self.biases) else None
+        if self._copied is None or not self._copied.copy_(weight_ND, bias_N):
+            self._copied = PackedLinear(weight_ND, bias_N)
+        if any(self._lows):
+            self._low = _in_place(self._low, self._joined_lows(self._autocast))
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         if self._copied is not None:
-            return self._copied(x.to(self._autocast)).split(self._sizes, dim=-1)
-        return [linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
+            x = x.to(self._autocast)
+            y = self._copied(x)
+            if self._low is not None:
+                down_RD, up_NR = self._low
+                y = y + F.linear(F.linear(x, down_RD), up_NR)
+            return y.split(self._sizes, dim=-1)
+        parts = zip(self.weights, self.biases, self._lows, strict=True)
+        return [_adapt(linear(x, weight, bias), x, low) for weight, bias, low in parts]
+
+    def _joined_lows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return one `down` for all adapters, and one `up` with theirs as blocks, which includes the scaling."""
+        lows = [low for low in self._lows if low is not None]
+        down_RD = torch.cat([low.down for low in lows]).to(dtype)
+        up_NR, first, column = down_RD.new_zeros(sum(self._sizes), len(down_RD)), 0, 0
+        for size, low in zip(self._sizes, self._lows, strict=True):
+            if low is not None:
+                rank = low.up.shape[1]
+                up_NR[first : first + size, column : column + rank] = low.up * low.scaling
+                column += rank
+            first += size
+        return down_RD, up_NR
+
+
+def _adapt(y: Tensor, x: Tensor, low: LowRank | None) -> Tensor:
+    """Add what an adapter gives for x, computed in its dtype, to what the layer gives."""
+    if low is None:
+        return y
+    return (y + linear(linear(x.to(low.down.dtype), low.down), low.up) * low.scaling).to(y.dtype)
+
+
+def _in_place(old: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the new numbers, where the old ones are."""
+    if old is None:
+        return new
+    for before, after in zip(old, new, strict=True):
+        before.copy_(after)
+    return old
 
 
 def _parts(model: nn.Module) -> list[tuple[Any, ...]]:

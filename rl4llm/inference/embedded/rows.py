@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, Window
-from rl4llm.inference.embedded.sampling import Sampler
+from rl4llm.inference.embedded.sampling import PERIOD, Sampler
 from rl4llm.inference.embedded.stops import Rule, StopTable
 
 
@@ -60,6 +61,7 @@ class Row:
     cached_ids: Sequence[int] = ()
     slot: int = -1
     last_used: int = 0
+    over: bool = False  # its request ended, and the batch has not left it out yet
 
     @property
     def base(self) -> int:
@@ -110,30 +112,96 @@ class Newcomer:
         return self.start > 0, row.slot, row.prefix.slot if row.prefix else -1, row.cached
 
 
-@dataclass(slots=True)
-class Batch:
-    """What decoding needs from step to step while the same rows decode; `steps` were not read back yet."""
+class Decodes(Protocol):
+    """What computes the logits (B, V) after one more token of each row of a cache's window."""
 
-    window: Window
-    sampler: Sampler
-    stops: StopTable | None
-    tokens_B: Tensor
+    def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor: ...
+
+
+class Decoding(Protocol):
+    """Decodes the same rows step by step. New rows need another batch, and so does a full cache.
+
+    `steps_left` says in how many steps the first of the requests reaches its length.
+    """
+
     steps_left: int
-    steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def take(self, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+    @property
+    def unread(self) -> int:
+        """Return the number of steps that were not read."""
+
+    @property
+    def due(self) -> bool:
+        """Return whether the steps must be read before the next one; a NaN is detected then."""
+
+    @property
+    def full(self) -> bool:
+        """Return whether the cache has no room for another step."""
+
+    def step(self) -> None:
         """Append the next token of every row."""
-        self.tokens_B = tokens_B
-        self.steps.append((tokens_B, logprobs_B))
-        self.window.advance()
-        self.steps_left -= 1
 
     def codes(self) -> list[int] | None:
         """Return a stop code per row, or None for the common step in which no row may stop."""
-        if self.stops is None:
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens (B, N) and log-probs (B, N) of the steps since the last call."""
+
+    def end(self, slots: Sequence[int], steps_left: int) -> bool:
+        """Stop rows and let the others decode; return False where that needs a batch without these rows."""
+
+
+class Batch:
+    """A batch of any decoder, as `Decoding` describes it. Rows that end make a new one."""
+
+    def __init__(
+        self,
+        decoder: Decodes,
+        cache: KVCache,
+        window: Window,
+        requests: Sequence[Request],
+        stops: StopTable | None,
+    ):
+        self._decoder, self._cache, self._window, self._stops = decoder, cache, window, stops
+        self._sampler = Sampler(
+            [item.params for item in requests], [len(item.logprobs) for item in requests], cache.device
+        )
+        self._tokens_B = torch.tensor([item.token_ids[-1] for item in requests], device=cache.device)
+        self._steps: list[tuple[Tensor, Tensor]] = []
+        self.steps_left = min(request.tokens_left for request in requests)
+
+    @property
+    def unread(self) -> int:
+        return len(self._steps)
+
+    @property
+    def due(self) -> bool:
+        return len(self._steps) == PERIOD
+
+    @property
+    def full(self) -> bool:
+        return self._window.span > self._cache.capacity
+
+    def step(self) -> None:
+        self._cache.window = self._window
+        self._tokens_B, logprobs_B = self._sampler(self._decoder.step(self._tokens_B, self._cache))
+        self._steps.append((self._tokens_B, logprobs_B))
+        self._window.advance()
+        self.steps_left -= 1
+
+    def codes(self) -> list[int] | None:
+        if self._stops is None:
             return None
-        codes_B = self.stops(self.tokens_B)
+        codes_B = self._stops(self._tokens_B)
         return codes_B.tolist() if codes_B.any() else None
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        tokens, logprobs = zip(*self._steps, strict=True)
+        self._steps = []
+        return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+
+    def end(self, slots: Sequence[int], steps_left: int) -> bool:
+        return False
 
 
 class RowTable:
@@ -175,6 +243,7 @@ class RowTable:
         gone = set(map(id, leaving))
         self.active = [row for row in self.active if id(row) not in gone]
         for row in leaving:
+            row.over = False
             if row.session:
                 self.release(row.session)
                 self.parked.append(row)

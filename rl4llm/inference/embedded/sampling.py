@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +15,12 @@ from rl4llm.core.types import SamplingParams
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 AHEAD = 32  # tokens for which uniforms are computed at once
+PERIOD = 64  # steps after which what was sampled is read, so a NaN is detected; captured steps need as many uniforms
 SLICE = 256  # at most so many neighbouring tokens are one slice of a large vocabulary
 FIXED_POINT = 2.0**52  # of the unit in which probabilities are added up as integers; their sum is about 1
-LARGE = 8192  # tokens of a vocabulary whose slices are added up first, which takes a third of the time
+LARGE = 8192  # a vocabulary from here on is drawn from by slices, in a third of the time, and rarely sorted
+CANDIDATES = 1024  # likeliest tokens of a large vocabulary, usually more than top-k and top-p keep
+MARGIN = 2.0**-30  # of a sum of probabilities; far above the rounding error of sums in any order
 
 
 def uniforms(seeds: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
@@ -39,17 +43,60 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def keep_likely(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """Set the probabilities of all but the likely tokens to 0, without normalising; top_k 0 and top_p 1 keep everything.
 
-    Top-k comes first. Top-p then keeps the smallest set of the remaining tokens with a share of at least top_p.
+    Top-k comes first. Top-p then keeps the smallest set of the remaining tokens with a share of at least top_p. Of equally
+    likely tokens, those with lower ids come first. Of a large vocabulary, only rows that may keep more tokens than there are
+    candidates are sorted.
     """
+    if probs_BV.shape[-1] < LARGE:
+        return _keep_sorted(probs_BV, top_k_B, top_p_B)
+    kept_BV, certain_B = _keep_candidates(probs_BV, top_k_B, top_p_B)
+    uncertain = [row for row, certain in enumerate(certain_B.tolist()) if not certain]
+    if not uncertain:
+        return kept_BV
+    rows = torch.tensor(uncertain, device=probs_BV.device)
+    return kept_BV.index_copy_(0, rows, _keep_sorted(probs_BV[rows], top_k_B[rows], top_p_B[rows]))
+
+
+def _keep_sorted(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """Do what `keep_likely` does, by sorting the whole vocabulary."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(probs_BV.shape[-1], device=probs_BV.device)
-    sorted_BV = sorted_BV.masked_fill((rank_V >= top_k_B[:, None]) & (top_k_B[:, None] > 0), 0.0)
+    sorted_BV = _cut_top_k(sorted_BV, top_k_B)
     total_BV = _running_sums(sorted_BV)
     before_BV = total_BV - sorted_BV
     sorted_BV = sorted_BV.masked_fill(
         (before_BV >= top_p_B[:, None] * total_BV[:, -1:]) & (top_p_B[:, None] < 1), 0.0
     )
     return torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV)
+
+
+def _keep_candidates(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_keep_sorted` returns if only the likeliest tokens matter, and whether that is certain for each row.
+
+    `torch.topk` promises no order of equal values, and may choose any of those that equal the last candidate. So a row is
+    certain only if all that it keeps exceeds its last candidate. Sums in another order are rounded differently. So a row is
+    uncertain if one of its sums is within `MARGIN` of the limit of top-p.
+    """
+    chosen_BC = probs_BV.topk(CANDIDATES, dim=-1, sorted=False).indices.sort(dim=-1).values
+    sorted_BC, places_BC = probs_BV.gather(-1, chosen_BC).sort(dim=-1, descending=True, stable=True)
+    last_B1, limited_B1 = sorted_BC[:, -1:], top_p_B[:, None] < 1
+    cut_BC = _cut_top_k(sorted_BC, top_k_B)
+    sums_BC = _running_sums(cut_BC)
+    total_B1 = torch.where(
+        top_k_B[:, None] > 0, sums_BC[:, -1:], probs_BV.sum(-1, keepdim=True, dtype=torch.float64)
+    )
+    beyond_BC = sums_BC - cut_BC - top_p_B[:, None] * total_B1
+    kept_BC = cut_BC.masked_fill((beyond_BC >= 0) & limited_B1, 0.0)
+    close_B = ((beyond_BC.abs() <= MARGIN * total_B1) & limited_B1).any(-1)
+    inside_B = ((kept_BC == 0) | (kept_BC > last_B1)).all(-1)  # false for NaN
+    order_BC = chosen_BC.gather(-1, places_BC)
+    kept_BV = torch.zeros_like(probs_BV).scatter_(-1, order_BC, kept_BC)
+    return kept_BV, inside_B & ~close_B & (top_k_B <= CANDIDATES)
+
+
+def _cut_top_k(sorted_BN: Tensor, top_k_B: Tensor) -> Tensor:
+    """Set all but the first top_k of descending probabilities to 0; top_k 0 keeps everything."""
+    rank_N = torch.arange(sorted_BN.shape[-1], device=sorted_BN.device)
+    return sorted_BN.masked_fill((rank_N >= top_k_B[:, None]) & (top_k_B[:, None] > 0), 0.0)
 
 
 def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
@@ -94,6 +141,48 @@ def _invert(cdf_BN: Tensor, targets_B1: Tensor) -> Tensor:
     return torch.searchsorted(cdf_BN, targets_B1, right=True).clamp_(max=cdf_BN.shape[-1] - 1)
 
 
+def choose(
+    logits_BV: Tensor, probs_BV: Tensor, uniforms_B1: Tensor | None, greedy_B1: Tensor | None
+) -> Tensor:
+    """Return tokens (B, 1): the likeliest ones of greedy rows, and drawn ones elsewhere.
+
+    Without uniform numbers all rows are greedy, and without `greedy_B1` none is.
+    """
+    if uniforms_B1 is None:
+        return logits_BV.argmax(-1, keepdim=True)
+    tokens_B1 = draw(probs_BV, uniforms_B1)
+    if greedy_B1 is None:
+        return tokens_B1
+    return torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
+
+
+def heated(logits_BV: Tensor, heat_B1: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return logits in float32, divided by the temperatures, and their probabilities."""
+    logits_BV = logits_BV.float()
+    if heat_B1 is not None:
+        logits_BV = logits_BV / heat_B1
+    return logits_BV, logits_BV.softmax(-1)
+
+
+class Kind(NamedTuple):
+    """What a sampler has to do for the requests of a batch."""
+
+    draws: bool  # any row is drawn
+    greedy: bool  # any row is greedy
+    hot: bool  # any row has another temperature than 1
+    filters: bool  # any drawn row has top_k or top_p
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Kind:
+        drawn = [item for item in params if item.temperature]
+        return cls(
+            bool(drawn),
+            len(drawn) < len(params),
+            any(item.temperature != 1 for item in drawn),
+            any(item.top_k or item.top_p < 1 for item in drawn),
+        )
+
+
 class Sampler:
     """Draws the next token of each row; rows may differ in every parameter. A change of rows needs a new sampler."""
 
@@ -102,14 +191,14 @@ class Sampler:
         self._next = list(starts)
         self._uniforms_NB: Tensor | None = None
         self._used = 0
-        greedy = [item.temperature == 0 for item in params]
-        heat = [item.temperature or 1.0 for item in params]
-        filtered = [row for row, item in enumerate(params) if item.top_k or item.top_p < 1]
-        self._all_greedy = all(greedy)
-        self._greedy_B = torch.tensor(greedy, device=device) if any(greedy) else None
-        self._heat_B1 = torch.tensor(heat, device=device)[:, None] if set(heat) != {1.0} else None
-        self._filtered = torch.tensor(filtered, device=device) if filtered and not self._all_greedy else None
-        if self._filtered is not None:
+        self._kind = Kind.of(params)
+        greedy_B = torch.tensor([not item.temperature for item in params], device=device)
+        heat_B = torch.tensor([item.temperature or 1.0 for item in params], device=device)
+        self._greedy_B1 = greedy_B[:, None] if self._kind.greedy else None
+        self._heat_B1 = heat_B[:, None] if self._kind.hot else None
+        if self._kind.filters:
+            filtered = [row for row, item in enumerate(params) if item.top_k or item.top_p < 1]
+            self._filtered = torch.tensor(filtered, device=device)
             self._top_k = torch.tensor([params[row].top_k for row in filtered], device=device)
             self._top_p = torch.tensor(
                 [params[row].top_p for row in filtered], device=device, dtype=torch.float64
@@ -117,23 +206,14 @@ class Sampler:
 
     def __call__(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens (B,) and their log-probs (B,) by the temperature-scaled softmax; NaN logits give NaN."""
-        logits_BV = logits_BV.float()
-        if self._heat_B1 is not None:
-            logits_BV = logits_BV / self._heat_B1
-        probs_BV = logits_BV.softmax(-1)
-        tokens_B1 = (
-            logits_BV.argmax(-1, keepdim=True) if self._all_greedy else self._draw(logits_BV, probs_BV)
-        )
-        return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()
-
-    def _draw(self, logits_BV: Tensor, probs_BV: Tensor) -> Tensor:
-        if self._filtered is not None:
+        logits_BV, probs_BV = heated(logits_BV, self._heat_B1)
+        uniforms_B1 = self._uniform(probs_BV.device)[:, None] if self._kind.draws else None
+        likely_BV = probs_BV
+        if self._kind.filters:
             kept = keep_likely(probs_BV[self._filtered], self._top_k, self._top_p)
-            probs_BV = probs_BV.index_copy(0, self._filtered, kept)
-        tokens_B1 = draw(probs_BV, self._uniform(probs_BV.device)[:, None])
-        if self._greedy_B is not None:
-            tokens_B1 = torch.where(self._greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), tokens_B1)
-        return tokens_B1
+            likely_BV = probs_BV.index_copy(0, self._filtered, kept)
+        tokens_B1 = choose(logits_BV, likely_BV, uniforms_B1, self._greedy_B1)
+        return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()
 
     def _uniform(self, device: torch.device) -> Tensor:
         if self._uniforms_NB is None or self._used == AHEAD:
@@ -142,3 +222,47 @@ class Sampler:
             self._used = 0
         self._used += 1
         return self._uniforms_NB[self._used - 1]
+
+
+class StaticSampler:
+    """A sampler whose numbers are in tensors that stay in place, for a captured step. It does not filter.
+
+    `place` counts the steps since `refill`; the step increments it.
+    """
+
+    def __init__(self, kind: Kind, rows: int, device: torch.device):
+        self._kind = kind
+        self._seeds: list[int] = []
+        self._next: list[int] = []
+        self.place_1 = torch.zeros(1, dtype=torch.long, device=device)
+        self._heat_B1 = torch.ones(rows, 1, device=device)
+        self._greedy_B1 = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+        self._uniforms_NB = torch.zeros(PERIOD, rows, dtype=torch.float64, device=device)
+
+    def set(self, params: Sequence[SamplingParams], starts: Sequence[int]) -> None:
+        """Write the parameters of requests, and how many tokens each of them has; rows behind them are padding."""
+        self._seeds, self._next = [item.seed for item in params], list(starts)
+        count = len(params)
+        heat, greedy = (
+            [item.temperature or 1.0 for item in params],
+            [not item.temperature for item in params],
+        )
+        self._heat_B1[:count, 0] = torch.tensor(heat, device=self._heat_B1.device)
+        self._greedy_B1[:count, 0] = torch.tensor(greedy, device=self._heat_B1.device)
+        self.refill()
+
+    def refill(self) -> None:
+        """Write the uniform numbers of the next `PERIOD` tokens, and start counting again."""
+        if self._kind.draws:
+            new_NB = torch.from_numpy(uniforms(self._seeds, self._next, PERIOD))
+            self._uniforms_NB[:, : len(self._seeds)] = new_NB.to(self._uniforms_NB.device)
+        self._next = [start + PERIOD for start in self._next]
+        self.place_1.zero_()
+
+    def __call__(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens (B,) and their log-probs (B,), as `Sampler` does."""
+        kind = self._kind
+        logits_BV, probs_BV = heated(logits_BV, self._heat_B1 if kind.hot else None)
+        uniforms_B1 = self._uniforms_NB.index_select(0, self.place_1).t() if kind.draws else None
+        tokens_B1 = choose(logits_BV, probs_BV, uniforms_B1, self._greedy_B1 if kind.greedy else None)
+        return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()

@@ -1,57 +1,179 @@
-"""The decode step of the fast path in a fixed shape, so that a GPU can replay it as a CUDA graph.
+"""Decoding steps in a fixed shape, captured as CUDA graphs where there is a GPU.
 
-Without a graph Python launches hundreds of kernels for a token, which takes longer than those of a small model compute. A
-graph repeats them on the same memory. So rows are padded to a power of two, each attends to the whole capacity of the
-cache, and what depends on positions is computed from a tensor.
+On a GPU the launches of a step's kernels take longer than those of a small model compute. A graph repeats them on the same
+memory. So everything that a step reads and writes stays in place: tokens, positions, uniform numbers, stop codes, and what
+was sampled since the last read. Rows are padded to a power of two. A row that ends stays in the batch, still, until half of
+the rows have ended.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rl4llm.inference.embedded.kv_cache import KVCache, Window
+from rl4llm.inference.embedded.flash import PLAIN, compiled, flash_for
+from rl4llm.inference.embedded.kv_cache import KVCache, TokenCache, Window
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder
+from rl4llm.inference.embedded.rows import Batch, Request
+from rl4llm.inference.embedded.sampling import PERIOD, Kind, StaticSampler
+from rl4llm.inference.embedded.stops import StopTable
 
-Layout = tuple[Any, ...]
-"""What a captured step reads at fixed addresses: the cache's slabs and the tables of rotations."""
+LEAST = 2  # rows of a step; kernels that are compiled for any number of rows are compiled again for one
+FAILURES = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+Key = tuple[Any, ...]
+"""What tells captured steps apart: rows, what the sampler does, the number of rules that stop."""
 
 
-class StaticWindow(Window):
-    """One new position in each of the first rows of a cache; what changes from step to step are tensors.
+class StaticStep:
+    """What one step reads and writes, and the step itself. Rows behind the given ones are padding.
 
-    Rows behind the given ones are padding. They compute a token at position 0 of the cache's spare row.
+    A row that is not live computes its last token again, in its place. Padding does so at position 0 of the cache's spare
+    row. Without a `kind` the step ends with the logits.
     """
 
-    def __init__(self, cache: KVCache, rows: int):
-        self.first, self.rows, self.count, self.prefix, self.fresh, self.opening = 0, rows, 1, None, False, []
-        self.span = self.last = self.capacity = cache.capacity
-        self._spare, self._dtype, self._device = cache.rows, cache.dtype, cache.device
-        self._rows_B = torch.arange(rows, device=cache.device)
-        self.tokens_B, self._slots_B = torch.zeros(2, rows, dtype=torch.long, device=cache.device)
-        self.positions_BS = self._own_BS = torch.zeros(rows, 1, dtype=torch.long, device=cache.device)
+    def __init__(self, decoder: StaticDecoder, cache: TokenCache, rows: int, kind: Kind | None, rules: int):
+        device = cache.device
+        self._decoder, self.cache, self.rows = decoder, cache, rows
+        self.tokens_B, self.positions_B, self._live_B, self._slots_B, self._offsets_B = torch.zeros(
+            5, rows, dtype=torch.long, device=device
+        )
+        self._slots_B.fill_(cache.rows)  # the first run, which only warms up, must not write into rows
+        self.lanes_B = torch.arange(rows, device=device)
+        self.queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._sampler = None if kind is None else StaticSampler(kind, rows, device)
+        self._codes = (
+            torch.zeros(rules * decoder.vocab_size, dtype=torch.int8, device=device) if rules else None
+        )
+        self._codes_B = torch.zeros(rows, dtype=torch.int8, device=device)
+        self._stops_1 = torch.zeros(1, dtype=torch.int8, device=device)
+        self._tokens_NB = torch.zeros(PERIOD, rows, dtype=torch.long, device=device)
+        self._logprobs_NB = torch.zeros(PERIOD, rows, device=device)
+        self.logits_BV: Tensor | None = None
+        self.layout = decoder.layout(cache)
+        self._run = decoder.captured(self._compute)
 
-    def set(self, tokens_B: Tensor, positions_BS: Tensor) -> None:
+    def place(self, tokens_B: Tensor, positions_B: Tensor) -> None:
         """Write what the next step computes."""
         given = len(tokens_B)
-        self.tokens_B[:given], self.positions_BS[:given] = tokens_B, positions_BS
-        self.positions_BS[given:] = 0
-        self._slots_B.copy_(torch.where(self._rows_B < given, self._rows_B, self._spare))
+        self.tokens_B[:given], self.positions_B[:given] = tokens_B, positions_B
+        self.positions_B[given:] = 0
+        self._slots_B.copy_(torch.where(self.lanes_B < given, self.lanes_B, self.cache.rows))
 
-    def begin(self) -> None:
-        """Compute the mask from the positions, as a part of the step."""
-        self._index, self._mask = {}, self._hidden(self._dtype, self.span)
+    def run(self) -> None:
+        """Compute the step."""
+        self._run()
 
-    def index(self, heads: int) -> Tensor:
-        """Return the indices of the new vectors in a slab viewed as (rows * heads * capacity, D)."""
-        if heads not in self._index:
-            lanes = self._slots_B[:, None] * heads + torch.arange(heads, device=self._device)
-            self._index[heads] = (lanes * self.capacity + self.positions_BS).flatten()
-        return self._index[heads]
+    def begin(self, requests: Sequence[Request], stops: StopTable | None) -> None:
+        """Write the requests whose tokens the following steps sample."""
+        assert self._sampler is not None
+        self._sampler.set([item.params for item in requests], [len(item.logprobs) for item in requests])
+        self.keep(range(len(requests)))
+        if stops is not None and self._codes is not None:
+            self._codes.copy_(stops.codes)
+            self._offsets_B[: len(requests)] = stops.offsets_B
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Let only these rows decode."""
+        live = torch.zeros(self.rows, dtype=torch.long)
+        live[list(slots)] = 1
+        self._live_B.copy_(live)
+
+    def refill(self) -> None:
+        """Start another period: all that was sampled has been read."""
+        assert self._sampler is not None
+        self._sampler.refill()
+
+    def codes(self) -> list[int] | None:
+        """Return a stop code per row, or None if no live row may stop."""
+        if self._codes is None or not self._stops_1.item():
+            return None
+        return self._codes_B.tolist()
+
+    def sampled(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probs (B, N) of some steps of this period."""
+        return self._tokens_NB[begin:end].t(), self._logprobs_NB[begin:end].t()
+
+    def _compute(self) -> None:
+        logits_BV = self._decoder.compute(self)
+        if self._sampler is None:
+            self.logits_BV = logits_BV
+            return
+        place_1 = self._sampler.place_1
+        tokens_B, logprobs_B = self._sampler(logits_BV)
+        self._tokens_NB.index_copy_(0, place_1, tokens_B[None])
+        self._logprobs_NB.index_copy_(0, place_1, logprobs_B[None])
+        if self._codes is not None:
+            codes_B = self._codes.index_select(0, self._offsets_B + tokens_B) * self._live_B
+            self._codes_B.copy_(codes_B)
+            self._stops_1.copy_(codes_B.amax(0, keepdim=True))
+        self.tokens_B.copy_(torch.where(self._live_B > 0, tokens_B, self.tokens_B))
+        self.positions_B.add_(self._live_B)
+        place_1.add_(1)
+
+    @property
+    def places_B(self) -> Tensor:
+        """Return where each row's new keys and values belong, in a slab viewed as (rows * capacity, ...)."""
+        return self._slots_B * self.cache.capacity + self.positions_B
+
+
+class StaticBatch:
+    """The rows of a `StaticStep` that decode together; see `Batch`."""
+
+    def __init__(self, step: StaticStep, positions: Sequence[int], requests: Sequence[Request], stops: Any):
+        device = step.cache.device
+        self._step, self._count = step, len(requests)
+        step.place(
+            torch.tensor([item.token_ids[-1] for item in requests], device=device),
+            torch.tensor(positions, device=device),
+        )
+        step.begin(requests, stops)
+        self._live = set(range(len(requests)))
+        self._longest = max(positions)
+        self._done = self._read = 0
+        self.steps_left = min(request.tokens_left for request in requests)
+
+    @property
+    def unread(self) -> int:
+        return self._done - self._read
+
+    @property
+    def due(self) -> bool:
+        return self._done == PERIOD
+
+    @property
+    def full(self) -> bool:
+        return self._longest >= self._step.cache.capacity
+
+    def step(self) -> None:
+        if self._done == PERIOD:
+            self._step.refill()
+            self._done = self._read = 0
+        self._step.run()
+        self._done += 1
+        self._longest += 1
+        self.steps_left -= 1
+
+    def codes(self) -> list[int] | None:
+        codes = self._step.codes()
+        return codes and codes[: self._count]
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        tokens_BN, logprobs_BN = self._step.sampled(self._read, self._done)
+        self._read = self._done
+        return tokens_BN[: self._count], logprobs_BN[: self._count]
+
+    def end(self, slots: Sequence[int], steps_left: int) -> bool:
+        self._live -= set(slots)
+        if 2 * len(self._live) <= self._step.rows and self._step.rows > LEAST:
+            return False
+        self._step.keep(sorted(self._live))
+        self.steps_left = steps_left
+        return True
 
 
 class StaticDecoder:
@@ -60,27 +182,40 @@ class StaticDecoder:
     name = "graph"
     reads_prefixes = False
     recurrent = False
-    spare_rows = 1
 
     def __init__(self, fast: LlamaDecoder, device: torch.device):
         self._fast = fast
+        self.vocab_size = fast.vocab_size
         self._captures = device.type == "cuda" and torch.cuda.is_available()
         self._pool: Any = None
-        self._steps: dict[int, tuple[Layout, StaticWindow, Callable[[], Tensor]]] = {}
+        self._steps: dict[Key, StaticStep] = {}
+        sizes = (device, fast.dtype, fast.heads, fast.kv_heads, fast.head_dim)
+        self._flash, self.attention = flash_for(*sizes)
+        self._fused = compiled() if self._captures else PLAIN
+
+    @property
+    def form(self) -> str:
+        """Return what steps are made of, as the end of a sentence."""
+        steps = "CUDA graphs" if self._captures else "steps in a fixed shape"
+        kernels = "compiled" if self._fused.compiled else "plain"
+        return f"; {steps}, {kernels} kernels, {self.attention}"
 
     def serves(self, model: Any) -> bool:
         """Return whether this decoder still computes the model."""
         return self._fast.serves(model)
 
     def refresh(self) -> None:
-        """Copy the weights that are copied."""
+        """Copy the weights that are copied, to where captured steps read them."""
         self._fast.refresh()
-        self.rest()
 
     def rest(self) -> None:
         """Forget the captured steps, and the memory that they share: a graph cannot use a pool that no other one holds."""
         self._steps.clear()
         self._pool = None
+
+    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> TokenCache:
+        """Return a cache for `step` and `batch`, with a spare row for padding."""
+        return TokenCache(dtype, device, prefixes, spare=1)
 
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
         """Fill the cache's window with the keys and values of these tokens."""
@@ -92,54 +227,108 @@ class StaticDecoder:
 
     def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
         """Return the logits (B, V) after one more token per row; the next step overwrites them."""
-        given, own = len(token_ids_B), cache.window
-        rows = 1 << (given - 1).bit_length()
-        cache.reserve(rows, 0)
-        layout, window, run = self._steps.get(rows, ((), None, None))
-        if window is None or run is None or layout != self._layout(cache):
-            window = StaticWindow(cache, rows)
-            run = self._plain(window, cache)
-            window.set(token_ids_B, own.positions_BS)
-            if self._captures:
-                run = self._captured(run)
-            else:
-                run()  # makes slabs and tables
-            self._steps[rows] = self._layout(cache), window, run
-        window.set(token_ids_B, own.positions_BS)
-        logits_BV = run()[:given]
-        cache.window = own
-        return logits_BV
+        window = cache.window
+        step = self._step(cache, len(token_ids_B), None, 0)
+        step.place(token_ids_B, window.positions_BS[:, 0])
+        step.run()
+        cache.window = window
+        assert step.logits_BV is not None
+        return step.logits_BV[: len(token_ids_B)]
 
-    def _layout(self, cache: KVCache) -> Layout:
+    def batch(
+        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
+    ) -> Batch | StaticBatch:
+        """Return a batch of rows. With top-k or top-p, only its logits come from a captured step."""
+        kind = Kind.of([request.params for request in requests])
+        if kind.filters:
+            return Batch(self, cache, window, requests, stops)
+        rules = 0 if stops is None else len(stops.codes) // self.vocab_size
+        step = self._step(cache, len(requests), kind, rules)
+        return StaticBatch(step, [len(item.token_ids) - 1 for item in requests], requests, stops)
+
+    def layout(self, cache: KVCache) -> Key:
+        """Return what a captured step finds at fixed addresses: the cache's slabs and the tables of rotations."""
         return id(cache), cache.placed, cache.rows, cache.capacity, id(self._fast.tables)
 
-    def _plain(self, window: StaticWindow, cache: KVCache) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            cache.window = window
-            window.begin()
-            return self._fast.step(window.tokens_B, cache)
+    def compute(self, step: StaticStep) -> Tensor:
+        """Return the logits (B, V) after one more token in each row of a step."""
+        fast, cache, fused = self._fast, step.cache, self._fused
+        places_B = step.places_B
+        cos, sin = (
+            table.index_select(0, step.positions_B)[:, None] for table in fast.rotations(cache.capacity)
+        )
+        attend = self._attention(step)
+        x = F.embedding(step.tokens_B, fast.embedding)
+        normed = fast.layers[0].attention_norm(x)
+        norms = [*(layer.attention_norm for layer in fast.layers[1:]), fast.norm]
+        for number, (layer, after) in enumerate(zip(fast.layers, norms, strict=True)):
+            heads_BHD = fused.rotate(*layer.heads(normed), cos, sin, layer.query_norm, layer.key_norm)
+            new = heads_BHD[:, fast.heads :]
+            cache.flat(number).index_copy_(0, places_B, new.to(cache.dtype))
+            mixed = attend(number, heads_BHD[:, : fast.heads])
+            x, normed = fused.add_norm(x, layer.output(mixed)[0], *layer.mlp_norm)
+            x, normed = fused.add_norm(x, layer.down(fused.gated(*layer.gates(normed)))[0], *after)
+        return fast.head(normed)[0]
 
-        return run
-
-    def _captured(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a replay of the step; the step itself, from now on, where it cannot be captured."""
+    def captured(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Run a step once; return a replay of it, or the step itself where it cannot be captured."""
+        if not self._captures:
+            compute()
+            return compute
         try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                run()
-            torch.cuda.current_stream().wait_stream(side)
+            self._warm_up(compute)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                logits_BV = run()
+            # Calls of other threads, such as a tracker's, must not end the capture.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                compute()
         except RuntimeError as error:
             self._captures = False
             warnings.warn(f"Decoding runs without CUDA graphs: {str(error)[:200]}", stacklevel=2)
-            return run
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits_BV
-
+            return compute
+        replay: Callable[[], None] = graph.replay
         return replay
+
+    def _warm_up(self, compute: Callable[[], None]) -> None:
+        """Run a step in another stream, as a capture needs it before; with plain functions if compiled ones fail."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            try:
+                compute()
+            except FAILURES as error:
+                if not self._fused.compiled:
+                    raise
+                self._fused = PLAIN
+                warnings.warn(f"Decoding runs without compiled kernels: {str(error)[:200]}", stacklevel=2)
+                compute()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _step(self, cache: KVCache, given: int, kind: Kind | None, rules: int) -> StaticStep:
+        assert isinstance(cache, TokenCache)
+        rows = max(LEAST, 1 << (given - 1).bit_length())
+        cache.reserve(rows, 0)
+        cache.allocate(self._fast.num_layers, self._fast.kv_heads, self._fast.head_dim)
+        self._fast.rotations(cache.capacity)
+        key = (rows, kind, rules)
+        if key not in self._steps or self._steps[key].layout != self.layout(cache):
+            self._steps[key] = StaticStep(self, cache, rows, kind, rules)
+        return self._steps[key]
+
+    def _attention(self, step: StaticStep) -> Callable[[int, Tensor], Tensor]:
+        """Return the attention of the queries (B, heads, D) of a layer, by its number, as (B, heads * D)."""
+        fast, cache = self._fast, step.cache
+        if self._flash is not None:
+            flash, lengths_B = self._flash, (step.positions_B + 1).int()
+            return lambda number, query: flash(
+                query, cache.flat(number), step.queries, cache.capacity, lengths_B, fast.scaling
+            ).flatten(1)
+        hidden_BS = torch.arange(cache.capacity, device=cache.device) > step.positions_B[:, None]
+        mask = torch.zeros(hidden_BS.shape, dtype=cache.dtype, device=cache.device)
+        mask = mask.masked_fill_(hidden_BS, torch.finfo(cache.dtype).min)[:, None, None]
+
+        def attend(number: int, query: Tensor) -> Tensor:
+            keys, values = cache.read(number, step.rows, cache.capacity)
+            return fast.attend_one(query, keys, values, mask)[:, 0]
+
+        return attend

@@ -1,0 +1,147 @@
+"""What a captured decoding step is made of on a GPU: attention that ends at each row's length, and fused elementwise work.
+
+Elsewhere the plain functions are used, which compute the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Flash = Callable[[Tensor, Tensor, Tensor, int, Tensor, float], Tensor]
+TOLERANCE = 0.03
+"""Accepted difference from `plain_attention`, relative to the largest number compared; bf16 rounds to 0.004."""
+
+
+class Norm(NamedTuple):
+    """Normalises by the root mean square over the last dimension."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return F.rms_norm(x.float(), self.weight.shape, None, self.epsilon).to(x.dtype) * self.weight
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of the last dimension; the signs are in `sin`."""
+    x = x.to(cos.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def rotate(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, query_norm: Norm | None, key_norm: Norm | None
+) -> Tensor:  # fmt: skip
+    """Return the heads of queries, keys and values (B, n * D) as one tensor (B, heads, D), normalised and rotated."""
+    query, key, value = (x.unflatten(-1, (-1, cos.shape[-1])) for x in (query, key, value))
+    query = query if query_norm is None else query_norm(query)
+    key = key if key_norm is None else key_norm(key)
+    return torch.cat(
+        [rotated(query, cos, sin).to(value.dtype), rotated(key, cos, sin).to(value.dtype), value], 1
+    )
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return x + y, and its norm in the dtype of y."""
+    x = x + y
+    return x, Norm(weight, epsilon)(x).to(y.dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+class Fused(NamedTuple):
+    """The work between the matrix products of a decoder layer."""
+
+    rotate: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    gated: Callable[..., Tensor]
+    compiled: bool = False
+
+
+PLAIN = Fused(rotate, add_norm, gated)
+
+
+@functools.cache
+def compiled() -> Fused:
+    """Return the functions compiled for any number of rows, each as one or two kernels that round as the plain ones do."""
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+
+    def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, dynamic=True, options=options)
+
+    return Fused(fuse(rotate), fuse(add_norm), fuse(gated), compiled=True)
+
+
+def flash_attention(
+    query_BHD: Tensor, slab_N2KD: Tensor, queries: Tensor, capacity: int, lengths_B: Tensor, scaling: float
+) -> Tensor:
+    """Attend from one query per row to the first `lengths_B` positions of its row of a slab; returns (B, H, D).
+
+    `slab_N2KD` is that of `TokenCache.flat`, and `queries` counts from 0 to B, in int32.
+    """
+    keys, values = slab_N2KD.chunk(2, dim=1)
+    output: Tensor = torch.ops.aten._flash_attention_forward(
+        query_BHD, keys, values, queries, queries * capacity, 1, capacity, 0.0, False, False,
+        scale=scaling, seqused_k=lengths_B,
+    )[0]  # fmt: skip
+    return output
+
+
+def plain_attention(
+    query_BHD: Tensor, slab_N2KD: Tensor, queries: Tensor, capacity: int, lengths_B: Tensor, scaling: float
+) -> Tensor:
+    """Compute what `flash_attention` computes, with masks."""
+    rows, heads = query_BHD.shape[:2]
+    keys, values = (
+        x.unflatten(0, (-1, capacity))[:rows].repeat_interleave(heads // x.shape[1], dim=2)
+        for x in slab_N2KD.chunk(2, dim=1)
+    )
+    scores = torch.einsum("bhd,bshd->bhs", query_BHD.float() * scaling, keys.float())
+    hidden = torch.arange(capacity, device=query_BHD.device) >= lengths_B[:, None]
+    probs = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
+    return torch.einsum("bhs,bshd->bhd", probs, values.float()).to(query_BHD.dtype)
+
+
+@functools.cache
+def flash_for(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> tuple[Flash | None, str]:
+    """Return the kernel for these sizes if torch has it and it is right, else None and the reason."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None, f"attention with masks, since it computes in {dtype} on {device.type}"
+    try:
+        differs = _difference(flash_attention, device, dtype, heads, kv_heads, width)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return None, f"attention with masks, since torch has no kernel for it: {str(error)[:200]}"
+    if not differs <= TOLERANCE:
+        return None, f"attention with masks, since torch's kernel differs by {differs:.2g}"
+    return flash_attention, "attention up to each row's length"
+
+
+def _difference(
+    kernel: Flash, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> float:
+    """Return the largest relative difference from `plain_attention`, for rows of unequal length in a larger cache."""
+    rows, capacity = 3, 192
+    generator = torch.Generator().manual_seed(0)
+    query, slab = (
+        torch.randn(*size, width, generator=generator).to(device, dtype)
+        for size in ((rows, heads), ((rows + 1) * capacity, 2 * kv_heads))
+    )
+    queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    lengths = torch.tensor([1, 100, capacity], dtype=torch.int32, device=device)
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        found, expected = (
+            each(query, slab, queries, capacity, lengths, width**-0.5) for each in (kernel, plain_attention)
+        )
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
