@@ -29,6 +29,12 @@ def add(commands: Any) -> None:
         "(default: this machine's)",
     )
     command.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="the GPU of another machine, such as H100 or A100-40GB: plan for its memory, and estimate how long a rollout "
+        "decodes on it (default: this machine's)",
+    )
+    command.add_argument(
         "--time",
         action="store_true",
         help="also play and train on a few prompts, for about ten seconds if the machine is fast enough, and estimate how "
@@ -42,25 +48,31 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.inspect.plan.advice import changes
     from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
     from rl4llm.extensions.inspect.plan.show import as_json, parse_size, tables, verdict
+    from rl4llm.extensions.inspect.plan.speed import CARDS, estimate, given_card
 
     if arguments.devices < 1:
         raise ConfigError(f"--devices {arguments.devices} is not accepted. Accepted: 1 or more.")
-    if arguments.time and arguments.device_memory is not None:
-        raise ConfigError(
-            "--time measures this machine, so it is not accepted with --device-memory. Remove one."
-        )
-    memory = None if arguments.device_memory is None else parse_size(arguments.device_memory)
-    config = on_target(load_config(arguments.config, arguments.overrides), memory)
+    for flag, given in (("--device-memory", arguments.device_memory), ("--gpu", arguments.gpu)):
+        if arguments.time and given is not None:
+            raise ConfigError(f"--time measures this machine, so it is not accepted with {flag}. Remove one.")
+    config = load_config(arguments.config, arguments.overrides)
+    card = given_card(arguments.gpu, config.model.device) if arguments.gpu else None
+    memory = CARDS[card].memory if card else None
+    if arguments.device_memory is not None:
+        memory = parse_size(arguments.device_memory)
+    config = on_target(config, memory)
     plan = make_plan(config, arguments.devices, memory)
     found = [] if plan.fits else changes(plan)
-    took = None
+    times: dict[str, Any] = {"rollout": estimate(plan, card, here=memory is None)}
     if arguments.time and plan.fits:
         from rl4llm.extensions.inspect.check.times import measure
 
         with meanwhile():
-            took = measure(config)
+            times["time"] = measure(config)
+    times = {name: time for name, time in times.items() if time}
     if arguments.json:
-        write_json(as_json(plan, found) | ({"time": took.as_json()} if took else {}))
+        write_json(as_json(plan, found) | {name: time.as_json() for name, time in times.items()})
     else:
-        show(*tables(plan), *verdict(plan, found), *(took.lines() if took else ()))
+        lines = (line for time in times.values() for line in time.lines())
+        show(*tables(plan), *verdict(plan, found), *lines)
     return 0 if plan.fits else 1
