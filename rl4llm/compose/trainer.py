@@ -50,6 +50,7 @@ from rl4llm.config import Config, as_written, by_part, flatten
 from rl4llm.config.keys import SandboxConfig
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.errors import ConfigError, unknown
@@ -248,11 +249,7 @@ def _reinforced(
         warn(
             tracker, config, [*warnings_of(config, algorithm.needs()), *warnings, *notes, *backend.warnings()]
         )
-        if all_ranks(config).is_first:
-            tracker.note("; ".join(filter(None, (client.path(), backend.path()))))
-        client.report_to(tracker.warn)
-        for task in tasks:
-            task.env.report_to(tracker.warn)
+        _connect(tracker, config, client, backend, [task.env for task in tasks])
         measured = [task.measuring(task.held_out, **played) for task in tasks if task.held_out is not None]
         _tell_of(shared.made.get("sandbox"), run, tracker, first=all_ranks(config).is_first)
         return RLTrainer(
@@ -341,6 +338,17 @@ def base_of(
         "run": run,
         "ranks": all_ranks(config),
     }
+
+
+def _connect(
+    tracker: RunTracker, config: Config, client: BaseClient, backend: BaseBackend, envs: Sequence[BaseMDPEnv]
+) -> None:
+    """Show how the engine and updates compute, and have the engine and the environments report to the tracker."""
+    if all_ranks(config).is_first:
+        tracker.note("; ".join(filter(None, (client.path(), backend.path()))))
+    client.report_to(tracker.warn)
+    for env in envs:
+        env.report_to(tracker.warn)
 
 
 def tracker_of(config: Config, run: RunDir) -> RunTracker:

@@ -187,7 +187,7 @@ def test_gradient_checkpointing_keeps_the_fast_path(build, name):
     assert choose_decoder(model, "auto", 96).decoder.name == "fast"
 
 
-def test_new_weights_are_copied_to_where_a_captured_step_reads_them(build):
+def test_new_weights_go_to_where_a_captured_step_reads_them(build):
     model = build("qwen2")
     decoder = choose_decoder(model, "graph", 96, torch.float16).decoder
     layer = decoder._fast.layers[0].heads
@@ -199,7 +199,7 @@ def test_new_weights_are_copied_to_where_a_captured_step_reads_them(build):
     assert not layer(torch.ones(1, 32))[0].equal(before)
 
 
-def test_the_proof_finds_a_step_that_only_repeats_its_first_inputs(build):
+def test_the_proof_finds_a_step_that_repeats_its_first_inputs(build):
     model = build("qwen3")
     decoder = choose_decoder(model, "graph", 96).decoder
     place = StaticStep.place

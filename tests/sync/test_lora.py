@@ -23,7 +23,6 @@ from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.inference.local import LocalClient
-from rl4llm.inference.paths import choose_decoder
 from rl4llm.runtime.transport import Retry
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.sync.verify import Canary

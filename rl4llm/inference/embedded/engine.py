@@ -312,7 +312,7 @@ class Engine:
         return self._batch
 
     def _end_batch(self) -> None:
-        """Read what the batch sampled, and let go of it and of the rows that have ended."""
+        """Read what the batch sampled, and free it and the rows that have ended."""
         self._flush()
         self._batch = None
         ended, self._ended = self._ended, []

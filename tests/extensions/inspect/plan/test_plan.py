@@ -336,7 +336,7 @@ def test_an_adapter_fits_24_gb(qwen, size):
 
 
 def test_captured_steps_keep_memory_in_a_plan(qwen):
-    """Rows are padded to a power of two, with a spare one; each graph has logits, and in fp32 the largest step its scores."""
+    """Rows are padded to a power of two, with a spare one. Each graph has logits, the largest one in fp32 also scores."""
 
     def rollout(dtype, **inference):
         keys = {"model.dtype": dtype, "model.autocast": "none", "inference": {"max_rows": 20, **inference}}
