@@ -6,6 +6,8 @@ import resource
 import signal
 from contextlib import contextmanager
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all tests are of a CPU; scripts/bench/gpu.py is what checks a GPU
+
 import pytest
 import torch
 from rank_processes import RankProcesses

@@ -1,7 +1,11 @@
-"""`scripts/bench/gpu.py` calls the library correctly; what it measures needs a GPU."""
+"""`scripts/bench/gpu.py` calls the library correctly, and no check stops the next one; what it measures needs a GPU."""
 
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,38 +13,142 @@ import torch
 from forked_python import python
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "bench" / "gpu.py"
+spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
+gpu = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gpu)
+
+WAITS = (
+    "import os, sys; open(os.path.join(os.environ['GPU_WORK'], f'{NAME}.ready'), 'w'); sys.stdin.readline(); "
+)
 
 
-def test_parts_of_the_gpu_benchmark_run_on_a_cpu(tmp_path):
-    done = python(
-        SCRIPT, "numbers", "attention", "head", "update", "decode", "--tiny", "--out", str(tmp_path)
-    )
+def findings(out):
+    lines = [json.loads(line) for line in (out / gpu.FILE).read_text().splitlines()]
+    return {(line["check"], line["what"]): line for line in lines}
+
+
+@pytest.mark.parametrize("check", gpu.CHECKS)
+def test_every_gpu_check_runs_on_a_cpu(check, tmp_path):
+    done = python(SCRIPT, check, "--tiny", "--here", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    assert not [line for line in lines if "error" in line]
-    found = {(line["part"], line["what"]): line for line in lines}
-    assert [line["part"] for line in lines if line["what"] == "done"] == [
-        "numbers",
-        "attention",
-        "head",
-        "update",
-        "decode",
+    found = findings(tmp_path)
+    assert not [line for line in found.values() if "error" in line]
+    assert len(found) > 2 and (check, "begin") in found and (check, "end") in found
+    laws = {
+        "engine": lambda: found[check, "float32 autocast=none, graph"]["mismatch_max"] < 1e-4,
+        "lora": lambda: found[check, "autocast"]["mismatch_mean_after_step"] < 0.01,
+        "numbers": lambda: found[check, "deterministic"]["equal"],
+        "nccl": lambda: found[check, "fsdp2"]["gradient_cosine"] > 0.999,
+        "decode": lambda: found[check, "0.5b bf16, 4 rows, graph, unequal lengths"]["tokens_per_s"] > 0,
+        "step": lambda: found[check, "rl4llm, bf16"]["tokens"] > 0,
+    }
+    assert laws.get(check, lambda: True)()
+
+
+class Fakes(gpu.Driver):
+    """A driver whose checks are short programs."""
+
+    def __init__(self, programs, out, **options):
+        super().__init__(list(programs), out, **({"tiny": False, "seconds": 60, "at_once": 2} | options))
+        self.programs = programs
+
+    def command(self, name):
+        write = (
+            f"write = lambda **facts: gpu.write(pathlib.Path({str(self._out)!r}), {name!r}, 'it', **facts); "
+        )
+        imports = f"import pathlib, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu; "
+        return [sys.executable, "-c", WAITS.replace("{NAME}", name) + imports + write + self.programs[name]]
+
+
+HANGS = (
+    "import subprocess; child = subprocess.Popen(['sleep', '100']); write(child=child.pid); time.sleep(100)"
+)
+
+
+def test_checks_that_hang_die_or_fail_do_not_stop_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "CHECKS", gpu.CHECKS | {"machine": 1, "decode": 1})
+    programs = {
+        "machine": HANGS,
+        "engine": "write(error='wrong'); sys.exit(3)",
+        "numbers": "import os; os.abort()",
+        "decode": HANGS,
+        "update": "write(speed=1.0)",
+    }
+    assert not Fakes(programs, tmp_path).run()
+    found = findings(tmp_path)
+    assert "see machine.log" in found["machine", "timeout"]["error"]
+    assert found["engine", "it"]["error"] == "wrong" and "error" not in found["engine", "done"]
+    assert "exit code -6; see numbers.log" in found["numbers", "died"]["error"]
+    assert 1 < found["decode", "timeout"]["seconds"] < 10
+    assert found["update", "it"]["speed"] == 1.0 and (("update", "done") in found)
+    assert sorted(found["all", "end"]["failed"]) == ["decode", "engine", "machine", "numbers"]
+    for name in ("machine", "decode"):  # what a check started ends with it
+        stat = Path("/proc") / str(found[name, "it"]["child"]) / "stat"
+        assert not stat.exists() or stat.read_text().split()[2] in "ZX"
+
+
+def test_gpu_checks_of_speed_run_alone_and_others_together(tmp_path):
+    times = "begin = time.time(); time.sleep(0.4); write(span=[begin, time.time()])"
+    names = ("machine", "engine", "numbers", "decode", "update")
+    assert Fakes(dict.fromkeys(names, times), tmp_path).run()
+    spans = [found["span"] for (_, what), found in findings(tmp_path).items() if what == "it"]
+    machine, *together, decode, update = sorted(spans)
+    assert machine[1] < together[0][0] and together[1][0] < together[0][1]
+    assert max(end for _, end in together) < decode[0] and decode[1] < update[0]
+
+
+def test_gpu_checks_that_have_no_time_left_are_named(tmp_path):
+    programs = {"machine": "time.sleep(100)", "engine": "write()", "decode": "write()"}
+    assert not Fakes(programs, tmp_path, seconds=1).run()
+    found = findings(tmp_path)
+    assert found["all", "left out"]["checks"] == ["engine", "decode"]
+    assert ("machine", "timeout") in found and found["all", "end"]["seconds"] < 15
+
+
+def test_the_gpu_driver_leaves_no_process_when_it_is_stopped(tmp_path):
+    words = [sys.executable, SCRIPT, "varlen", "sampler", "--tiny", "--out", tmp_path]
+    driver = subprocess.Popen(list(map(str, words)), start_new_session=True)
+    deadline, children = time.monotonic() + 60, []
+    while not children and time.monotonic() < deadline:
+        time.sleep(0.1)
+        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(30) == gpu.FAILED and children
+    assert not [child for child in children if Path("/proc", child).exists()]
+
+
+def test_findings_of_the_gpu_become_a_table(tmp_path):
+    for check, what, facts in (
+        ("numbers", "begin", {}),
+        ("numbers", "fp32", {"error": "of an earlier time"}),
+        ("decode", "4 rows", {"tokens_per_s": 12_345.678, "path": "a|b"}),
+        ("numbers", "begin", {}),
+        ("numbers", "fp32", {"logprob_max": 1.5e-7}),
+        ("numbers", "done", {"seconds": 1.0}),
+        ("engine", "died", {"error": "exit code 1"}),
+    ):
+        gpu.write(tmp_path, check, what, **facts)
+    done = python(SCRIPT, "--table", str(tmp_path))
+    assert done.stdout.splitlines() == [
+        "| check | what | found |",
+        "|---|---|---|",
+        "| engine | died | error exit code 1 |",
+        "| numbers | fp32 | logprob max 1.5e-07 |",
+        "| decode | 4 rows | tokens per s 12,345.7, path a/b |",
     ]
-    assert found["numbers", "float32 autocast=none"]["logprob_max"] < 1e-4
-    assert found["numbers", "deterministic"]["equal"]
-    assert found["update", "0.5b autocast"]["tokens"] > 100
-    assert found["update", "1.5b autocast, compiled"]["compiled"]
-    assert found["decode", "4 rows, graph"]["tokens_per_s"] > 0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
-def test_the_gpu_benchmark_steps_in_every_zero_stage(tmp_path):
-    done = python(SCRIPT, "deepspeed", "--tiny", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    assert not [line for line in lines if "error" in line]
-    what = [line["what"] for line in lines if "off_s" in line]
-    assert what == ["ZeRO-2: offload", "ZeRO-3: offload", "ZeRO-2 offload_optimizer: offload"]
+def test_the_gpu_benchmark_names_its_checks_in_order():
+    lines = gpu.__doc__.splitlines()
+    named = [
+        line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("    python ")
+    ]
+    assert named == list(gpu.CHECKS)
+
+
+def test_the_gpu_benchmark_refuses_an_unknown_check():
+    done = python(SCRIPT, "heads", "--tiny")
+    assert done.returncode == 2 and "CHECK='heads' is unknown" in done.stderr and "engine" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")

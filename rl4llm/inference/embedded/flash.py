@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Flash = Callable[[Tensor, Tensor, Tensor, int, Tensor, float], Tensor]
+Flash = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], int, Tensor, float], Tensor]
 TOLERANCE = 0.03
 """Accepted difference from `plain_attention`, relative to the largest number compared; bf16 rounds to 0.004."""
 
@@ -83,22 +83,33 @@ def compiled() -> Fused:
 
 
 def flash_attention(
-    query_BHD: Tensor, slab_N2KD: Tensor, queries: Tensor, capacity: int, lengths_B: Tensor, scaling: float
+    query_BHD: Tensor,
+    slab_N2KD: Tensor,
+    begins: tuple[Tensor, Tensor],
+    capacity: int,
+    lengths_B: Tensor,
+    scaling: float,
 ) -> Tensor:
     """Attend from one query per row to the first `lengths_B` positions of its row of a slab; returns (B, H, D).
 
-    `slab_N2KD` is that of `TokenCache.flat`, and `queries` counts from 0 to B, in int32.
+    `slab_N2KD` is that of `TokenCache.flat`. `begins` says where the query and the keys of each row begin: multiples of 1 and
+    of the capacity from 0 to B of them, in int32.
     """
     keys, values = slab_N2KD.chunk(2, dim=1)
     output: Tensor = torch.ops.aten._flash_attention_forward(
-        query_BHD, keys, values, queries, queries * capacity, 1, capacity, 0.0, False, False,
+        query_BHD, keys, values, *begins, 1, capacity, 0.0, False, False,
         scale=scaling, seqused_k=lengths_B,
     )[0]  # fmt: skip
     return output
 
 
 def plain_attention(
-    query_BHD: Tensor, slab_N2KD: Tensor, queries: Tensor, capacity: int, lengths_B: Tensor, scaling: float
+    query_BHD: Tensor,
+    slab_N2KD: Tensor,
+    begins: tuple[Tensor, Tensor],
+    capacity: int,
+    lengths_B: Tensor,
+    scaling: float,
 ) -> Tensor:
     """Compute what `flash_attention` computes, with masks."""
     rows, heads = query_BHD.shape[:2]
@@ -139,9 +150,10 @@ def _difference(
         for size in ((rows, heads), ((rows + 1) * capacity, 2 * kv_heads))
     )
     queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    begins = queries, queries * capacity
     lengths = torch.tensor([1, 100, capacity], dtype=torch.int32, device=device)
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         found, expected = (
-            each(query, slab, queries, capacity, lengths, width**-0.5) for each in (kernel, plain_attention)
+            each(query, slab, begins, capacity, lengths, width**-0.5) for each in (kernel, plain_attention)
         )
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())

@@ -115,7 +115,7 @@ def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     slice_B1 = _invert(cdf_BP, targets_B1)
     ends = cdf_BP.gather(-1, slice_B1), F.pad(cdf_BP, (1, 0)).gather(-1, slice_B1)
     share_B1 = (targets_B1 - ends[1]) / (ends[0] - ends[1])  # of the slice, in [0, 1)
-    inner_BS = _running_sums(slices_BPS.take_along_dim(slice_B1[:, :, None], 1)[:, 0])
+    inner_BS = _running_sums(slices_BPS.gather(1, slice_B1[:, :, None].expand(-1, 1, size))[:, 0])
     last_B1 = inner_BS[:, -1:]
     targets_B1 = torch.minimum(share_B1 * last_B1, last_B1.nextafter(torch.zeros_like(last_B1)))
     return slice_B1 * size + _invert(inner_BS, targets_B1)
@@ -157,11 +157,10 @@ def choose(
 
 
 def heated(logits_BV: Tensor, heat_B1: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return logits in float32, divided by the temperatures, and their probabilities."""
-    logits_BV = logits_BV.float()
+    """Return logits divided by the temperatures, and their probabilities in float32."""
     if heat_B1 is not None:
-        logits_BV = logits_BV / heat_B1
-    return logits_BV, logits_BV.softmax(-1)
+        logits_BV = logits_BV.float() / heat_B1
+    return logits_BV, logits_BV.softmax(-1, dtype=torch.float32)
 
 
 class Kind(NamedTuple):

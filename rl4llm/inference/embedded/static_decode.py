@@ -39,22 +39,27 @@ class StaticStep:
     def __init__(self, decoder: StaticDecoder, cache: TokenCache, rows: int, kind: Kind | None, rules: int):
         device = cache.device
         self._decoder, self.cache, self.rows = decoder, cache, rows
-        self.tokens_B, self.positions_B, self._live_B, self._slots_B, self._offsets_B = torch.zeros(
-            5, rows, dtype=torch.long, device=device
-        )
-        self._slots_B.fill_(cache.rows)  # the first run, which only warms up, must not write into rows
-        self.lanes_B = torch.arange(rows, device=device)
-        self.queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.tokens_B, self._offsets_B = torch.zeros(2, rows, dtype=torch.long, device=device)
+        # The position of each row's token, and the place of its keys and values in a slab viewed as (rows * capacity, ...).
+        self._moving_2B = torch.zeros(2, rows, dtype=torch.long, device=device)
+        self.positions_B, self.places_B = self._moving_2B
+        self.lengths_B = torch.ones(rows, dtype=torch.int32, device=device)
+        self._rules = rules
+        self._lanes_B = torch.arange(rows, device=device)
+        queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.begins = queries, queries * cache.capacity
         self._sampler = None if kind is None else StaticSampler(kind, rows, device)
         self._codes = (
             torch.zeros(rules * decoder.vocab_size, dtype=torch.int8, device=device) if rules else None
         )
+        self._is_live_B = torch.zeros(rows, dtype=torch.bool, device=device)
         self._codes_B = torch.zeros(rows, dtype=torch.int8, device=device)
-        self._stops_1 = torch.zeros(1, dtype=torch.int8, device=device)
         self._tokens_NB = torch.zeros(PERIOD, rows, dtype=torch.long, device=device)
         self._logprobs_NB = torch.zeros(PERIOD, rows, device=device)
         self.logits_BV: Tensor | None = None
         self.layout = decoder.layout(cache)
+        nothing = self.tokens_B[:0]
+        self.place(nothing, nothing)  # the first run, which only warms up, must not write into rows
         self._run = decoder.captured(self._compute)
 
     def place(self, tokens_B: Tensor, positions_B: Tensor) -> None:
@@ -62,7 +67,9 @@ class StaticStep:
         given = len(tokens_B)
         self.tokens_B[:given], self.positions_B[:given] = tokens_B, positions_B
         self.positions_B[given:] = 0
-        self._slots_B.copy_(torch.where(self.lanes_B < given, self.lanes_B, self.cache.rows))
+        slots_B = torch.where(self._lanes_B < given, self._lanes_B, self.cache.rows)
+        self.places_B.copy_(slots_B * self.cache.capacity + self.positions_B)
+        self.lengths_B.copy_(self.positions_B + 1)
 
     def run(self) -> None:
         """Compute the step."""
@@ -79,9 +86,9 @@ class StaticStep:
 
     def keep(self, slots: Sequence[int]) -> None:
         """Let only these rows decode."""
-        live = torch.zeros(self.rows, dtype=torch.long)
-        live[list(slots)] = 1
-        self._live_B.copy_(live)
+        live = torch.zeros(self.rows, dtype=torch.bool)
+        live[list(slots)] = True
+        self._is_live_B.copy_(live)
 
     def refill(self) -> None:
         """Start another period: all that was sampled has been read."""
@@ -90,9 +97,10 @@ class StaticStep:
 
     def codes(self) -> list[int] | None:
         """Return a stop code per row, or None if no live row may stop."""
-        if self._codes is None or not self._stops_1.item():
+        if self._codes is None:
             return None
-        return self._codes_B.tolist()
+        codes: list[int] = self._codes_B.tolist()  # the one wait of a step
+        return codes if any(codes) else None
 
     def sampled(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Return tokens and log-probs (B, N) of some steps of this period."""
@@ -108,17 +116,13 @@ class StaticStep:
         self._tokens_NB.index_copy_(0, place_1, tokens_B[None])
         self._logprobs_NB.index_copy_(0, place_1, logprobs_B[None])
         if self._codes is not None:
-            codes_B = self._codes.index_select(0, self._offsets_B + tokens_B) * self._live_B
-            self._codes_B.copy_(codes_B)
-            self._stops_1.copy_(codes_B.amax(0, keepdim=True))
-        self.tokens_B.copy_(torch.where(self._live_B > 0, tokens_B, self.tokens_B))
-        self.positions_B.add_(self._live_B)
+            places_B = tokens_B + self._offsets_B if self._rules > 1 else tokens_B
+            codes_B = self._codes.index_select(0, places_B)
+            torch.mul(codes_B, self._is_live_B, out=self._codes_B)
+        torch.where(self._is_live_B, tokens_B, self.tokens_B, out=self.tokens_B)
+        self._moving_2B.add_(self._is_live_B)
+        self.lengths_B.add_(self._is_live_B)
         place_1.add_(1)
-
-    @property
-    def places_B(self) -> Tensor:
-        """Return where each row's new keys and values belong, in a slab viewed as (rows * capacity, ...)."""
-        return self._slots_B * self.cache.capacity + self.positions_B
 
 
 class StaticBatch:
@@ -253,7 +257,6 @@ class StaticDecoder:
     def compute(self, step: StaticStep) -> Tensor:
         """Return the logits (B, V) after one more token in each row of a step."""
         fast, cache, fused = self._fast, step.cache, self._fused
-        places_B = step.places_B
         cos, sin = (
             table.index_select(0, step.positions_B)[:, None] for table in fast.rotations(cache.capacity)
         )
@@ -264,7 +267,7 @@ class StaticDecoder:
         for number, (layer, after) in enumerate(zip(fast.layers, norms, strict=True)):
             heads_BHD = fused.rotate(*layer.heads(normed), cos, sin, layer.query_norm, layer.key_norm)
             new = heads_BHD[:, fast.heads :]
-            cache.flat(number).index_copy_(0, places_B, new.to(cache.dtype))
+            cache.flat(number).index_copy_(0, step.places_B, new.to(cache.dtype))
             mixed = attend(number, heads_BHD[:, : fast.heads])
             x, normed = fused.add_norm(x, layer.output(mixed)[0], *layer.mlp_norm)
             x, normed = fused.add_norm(x, layer.down(fused.gated(*layer.gates(normed)))[0], *after)
@@ -319,9 +322,9 @@ class StaticDecoder:
         """Return the attention of the queries (B, heads, D) of a layer, by its number, as (B, heads * D)."""
         fast, cache = self._fast, step.cache
         if self._flash is not None:
-            flash, lengths_B = self._flash, (step.positions_B + 1).int()
+            flash = self._flash
             return lambda number, query: flash(
-                query, cache.flat(number), step.queries, cache.capacity, lengths_B, fast.scaling
+                query, cache.flat(number), step.begins, cache.capacity, step.lengths_B, fast.scaling
             ).flatten(1)
         hidden_BS = torch.arange(cache.capacity, device=cache.device) > step.positions_B[:, None]
         mask = torch.zeros(hidden_BS.shape, dtype=cache.dtype, device=cache.device)

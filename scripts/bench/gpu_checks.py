@@ -1,0 +1,365 @@
+"""The checks of `gpu.py` that ask whether everything is right; each is a function of a Probe."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import inspect
+import json
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+import yaml
+from gpu_probe import BF16, CASES, GIB, ROOT, Probe, ask, loss, packed, served, trajectory
+from torch import Tensor
+
+from rl4llm.backends import varlen as our_varlen
+from rl4llm.backends.attention import stream_of
+from rl4llm.backends.heads import head_memory
+from rl4llm.backends.runner import TokenNumbers
+from rl4llm.backends.sharding import Sharded
+from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.model_memory import Precision
+from rl4llm.core.types import SamplingParams
+from rl4llm.extensions.inspect.plan.shape import shape_of
+from rl4llm.extensions.servers.clients.sglang_tensors import pickled
+from rl4llm.inference.embedded.sampling import Sampler
+from rl4llm.runtime.ranks import DistributedRanks, Ranks
+
+PRECISIONS = (("float32", "none"), ("float32", "bfloat16"), ("bfloat16", "none"))  # of weights, of autocast
+HEADS = ((14, 2, 64), (12, 2, 128), (28, 4, 128), (16, 8, 128), (9, 3, 64))  # of queries, of keys, width
+
+
+def machine(probe: Probe) -> None:
+    """Report what is installed, and what the machine can do at most."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    with probe.finding("versions") as found:
+        found |= {"python": platform.python_version(), "commit": git.stdout.strip()}
+        found |= {"torch": torch.__version__, "transformers": transformers.__version__}
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    with probe.finding(torch.cuda.get_device_name() if probe.cuda else "cpu") as found:
+        if probe.cuda:
+            found["gib"] = torch.cuda.mem_get_info()[1] / GIB
+        size = 1 << (18 if probe.tiny else 28)
+        one, other = (torch.zeros(size, device=probe.device) for _ in range(2))
+        part, host, few = one[: size // 4], torch.zeros(size // 4), one[:8]
+        found["bf16_tflops"] = probe.product_tflops()
+        found["launch_us"] = 1e6 * probe.seconds(lambda: few.add_(1), 1000, warm=100)
+        copies = {"copy": (other, one), "to_host": (host, part)}
+        if probe.cuda:
+            copies["to_pinned_host"] = host.pin_memory(), part
+        for name, (into, source) in copies.items():
+            seconds = probe.seconds(partial(into.copy_, source), 5, warm=1)
+            found[f"{name}_gb_per_s"] = (2 if name == "copy" else 1) * source.nbytes / seconds / 1e9
+
+
+def varlen(probe: Probe) -> None:
+    """Has torch's attention in one call the numbers of plain attention, and the same ones twice?"""
+    from torch.nn.attention.varlen import varlen_attn
+
+    with probe.finding("signature") as found:
+        found["signature"] = str(inspect.signature(varlen_attn))
+    for sizes in HEADS[:1] if probe.tiny else HEADS:
+        with probe.finding(f"heads, heads of keys, width {sizes}") as found:
+            chosen = our_varlen.kernel_for(probe.device, torch.bfloat16, *sizes)
+            kernel = chosen or our_varlen.plain_varlen
+            found["used"] = chosen is not None
+            for name, deterministic in (("differs", False), ("differs_deterministic", True)):
+                torch.use_deterministic_algorithms(deterministic)
+                twice = [
+                    our_varlen._difference(kernel, probe.device, torch.bfloat16, *sizes) for _ in range(2)
+                ]
+                found |= {name: twice[0], f"{name}_again": twice[1]}
+    torch.use_deterministic_algorithms(False)
+
+
+def engine(probe: Probe) -> None:
+    """Do the log-probs of the engine equal those of the trainer, before and after the weights changed?"""
+    for dtype, autocast in PRECISIONS:
+        fast: list[Any] = []
+        for path in ("fast", "graph", "model"):
+            with probe.finding(f"{dtype} autocast={autocast}, {path}") as found:
+                answers = _served(probe, found, path, dtype=dtype, autocast=autocast, layers=6)
+                fast = fast or answers
+                found["greedy_as_fast"] = answers == fast
+    with probe.finding("auto") as found:
+        _served(probe, found, "auto", **BF16)
+
+
+def lora(probe: Probe) -> None:
+    """Does the engine sample with an adapter as the trainer computes it, and on which path?"""
+    for name, precision in {"bfloat16": BF16, "autocast": {}}.items():
+        with probe.finding(name) as found:
+            _served(probe, found, "auto", **precision, layers=6, lora=16)
+
+
+def _served(probe: Probe, found: dict[str, Any], path: str, **options: Any) -> list[Any]:
+    """Enter how far engine and trainer are apart before and after a step; return the greedy answers."""
+    backend, batch = probe.trainer("0.5b", lr=1e-4, **options), probe.batch(1, 100)
+    made = served(backend.model, path, 16, options.get("autocast", "bfloat16"))
+    before, answers = _mismatch(probe, backend, made, "before")
+    backend.forward_backward(batch, loss)
+    backend.optim_step()
+    made.take_weights(1)
+    after, more = _mismatch(probe, backend, made, "after")
+    found |= before | {f"{name}_after_step": value for name, value in after.items()}
+    found |= {"path": made.describe()["path"], "reason": made.describe()["path_reason"]}
+    return answers + more
+
+
+def _mismatch(probe: Probe, backend: TorchBackend, made: Any, name: str) -> tuple[dict[str, Any], list[Any]]:
+    """Return how far log-probs of engine and trainer are apart, and the greedy answers."""
+    new, done = 8 if probe.tiny else 40, {}
+    ask(made, [new + 8 * row for row in range(4)], f"{name} greedy ", temperature=0.0)
+    ask(made, [new + 8 * row for row in range(10)], f"{name} drawn ")
+    ask(made, [new] * 2, f"{name} filtered ", top_p=0.9, top_k=50)
+    while made.busy:
+        done |= {request.session: (request, completion) for request, completion in made.step()}
+    sampled = [trajectory("p", a.prompt_ids, b.token_ids, b.logprobs) for a, b in done.values()]
+    batch = packed(sampled).to(backend.device)
+    gaps = (backend.forward(batch).float() - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
+    answers = [done[f"{name} greedy {row}"][1].token_ids for row in range(4)]
+    return {"mismatch_mean": gaps.mean().item(), "mismatch_max": gaps.max().item()}, answers
+
+
+def numbers(probe: Probe) -> None:
+    """Are log-probs and gradients right, and is the deterministic mode deterministic?"""
+    model, batch = probe.model("1.5b", layers=4, device="cpu"), probe.batch(2, 300)
+
+    def computed(dtype: str, autocast: str, device: Any = probe.device) -> tuple[Tensor, Tensor]:
+        placed = copy.deepcopy(model).to(device, getattr(torch, dtype))
+        backend = TorchBackend(placed, lr=0.0, autocast=autocast)
+        logprobs = backend.forward(batch).float().cpu()
+        backend.forward_backward(batch, loss)
+        return logprobs[batch.mask_BT], _some([x.grad for x in placed.parameters()])
+
+    expected = computed("float32", "none", "cpu")
+    for dtype, autocast in PRECISIONS:
+        with probe.finding(f"{dtype} autocast={autocast}") as found:
+            found |= _compared(computed(dtype, autocast), expected)
+    with probe.finding("deterministic") as found:
+        probe.set_up(deterministic=True)
+        one, other = (computed("float32", "bfloat16") for _ in range(2))
+        draw = Sampler([SamplingParams(seed=row) for row in range(4)], [0] * 4, probe.device)
+        tokens, _ = draw(torch.randn(4, probe.vocabulary, device=probe.device))
+        found |= {"equal": one[1].equal(other[1]), "sampled": tokens.tolist()}
+    torch.use_deterministic_algorithms(False)
+
+
+def _some(gradients: list[Any]) -> Tensor:
+    """Return the first numbers of each gradient."""
+    return torch.cat([x.detach().flatten()[:20_000].double().cpu() for x in gradients])
+
+
+def _compared(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> dict[str, float]:
+    differ = (found[0] - expected[0]).abs()
+    cosine = F.cosine_similarity(found[1], expected[1], dim=0).item()
+    logprobs = {"logprob_mean": differ.mean().item(), "logprob_max": differ.max().item()}
+    return logprobs | {"gradient_cosine": cosine}
+
+
+SAME = ("deterministic=true", "max_steps=4")
+RUNS = {  # what each run changes in the quickstart
+    "whole": SAME, "twice": SAME, "cut": (*SAME, "max_steps=2"), "fast": (*SAME, "inference.path=fast"),
+    "autocast": ("model.autocast=auto", "max_steps=3"), "bf16": ("model.dtype=bfloat16", "max_steps=2"),
+    "lora": ("model.lora.rank=8", "max_steps=2"), "ppo": ("max_steps=2", "algorithm.critic_warmup_steps=1"),
+}  # fmt: skip
+SMALL = ("rollout={prompts: 4, max_tokens: 8}", "env.max_steps=2", "eval.every=0", "checkpoint.every=2")
+# This reward differs between nearly all answers of a model that has learned nothing.
+REWARD = "rewards=[{name: length, unit: chars, min_length: 1000, max_length: 2000, margin: 1000}]"
+
+
+def train(probe: Probe) -> None:
+    """Do runs of the command line end, and do deterministic ones give equal weights, resumed too?"""
+    tokens = build_tokenizer(["user\nHow many coins are 37 and 48?\nassistant\nAnswer: 85\n"] * 4, 400)
+    sizes = {"hidden_size": 32, "num_layers": 2} if probe.tiny else {}
+    save_model(build_model(tokens, 0, **sizes), tokens, probe.work / "model")
+    if probe.tiny:
+        _run(probe, "cut")
+        return
+    with ThreadPoolExecutor(4) as pool:
+        weights = dict(zip(RUNS, pool.map(partial(_run, probe), RUNS), strict=True))
+    weights["resumed"] = _run(probe, "cut", *SAME)
+    with probe.finding("weights equal those of the whole run") as found:
+        found |= {name: weights[name] == weights["whole"] for name in ("twice", "resumed", "fast")}
+
+
+def _run(probe: Probe, name: str, *more: str) -> str:
+    """Run `rl4llm train`, report how it ended, and return a hash of the weights."""
+    run, config = probe.work / name, f"configs/quickstart{'_ppo' if name == 'ppo' else ''}.yaml"
+    places = (f"model.path={probe.work / 'model'}", f"model.device={probe.device.type}", f"output.dir={run}")
+    options = (REWARD, *SMALL, *places, *RUNS[name], *more)
+    with probe.finding(f"{name}, resumed" if more else name) as found:
+        code, text = probe.python("-m", "rl4llm", "train", config, *options, limit=probe.limit / 2)
+        files = sorted(run.glob("model/*.safetensors"))
+        found["weights"] = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+        found |= _last(run, "mismatch/m", "time/step")
+        if code or not files:
+            found["error"] = f"{code}: {text[-400:]}"
+    return found["weights"]
+
+
+def _last(run: Path, *begins: str) -> dict[str, Any]:
+    """Return metrics of the last step."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else ["{}"]
+    return {name: value for name, value in json.loads(lines[-1]).items() if name.startswith(begins)}
+
+
+def learn(probe: Probe) -> None:
+    """How does the quickstart learn, as far as the time goes?"""
+    configs, place = probe.work / "configs", probe.work / "quickstart"
+    configs.mkdir()
+    for name, group, every in (("quickstart_warmup.yaml", 1, 0), ("quickstart.yaml", 2, 1)):
+        config = yaml.safe_load((ROOT / "configs" / name).read_text())
+        if probe.tiny:
+            config |= {"max_steps": 1, "checkpoint": {"every": 1}, "eval": {"limit": 2, "every": every}}
+            config["rollout"] = {"prompts": 4, "group_size": group, "max_tokens": 8}
+        (configs / name).write_text(yaml.safe_dump(config))
+    with probe.finding("quickstart") as found:
+        words = ("-m", "rl4llm", "quickstart", "--dir", place, "--configs", configs)
+        code, text = probe.python(*words, limit=probe.limit - 20)
+        file = place / "grpo" / "eval.jsonl"
+        evals = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        found |= {"ended": code, "curve": [(row["step"], round(row["accuracy"], 3)) for row in evals]}
+        found |= _last(place / "grpo", "step", "time/", "mismatch/m")
+        if code not in (0, "stopped"):
+            found["error"] = f"{code}: {text[-400:]}"
+
+
+def memory(probe: Probe) -> None:
+    """Does an update take the memory that `rl4llm plan` counts, and does it leave the device?"""
+    for what in ("0.5b autocast", "1.5b bfloat16, checkpointing")[: 1 if probe.tiny else 2]:
+        with probe.finding(what) as found:
+            case = {"dtype": "float32", "autocast": "bfloat16"} | CASES[what]
+            backend, batch = probe.trainer(**case), probe.batch(2, 450)
+            for _ in range(2):  # makes the moments of the optimizer
+                backend.forward_backward(batch, loss)
+                backend.optim_step()
+            held = probe.gib()["held_gib"]
+            if probe.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            backend.forward_backward(batch, loss)
+            found |= {"held_gib": held, "extra_gib": probe.gib()["peak_gib"] - held}
+            backend.optim_step()
+            sizes = _planned(
+                backend, batch, Precision.of(case["dtype"], case["autocast"], gpu=probe.cuda), case
+            )
+            found |= {f"planned_{name}_gib": size / GIB for name, size in sizes.items() if size}
+            found["offload_s"] = probe.seconds(backend.offload)
+            found["left_gib"] = probe.gib()["held_gib"]
+            found["onload_s"] = probe.seconds(backend.onload)
+
+
+def _planned(backend: TorchBackend, batch: Any, precision: Precision, case: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of each part of a plan."""
+    stream, shape = stream_of(batch), shape_of(backend.model)
+    tokens = stream.token_ids_1N.shape[1]
+    keys = tokens + sum(block.count * block.prompt_length for block in stream.blocks)
+    kept = shape.activations(precision, tokens, keys, checkpointing=case.get("checkpointing", False))
+    return asdict(TorchBackend.memory(shape, precision, {})) | {
+        "activations": kept + shape.working(precision, tokens, backward=True),
+        "head": head_memory(shape, precision, int(batch.mask_BT.sum()), backward=True),
+    }
+
+
+RECEIVER = """
+import base64, io, json, pickle, sys, torch
+from torch.multiprocessing import reductions
+real = reductions.rebuild_cuda_tensor
+def rebuild(*given):  # as SGLang does
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    return real(*given[:6], uuids.index(given[6]), *given[7:])
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        return rebuild if name == "rebuild_cuda_tensor" else super().find_class(module, name)
+pairs = Unpickler(io.BytesIO(base64.b64decode(sys.stdin.read()))).load()
+print(json.dumps({name: tensor.tolist() for name, tensor in pairs}))
+"""
+
+
+def ipc(probe: Probe) -> None:
+    """Does another process read the tensors that `sync.name=tensor` sends, whole ones, parts and bf16?"""
+    for expandable in (False, True)[: 2 if probe.cuda else 1]:
+        with probe.finding(f"expandable_segments:{expandable}") as found:
+            if probe.cuda:
+                torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
+            whole = torch.randn(100, 100, device=probe.device)
+            tensors = {"whole": whole, "part": whole[1], "bf16": (whole * 2).bfloat16()}
+            (sent,) = pickled(list(tensors), list(tensors.values()), 1)
+            command = [sys.executable, "-c", RECEIVER]
+            done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=40)
+            found |= {"exit_code": done.returncode, "stderr": done.stderr[-400:], "characters": len(sent)}
+            if json.loads(done.stdout or "{}") != {name: x.tolist() for name, x in tensors.items()}:
+                found["error"] = "the receiver has other tensors"
+
+
+def nccl(probe: Probe) -> None:
+    """Does a group of one rank add up, and has a sharded model the log-probs and gradients of a plain one?"""
+    with probe.finding("all_reduce") as found:
+        store, backend = (
+            dist.FileStore(str(probe.work / "ranks"), 1),
+            "cpu:gloo,cuda:nccl" if probe.cuda else "gloo",
+        )
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        ones = torch.ones(1 << 16, device=probe.device)
+        dist.all_reduce(ones)
+        found |= {"backend": str(dist.get_backend_config()), "right": bool((ones == 1).all())}
+    with probe.finding("fsdp2") as found:
+        model, ranks = probe.model("0.5b", layers=4), DistributedRanks()
+        plain, batch = TokenNumbers(model, None, torch.bfloat16, ranks), probe.batch(2, 200).to(probe.device)
+
+        def computed(run: Any) -> tuple[Tensor, Tensor]:
+            model.zero_grad()
+            logprobs = run(batch, 1.0, False)[0]
+            (logprobs * batch.weights_BT).sum().backward()
+            grads = (x.grad for x in model.parameters())
+            return logprobs.detach(), _some([getattr(x, "full_tensor", x.clone)() for x in grads])
+
+        expected = computed(plain)
+        found |= _compared(computed(Sharded(plain, ranks, probe.device).numbers), expected)
+        dist.destroy_process_group()
+
+
+def deepspeed(probe: Probe) -> None:
+    """Does every ZeRO stage step, leave the device, come back and step again?"""
+    if _lacks(probe, "deepspeed"):
+        return
+    from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend
+
+    batch = probe.batch(2, 300)
+    for stage, away in ((1, False), (2, False), (3, False), (2, True)):
+        with probe.finding(f"ZeRO-{stage}{' offload_optimizer' if away else ''}") as found:
+            options = {"zero_stage": stage, "offload_optimizer": away, "lr": 1e-6, "device": probe.device}
+            backend = DeepSpeedBackend(probe.model("0.5b", "bfloat16"), ranks=Ranks(), **options)
+
+            def step(backend: Any = backend) -> None:
+                backend.forward_backward(batch, loss)
+                backend.optim_step()
+
+            found |= {"seconds": probe.seconds(step, 2, warm=1)} | probe.gib()
+            if stage > 1:  # with ZeRO-1 a bf16 model cannot leave the device
+                found |= {"offload_s": probe.seconds(backend.offload), "left_gib": probe.gib()["held_gib"]}
+                found["onload_s"] = probe.seconds(backend.onload)
+                step()
+
+
+def _lacks(probe: Probe, package: str) -> bool:
+    """Report a package that is not installed."""
+    missing = importlib.util.find_spec(package) is None
+    if missing:
+        with probe.finding(f"{package} is not installed"):
+            pass
+    return missing

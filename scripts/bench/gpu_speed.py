@@ -1,0 +1,246 @@
+"""The checks of `gpu.py` that ask how fast it is; each is a function of a Probe and runs alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_probe import BF16, CASES, GIB, PROMPT, Probe, ask, loss, served, tokenizer
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as record
+
+from rl4llm.backends import runner
+from rl4llm.backends.heads import OutputLayer, selected_logprobs
+from rl4llm.core.types import SamplingParams
+from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.inference.embedded.engine import Engine
+from rl4llm.inference.embedded.sampling import Sampler
+
+
+def decode(probe: Probe) -> None:
+    """How many tokens a second do the engine's paths sample, and `generate`?"""
+    new = 6 if probe.tiny else 128
+    for size, dtype, autocast in (("0.5b", "bfloat16", "none"), ("1.5b", "float32", "bfloat16")):
+        model = probe.model(size, dtype)
+        name_of = f"{size} {'bf16' if autocast == 'none' else 'autocast'}"
+        for rows in (4,) if probe.tiny else (1, 32, 256):
+            lengths = {
+                "equal": [new] * rows,
+                "unequal": [new // 2 + row * new // rows for row in range(rows)],
+            }
+            for name, ends in lengths.items():
+                for path in ("graph", "fast"):
+                    with probe.finding(f"{name_of}, {rows} rows, {path}, {name} lengths") as found:
+                        found |= _decoded(probe, served(model, path, rows, autocast), ends)
+        model.to(torch.bfloat16)  # in which `generate` is fastest
+        for rows in (4,) if probe.tiny else (1, 256):
+            with probe.finding(f"{size} bf16, {rows} rows, generate") as found:
+                found |= _generated(probe, model, rows)
+
+
+def _decoded(probe: Probe, made: Engine, lengths: list[int]) -> dict[str, Any]:
+    """Run all requests; the first steps compute prompts and capture graphs, and count apart."""
+    ask(made, lengths)
+    prefill, captures = probe.seconds(made.step), probe.seconds(made.step, 3) * 3
+    before = made.describe()
+
+    def rest() -> None:
+        while made.busy:
+            made.step()
+
+    seconds, after = probe.seconds(rest), made.describe()
+    steps, tokens = (after[name] - before[name] for name in ("decode_steps", "decode_tokens"))
+    speed = {"tokens_per_s": tokens / seconds, "ms_a_step": 1e3 * seconds / max(steps, 1)}
+    return speed | {"prefill_s": prefill, "next_three_s": captures} | probe.gib()
+
+
+def _generated(probe: Probe, model: Any, rows: int) -> dict[str, float]:
+    """Measure the steps of transformers' own loop."""
+    ids, count = torch.randint(5, 300, (rows, PROMPT), device=probe.device), 4 if probe.tiny else 32
+    options = {"do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
+
+    @torch.inference_mode()
+    def run(new: int) -> None:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
+
+    first = probe.seconds(partial(run, 1), warm=1)
+    seconds = probe.seconds(partial(run, count)) - first
+    return {"tokens_per_s": rows * (count - 1) / seconds, "ms_a_step": 1e3 * seconds / (count - 1)}
+
+
+def update(probe: Probe) -> None:
+    """How fast is an update, and which share of the card's products does it reach?"""
+    for what in list(CASES)[::3] if probe.tiny else CASES:
+        _updates(probe, what, **CASES[what])
+
+
+def attention(probe: Probe) -> None:
+    """What does one call a layer save, and what does cuDNN cost when every length is new?"""
+    real = runner.kernel_for
+    _updates(probe, "one call")
+    runner.kernel_for = lambda *sizes: None
+    _updates(probe, "blocks")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    _updates(probe, "blocks, cuDNN")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    runner.kernel_for = real
+
+
+def _updates(probe: Probe, what: str, **case: Any) -> None:
+    with probe.finding(what) as found:
+        backend = probe.trainer(**case)
+        batches = [probe.batch(2, 450, seed) for seed in range(2 if probe.tiny else 3)]
+        runs = [partial(backend.forward_backward, batch, loss) for batch in batches]
+        found["new_lengths_s"] = [probe.seconds(run) for run in runs]
+        backend.optim_step()
+        seconds, tokens = probe.seconds(runs[0], 3, warm=1), int((batches[0].segment_ids_BT > 0).sum())
+        tflops = 6 * sum(x.numel() for x in backend.model.parameters()) * tokens / seconds / 1e12
+        found |= {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "tflops": tflops}
+        found |= {"share_of_product": tflops / probe.product_tflops(), "compiled": backend.info()["compiled"]}
+        found |= {"optimizer_s": probe.seconds(backend.optim_step)} | probe.gib()
+
+
+def head(probe: Probe) -> None:
+    """How large should a tile of the output layer be?"""
+    rows, hidden = (256, 64) if probe.tiny else (8192, 1536)
+    states = torch.randn(rows, hidden, device=probe.device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(probe.vocabulary, hidden, device=probe.device, requires_grad=True)
+    targets = torch.randint(0, probe.vocabulary, (rows,), device=probe.device)
+
+    def run(tile_bytes: int) -> None:
+        options = {"dtype": torch.bfloat16, "tile_bytes": tile_bytes}
+        selected_logprobs(states, OutputLayer(weight), targets, **options)[0].sum().backward()
+        states.grad = weight.grad = None
+
+    for mib in (8, 32, 128, 256, 1024):
+        with probe.finding(f"{mib} MiB") as found:
+            found["seconds"] = probe.seconds(partial(run, mib << 20), 3, warm=1)
+            flops = 8 * rows * hidden * probe.vocabulary  # forward, once more, and two gradients
+            found |= {"tflops": flops / found["seconds"] / 1e12} | probe.gib()
+
+
+def step(probe: Probe) -> None:
+    """How long does one GRPO step take, and one of TRL? 8 prompts with 8 answers of 128 tokens, by a 0.5B model."""
+    import rl4llm_peer
+
+    rl4llm_peer.reward = lambda text: random.random()  # texts of random weights are alike
+    model, tokens = probe.model("0.5b", "bfloat16", device="cpu"), tokenizer()
+    tokens.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokens.eos_token_id, tokens.pad_token_id
+    for part in (model, tokens):
+        part.save_pretrained(probe.work / "half")
+    rows = [{"messages": [{"role": "user", "content": f"What is {n} plus {n + 7}?"}]} for n in range(64)]
+    (probe.work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {"prompts": 2, "group_size": 2, "new_tokens": 8, "micro_batch": 2, "threads": 1}
+    large = {"prompts": 8, "group_size": 8, "new_tokens": 128, "micro_batch": 16, "threads": 4}
+    job: dict[str, Any] = {
+        "model": str(probe.work / "half"),
+        "data": str(probe.work / "rows.jsonl"),
+        "lr": 1e-6,
+    }
+    job |= {"dtype": "bfloat16"} | (small if probe.tiny else large)
+    for name, options in {"autocast": {}, "bf16": BF16}.items():
+        with probe.finding(f"rl4llm, {name}") as found:
+            job["overrides"] = {f"model.{key}": value for key, value in options.items()}
+            job["overrides"]["model.device"] = probe.device.type
+            with rl4llm_peer.build(job | {"output": str(probe.work / f"step {name}")}) as ours:
+                ours.resume()
+                ours.publish()
+                found |= _best([rl4llm_peer.step(ours) for _ in range(2 if probe.tiny else 4)])
+    with probe.finding("trl, bf16") as found:
+        found["installed"] = importlib.util.find_spec("trl") is not None
+        if found["installed"]:
+            found |= _best(_trl_steps(probe, job | {"output": str(probe.work / "step trl")}))
+
+
+def _best(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    best = min(steps[1:], key=lambda step: step["seconds"]["step"])
+    return best["seconds"] | {"tokens": best["tokens"]}
+
+
+def _trl_steps(probe: Probe, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Take the step with TRL's trainer, as `step.py` does on a CPU."""
+    import trl_peer
+
+    found: list[dict[str, Any]] = []
+
+    class Lines:
+        def send(self, **line: Any) -> None:
+            found.append(line)
+
+        def wait(self) -> bool:
+            return len(found) <= (2 if probe.tiny else 4)
+
+    real, trl_peer.reward = trl_peer.GRPOConfig, lambda text: random.random()
+    trl_peer.GRPOConfig = lambda **options: real(**(options | {"use_cpu": not probe.cuda}))
+    turnstile = trl_peer.Turnstile(Lines())
+    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
+    prompts = trl_peer.datasets.Dataset.from_list([{"prompt": row["messages"][0]["content"]} for row in rows])
+    options = {"args": trl_peer.config(job), "train_dataset": prompts, "callbacks": [turnstile]}
+    trl_peer.GRPOTrainer(model=job["model"], reward_funcs=turnstile.score, **options).train()
+    return found[1:]
+
+
+def sampler(probe: Probe) -> None:
+    """How long does it take from logits to tokens?"""
+    ways: dict[str, Any] = {"plain": {}, "top_p 0.95": {"top_p": 0.95}, "top_k 50": {"top_k": 50}}
+    for rows in (4,) if probe.tiny else (1, 32, 256):
+        logits = torch.randn(rows, probe.vocabulary, device=probe.device, dtype=torch.bfloat16)
+        with probe.finding(f"{rows} rows") as found, torch.inference_mode():
+            for name, options in ways.items():
+                params = [SamplingParams(seed=row, **options) for row in range(rows)]
+                draw = partial(Sampler(params, [0] * rows, probe.device), logits)
+                found[f"{name}_ms"] = 1e3 * probe.seconds(draw, 20, warm=3)
+
+
+def publish(probe: Probe) -> None:
+    """How fast are versions of the weights written for a server?"""
+    backend = probe.trainer("1.5b", **BF16)
+    specs = backend.weight_specs()
+    size = sum(spec.num_bytes for spec in specs)
+    for name, parent in {"memory": "/dev/shm", "disk": str(probe.work)}.items():
+        place = tempfile.mkdtemp(dir=parent, prefix="rl4llm_gpu_")
+        with probe.finding(name) as found, contextlib.closing(WeightStore(place, keep=1)) as store:
+            runs = [partial(store.write, n, specs, backend.weights()) for n in (1, 2)]
+            found["seconds"] = [probe.seconds(run) for run in runs]
+            found |= {"gib": size / GIB, "gb_per_s": size / min(found["seconds"]) / 1e9}
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def profile(probe: Probe) -> None:
+    """Which kernels take longest, and how busy is the device?"""
+    backend, batch = probe.trainer(), probe.batch(2, 450)
+    _profiled(probe, "update", partial(backend.forward_backward, batch, loss))
+    _profiled(probe, "optimizer", backend.optim_step)
+    del backend
+    rows, steps = (4, 4) if probe.tiny else (64, 20)
+    made = served(probe.model("1.5b"), "graph", rows, "bfloat16")
+    ask(made, [3 * steps + 4] * rows)
+    probe.seconds(made.step, 4)  # prompts, and the capture
+    _profiled(probe, f"{steps} steps of {rows} rows", partial(probe.seconds, made.step, steps))
+
+
+def _profiled(probe: Probe, what: str, run: Callable[[], object]) -> None:
+    with probe.finding(what) as found:
+        plain = probe.seconds(run, warm=1)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if probe.cuda else [])]
+        with record(activities=activities) as profiled:
+            probe.seconds(run)
+        key = "self_device_time_total" if probe.cuda else "self_cpu_time_total"
+        events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, key))
+        if probe.cuda:
+            events = [event for event in events if "CUDA" in str(event.device_type)]
+        busy = sum(getattr(event, key) for event in events) / 1e6
+        found |= {"seconds": plain, "busy_s": busy, "busy_share": busy / plain}
+        found["launches"] = sum(event.count for event in events)
+        found["top_ms"] = [(x.key[:80], x.count, round(getattr(x, key) / 1e3, 3)) for x in events[:20]]
