@@ -7,7 +7,9 @@ import signal
 from contextlib import contextmanager
 
 if os.path.exists("/dev/nvidiactl"):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all tests are of a CPU; scripts/bench/gpu.py is what checks a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # all tests are of a CPU; scripts/bench/gpu.py is what checks a GPU
+    )
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """What the README and the pages of docs/ say is there, and their code runs."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -212,21 +213,37 @@ def test_badges_name_the_workflows_the_license_and_versions():
     assert f"/Python-{'%20%7C%20'.join(versions)}-" in shown["Python"][1]
 
 
-def test_paths_of_a_gpu_have_tests_and_ways_to_try_them():
-    page = (ROOT / "docs/gpu.md").read_text()
-    parts = re.findall(
-        r"^    (\w+)  +\w", (ROOT / "scripts/bench/gpu.py").read_text().split('"""')[1], re.MULTILINE
-    )
-    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+def gpu_rows(title):
+    """Return the cells of the table under a heading of the page of GPUs."""
+    page = (ROOT / "docs/gpu.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_parts_on_the_page_of_gpus_have_tests_and_a_result():
+    _, *rows = gpu_rows("Each part")
     assert len(rows) > 15
-    for path, _, proofs, ran, attempt in rows:
+    for path, _, proofs, result in rows:
         named = re.findall(r"\[`(test_\w+)`\]\(\.\./([\w/]+\.py)\)", proofs)
         assert named and proofs.count("](") == len(named), path
         for test, file in named:
             assert f"def {test}(" in (ROOT / file).read_text(), test
-        assert ran == "no", path  # to change with the first run
-        for words in re.findall(r"`gpu\.py ([\w ]+)`", attempt):
-            assert set(words.split()) <= set(parts), words
+        assert re.match(r"(yes|no|one rank|the handles|2\.11|ZeRO)", result), path
+
+
+def test_numbers_on_the_page_of_gpus_are_in_its_lines():
+    lines = [json.loads(line) for line in (ROOT / "docs/gpu/h100_speed.jsonl").read_text().splitlines()]
+    measured = {round(line["tokens_per_s"]) for line in lines if line["check"] == "decode"}
+    measured |= {
+        round(value, digits)
+        for line in lines
+        for value in line.values()
+        if isinstance(value, float)
+        for digits in (2, 3)
+    }
+    shown = [cell.replace(",", "") for row in gpu_rows("How fast") for cell in row[1:5]]
+    numbers = [float(cell) for cell in shown if re.fullmatch(r"[\d.]+", cell)]
+    assert len(numbers) > 20 and not set(numbers) - measured
 
 
 def test_ci_runs_the_test_command_of_the_readme():

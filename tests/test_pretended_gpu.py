@@ -23,7 +23,7 @@ from rl4llm.inference.embedded.engine import Engine
 
 GRAPHS_AT_MOST = 8  # of an engine with four rows, whose cache grows
 MODES = {"bfloat16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}
-IN_THE_GRAPH = {"bfloat16": 450, "autocast": 370}  # kernels of a decode step with 28 layers
+IN_THE_GRAPH = {"bfloat16": 404, "autocast": 320}  # kernels of a decode step with 28 layers
 OUTSIDE = 0  # of the graph
 REQUESTS = (
     {}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7},

@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {  # options of `Probe.trainer`
     "0.5b autocast": {"size": "0.5b"},
     "1.5b autocast": {},
     "1.5b bfloat16, checkpointing": {"checkpointing": True} | BF16,
-    "7b bfloat16, LoRA": {"size": "7b", "lora": 16} | BF16,
+    "7b bfloat16, LoRA, checkpointing": {"size": "7b", "lora": 16, "checkpointing": True} | BF16,
     "1.5b autocast, compiled": {"compile_layers": True},
 }
 

@@ -92,8 +92,8 @@ def flash_attention(
 ) -> Tensor:
     """Attend from one query per row to the first `lengths_B` positions of its row of a slab; returns (B, H, D).
 
-    `slab_N2KD` is that of `TokenCache.flat`. `begins` says where the query and the keys of each row begin: multiples of 1 and
-    of the capacity from 0 to B of them, in int32.
+    `slab_N2KD` is that of `TokenCache.flat`. `begins` says where the query and the keys of each row begin, in int32: from 0
+    to B times 1, and times the capacity.
     """
     keys, values = slab_N2KD.chunk(2, dim=1)
     output: Tensor = torch.ops.aten._flash_attention_forward(

@@ -1,6 +1,7 @@
 """How long a rollout decodes on a GPU, from the numbers of the card: the embedded engine beside a server.
 
-These are estimates for answers of the maximum length. Prompts, tools, rewards and the weight sync are not counted.
+These are estimates for answers of the maximum length. Prompts, tools, rewards and the weight sync are not counted. The
+numbers of the embedded engine are those that docs/gpu.md measured on an H100. Those of a server are not measured.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ class Card(NamedTuple):
     memory: int
     bandwidth: float
     flops: float
-    kernel_s: float = 2e-6
-    launch_s: float = 6e-6
+    kernel_s: float = 3e-6
+    launch_s: float = 10.8e-6
 
 
 class Kernels(NamedTuple):
-    """The kernels of a decoding step: in each layer, outside the layers, and of a sampler, which the host launches."""
+    """The kernels of a decoding step in each layer and outside the layers, and the seconds that the host adds to it."""
 
     layer: float
     others: int
-    sampling: int
+    host_s: float = 0.0
 
 
-EMBEDDED, SERVER = Kernels(11.5, 40, 20), Kernels(11, 0, 0)
+CAPTURED, LAUNCHED, SERVER = Kernels(14.5, 60, 3e-4), Kernels(32, 40), Kernels(11, 0)
+"""The embedded engine with CUDA graphs and without, and a server."""
 
 
 def _sheet(memory: int, bandwidth: float, flops: float) -> Card:
@@ -142,19 +144,20 @@ def estimate(plan: RunPlan, card: str | None, *, here: bool) -> Rollout | None:
     local = config.inference["name"] == "local"
     options = config.inference if local else {}
     captured = options.get("path", "auto") in ("auto", "graph")
-    embedded = _decoding(plan, CARDS[card], EMBEDDED, int(options.get("max_rows", MAX_ROWS)), captured)
-    server = _decoding(plan, CARDS[card], SERVER, room, True)
+    limit, kernels = int(options.get("max_rows", MAX_ROWS)), CAPTURED if captured else LAUNCHED
+    embedded = _decoding(plan, CARDS[card], kernels, limit)
+    server = _decoding(plan, CARDS[card], SERVER, room)
     return Rollout(card, embedded, server, counts.trajectories, local)
 
 
-def _decoding(plan: RunPlan, card: Card, kernels: Kernels, limit: int, captured: bool) -> Decoding:
+def _decoding(plan: RunPlan, card: Card, kernels: Kernels, limit: int) -> Decoding:
     sequences, steps = plan.counts.trajectories, plan.counts.new_tokens
     rows = min(limit, sequences)
-    waves, one = -(-sequences // rows), step_s(plan, card, kernels, rows, captured)
+    waves, one = -(-sequences // rows), step_s(plan, card, kernels, rows)
     return Decoding(rows, waves, steps, one, waves * steps * one)
 
 
-def step_s(plan: RunPlan, card: Card, kernels: Kernels, rows: int, captured: bool = True) -> float:
+def step_s(plan: RunPlan, card: Card, kernels: Kernels, rows: int) -> float:
     """Return the seconds of one more token for each of `rows` sequences, when half of each answer exists.
 
     Products take the time of reading all weights or of computing, whichever is longer. The cache is read once.
@@ -162,7 +165,6 @@ def step_s(plan: RunPlan, card: Card, kernels: Kernels, rows: int, captured: boo
     shape, counts = plan.models.policy, plan.counts
     products = 2 * shape.parameters * max(1 / card.bandwidth, rows / card.flops)
     cache = KVCache.memory(shape, rows, counts.prompt_tokens + counts.new_tokens // 2, 2) / card.bandwidth
-    each_s = card.kernel_s if captured else card.launch_s
-    launches = (kernels.layer * shape.layers + kernels.others) * each_s
-    sampler = kernels.sampling * card.launch_s + LOGITS * rows * shape.vocabulary * FP32 / card.bandwidth
-    return products + cache + launches + sampler
+    each_s = card.launch_s if kernels is LAUNCHED else card.kernel_s
+    launches = (kernels.layer * shape.layers + kernels.others) * each_s + kernels.host_s
+    return products + cache + launches + LOGITS * rows * shape.vocabulary * FP32 / card.bandwidth
