@@ -13,27 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl4llm.inference.embedded.llama_decode import Norm, rotated
+
 Flash = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], int, Tensor, float], Tensor]
 TOLERANCE = 0.03
 """Accepted difference from `plain_attention`, relative to the largest number compared; bf16 rounds to 0.004."""
-
-
-class Norm(NamedTuple):
-    """Normalises by the root mean square over the last dimension."""
-
-    weight: Tensor
-    epsilon: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-        return F.rms_norm(x.float(), self.weight.shape, None, self.epsilon).to(x.dtype) * self.weight
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of the last dimension; the signs are in `sin`."""
-    x = x.to(cos.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rotate(

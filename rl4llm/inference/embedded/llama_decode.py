@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl4llm.core.errors import EngineError
-from rl4llm.inference.embedded.flash import Norm, rotated
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
 from rl4llm.inference.embedded.model_decode import Layers
 from rl4llm.inference.embedded.precision import Projections, adapted
@@ -36,6 +35,18 @@ Shared = tuple[SharedPrefix, Tensor, Tensor]
 
 class UnsupportedModelError(EngineError):
     """The fast path cannot replace this model's own forward."""
+
+
+class Norm(NamedTuple):
+    """Normalises by the root mean square over the last dimension."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return F.rms_norm(x.float(), self.weight.shape, None, self.epsilon).to(x.dtype) * self.weight
 
 
 class Layer(NamedTuple):
@@ -224,6 +235,12 @@ def _scores(query: Tensor, keys: Tensor) -> Tensor:
 def _copies_slices(x: Tensor) -> bool:
     """Return whether a batched product in this dtype copies a slice of the cache."""
     return x.device.type == "cpu" and x.dtype == torch.bfloat16
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of the last dimension; the signs are in `sin`."""
+    x = x.to(cos.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _layer(layer: Any, autocast: torch.dtype | None) -> Layer:
