@@ -325,8 +325,8 @@ class Engine:
             return
         tokens_BN, logprobs_BN = (x.cpu() for x in self._batch.read())
         live = [row for row in self._rows.active if not row.over]
-        slots = [row.slot for row in live]
-        if not logprobs_BN[slots].isfinite().all():
+        finite = logprobs_BN.isfinite()
+        if not (finite[[row.slot for row in live]] if self._ended else finite).all():
             raise EngineError(
                 "The model gave logits that are not finite (NaN or infinity), so the requests failed. Check its weights."
             )
@@ -365,7 +365,7 @@ class Engine:
             row.last_used = self._counters.decode_steps
             row.over = True
         self._ended.extend(leaving)
-        left = [request.tokens_left for request in self.running]
-        slots = [row.slot for row in leaving]
-        if self._batch is None or not left or not self._batch.end(slots, min(left)):
+        if self._batch is None or not self._batch.end([row.slot for row in leaving]):
             self._end_batch()
+        else:
+            self._batch.steps_left = min(request.tokens_left for request in self.running)

@@ -121,7 +121,7 @@ class Decodes(Protocol):
 class Decoding(Protocol):
     """Decodes the same rows step by step. New rows need another batch, and so does a full cache.
 
-    `steps_left` says in how many steps the first of the requests reaches its length.
+    `steps_left` says in how many steps the first of the requests reaches its length; set it after `end`.
     """
 
     steps_left: int
@@ -147,7 +147,7 @@ class Decoding(Protocol):
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the tokens (B, N) and log-probs (B, N) of the steps since the last call."""
 
-    def end(self, slots: Sequence[int], steps_left: int) -> bool:
+    def end(self, slots: Sequence[int]) -> bool:
         """Stop rows and let the others decode; return False where that needs a batch without these rows."""
 
 
@@ -200,7 +200,7 @@ class Batch:
         self._steps = []
         return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
 
-    def end(self, slots: Sequence[int], steps_left: int) -> bool:
+    def end(self, slots: Sequence[int]) -> bool:
         return False
 
 

@@ -171,12 +171,11 @@ class StaticBatch:
         self._read = self._done
         return tokens_BN[: self._count], logprobs_BN[: self._count]
 
-    def end(self, slots: Sequence[int], steps_left: int) -> bool:
+    def end(self, slots: Sequence[int]) -> bool:
         self._live -= set(slots)
-        if 2 * len(self._live) <= self._step.rows and self._step.rows > LEAST:
+        if not self._live or (2 * len(self._live) <= self._step.rows and self._step.rows > LEAST):
             return False
         self._step.keep(sorted(self._live))
-        self.steps_left = steps_left
         return True
 
 
