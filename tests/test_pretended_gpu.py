@@ -126,7 +126,7 @@ def all_launches(*paths):
 
 
 def update_kernels(varlen):
-    """Return the number of kernels of a micro-batch, and the norm of its gradient."""
+    """Return the kernels of a micro-batch, those of attention, the waits for it, and the norm of its gradient."""
     if not varlen:
         del pretended_gpu.varlen.varlen_attn
     backend = TorchBackend(build(4, "cuda"), autocast="bfloat16")
@@ -143,7 +143,8 @@ def update_kernels(varlen):
                 batch, lambda batch, logprobs_BT, _: (-logprobs_BT * batch.credits_BT, {})
             )
     norms = [parameter.grad.norm() for parameter in backend.model.parameters()]
-    return tally.total("kernel"), tally.total("kernel", "varlen_attn"), float(torch.stack(norms).norm())
+    kernels = tally.total("kernel"), tally.total("kernel", "varlen_attn")
+    return *kernels, tally.total("wait"), float(torch.stack(norms).norm())
 
 
 def error_of(work):
@@ -244,9 +245,10 @@ def test_decode_step_launches_few_kernels_and_waits_once():
 
 
 def test_update_with_varlen_launches_fewer_kernels():
-    kernels, attentions, norm = on_pretended_gpu(update_kernels, True)
-    without, none, other_norm = on_pretended_gpu(update_kernels, False)
+    kernels, attentions, waits, norm = on_pretended_gpu(update_kernels, True)
+    without, none, _, other_norm = on_pretended_gpu(update_kernels, False)
     assert kernels < without and attentions == 8 and none == 0
+    assert waits == 1  # for the metrics, at the end
     assert norm == pytest.approx(other_norm, rel=0.02)
 
 

@@ -113,7 +113,7 @@ def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
     device = batch.token_ids_BT.device
     place = np.full(batch.token_ids_BT.numel(), -1)
     place[flat] = np.arange(len(flat))
-    chosen = torch.from_numpy(flat).to(device)
+    chosen = torch.from_numpy(flat).to(device, non_blocking=True)
     pad, unpad = _padding(segments.lengths[order], blocks)
     spans = None
     if kernel is not None:
@@ -124,10 +124,10 @@ def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
     return Stream(
         segments.token_ids[chosen][None],
         segments.position_ids[chosen][None],
-        torch.from_numpy(place).to(device).view(segments.shape),
+        torch.from_numpy(place).to(device, non_blocking=True).view(segments.shape),
         tuple(blocks),
-        None if pad is None else torch.from_numpy(pad).to(device),
-        None if unpad is None else torch.from_numpy(unpad).to(device),
+        None if pad is None else torch.from_numpy(pad).to(device, non_blocking=True),
+        None if unpad is None else torch.from_numpy(unpad).to(device, non_blocking=True),
         spans,
     )
 
@@ -144,13 +144,13 @@ def rows_of(batch: TrainBatch, pad_token_id: int = 0) -> PlainRows:
         source[number, : len(row)] = row
     place = np.full(batch.token_ids_BT.numel(), -1)
     place[source[source >= 0]] = np.flatnonzero(source >= 0)  # of a repeated prompt, any copy will do
-    source_RT = torch.from_numpy(source).to(device)
+    source_RT = torch.from_numpy(source).to(device, non_blocking=True)
     real_RT = source_RT >= 0
     return PlainRows(
         torch.where(real_RT, segments.token_ids[source_RT], pad_token_id),
         torch.where(real_RT, segments.position_ids[source_RT], 0),
         real_RT.long(),
-        torch.from_numpy(place).to(device).view(segments.shape),
+        torch.from_numpy(place).to(device, non_blocking=True).view(segments.shape),
     )
 
 
@@ -299,7 +299,8 @@ def _attend(
 
 def _segments(batch: TrainBatch) -> _Segments:
     """Segments that are needed, cut after the last token that precedes one of the policy's."""
-    segment_BT, mask_BT = batch.segment_ids_BT.cpu().numpy(), batch.mask_BT.cpu().numpy()
+    host = batch.host or batch
+    segment_BT, mask_BT = host.segment_ids_BT.cpu().numpy(), host.mask_BT.cpu().numpy()
     columns = segment_BT.shape[1]
     flat, sampled = segment_BT.reshape(-1), mask_BT.reshape(-1)
     opens = np.diff(flat, prepend=-1) != 0
@@ -308,8 +309,8 @@ def _segments(batch: TrainBatch) -> _Segments:
     ends = np.r_[starts[1:], len(flat)]
     number = np.cumsum(opens) - 1
     before = np.full(len(starts), -1)
-    if batch.previous_BT is not None:
-        before = batch.previous_BT.cpu().numpy().reshape(-1)[starts]
+    if host.previous_BT is not None:
+        before = host.previous_BT.cpu().numpy().reshape(-1)[starts]
     parents = np.where(before >= 0, number[starts // columns * columns + before], -1)
     last = np.zeros(len(starts), np.int64)  # one past the last token of the policy
     places = np.flatnonzero(sampled)

@@ -61,11 +61,11 @@ class ValueHead(nn.Module):
 
 def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """Return the flat positions (N,), b * T + t, of policy tokens with a predecessor, and those of the predecessors."""
-    columns = batch.token_ids_BT.shape[1]
-    before_BT = _previous(batch)
-    asked_N = (batch.mask_BT & (before_BT >= 0)).flatten().nonzero().squeeze(1)
+    columns, device, host = batch.token_ids_BT.shape[1], batch.token_ids_BT.device, batch.host or batch
+    before_BT = _previous(host)
+    asked_N = (host.mask_BT & (before_BT >= 0)).flatten().nonzero().squeeze(1)
     before_N = asked_N.div(columns, rounding_mode="floor") * columns + before_BT.flatten()[asked_N]
-    return asked_N, before_N
+    return asked_N.to(device, non_blocking=True), before_N.to(device, non_blocking=True)
 
 
 def token_logprobs(

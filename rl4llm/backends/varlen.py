@@ -54,7 +54,7 @@ class Spans:
         keys = np.where(within < np.repeat(before, totals), prompts, own) + within
 
         def placed(numbers: Ints, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(numbers).to(device, dtype)
+            return torch.from_numpy(numbers).to(device, dtype, non_blocking=True)
 
         return cls(
             kernel,

@@ -309,6 +309,8 @@ class TrainBatch:
     group_ids_BT: Tensor | None = None
     record_ids_BT: Tensor | None = None
     later: Mapping[str, Tensor] = field(default_factory=dict)
+    host: TrainBatch | None = field(default=None, repr=False, compare=False)
+    """The batch that `to` copied to a GPU, where reading numbers would wait for all that the GPU still has to do."""
 
     old_logprobs_BT = FilledLater("the trainer fills it before `assign`")
     ref_logprobs_BT = FilledLater("the trainer fills it for an algorithm whose `needs` say reference=True")
@@ -323,11 +325,13 @@ class TrainBatch:
         """Return a batch with these tensors, by name."""
         own = {item.name for item in fields(cls)}
         later = {name: tensor for name, tensor in tensors.items() if name not in own}
-        return cls(**{name: tensor for name, tensor in tensors.items() if name in own}, later=later)
+        given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in own}
+        return cls(**given, later=later)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are set, by name."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "later"}
+        names = (item.name for item in fields(self) if item.name not in ("later", "host"))
+        own = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in (own | dict(self.later)).items() if tensor is not None}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
@@ -335,8 +339,12 @@ class TrainBatch:
         return TrainBatch.of({name: fn(tensor) for name, tensor in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> TrainBatch:
-        """Return a batch with every tensor on `device`."""
-        return self.map(lambda tensor: tensor.to(device))
+        """Return a batch with every tensor on `device`; copies to a GPU do not wait for it."""
+        leaves = torch.device(device).type != "cpu"
+        moved = self.map(lambda tensor: tensor.to(device, non_blocking=leaves))
+        if leaves:
+            moved.host = self if self.token_ids_BT.device.type == "cpu" else self.host
+        return moved
 
     @property
     def num_tokens(self) -> int:

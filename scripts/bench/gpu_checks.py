@@ -309,11 +309,8 @@ def ipc(probe: Probe) -> None:
 def nccl(probe: Probe) -> None:
     """Does a group of one rank add up, and has a sharded model the log-probs and gradients of a plain one?"""
     with probe.finding("all_reduce") as found:
-        store, backend = (
-            dist.FileStore(str(probe.work / "ranks"), 1),
-            "cpu:gloo,cuda:nccl" if probe.cuda else "gloo",
-        )
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        backend, place = "cpu:gloo,cuda:nccl" if probe.cuda else "gloo", f"file://{probe.work / 'ranks'}"
+        dist.init_process_group(backend, init_method=place, rank=0, world_size=1)
         ones = torch.ones(1 << 16, device=probe.device)
         dist.all_reduce(ones)
         found |= {"backend": str(dist.get_backend_config()), "right": bool((ones == 1).all())}

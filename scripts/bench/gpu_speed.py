@@ -170,6 +170,7 @@ def _best(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _trl_steps(probe: Probe, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Take the step with TRL's trainer, as `step.py` does on a CPU."""
+    import datasets
     import trl_peer
 
     found: list[dict[str, Any]] = []
@@ -185,7 +186,7 @@ def _trl_steps(probe: Probe, job: dict[str, Any]) -> list[dict[str, Any]]:
     trl_peer.GRPOConfig = lambda **options: real(**(options | {"use_cpu": not probe.cuda}))
     turnstile = trl_peer.Turnstile(Lines())
     rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
-    prompts = trl_peer.datasets.Dataset.from_list([{"prompt": row["messages"][0]["content"]} for row in rows])
+    prompts = datasets.Dataset.from_list([{"prompt": row["messages"][0]["content"]} for row in rows])
     options = {"args": trl_peer.config(job), "train_dataset": prompts, "callbacks": [turnstile]}
     trl_peer.GRPOTrainer(model=job["model"], reward_funcs=turnstile.score, **options).train()
     return found[1:]
