@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import random
@@ -130,8 +131,7 @@ def head(probe: Probe) -> None:
 
 def step(probe: Probe) -> None:
     """How long does one GRPO step take, and one of TRL? 8 prompts with 8 answers of 128 tokens, by a 0.5B model."""
-    import rl4llm_peer
-
+    rl4llm_peer: Any = importlib.import_module("rl4llm_peer")
     rl4llm_peer.reward = lambda text: random.random()  # texts of random weights are alike
     model, tokens = probe.model("0.5b", "bfloat16", device="cpu"), tokenizer()
     tokens.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -171,8 +171,8 @@ def _best(steps: list[dict[str, Any]]) -> dict[str, Any]:
 def _trl_steps(probe: Probe, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Take the step with TRL's trainer, as `step.py` does on a CPU."""
     import datasets
-    import trl_peer
 
+    trl_peer: Any = importlib.import_module("trl_peer")
     found: list[dict[str, Any]] = []
 
     class Lines:
