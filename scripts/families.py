@@ -104,7 +104,7 @@ def build(name):
     with torch.no_grad():  # norms, sinks and biases too, which begin as constants
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    return load_model(model).eval()
+    return load_model(model, device="cpu").eval()
 
 
 def measure(name):

@@ -53,7 +53,8 @@ def load_model(
     """Return a causal language model in evaluation mode without dropout; raise ModelError when it cannot be loaded.
 
     Log-probs must equal those of the engine that sampled, so dropout never runs, whatever the model's config says. A
-    model object is used directly, moved and converted in place. The device "auto" is a GPU if there is one.
+    model object is used directly, moved and converted in place. The device "auto" is a GPU if there is one. Use
+    "cpu" or `shared_by` for a backend that shards, since the whole model may not fit a GPU.
 
     When the ranks `shared_by` will shard the weights, only the first rank reads them. On all ranks the model stays in CPU
     memory; on the others the memory of its matrices is untouched, so it takes no space.

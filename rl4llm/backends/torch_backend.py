@@ -86,6 +86,8 @@ class TorchBackend(ModelBackend):
 
     `compile_layers` runs the layers through `torch.compile`, see `rl4llm.backends.compiled`.
 
+    On a GPU it sets the process's kernels for float32 and attention, see `use_exact_kernels`.
+
     `device` is where the model trains, by default where it is; under "fsdp2" its parts come there from wherever it is.
     """
 

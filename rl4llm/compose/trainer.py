@@ -344,8 +344,9 @@ def _connect(
     tracker: RunTracker, config: Config, client: BaseClient, backend: BaseBackend, envs: Sequence[BaseMDPEnv]
 ) -> None:
     """Show how the engine and updates compute, and have the engine and the environments report to the tracker."""
-    if all_ranks(config).is_first:
-        tracker.note("; ".join(filter(None, (client.path(), backend.path()))))
+    for path in (client.path(), backend.path()) if all_ranks(config).is_first else ():
+        if path:
+            tracker.note(path)
     client.report_to(tracker.warn)
     for env in envs:
         env.report_to(tracker.warn)

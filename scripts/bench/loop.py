@@ -113,7 +113,7 @@ def groups_of(size: str, ranks: Ranks) -> list[Group]:
 
 
 def our_backend(args: argparse.Namespace, ranks: Ranks) -> BaseBackend:
-    model = load_model(build_model(args.size))
+    model = load_model(build_model(args.size), device="cpu")
     options = {"lr": LR, "betas": BETAS, "max_grad_norm": MAX_NORM, "ranks": ranks}
     if args.backend == "torch":
         return TorchBackend(model, **options)
@@ -205,7 +205,7 @@ def bare_deepspeed(
 def bare_side(
     args: argparse.Namespace, ranks: Ranks, batches: list[Ready]
 ) -> tuple[nn.Module, Callable[[], None]]:
-    module = LogProbs(load_model(build_model(args.size)))
+    module = LogProbs(load_model(build_model(args.size), device="cpu"))
     module.model.set_attn_implementation(STREAM_ATTENTION)
     if args.backend == "torch":
         return module, bare_torch(module, batches)

@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     ranks = join_ranks(timeout_s=600)
-    model = load_model(build_model("30m", vocab_size=args.vocabulary))
+    model = load_model(build_model("30m", vocab_size=args.vocabulary), device="cpu")
     backend = DeepSpeedBackend(model, ranks=ranks, zero_stage=3, lr=1e-6)
     largest = max(spec.num_bytes for spec in backend.weight_specs())
     for number in range(1, args.passes + 1):

@@ -58,7 +58,7 @@ class DeepSpeedBackend(ModelBackend):
     """A causal language model that several ranks train together.
 
         >>> ranks = join_ranks(timeout_s=600)
-        >>> backend = DeepSpeedBackend(load_model("models/tiny"), ranks=ranks, zero_stage=3, lr=1e-5)
+        >>> backend = DeepSpeedBackend(load_model("models/tiny", device="cpu"), ranks=ranks, zero_stage=3, lr=1e-5)
         >>> for batch in batches:                       # the same number on every rank
         ...     backend.forward_backward(batch, algorithm.token_losses)
         >>> backend.optim_step()["grad_norm"]

@@ -64,14 +64,14 @@ class Engine:
         self._stops = StopRules(tokenizer, self.vocab_size, self._device)
         self._counters = Counters()
         self._batch: Decoding | None = None
-        self._ended: list[Row] = []  # whose requests are over, and which the batch has not left out yet
+        self._ended: list[Row] = []  # whose requests are over, while the batch still computes them
         self.version = -1
         self.waiting: list[Request] = []
         self._choose_path()
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or len(self._rows.active) > len(self._ended))
+        return bool(self.waiting or self._rows.active)
 
     @property
     def running(self) -> list[Request]:
@@ -123,7 +123,8 @@ class Engine:
         """Forget a session's cache, now or when its request ends."""
         self._rows.release(session)
         for row in self._ended:
-            row.session = row.session if row.session != session else ""
+            if row.session == session:
+                row.session = ""
         for request in itertools.chain(self.waiting, self.running):
             if request.session == session:
                 request.session = ""
@@ -135,10 +136,8 @@ class Engine:
 
     def rest(self) -> None:
         """Free the cache's memory if no request or session uses it; the trainer may need it."""
-        if not self.busy:
-            self._end_batch()
-            if not self._rows.parked:
-                self._forget()
+        if not self.busy and not self._rows.parked:
+            self._forget()
 
     @torch.inference_mode()
     def drop_cancelled(self) -> None:
@@ -155,7 +154,7 @@ class Engine:
         """Admit waiting requests, then decode one token in every row; return the finished requests."""
         self.drop_cancelled()
         self._admit()
-        if len(self._rows.active) == len(self._ended):
+        if not self._rows.active:
             return []
         batch = self._current_batch()
         batch.step()
@@ -209,12 +208,11 @@ class Engine:
         self._decoder.rest()
 
     def _admit(self) -> None:
-        if self.waiting and self._ended:
+        if self.waiting and (self._ended or self._rows.free):
             self._end_batch()
         taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]
         if not taken:
             return
-        self._end_batch()
         self._prefixes.sweep((*self._rows.active, *self._rows.parked))
         newcomers = [self._newcomer(request) for request in taken]
         self._share([item for item in newcomers if not item.start])
@@ -325,8 +323,7 @@ class Engine:
             return
         tokens_BN, logprobs_BN = (x.cpu() for x in self._batch.read())
         live = [row for row in self._rows.active if not row.over]
-        finite = logprobs_BN.isfinite()
-        if not (finite[[row.slot for row in live]] if self._ended else finite).all():
+        if not logprobs_BN[[row.slot for row in live]].isfinite().all():
             raise EngineError(
                 "The model gave logits that are not finite (NaN or infinity), so the requests failed. Check its weights."
             )
@@ -358,7 +355,7 @@ class Engine:
         return finished
 
     def _leave(self, leaving: Sequence[Row], park: bool) -> None:
-        """Stop decoding rows: they stay in the batch, still, or the batch ends."""
+        """Stop decoding rows: they stay in the batch without advancing, or the batch ends."""
         for row in leaving:
             row.session = row.request.session if park else ""
             row.cached_ids = row.request.token_ids[:-1]

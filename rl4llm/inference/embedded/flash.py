@@ -116,7 +116,9 @@ def flash_for(
         return None, f"attention with masks, since it computes in {dtype} on {device.type}"
     try:
         differs = _difference(flash_attention, device, dtype, heads, kv_heads, width)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         return None, f"attention with masks, since torch has no kernel for it: {str(error)[:200]}"
     if not differs <= TOLERANCE:
         return None, f"attention with masks, since torch's kernel differs by {differs:.2g}"

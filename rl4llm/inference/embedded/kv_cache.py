@@ -102,8 +102,8 @@ class KVCache:
     def _resize(self, rows: int, length: int) -> None:
         """Make slabs of the present size, and keep what the first `rows` rows hold at the first `length` positions."""
         for slabs in (self._keys, self._values):
-            for layer, old in list(slabs.items()):
-                del slabs[layer]
+            for layer in list(slabs):  # one at a time: never the whole cache twice
+                old = slabs.pop(layer)
                 self._slab(slabs, layer, old)[:rows, :, :length] = old[:rows]
 
     def _update(self, slabs: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
@@ -135,6 +135,10 @@ class TokenCache(KVCache):
         super().__init__(dtype, device, prefixes, spare)
         self._slabs: dict[int, Tensor] = {}
 
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for a power of two of rows, at least two: those that a captured step has, so the cache moves rarely."""
+        super().reserve(1 << max(rows - 1, 1).bit_length() if rows else 0, length)
+
     def flat(self, layer: int) -> Tensor:
         """Return the slab of a layer as (rows * capacity, 2 heads, D)."""
         return self._slabs[layer].flatten(0, 1)
@@ -151,11 +155,11 @@ class TokenCache(KVCache):
         self._slabs = {}
 
     def _resize(self, rows: int, length: int) -> None:
-        old, self._slabs = self._slabs, {}
-        for layer, slab in old.items():
-            heads, width = slab.shape[2] // 2, slab.shape[3]
-            self._slab(self._keys, layer, slab.new_empty(0, heads, 0, width))
-            self._slabs[layer][:rows, :length] = slab[:rows]
+        self._keys, self._values = {}, {}
+        for layer in list(self._slabs):
+            old = self._slabs.pop(layer)
+            self._slab(self._keys, layer, old.new_empty(0, old.shape[2] // 2, 0, old.shape[3]))
+            self._slabs[layer][:rows, :length] = old[:rows]
 
     def _update(self, slabs: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
         window, slab = self.window, self._slab(slabs, layer, new)

@@ -135,11 +135,12 @@ class LlamaDecoder:
             self.head,
         ]
 
-    def _signature(self) -> list[tuple[int, torch.dtype, torch.device]]:
-        tensors: list[Tensor | None] = [self.embedding]
+    def _signature(self) -> list[Any]:
+        """Return what tells this decoder from one that reads other tensors, or other scalings of adapters."""
+        read: list[Tensor | float | None] = [self.embedding]
         for part in self._parts():
-            tensors += [part.weight] if isinstance(part, Norm) else part.tensors()
-        return [(id(tensor), tensor.dtype, tensor.device) for tensor in tensors if tensor is not None]
+            read += [part.weight] if isinstance(part, Norm) else part.read()
+        return [(id(x), x.dtype, x.device) if isinstance(x, Tensor) else x for x in read]
 
     def _hidden(self, token_ids_BS: Tensor, cache: KVCache, fill_only: bool = False) -> Tensor:
         window, prefix = cache.window, cache.window.prefix
@@ -263,7 +264,10 @@ def _layer(layer: Any, autocast: torch.dtype | None) -> Layer:
 def _projections(modules: Sequence[Any], autocast: torch.dtype | None) -> Projections:
     for module in modules:
         if type(adapted(module)[0]) not in (nn.Linear, FastLinear):
-            raise UnsupportedModelError(f"a projection is a {type(module).__name__}, not a plain nn.Linear")
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise UnsupportedModelError(
+                f"a projection is a {kind}, not a plain nn.Linear with at most one plain adapter"
+            )
     return Projections(modules, autocast)
 
 

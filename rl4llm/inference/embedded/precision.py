@@ -55,9 +55,11 @@ def adapted(module: Any) -> tuple[Any, LowRank | None]:
     """Return a linear layer and its LoRA adapter of PEFT; the module itself and None if it has none, or an unusual one."""
     if not type(module).__module__.startswith("peft.tuners.lora"):
         return module, None
-    name, *others = module.active_adapters
-    unusual = others or module.disable_adapters or module.merged or name in module.lora_variant
-    if unusual or module.lora_B[name].bias is not None:
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if len(names) != 1 or module.disable_adapters or module.merged or names[0] in module.lora_variant:
+        return module, None
+    (name,) = names
+    if module.lora_B[name].bias is not None:
         return module, None
     matrices = module.lora_A[name].weight, module.lora_B[name].weight
     return module.base_layer, LowRank(*matrices, float(module.scaling[name]))
@@ -80,24 +82,22 @@ class Projections:
         self._copied: PackedLinear | None = None
         self._low: tuple[Tensor, Tensor] | None = None
 
-    def tensors(self) -> list[Tensor | None]:
-        """Return all that is read of the modules."""
-        matrices = [matrix for low in self._lows if low for matrix in (low.down, low.up)]
-        return [*self.weights, *self.biases, *matrices]
+    def read(self) -> list[Tensor | float | None]:
+        """Return all that is read of the modules: tensors, and the scaling of adapters."""
+        return [*self.weights, *self.biases, *(item for low in self._lows if low for item in low)]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights again if this computes in another dtype than theirs; on a GPU to the same place."""
+        """Copy the weights again if this computes in another dtype than theirs."""
         if self._autocast is None:
             return
         weight_ND = torch.cat([weight.to(self._autocast) for weight in self.weights])
         parts = zip(self.weights, self.biases, strict=True)
         zeros = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
         bias_N = torch.cat(zeros).to(self._autocast) if any(x is not None for x in self.biases) else None
-        if self._copied is None or not self._copied.copy_(weight_ND, bias_N):
-            self._copied = PackedLinear(weight_ND, bias_N)
+        self._copied = PackedLinear(weight_ND, bias_N)
         if any(self._lows):
-            self._low = _in_place(self._low, self._joined_lows(self._autocast))
+            self._low = self._joined_lows(self._autocast)
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         if self._copied is not None:
@@ -129,15 +129,6 @@ def _adapt(y: Tensor, x: Tensor, low: LowRank | None) -> Tensor:
     if low is None:
         return y
     return (y + linear(linear(x.to(low.down.dtype), low.down), low.up) * low.scaling).to(y.dtype)
-
-
-def _in_place(old: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the new numbers, where the old ones are."""
-    if old is None:
-        return new
-    for before, after in zip(old, new, strict=True):
-        before.copy_(after)
-    return old
 
 
 def _parts(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -61,7 +61,7 @@ class Row:
     cached_ids: Sequence[int] = ()
     slot: int = -1
     last_used: int = 0
-    over: bool = False  # its request ended, and the batch has not left it out yet
+    over: bool = False  # its request ended, while the batch still computes it
 
     @property
     def base(self) -> int:

@@ -2,8 +2,8 @@
 
 On a GPU the launches of a step's kernels take longer than those of a small model compute. A graph repeats them on the same
 memory. So everything that a step reads and writes stays in place: tokens, positions, uniform numbers, stop codes, and what
-was sampled since the last read. Rows are padded to a power of two. A row that ends stays in the batch, still, until half of
-the rows have ended.
+was sampled since the last read. Rows are padded to a power of two. A row that ends stays in the batch without advancing,
+until half of the rows have ended or a request waits for a place.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StaticStep:
         self.layout = decoder.layout(cache)
         nothing = self.tokens_B[:0]
         self.place(nothing, nothing)  # the first run, which only warms up, must not write into rows
-        self._run = decoder.captured(self._compute)
+        self.run = decoder.captured(self._compute)
 
     def place(self, tokens_B: Tensor, positions_B: Tensor) -> None:
         """Write what the next step computes."""
@@ -70,10 +70,6 @@ class StaticStep:
         slots_B = torch.where(self._lanes_B < given, self._lanes_B, self.cache.rows)
         self.places_B.copy_(slots_B * self.cache.capacity + self.positions_B)
         self.lengths_B.copy_(self.positions_B + 1)
-
-    def run(self) -> None:
-        """Compute the step."""
-        self._run()
 
     def begin(self, requests: Sequence[Request], stops: StopTable | None) -> None:
         """Write the requests whose tokens the following steps sample."""
@@ -128,7 +124,9 @@ class StaticStep:
 class StaticBatch:
     """The rows of a `StaticStep` that decode together; see `Batch`."""
 
-    def __init__(self, step: StaticStep, positions: Sequence[int], requests: Sequence[Request], stops: Any):
+    def __init__(
+        self, step: StaticStep, positions: Sequence[int], requests: Sequence[Request], stops: StopTable | None
+    ):
         device = step.cache.device
         self._step, self._count = step, len(requests)
         step.place(
@@ -208,11 +206,11 @@ class StaticDecoder:
         return self._fast.serves(model)
 
     def refresh(self) -> None:
-        """Copy the weights that are copied, to where captured steps read them."""
+        """Copy the weights that are copied. Captured steps read the earlier copies, so the engine forgets them first."""
         self._fast.refresh()
 
     def rest(self) -> None:
-        """Forget the captured steps, and the memory that they share: a graph cannot use a pool that no other one holds."""
+        """Forget the captured steps, and the memory that they share."""
         self._steps.clear()
         self._pool = None
 
@@ -230,11 +228,9 @@ class StaticDecoder:
 
     def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
         """Return the logits (B, V) after one more token per row; the next step overwrites them."""
-        window = cache.window
         step = self._step(cache, len(token_ids_B), None, 0)
-        step.place(token_ids_B, window.positions_BS[:, 0])
+        step.place(token_ids_B, cache.window.positions_BS[:, 0])
         step.run()
-        cache.window = window
         assert step.logits_BV is not None
         return step.logits_BV[: len(token_ids_B)]
 
@@ -251,7 +247,7 @@ class StaticDecoder:
 
     def layout(self, cache: KVCache) -> Key:
         """Return what a captured step finds at fixed addresses: the cache's slabs and the tables of rotations."""
-        return id(cache), cache.placed, cache.rows, cache.capacity, id(self._fast.tables)
+        return id(cache), cache.placed, len(self._fast.rotations(cache.capacity)[0])
 
     def compute(self, step: StaticStep) -> Tensor:
         """Return the logits (B, V) after one more token in each row of a step."""
@@ -273,9 +269,8 @@ class StaticDecoder:
         return fast.head(normed)[0]
 
     def captured(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Run a step once; return a replay of it, or the step itself where it cannot be captured."""
+        """Return a replay of a step that this runs once, or the step itself where it cannot be captured."""
         if not self._captures:
-            compute()
             return compute
         try:
             self._warm_up(compute)
@@ -284,6 +279,8 @@ class StaticDecoder:
             # Calls of other threads, such as a tracker's, must not end the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 compute()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self._captures = False
             warnings.warn(f"Decoding runs without CUDA graphs: {str(error)[:200]}", stacklevel=2)
@@ -298,6 +295,8 @@ class StaticDecoder:
         with torch.cuda.stream(side):
             try:
                 compute()
+            except torch.OutOfMemoryError:
+                raise
             except FAILURES as error:
                 if not self._fused.compiled:
                     raise
@@ -309,9 +308,7 @@ class StaticDecoder:
     def _step(self, cache: KVCache, given: int, kind: Kind | None, rules: int) -> StaticStep:
         assert isinstance(cache, TokenCache)
         rows = max(LEAST, 1 << (given - 1).bit_length())
-        cache.reserve(rows, 0)
         cache.allocate(self._fast.num_layers, self._fast.kv_heads, self._fast.head_dim)
-        self._fast.rotations(cache.capacity)
         key = (rows, kind, rules)
         if key not in self._steps or self._steps[key].layout != self.layout(cache):
             self._steps[key] = StaticStep(self, cache, rows, kind, rules)
