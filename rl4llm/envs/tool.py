@@ -15,11 +15,12 @@ from typing import Any, Literal
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import EnvError
 from rl4llm.core.schema import Count, Positive, checked
+from rl4llm.core.thoughts import after_thinking
 from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
 from rl4llm.data.template import decode
 from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes
 from rl4llm.envs.tools.arguments import objection
-from rl4llm.envs.tools.formats import FORMATS, THOUGHT_ENDS, CallFormat, ToolCall, call_format
+from rl4llm.envs.tools.formats import FORMATS, CallFormat, ToolCall, call_format
 from rl4llm.envs.tools.opened import OpenedSet, tried
 from rl4llm.runtime.raised import kind_and_line, raised
 from rl4llm.runtime.threads import LateError, within
@@ -114,7 +115,7 @@ class ToolMDPEnv(BaseMDPEnv):
         return self.format.example
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        calls = list(self.format.parse(self._said(sample).rpartition(THOUGHT_ENDS)[2]))
+        calls = list(self.format.parse(after_thinking(self._said(sample))))
         counts = sample.extras.setdefault("metrics", {"tool_calls": 0, "tool_errors": 0})
         earlier = counts["tool_calls"]
         counts["tool_calls"] += len(calls)

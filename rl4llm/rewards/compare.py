@@ -7,54 +7,45 @@ worker process. Only short strings are examined, with patterns that cannot backt
 from __future__ import annotations
 
 import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import lru_cache
 
-MAX_NUMBER_CHARS = 120
-MAX_TIDY_CHARS = 500
-MAX_DIGITS = 50
-DECIMALS_FOR_EQUALITY = 6
+from rl4llm.rewards.notation import MAX_CHARS, rewritten
+from rl4llm.rewards.quantities import Number, equal, number
+from rl4llm.rewards.units import Unit, agree, unit
 
-_REPLACE = {
-    **dict.fromkeys(("\\left", "\\right", "\\!", "\\,", "\\displaystyle", "\u200b"), ""),
-    **dict.fromkeys(("\\ ", "~", "\xa0", "\\;", "\\:", "\\quad"), " "),
-    **dict.fromkeys(("^{\\circ}", "^\\circ", "\\degree", "°"), ""),
-    **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
-    "\u2212": "-",
-    "{,}": ",",
-    "{:}": ":",
-    "\\varnothing": "\\emptyset",
-    "\\%": "%",
-    "\\$": "$",
-}
-_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s?\{([^{}]*)\}"
+MAX_ITEMS = 40
+_TEXT = (
+    r"\\(?:text|textbf|textit|textrm|textnormal|textsf|mathrm|mathbf|mathit|mbox|operatorname)\s?\{([^{}]*)\}"
+)
 _WRAPPER = re.compile(_TEXT)
 _WRAPPED_WORDS = re.compile(rf"\(?{_TEXT}\)?[.,]?")
-_PLAIN_WORDS = re.compile(r"[A-Za-z]{4,}(?: [A-Za-z]+)*|(?i:yes|no|odd|all|both)")
-_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
-_PLAIN = re.compile(rf"([+-]?)[$€£]?([+-]?)({_WHOLE}(?:\.\d*)?|\.\d+)(?:\s?(%|percent\b))?(.*)", re.ASCII)
-_FRACTION = re.compile(r"([+-]?)\\frac ?(?:\{(-?\d+)\}|(\d)) ?(?:\{(-?\d+)\}|(\d))(.*)", re.ASCII)
-_SLASH = re.compile(rf"([+-]?)[$€£]?({_WHOLE})/({_WHOLE})(.*)", re.ASCII)
-_UNIT = re.compile(
-    r"(?:[ /](?:[A-Za-z]{3,20}|cm|mm|km|kg|mg|ml|ft|in|lb|hr|mi|yd|oz|sq|of|gm)\.?){1,6}(?: ?\^\{?[23]\}?)?"
-)
-_NO_UNIT = {
-    "and", "not", "but", "plus", "minus", "times", "over", "mod", "squared", "cubed", "sin", "cos", "tan", "cot",
-    "sec", "csc", "log", "exp", "sqrt", "hundred", "thousand", "million", "billion", "trillion", "dozen", "half",
-    "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths",
-    "seventh", "sevenths", "eighth", "eighths", "ninth", "ninths", "tenth", "tenths", "hundredth", "hundredths",
-    "factorial",
+_DOLLARS = re.compile(r"(?<!\\)\$")
+_SPACED = re.compile(r" ?([-+=()\[\]{}*/^<>]) ?")
+_SCRIPT = re.compile(r"([\^_])\{(\w)\}")
+_FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan", "log", "ln", "lg", "exp",
+    "sqrt", "max", "min", "gcd", "lcm", "mod", "pi", "det", "deg", "lim", "inf", "sup", "arg", "abs", "and", "or", "in",
+    "infty", "oo",
 }  # fmt: skip
+_PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9'.&]*(?:[ -]+[A-Za-z0-9'.&]+){0,40}[.!]?", re.ASCII)
+_SAID = re.compile(r"[A-Za-z]{2}|[A-Za-z]\d")
+_CHOICE = re.compile(r"\(([A-Ja-j])\)(.*)|([A-J])(?:[).:](?!\d)(.*)|)", re.ASCII | re.DOTALL)
+_NAME = re.compile(r"((?:[A-Za-z]|\\[a-z]+)(?:_ ?(?:\{\w{1,8}\}|\w))?)=(?![=<>])(.+)", re.ASCII | re.DOTALL)
+_SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b)\s*")
+_SEMICOLON = re.compile(r"\s*;\s*")
+_AND = re.compile(r"\s*[,;]?\s*(?:\\text\s?\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
 _IN_BASE = re.compile(r"\(?([+-]?\d[0-9A-Z.]*)\)?_\{?(\d{1,3})\}?", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """An exact value; `decimals` counts the digits written after the point, -1 for a fraction."""
-
-    value: Fraction
-    percent: bool = False
-    decimals: int = -1
+_LAST_UNIT = re.compile(
+    r"(.*[\d})A-Za-z]) *\\(?:text\w*|mathrm|mbox) ?\{([^{}]*)\}((?: ?\^ ?\{?[23]\}?)?)[ .$]*", re.DOTALL
+)
+_BRACKETED = re.compile(r"[(\[][^()\[\]]*(?:[(\[][^()\[\]]*[)\]][^()\[\]]*)*[)\]]")
+_ALLOWED_BEFORE = re.compile(r"(?:(?:[A-Za-z\\_{}(),;' ]|(?<=[_{])\d)*(?:=|\\in\b|:))?\s*")
+_DECIMAL_COMMA = re.compile(r"([+-]?[$€£]?\d+),(\d.*)", re.ASCII)
+_TIME = re.compile(r"(\d{1,2}):(\d{2})(?: ?([ap])\.?m\.?)?", re.IGNORECASE | re.ASCII)
 
 
 def same(gold: str, answer: str) -> bool | None:
@@ -63,110 +54,261 @@ def same(gold: str, answer: str) -> bool | None:
     >>> same("1,234", "$1234.00"), same("1/2", "0.5"), same("50%", "50"), same("18", "19"), same("x+1", "1+x")
     (True, True, True, False, None)
 
-    A percentage equals its number and its hundredth. A decimal equals a fraction when it is that fraction rounded to at
-    least six places. Units after a number do not count. A number in another base equals itself without the base.
+    Units and percent signs may be missing on one side; those on both must agree. The order of a list does not count. A
+    decimal equals a fraction when it is that fraction rounded to at least six places. A choice equals its letter. Words
+    are compared as text. A number in another base equals itself without the base.
     """
-    wanted, given = _tidy(gold), _tidy(answer)
+    wanted, given = tidy(gold), tidy(answer)
     if wanted.text and wanted.text == given.text:
         return True
-    wanted_number, given_number = _number(wanted.text), _number(given.text)
-    if wanted_number and given_number:
-        return _same_number(wanted_number, given_number)
-    if wanted.words:
-        return _words(wanted.text) == _words(given.text)
-    if "=" in given.text and "=" not in wanted.text and _is_equation(given.text):
+    if len(gold) > MAX_CHARS or len(answer) > MAX_CHARS:
+        return None
+    if not agree(_with_unit(gold)[1], _with_unit(answer)[1]):
         return False
-    return _same_in_base(wanted.text, given.text, wanted_number)
+    decided = _same_choice(wanted, given)
+    return _same_item(wanted, given) if decided is None else decided
 
 
-def number(text: str) -> Number | None:
-    """Return the number in a short text, with or without currency, separators, percent sign and unit."""
-    return _number(_tidy(text).text)
+def for_algebra(text: str) -> str:
+    """Return an answer in the notation that computer algebra reads best, with "," for the "and" and "or" of a list."""
+    text = _with_unit(_first_value(_unwrapped(rewritten(text))))[0].replace("°", "")
+    _, value = named(text.replace(" ", ""))
+    return value if number(value) else _AND.sub(", ", text).strip()
+
+
+def _with_unit(text: str) -> tuple[str, Unit]:
+    r"""Return what stands before the unit in the text command at the end of an answer, and that unit."""
+    found = _LAST_UNIT.fullmatch(text)
+    named = unit(f" {found[2]}{found[3]}") if found else None
+    return (found[1], named) if found and named else (text, ())
 
 
 @dataclass(frozen=True, slots=True)
-class _Tidy:
+class Tidy:
     """An answer without markup that changes nothing. `words`: it is text rather than mathematics.
 
-    Computer algebra reads "west" as w*e*s*t, which equals "stew": text in a text command, plain words of four letters or
-    more, and a few short ones that answer questions are compared as text.
+    Computer algebra reads "west" as w*e*s*t, which equals "stew", and H2O as OH2. So text in a text command is compared as
+    text, and so are letters and digits without an operator where two letters stand together or a digit follows a letter.
     """
 
     text: str
     words: bool
 
 
-def _tidy(text: str) -> _Tidy:
+@lru_cache(maxsize=4096)
+def tidy(text: str) -> Tidy:
+    """Return an answer in one notation, without text commands, dollars and a full stop; longer ones come back unread."""
     text = text.strip()
-    if len(text) > MAX_TIDY_CHARS:
-        return _Tidy(text, False)
-    for markup, plain in _REPLACE.items():
-        text = text.replace(markup, plain)
-    wrapped = _WRAPPED_WORDS.fullmatch(text.strip()) is not None
+    if len(text) > MAX_CHARS:
+        return Tidy(text, False)
+    text = _first_value(_unwrapped(rewritten(text)))
+    wrapped = _WRAPPED_WORDS.fullmatch(text) is not None
     text = re.sub(r"\s+", " ", _WRAPPER.sub(r" \1 ", text))
-    text = re.sub(r" ?([-,+=()\[\]{}*/^]) ?", r"\1", text).strip().removesuffix(".").strip()
-    if len(text) > 2 and text[0] == text[-1] == "$":
-        text = text[1:-1].strip()
-    return _Tidy(text, wrapped or _PLAIN_WORDS.fullmatch(text) is not None)
+    text = _SCRIPT.sub(r"\1\2", _SPACED.sub(r"\1", text)).strip().removesuffix(".").strip()
+    return Tidy(text, (wrapped and number(text) is None) or _is_text(text))
+
+
+def _unwrapped(text: str) -> str:
+    text = text.strip()
+    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        inside = text.removeprefix(left).removesuffix(right)
+        if len(inside) == len(text) - len(left) - len(right) and left not in inside:
+            text = inside.strip()
+    if text[:1] == "{" and text.find("}") == len(text) - 1:
+        text = text[1:-1]
+    return text.replace("\\$", "$") if len(_DOLLARS.findall(text)) % 2 else text
+
+
+def _first_value(text: str) -> str:
+    r"""Return what stands before "\approx", an exact value; what follows it, where before it is only a name."""
+    before, approximate, after = text.partition("\\approx")
+    if not approximate:
+        return text
+    return before if re.search(r"\d|\\", before) else f"{before}={after}" if before.strip() else after
+
+
+def _is_text(text: str) -> bool:
+    if _PLAIN_TEXT.fullmatch(text) is None or _SAID.search(text) is None:
+        return False
+    return not set(re.findall("[a-z]{2,}", text)) <= _FUNCTIONS or bool(
+        re.search(r"[A-Z]{2}|[A-Z]\d|[A-Z][a-z]", text)
+    )
 
 
 def _words(text: str) -> str:
-    return re.sub(r"[\s,;()*\"'!]+", " ", text.lower().replace(".", "")).strip()
+    text = _WRAPPER.sub(r" \1 ", text)
+    return re.sub(r"[\s,;()*\"'!{}$_-]+", " ", text.lower().replace(".", "").replace("\\", " ")).strip()
 
 
-def _number(text: str) -> Number | None:
-    if not text or len(text) > MAX_NUMBER_CHARS or sum(char.isdigit() for char in text) > MAX_DIGITS:
+def _same_choice(gold: Tidy, answer: Tidy) -> bool | None:
+    """Compare "(B) 5", "B" and "(B)": by their letters, or by the text if one has no letter."""
+    wanted, given = _choice(gold.text), _choice(answer.text)
+    if wanted and given:
+        return wanted[0] == given[0] and (
+            not (wanted[1] and given[1]) or same(wanted[1], given[1]) is not False
+        )
+    if wanted and len(answer.text) == 1 and answer.text.isalpha():
+        return answer.text.upper() == wanted[0]
+    if wanted and wanted[1]:
+        return same(wanted[1], answer.text)
+    return None
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    found = _CHOICE.fullmatch(text)
+    if found is None:
         return None
-    return _plain(text) or _fraction(text)
+    return (found[1] or found[3]).upper(), (found[2] or found[4] or "").strip()
 
 
-def _plain(text: str) -> Number | None:
-    match = _PLAIN.fullmatch(text)
-    if not match or (match[1] and match[2]) or not _is_unit(match[5]):
-        return None
-    whole, _, decimals = match[3].replace(",", "").partition(".")
-    value = Fraction(int(whole + decimals or "0"), 10 ** len(decimals))
-    return Number(-value if "-" in match[1] + match[2] else value, match[4] is not None, len(decimals))
+def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
+    number_wanted, number_given = number(wanted.text), number(given.text)
+    if number_wanted and number_given:
+        return equal(number_wanted, number_given)
+    (name, value), (other_name, other_value) = named(wanted.text), named(given.text)
+    if (name or other_name) and (name == other_name or not (name and other_name)):
+        return same(value, other_value)
+    if wanted.words and (_words(wanted.text) == _words(given.text) or "," not in wanted.text):
+        return _words(wanted.text) == _words(given.text)
+    if _TIME.fullmatch(wanted.text) and _TIME.fullmatch(given.text):
+        return _time(wanted.text) == _time(given.text)
+    return _same_mathematics(wanted.text, given.text, number_wanted, number_given)
 
 
-def _fraction(text: str) -> Number | None:
-    if match := _FRACTION.fullmatch(text):
-        above, below, rest = match[2] or match[3], match[4] or match[5], match[6]
-    elif match := _SLASH.fullmatch(text):
-        above, below, rest = match[2].replace(",", ""), match[3].replace(",", ""), match[4]
-    else:
-        return None
-    if int(below) == 0 or not _is_unit(rest):
-        return None
-    value = Fraction(int(above), int(below))
-    return Number(-value if match[1] == "-" else value)
-
-
-def _is_unit(rest: str) -> bool:
-    """Return whether the text after a number is only a unit; "5 million", "3 and" and "2xy" mean more."""
-    if not rest:
+def _same_mathematics(
+    wanted: str, given: str, number_wanted: Number | None, number_given: Number | None
+) -> bool | None:
+    items, others = split(wanted), split(given)
+    if number_wanted and len(others) == 2 and "." in wanted and _equal_with_comma(number_wanted, given):
         return True
-    words = re.findall(r"[a-z]+", rest.lower())
-    return _UNIT.fullmatch(rest) is not None and _NO_UNIT.isdisjoint(words)
-
-
-def _same_number(gold: Number, answer: Number) -> bool:
-    if gold.percent == answer.percent:
-        return _close(gold, answer)
-    percentage, plain = (gold, answer) if gold.percent else (answer, gold)
-    hundredth = Number(percentage.value / 100, decimals=percentage.decimals)
-    return _close(percentage, plain) or _close(hundredth, plain)
-
-
-def _close(one: Number, other: Number) -> bool:
-    if one.value == other.value:
+    if number_given and len(items) == 2 and "." in given and _equal_with_comma(number_given, wanted):
         return True
-    if (one.decimals < 0) == (other.decimals < 0):
+    if len(items) > 1 or len(others) > 1:
+        return _same_list(items, others)
+    if "," in wanted and _BRACKETED.fullmatch(wanted):
+        return _same_tuple(wanted, given)
+    return _same_single(wanted, given, number_wanted)
+
+
+def _equal_with_comma(wanted: Number, given: str) -> bool:
+    """Return whether "3,14" is the number 3.14: a decimal comma, where the other side has a decimal point."""
+    read = number(_DECIMAL_COMMA.sub(r"\1.\2", given)) if _DECIMAL_COMMA.fullmatch(given) else None
+    return read is not None and equal(wanted, read)
+
+
+def _time(text: str) -> tuple[int, int, str]:
+    hour, minute, half = _TIME.fullmatch(text).groups()  # type: ignore[union-attr]
+    return int(hour), int(minute), (half or "").lower()
+
+
+def _same_single(wanted: str, given: str, number_wanted: Number | None) -> bool | None:
+    if "=" in given and "=" not in wanted and _is_equation(given):
         return False
-    decimal, fraction = (one, other) if other.decimals < 0 else (other, one)
-    return (
-        decimal.decimals >= DECIMALS_FOR_EQUALITY and round(fraction.value, decimal.decimals) == decimal.value
+    return _same_in_base(wanted, given, number_wanted)
+
+
+def split(text: str) -> list[str]:
+    r"""Return the items of a list without brackets, or in the braces of a set: what commas, semicolons, "and", "or" part.
+
+    >>> split("81, 256"), split("1,234"), split("(1, 2), (3, 4)"), split("\\{1,2\\}"), split("x=1 or x=2")
+    (['81', '256'], ['1,234'], ['(1, 2)', '(3, 4)'], ['1', '2'], ['x=1', 'x=2'])
+    """
+    if text.startswith("\\{") and text.endswith("\\}") and text.find("\\}") == len(text) - 2:
+        text = text[2:-2]
+    kept = _THOUSANDS.sub(lambda found: found[0].replace(",", "\0"), text)
+    semicolons, marks = ([*_at_top(kept, pattern)] for pattern in (_SEMICOLON, _SEPARATOR))
+    items, start = [], 0
+    for first, end in semicolons or marks:
+        items.append(kept[start:first])
+        start = end
+    items.append(kept[start:])
+    return [item.replace("\0", ",").strip() for item in items if item.strip()]
+
+
+def _at_top(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+    """Yield where a mark begins and ends outside brackets."""
+    depth, place = 0, 0
+    for found in pattern.finditer(text):
+        between = text[place : found.start()]
+        depth += sum(map(between.count, "([{")) - sum(map(between.count, ")]}"))
+        place = found.start()
+        if depth == 0:
+            yield found.start(), found.end()
+
+
+def named(item: str) -> tuple[str, str]:
+    """Return the name before a single "=" and the value after it; the name is "" where there is none."""
+    found = _NAME.fullmatch(item)
+    return (re.sub(r"[{} ]", "", found[1]), found[2].strip()) if found and "=" not in found[2] else ("", item)
+
+
+def _same_list(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
+    """Compare lists without order, except where names on one side tell what the places on the other mean."""
+    if any("\\pm" in item or "\\mp" in item for item in (*wanted, *given)):
+        return None
+    wanted, given = (
+        list({item.replace(" ", ""): item for item in side}.values()) for side in (wanted, given)
     )
+    if len(wanted) != len(given):
+        return _same_named_tuple(wanted, given) if 1 in (len(wanted), len(given)) else False
+    if len(wanted) > MAX_ITEMS:
+        return None
+    names, values = zip(*map(named, wanted), strict=True)
+    other_names, others = zip(*map(named, given), strict=True)
+    told_apart = len({*names, ""}) > 2 or len({*other_names, ""}) > 2
+    if told_apart and sorted(names) == sorted(other_names):
+        others = tuple(others[other_names.index(name)] for name in names)
+    elif told_apart and any(names) and any(other_names):
+        return None
+    elif not told_apart:
+        return _matched(values, others)
+    return _all(map(same, values, others))
+
+
+def _same_tuple(wanted: str, given: str) -> bool | None:
+    """Compare pairs, points and intervals place by place; one with something around it, such as a sign, is another thing."""
+    found = deque(_BRACKETED.finditer(given), maxlen=1).pop() if _BRACKETED.search(given) else None
+    if found is None or "," not in found[0]:
+        return None
+    if found.end() == len(given) and _ALLOWED_BEFORE.fullmatch(given[: found.start()]):
+        items, others = split(wanted[1:-1]), split(found[0][1:-1])
+        if (wanted[0], wanted[-1], len(items)) == (found[0][0], found[0][-1], len(others)):
+            return _all(map(same, items, others))
+        return None if len(items) == len(others) else False
+    return None if re.search(r"\\cup|\\cap|\\begin|\\langle", given) else False
+
+
+def _same_named_tuple(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
+    """Compare "p=5, q=2" with "(5, 2)"; of "5, 2" and "(5, 2)" computer algebra tells whether they are the same."""
+    (whole,), items = (wanted, given) if len(wanted) == 1 else (given, wanted)
+    inside = re.fullmatch(r"\(([^()]*)\)", whole)
+    values = split(inside[1]) if inside and "=" not in inside[1] else []
+    names = [name for name, _ in map(named, items)]
+    if len(values) != len(items):
+        return False
+    if "" in names or len({*names}) < len(items):
+        return None
+    others = [value for _, value in map(named, items)]
+    return _all(map(same, others, values) if len(given) == 1 else map(same, values, others))
+
+
+def _matched(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
+    """Return whether each item equals another one of the other side; None if that depends on undecided pairs."""
+    left, undecided = list(given), False
+    for item in wanted:
+        verdicts = [same(item, other) for other in left]
+        if True in verdicts:
+            left.pop(verdicts.index(True))
+        elif None in verdicts:
+            undecided = True
+        else:
+            return False
+    return None if undecided else True
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    found = list(verdicts)
+    return False if False in found else None if None in found else True
 
 
 def _is_equation(text: str) -> bool:

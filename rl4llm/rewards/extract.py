@@ -1,4 +1,4 @@
-"""Extract the final answer from a reply.
+"""Find the final answer in a reply.
 
 It only searches bounded pieces, because it runs in the trainer's process on text that may be hostile.
 """
@@ -9,59 +9,53 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-Extraction = Literal["auto", "boxed", "hash", "answer", "last_number"]
+from rl4llm.core.thoughts import after_thinking
+from rl4llm.rewards.conclusion import concluded, first_sentence, last_number
+from rl4llm.rewards.formulas import boxes, joined, leading_formula
+
+Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
 
 _SEARCHED_CHARS = 20_000
 _LINE_CHARS = 1000
-_BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
-_BRACE = re.compile(r"(?<!\\)[{}]")
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?%?", re.ASCII)
 _ANNOUNCED = re.compile(r"s?[*_\s]*(?:(?:is|are|was)\b|[:=])[*_\s:]*")
-_REASON = re.compile(r",? (?:because|since)\b|, (?:as|so|which)\b", re.IGNORECASE)
-_MATH_MARKS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def final_answer(text: str, extraction: Extraction = "auto", max_chars: int = 400) -> str | None:
     """Return the model's final answer, None if it has none.
 
-    "boxed" is the last ``\\boxed{...}``, "hash" the rest of the line after the last ``####``, "answer" what follows the
-    last "answer is" or "Answer:", "last_number" the last number. "auto" takes the first of these four that is there.
-    Reasoning up to ``</think>`` is skipped; reasoning that never ended holds no answer. An answer longer than `max_chars`
-    comes cut, but still longer than that.
+    "tag" is the last ``<answer>...</answer>``, "boxed" the last ``\\boxed{...}``, or the last few that are one list, "hash"
+    the rest of the line after the last ``####``, "answer" what follows the last "answer is" or "Answer:", "last_number" the
+    last number that stands alone. "auto" takes the first of the first four that is there, else what the last sentences
+    conclude with: a formula, the words after the verb, or a number that stands alone. A number inside other notation is
+    never taken out of it. Thoughts hold no answer. An answer longer than `max_chars` comes cut, but still longer than that.
     """
     text = after_thinking(text)[-_SEARCHED_CHARS:]
-    extractors = _EXTRACTORS.values() if extraction == "auto" else [_EXTRACTORS[extraction]]
+    extractors = _AUTO if extraction == "auto" else (_EXTRACTORS[extraction],)
     found = (extractor(text, max_chars) for extractor in extractors)
     return next((answer for answer in found if answer is not None), None)
 
 
-def after_thinking(text: str) -> str:
-    """Return the part after the last ``</think>``: all of a text without thoughts, "" if the thought never ended."""
-    after = text.rpartition("</think>")[2]
-    return "" if "<think>" in after else after
-
-
 def boxed_answers(text: str, max_chars: int = 400) -> list[str]:
-    """Return the content of every complete ``\\boxed{...}`` near the end of `text`, in order of their starts."""
+    r"""Return the boxed answers near the end of `text`, in order. Boxes that only "and", "or", commas or names part are one.
+
+    >>> boxed_answers("\\boxed{5}, so $x = \\boxed{1}$ and $x = \\boxed{-2}$")
+    ['5', '1, -2']
+    """
     text = text[-_SEARCHED_CHARS:]
-    closing = _closing_braces(text)
-    boxes = []
-    for match in _BOX.finditer(text):
-        start, limit = match.end(), match.end() + max_chars + 1
-        end = closing.get(start - 1, limit if limit <= len(text) else start)
-        boxes.append(text[start : min(end, limit)])
-    return [box for box in boxes if box.strip()]
+    return joined(text, boxes(text, max_chars))
 
 
-def _closing_braces(text: str) -> dict[int, int]:
-    """Return the position of the closing brace of each opening brace, if it is closed."""
-    opened, closing = [], {}
-    for match in _BRACE.finditer(text):
-        if match[0] == "{":
-            opened.append(match.start())
-        elif opened:
-            closing[opened.pop()] = match.start()
-    return closing
+def _tag(text: str, max_chars: int) -> str | None:
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    if start < 0:
+        return None
+    inside = text[start + len("<answer>") : end].strip()
+    return _of_part(inside, max_chars) or inside[: max(_LINE_CHARS, max_chars + 1)] or None
+
+
+def _boxed(text: str, max_chars: int) -> str | None:
+    return next(reversed(boxed_answers(text, max_chars)), None)
 
 
 def _hash(text: str, max_chars: int) -> str | None:
@@ -79,19 +73,24 @@ def _answer(text: str, max_chars: int) -> str | None:
 
 
 def _first_line(text: str, max_chars: int) -> str | None:
-    """The first line, without a second sentence, a reason, and markup around it; None when it is empty."""
-    line = text[: max(_LINE_CHARS, max_chars + 1)].strip().partition("\n")[0]
-    line = _REASON.split(line.partition(". ")[0], maxsplit=1)[0].strip(" *_`").removesuffix(".").strip(" *_`")
-    for left, right in _MATH_MARKS:
-        inside, closed, rest = line.removeprefix(left).partition(right)
-        if line.startswith(left) and closed and not re.search(r"[\d$\\]", rest):
-            return inside.strip() or None
-    return line or None
+    """What the first line concludes with; the line itself where it is no sentence, None when it is empty."""
+    text = text[: max(_LINE_CHARS, max_chars + 1)].strip()
+    line = text.partition("\n")[0]
+    if line.strip() in ("$", "$$", "\\(", "\\["):  # a formula over several lines
+        return leading_formula(text)
+    first = first_sentence(line)
+    return _of_part(first, max_chars) or first.strip(" *_`").removesuffix(".").strip(" *_`") or None
+
+
+def _of_part(text: str, max_chars: int) -> str | None:
+    return _boxed(text, max_chars) or concluded(text)
 
 
 _EXTRACTORS: dict[str, Callable[[str, int], str | None]] = {
-    "boxed": lambda text, max_chars: next(reversed(boxed_answers(text, max_chars)), None),
+    "tag": _tag,
+    "boxed": _boxed,
     "hash": _hash,
     "answer": _answer,
-    "last_number": lambda text, max_chars: next(reversed(_NUMBER.findall(text)), None),
+    "last_number": lambda text, max_chars: last_number(text[-_LINE_CHARS:]),
 }
+_AUTO = (_tag, _boxed, _hash, _answer, lambda text, max_chars: concluded(text))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
-from rl4llm.core.errors import DataError
 from rl4llm.core.schema import Count, Positive, checked
+from rl4llm.core.thoughts import after_thinking
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.compare import same
-from rl4llm.rewards.extract import Extraction, after_thinking, boxed_answers, final_answer
+from rl4llm.rewards.compare import for_algebra, same
+from rl4llm.rewards.extract import Extraction, boxed_answers, final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
 from rl4llm.rewards.prefilter import Prefilter
 from rl4llm.rewards.replies import final_reply, policy_messages
+from rl4llm.rewards.truths import accepted_answers
 
-MAX_GOLD_CHARS = 4000
 _VERIFIER = f"{Path(__file__).with_name('_verify_math.py')}:same_answer"
 _WARM_UP = [
     ["\\frac{1}{2}", "0.5x"],
@@ -34,6 +33,7 @@ MAX_BOXES = 8
 Grade = tuple[float, str | None]
 Question = tuple[str, str]
 _TEMPLATES = {
+    "tag": "<answer>{}</answer>",
     "boxed": "\\boxed{{{}}}",
     "hash": "#### {}",
     "answer": "The answer is {}.",
@@ -124,8 +124,7 @@ class MathReward(BaseRewardFunction):
 
     def _settle(self, reply: str, ground_truth: Any) -> list[Grade | list[Question]]:
         """For each answer that counts, a grade where none of the workers is needed, else the questions for them."""
-        golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
-        golds = [_gold(gold) for gold in golds]
+        golds = accepted_answers(ground_truth)
         answer = final_answer(reply, self.extract, self.prefilter.max_chars)
         if answer is None:
             return [(0.0, "no_answer")]
@@ -145,9 +144,10 @@ class MathReward(BaseRewardFunction):
         compared = {gold: same(gold, answer) for gold in golds}
         if any(compared.values()):
             return 1.0, None
-        undecided = [gold for gold, equal in compared.items() if equal is None]
+        undecided = [for_algebra(gold) for gold, equal in compared.items() if equal is None]
         if not undecided:
             return 0.0, None
+        answer = for_algebra(answer)
         refused = self.prefilter.refuse(answer, " ".join(undecided))
         return (0.0, f"refused: {refused}") if refused else [(gold, answer) for gold in undecided]
 
@@ -160,20 +160,6 @@ class MathReward(BaseRewardFunction):
             len(box) <= self.prefilter.max_chars and same(last, box) is True for last, box in pairwise(boxes)
         )
         return boxes[:1] + [box for box, again in zip(boxes[1:], repeats, strict=True) if not again]
-
-
-def _gold(ground_truth: Any) -> str:
-    """Return an accepted answer as a string; raises DataError for a value that cannot be an answer."""
-    accepted = f"A string of 1 to {MAX_GOLD_CHARS} characters, a number, or a list of accepted ones is."
-    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
-        raise DataError(f"ground_truth={ground_truth!r:.200} is not an answer. {accepted}")
-    text = f"{Decimal(repr(ground_truth)):f}" if isinstance(ground_truth, float) else str(ground_truth)
-    _, marked, rest = text.rpartition("####")
-    boxes = boxed_answers(text, MAX_GOLD_CHARS)
-    text = (rest if marked else boxes[-1] if boxes else text).strip()
-    if not 1 <= len(text) <= MAX_GOLD_CHARS:
-        raise DataError(f"ground_truth={ground_truth!r:.200} is not an answer. {accepted}")
-    return text
 
 
 def _verdict(

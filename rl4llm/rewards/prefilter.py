@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb, prod
 
-from rl4llm.rewards.compare import number
+from rl4llm.rewards.quantities import number
 
 _COSTLY = ("\\sum", "\\prod", "\\int", "\\lim", "\\binom", "\\choose", "\\mod", "\\bmod", "\\pmod")
 _LISTS = (",", ";", "or", "\\cup", "\\pm", "\\{", "=", "<", ">", "\\le", "\\ge", "\\in")
@@ -28,6 +28,7 @@ _STRANGE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
 _FACTORIAL = re.compile(r"(?<!\\)(\w{0,40})\s?!")  # and what stands before it
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CLOSES = {"{": "}", "(": ")"}
+_INNER_EQUATION = re.compile(r"(?<!\\text)\{[^{}]*=")
 _SCIENTIFIC = re.compile(r"\d\.?[eE][-+]?\d{4}")
 _HUGE_ARGUMENT = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])[^+=]{0,40}?\d\s?\^\s?\{?\s?(\d{3,})")
 
@@ -86,6 +87,8 @@ class Prefilter:
         }
         reasons = [reason for reason, holds in checks.items() if holds]
         reasons += [command for command in _COSTLY if command in answer and command not in gold]
+        if _INNER_EQUATION.search(answer) and not _INNER_EQUATION.search(gold):
+            reasons.append("an equation inside braces")
         reasons += [f"more than one thing, by {mark!r}" for mark in _lists(answer, gold)]
         return next(iter(reasons), None)
 
@@ -109,7 +112,7 @@ def _lists(answer: str, gold: str) -> Iterator[str]:
     commands = re.findall(r"\\([A-Za-z]+|.)", answer)
     yield from (name for name in commands if name not in _OF_NUMBERS and f"\\{name}" not in gold)
     yield from _FOREIGN.findall(re.sub(r"\\.", "", answer))
-    values = {value.value for side in answer.split("=") if (value := number(side))}
+    values = {value.value for side in answer.split("=") if (value := number(side.strip()))}
     if len(values) > 1:
         yield "="
 

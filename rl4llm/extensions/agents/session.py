@@ -14,9 +14,10 @@ import xxhash
 
 from rl4llm.core.base_env import LLM, SampleState
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
+from rl4llm.core.thoughts import after_thinking
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 from rl4llm.data.render import Renderer
-from rl4llm.envs.tools.formats import THOUGHT_ENDS, CallFormat, ToolCall, call_format
+from rl4llm.envs.tools.formats import CallFormat, ToolCall, call_format
 from rl4llm.extensions.agents.history import Continuation, Entry, History
 from rl4llm.extensions.agents.wire import Answer, Asked, RequestError, dumps, read_message, write_call
 from rl4llm.runtime.seeds import derive_seed
@@ -228,7 +229,7 @@ class AgentSession:
     @staticmethod
     def _calls(said: str, written: CallFormat | None) -> list[ToolCall]:
         """Parse the tool calls; return [] if one is invalid, so that the agent receives the whole text."""
-        calls = list(written.parse(said.rpartition(THOUGHT_ENDS)[2])) if written else []
+        calls = list(written.parse(after_thinking(said))) if written else []
         return [] if any(call.problem for call in calls) else calls
 
     def _decoded(self, token_ids: Sequence[int]) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl4llm.core.errors import DataError
+from rl4llm.core.thoughts import after_thinking
 from rl4llm.extensions.sandbox import Asserts, Call, Calls, Program, Stdin, Suite
-from rl4llm.rewards.extract import after_thinking
 
 FENCE = "```"
 Tests = Asserts | Calls | Stdin | Suite

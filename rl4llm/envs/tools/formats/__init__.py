@@ -24,6 +24,7 @@ from typing import Any
 
 from rl4llm.core.errors import ConfigError, TemplateError
 from rl4llm.core.registry import Registry
+from rl4llm.core.thoughts import after_thinking
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.template import ChatTemplate, decode, opening
 from rl4llm.envs.tools.formats.calls import MAX_CALL_CHARS, CallFormat, ToolCall, as_call, not_a_call
@@ -32,7 +33,6 @@ from rl4llm.envs.tools.formats.typed import typed
 __all__ = [
     "FORMATS",
     "MAX_CALL_CHARS",
-    "THOUGHT_ENDS",
     "CallFormat",
     "ToolCall",
     "call_format",
@@ -67,7 +67,6 @@ FORMATS: Registry[CallFormat] = Registry(
         "tool_calls": "rl4llm.envs.tools.formats.objects:TOOL_CALLS",
     },
 )
-THOUGHT_ENDS = "</think>"
 _MARK = re.compile(
     r"[<\[\]].*\w"
 )  # what is no mark of a format alone begins otherwise, such as { and ```python
@@ -157,7 +156,7 @@ def _detected(template: ChatTemplate) -> str:
     turn, refusal = _written(template, _PROBE)
     if not turn:
         return _by_default(template, refusal)
-    said = decode(template.tokenizer, template.encode(turn)).rpartition(THOUGHT_ENDS)[2]
+    said = after_thinking(decode(template.tokenizer, template.encode(turn)))
     said = _until_end(template, said)
     reading = [name for name in FORMATS if list(_bound(FORMATS[name], [_SCHEMA]).parse(said)) == [_PROBE]]
     if not reading:
