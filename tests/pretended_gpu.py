@@ -178,7 +178,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation of aten on the pretended GPU."""
     if decomposes(func) and (result := func.decompose(*args, **kwargs)) is not NotImplemented:
         return result
-    name, capture = func.overloadpacket.__name__, Capture.current
+    name, capture = func.overloadpacket.__name__, Capture.here()
     demand_determinism(name, args, kwargs)
     if reads_back(name, args):
         wait(name)
@@ -198,8 +198,8 @@ def launch(name: str) -> None:
     """Count a kernel, unless it is a part of a fused one."""
     if not Fused.running:
         note("kernel", name)
-        if Capture.current is not None:
-            Capture.current.kernels += 1
+        if (capture := Capture.here()) is not None:
+            capture.kernels += 1
 
 
 def reads_back(name: str, args: Any) -> bool:
@@ -219,19 +219,30 @@ def demand_determinism(name: str, args: Any, kwargs: Any) -> None:
 
 
 class Capture:
-    """The operations of a graph while torch captures it. `end` undoes what they did."""
+    """The operations of a thread's graph while torch captures it. `end` undoes what they did."""
 
     current: Capture | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str) -> None:
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.kernels = 0
+        self._of_all, self._thread = mode == "global", threading.get_ident()
+        self.broken = False
         self._made: dict[int, Tensor] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
 
     @staticmethod
+    def here() -> Capture | None:
+        """Return the capture of this thread."""
+        capture = Capture.current
+        return capture if capture is not None and capture._thread == threading.get_ident() else None
+
+    @staticmethod
     def refuse(what: str) -> None:
-        if Capture.current is not None:
+        """Fail in the thread that captures; in the mode "global" in every other one too, and the capture with it."""
+        capture = Capture.current
+        if capture is not None and (capture._of_all or capture is Capture.here()):
+            capture.broken = True
             raise RuntimeError(f"operation not permitted when stream is capturing ({what}, {place()})")
 
     def keep(self, *values: Any) -> None:
@@ -265,14 +276,17 @@ class Graph:
         self.kernels = 0
 
     @contextlib.contextmanager
-    def capturing(self, *args: Any, **options: Any) -> Iterator[None]:
+    def capturing(self, *args: Any, capture_error_mode: str = "global", **options: Any) -> Iterator[None]:
         Capture.refuse("another capture")
-        capture = Capture.current = Capture()
+        capture = Capture.current = Capture(capture_error_mode)
         try:
             yield
+            beside()
         finally:
             Capture.current = None
             capture.end()
+        if capture.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
         self.operations, self.kernels = capture.operations, capture.kernels
         Graph.made.append(self)
         note("graph", place())
@@ -285,6 +299,18 @@ class Graph:
                 result = REPLACED.get(func, func)(*args, **kwargs)
                 for target, new in zip(made, tensors(result) if made else (), strict=True):
                     target.copy_(new)
+
+
+def beside() -> None:
+    """Let another thread use the GPU, as a tracker's may at any time."""
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):  # a capture in the mode "global"
+            torch.ones(1, device="cuda").tolist()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
 
 
 def always(result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -584,7 +610,7 @@ def cuda_module() -> dict[str, Any]:
     return {name: functools.partial(always, result) for name, result in results.items()} | {
         "Stream": Order, "Event": Order, "CUDAGraph": Graph, "graph": Graph.capturing,
         "synchronize": lambda device=None: wait("synchronize"),
-        "is_current_stream_capturing": lambda: Capture.current is not None,
+        "is_current_stream_capturing": lambda: Capture.here() is not None,
     }  # fmt: skip
 
 

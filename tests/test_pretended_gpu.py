@@ -9,7 +9,7 @@ import pretended_gpu
 import pytest
 import torch
 from forked_python import python
-from pretended_gpu import counted, on_pretended_gpu
+from pretended_gpu import GPU, counted, on_pretended_gpu
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -17,6 +17,7 @@ from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.backends.varlen import kernel_for
 from rl4llm.core.types import SamplingParams, TokenSpan, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.inference.embedded.engine import Engine
@@ -25,6 +26,7 @@ GRAPHS_AT_MOST = 8  # of an engine with four rows, whose cache grows
 MODES = {"bfloat16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}
 IN_THE_GRAPH = {"bfloat16": 404, "autocast": 320}  # kernels of a decode step with 28 layers
 OUTSIDE = 0  # of the graph
+IN_AN_UPDATE = 792  # kernels of a micro-batch with 4 layers
 REQUESTS = (
     {}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {},
@@ -45,7 +47,7 @@ RUNS = {
 }
 
 
-def build(layers, device, dtype=torch.float32, **options):
+def build(layers, device="auto", dtype=torch.float32, **options):
     """Return a model with the modules of Qwen2, which is narrow but has a large vocabulary."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -147,6 +149,44 @@ def update_kernels(varlen):
     return *kernels, tally.total("wait"), float(torch.stack(norms).norm())
 
 
+def set_up_by_a_backend():
+    """Return where a model is that names no device, and how float32 and attention are computed."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    backend = TorchBackend(build(1))
+    placed = {str(parameter.device) for parameter in backend.model.parameters()}
+    flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.cudnn_sdp_enabled()
+    return placed, torch.get_float32_matmul_precision(), *flags
+
+
+def full(*args, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def errors_when_memory_ends():
+    """Return the errors of an engine and of a backend when the memory ends in one of the places that they try."""
+    work = {
+        "rl4llm.inference.embedded.flash.flash_attention": lambda: engine_of(
+            build(1, dtype=torch.bfloat16), "auto"
+        ),
+        "pretended_gpu.Fused.__call__": lambda: engine_of(build(1), "auto"),
+        "torch.cuda.graph": lambda: engine_of(build(1), "auto"),
+        "rl4llm.inference.paths._replay": lambda: engine_of(build(1), "auto"),
+        "torch.nn.attention.varlen.varlen_attn": lambda: kernel_for(GPU, torch.bfloat16, 6, 2, 8),
+        "rl4llm.backends.runner.stream_recurrent": lambda: TorchBackend(build(1)),
+        "rl4llm.backends.compiled._compile": lambda: TorchBackend(build(1), compile_layers=True),
+    }
+    found = {}
+    for place, make in work.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, full)
+            try:
+                found[place] = str(make() and "none")
+            except torch.OutOfMemoryError as error:
+                found[place] = str(error)
+    return found
+
+
 def error_of(work):
     """Return the error of a piece of work, "" if there is none."""
     try:
@@ -156,9 +196,9 @@ def error_of(work):
     return ""
 
 
-def captured(work):
+def captured(work, mode="thread_local"):
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=mode):
         return graph, work()
 
 
@@ -171,6 +211,7 @@ def refusals():
         "read-back in a capture": lambda: captured(lambda: gpu.sum().item()),
         "a mask in a capture": lambda: captured(lambda: gpu[gpu > 0]),
         "upload in a capture": lambda: captured(lambda: torch.tensor([1, 2], device="cuda")),
+        "another thread in a capture": lambda: captured(lambda: gpu * 2, "global"),
         "sum of floats": lambda: gpu.cumsum(0),
     }
     accepted = {
@@ -217,6 +258,15 @@ def test_pretended_gpu_refuses_what_a_gpu_refuses():
     assert not any(accepted.values()), accepted
 
 
+def test_backend_puts_a_model_on_the_gpu_with_exact_float32():
+    assert on_pretended_gpu(set_up_by_a_backend) == ({"cuda:0"}, "highest", False, False)
+
+
+def test_memory_that_ends_is_no_reason_for_a_slower_path():
+    for place, found in on_pretended_gpu(errors_when_memory_ends).items():
+        assert found == "CUDA out of memory", place
+
+
 def test_replays_and_copies_take_effect_when_a_gpu_does_them():
     assert on_pretended_gpu(replays) == [[-1, -1], [7, 7], [12, 12], [-1, -1], [12, 12]]
 
@@ -247,7 +297,7 @@ def test_decode_step_launches_few_kernels_and_waits_once():
 def test_update_with_varlen_launches_fewer_kernels():
     kernels, attentions, waits, norm = on_pretended_gpu(update_kernels, True)
     without, none, _, other_norm = on_pretended_gpu(update_kernels, False)
-    assert kernels < without and attentions == 8 and none == 0
+    assert kernels <= IN_AN_UPDATE < without and attentions == 8 and none == 0
     assert waits == 1  # for the metrics, at the end
     assert norm == pytest.approx(other_norm, rel=0.02)
 

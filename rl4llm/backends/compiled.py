@@ -65,6 +65,8 @@ def _objection(numbers: TokenNumbers, layers: Sequence[nn.Module]) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice of torch's compiler to its developers
             found = _tried(numbers)
+    except torch.OutOfMemoryError:
+        raise
     except FAILURES as error:
         return str(error).strip().partition("\n")[0]
     accepted = NARROW if numbers.autocast else CLOSE.get(numbers.model.dtype, NARROW)

@@ -124,6 +124,8 @@ class ModelRunner:
                 _computed(*self._stream(self.probe)), expected
             ):
                 self.padded_since = ""
+        except torch.OutOfMemoryError:
+            raise
         except (ModelError, AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
             self.padded_since = str(error)  # the architecture needs masks or other arguments
         finally:

@@ -120,6 +120,8 @@ def kernel_for(
         kernel = _varlen_attn()
         differs = _difference(kernel, device, dtype, heads, kv_heads, width)
         problem = f"it differs by {differs:.2g} from plain attention" if not differs <= TOLERANCE else ""
+    except torch.OutOfMemoryError:
+        raise
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {str(error)[:200]}"
     if problem:

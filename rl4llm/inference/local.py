@@ -14,7 +14,7 @@ from rl4llm.core.errors import EngineError
 from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.inference.embedded.engine import LOOKAHEAD, PREFILL_TOKENS, SHARE_FROM, Engine
-from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache
+from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
 from rl4llm.inference.embedded.rows import Request
 from rl4llm.inference.paths import Path
 
@@ -92,7 +92,7 @@ class LocalClient(BaseClient):
         logits = 3 * rows * shape.vocabulary * FP32
         path = options.get("path", "auto")
         graph = path == "graph" or (path == "auto" and precision.gpu)
-        padded = 1 << max(rows - 1, 0).bit_length()
+        padded = padded_rows(rows)
         cache = KVCache.memory(shape, padded + 1 if graph else rows, length, precision.computed)
         captured = {GRAPHS: _captured(shape, precision, padded, length)} if graph and precision.gpu else {}
         copied = {"weights in bfloat16": shape.linear * precision.computed} if precision.autocast else {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
 from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder, autocasting, evaluating
 from rl4llm.inference.embedded.precision import in_float32
-from rl4llm.inference.embedded.rows import Decoding, Request
-from rl4llm.inference.embedded.stops import StopTable
+from rl4llm.inference.embedded.rows import Decoder
 
 Path = Literal["auto", "fast", "graph", "model"]
 PATHS = ("auto", "fast", "graph", "model")
@@ -23,39 +21,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the logits' spread
 TF32_TOLERANCE = 2e-2
 STEPS = 3  # single steps of the proof: a captured one, and replays of it
 FARTHER = 1.5  # times as far from float32 as the model's own forward, on average over the vocabulary
-
-
-class Decoder(Protocol):
-    """A decoding path: fills a cache, decodes one token per row, and computes logits at every position.
-
-    `refresh` copies the weights that are copied, as some are under autocast. `rest` frees memory that is kept between steps.
-    `reads_prefixes` is whether it can attend to a `SharedPrefix` in place; else each row holds a copy. `recurrent` is
-    whether rows have states, so that neither a window may have padding nor a row be cut. `cache` makes the only kind of
-    cache that it takes, and `batch` what decodes rows step by step. `form` says what steps are made of, "" for plain ones.
-    """
-
-    name: str
-    reads_prefixes: bool
-    recurrent: bool
-    form: str
-
-    def serves(self, model: Any) -> bool: ...
-
-    def refresh(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> KVCache: ...
-
-    def batch(
-        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
-    ) -> Decoding: ...
-
-    def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None: ...
-
-    def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor: ...
-
-    def logits(self, token_ids_BS: Tensor, cache: KVCache) -> Tensor: ...
 
 
 class Choice(NamedTuple):
@@ -134,6 +99,8 @@ def prove(
         found_BV = _logprobs(_replay(decoder, decoder.cache(dtype, device), tokens_BT, lengths))
         with evaluating(model), autocasting(device, autocast):
             own_BV = _forward(model, tokens_BT, lengths)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"{name} cannot run {kind} with the engine's cache: {error}") from error
     if dtype not in TOLERANCE:

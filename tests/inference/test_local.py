@@ -209,6 +209,37 @@ def test_padding_leaves_parked_sessions_alone(make):
     assert later.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
+def engine_with(build, tokenizer, lengths):
+    """Return an engine with steps in a fixed shape, and requests for this many tokens."""
+    engine = Engine(build("qwen3"), tokenizer, len(lengths), 96, "graph")
+    for length in lengths:
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        engine.waiting.append(engine.request([5, 9, length], params, ""))
+    return engine
+
+
+def test_rows_that_end_one_by_one_make_few_batches(build, tokenizer):
+    engine, batches = engine_with(build, tokenizer, range(3, 24, 3)), []
+    while engine.busy:
+        engine.step()
+        if engine._batch is not None and engine._batch not in batches:
+            batches.append(engine._batch)
+    assert [batch._step.rows for batch in batches] == [8, 4, 2]  # of 7, 4 and 2 requests
+    assert engine._cache.rows == 8
+
+
+def test_a_row_that_ended_does_not_advance(build, tokenizer):
+    engine = engine_with(build, tokenizer, [2, 20])
+    while not engine.step():
+        pass
+    step, [ended] = engine._batch._step, engine._ended
+    state = torch.stack([step.tokens_B, step.positions_B, step.places_B, step.lengths_B])
+    engine.step()
+    moved = torch.stack([step.tokens_B, step.positions_B, step.places_B, step.lengths_B]) - state
+    assert not moved[:, ended.slot].any()
+    assert moved[1:, 1 - ended.slot].eq(1).all()
+
+
 def test_release_frees_a_sessions_row(make):
     client = make()
     generate(client, PROMPTS, [SAMPLED] * 5, list("abcde"))

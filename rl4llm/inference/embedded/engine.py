@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -304,7 +305,8 @@ class Engine:
         starts, bases = [row.cached for row in rows], [row.base for row in rows]
         own_ends = [row.cached - row.base + min(row.request.tokens_left, LOOKAHEAD) for row in rows]
         self._cache.reserve(len(rows), max(own_ends))
-        window = Window(self._cache, 0, starts, 1, bases if any(bases) else None, self._prefix_of(rows))
+        prefix = self._prefix_of(rows)
+        window = partial(Window, self._cache, 0, starts, 1, bases if any(bases) else None, prefix)
         stops = self._stops.table([request.rule for request in requests])
         self._batch = self._decoder.batch(self._cache, window, requests, stops)
         return self._batch

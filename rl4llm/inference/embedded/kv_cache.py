@@ -10,8 +10,16 @@ from torch import Tensor
 from rl4llm.core.model_memory import ModelShape
 
 LENGTH_STEP = 64  # capacity grows in multiples of this many tokens
+LEAST_ROWS = (
+    2  # of a captured step; kernels that are compiled for any number of rows are compiled again for one
+)
 StateName = tuple[int, str, int]
 """The layer, the kind and the number of a recurrent state."""
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of a captured step that decodes `rows` rows: a power of two, so that few steps are captured."""
+    return 1 << max(rows - 1, LEAST_ROWS - 1).bit_length()
 
 
 class KVCache:
@@ -136,8 +144,8 @@ class TokenCache(KVCache):
         self._slabs: dict[int, Tensor] = {}
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for a power of two of rows, at least two: those that a captured step has, so the cache moves rarely."""
-        super().reserve(1 << max(rows - 1, 1).bit_length() if rows else 0, length)
+        """Make room for the rows of a captured step, so the cache moves rarely."""
+        super().reserve(padded_rows(rows) if rows else 0, length)
 
     def flat(self, layer: int) -> Tensor:
         """Return the slab of a layer as (rows * capacity, 2 heads, D)."""

@@ -20,8 +20,7 @@ from rl4llm.core.errors import EngineError
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
 from rl4llm.inference.embedded.model_decode import Layers
 from rl4llm.inference.embedded.precision import Projections, adapted
-from rl4llm.inference.embedded.rows import Batch, Request
-from rl4llm.inference.embedded.stops import StopTable
+from rl4llm.inference.embedded.rows import Decoder
 from rl4llm.runtime.cpu import FastLinear
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -62,16 +61,14 @@ class Layer(NamedTuple):
     down: Projections
 
 
-class LlamaDecoder:
+class LlamaDecoder(Decoder):
     """Computes hidden states and logits of a Llama-family model over a `KVCache`.
 
     Raises UnsupportedModelError, with the reason, for anything that is not exactly such a model.
     """
 
     name = "fast"
-    form = ""
     reads_prefixes = True
-    recurrent = False
 
     def __init__(self, model: Any, context_length: int, autocast: torch.dtype | None = None):
         _check(model, context_length)
@@ -89,7 +86,6 @@ class LlamaDecoder:
         self.head = _projections([model.lm_head], autocast)
 
     def serves(self, model: Any) -> bool:
-        """Return whether this decoder still computes the model: the same plain modules with the same parameters."""
         try:
             other = LlamaDecoder(model, self._context_length, self._autocast)
         except UnsupportedModelError:
@@ -97,35 +93,18 @@ class LlamaDecoder:
         return other._signature() == self._signature()
 
     def refresh(self) -> None:
-        """Copy the weights that are copied; call it first, and when weights have changed."""
         for part in self._parts():
             if isinstance(part, Projections):
                 part.refresh()
 
-    def rest(self) -> None:
-        """Do nothing: no memory is kept between steps."""
-
-    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> KVCache:
-        """Return a cache for this decoder."""
-        return KVCache(dtype, device, prefixes)
-
-    def batch(
-        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
-    ) -> Batch:
-        """Return a batch of the rows of a window, which decode these requests."""
-        return Batch(self, cache, window, requests, stops)
-
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
-        """Fill the cache's window with the keys and values of these tokens."""
         self._hidden(token_ids_BS, cache, fill_only=True)
 
     def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
-        """Return the logits (B, V) after one more token per row."""
         hidden_B1D = self._hidden(token_ids_B[:, None], cache)
         return self.head(self.norm(hidden_B1D[:, 0]))[0]
 
     def logits(self, token_ids_BS: Tensor, cache: KVCache) -> Tensor:
-        """Return the logits (B, S, V) after each of these tokens."""
         return self.head(self.norm(self._hidden(token_ids_BS, cache)))[0]
 
     def _parts(self) -> list[Projections | Norm]:

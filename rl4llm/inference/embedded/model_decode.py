@@ -8,7 +8,7 @@ per row, which serves only a sequence that continues all its tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,9 @@ from transformers.cache_utils import (
 from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from rl4llm.core.errors import EngineError
-from rl4llm.inference.embedded.kv_cache import KVCache, StateName, Window
+from rl4llm.inference.embedded.kv_cache import KVCache, StateName
 from rl4llm.inference.embedded.precision import AutocastCopy
-from rl4llm.inference.embedded.rows import Batch, Request
-from rl4llm.inference.embedded.stops import StopTable
+from rl4llm.inference.embedded.rows import Decoder
 
 DUMMY = "DummyLayer"  # a layer without a cache; older releases of transformers have no such class
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -100,12 +99,10 @@ class Layers:
         return min((size for size in self.windows.values() if size), default=None)
 
 
-class ModelDecoder:
+class ModelDecoder(Decoder):
     """Computes logits with the model's own forward, with explicit masks and positions."""
 
     name = "model"
-    form = ""
-    reads_prefixes = False
 
     def __init__(self, model: Any, autocast: torch.dtype | None = None):
         self._copy = None if autocast is None else AutocastCopy(model, autocast)
@@ -128,33 +125,16 @@ class ModelDecoder:
         return model is self._model if self._copy is None else self._copy.mirrors(model)
 
     def refresh(self) -> None:
-        """Copy the weights that are copied."""
         if self._copy is not None:
             self._copy.refresh()
 
-    def rest(self) -> None:
-        """Do nothing: no memory is kept between steps."""
-
-    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> KVCache:
-        """Return a cache for this decoder."""
-        return KVCache(dtype, device, prefixes)
-
-    def batch(
-        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
-    ) -> Batch:
-        """Return a batch of the rows of a window, which decode these requests."""
-        return Batch(self, cache, window, requests, stops)
-
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
-        """Fill the cache's window with the keys and values of these tokens."""
         self._forward(token_ids_BS, cache, keep=1)
 
     def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
-        """Return the logits (B, V) after one more token per row."""
         return self._forward(token_ids_B[:, None], cache, keep=1)[:, -1]
 
     def logits(self, token_ids_BS: Tensor, cache: KVCache) -> Tensor:
-        """Return the logits (B, S, V) after each of these tokens."""
         return self._forward(token_ids_BS, cache, keep=0)
 
     def _forward(self, token_ids_BS: Tensor, cache: KVCache, keep: int) -> Tensor:

@@ -6,9 +6,10 @@ Also what rows need to start decoding, and what they need from step to step whil
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -112,10 +113,58 @@ class Newcomer:
         return self.start > 0, row.slot, row.prefix.slot if row.prefix else -1, row.cached
 
 
-class Decodes(Protocol):
-    """What computes the logits (B, V) after one more token of each row of a cache's window."""
+class Decoder(ABC):
+    """A decoding path: fills a cache, decodes one token per row, and computes logits at every position.
 
-    def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor: ...
+    `reads_prefixes` is whether it can attend to a `SharedPrefix` in place; else each row holds a copy. `recurrent` is
+    whether rows have states, so that neither a window may have padding nor a row be cut.
+    """
+
+    name: str
+    reads_prefixes = False
+    recurrent = False
+
+    @property
+    def form(self) -> str:
+        """Return what steps are made of, as the end of a sentence."""
+        return ""
+
+    @abstractmethod
+    def serves(self, model: Any) -> bool:
+        """Return whether this decoder still computes the model: the same modules with the same parameters."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Copy the weights that are copied, as some are under autocast; call it first, and when weights have changed."""
+
+    def rest(self) -> None:
+        """Free the memory that is kept between steps."""
+
+    def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> KVCache:
+        """Return a cache of the only kind that this decoder takes."""
+        return KVCache(dtype, device, prefixes)
+
+    def batch(
+        self,
+        cache: KVCache,
+        window: Callable[[], Window],
+        requests: Sequence[Request],
+        stops: StopTable | None,
+    ) -> Decoding:
+        """Return a batch of the rows of a window, which decode these requests."""
+        return Batch(self, cache, window(), requests, stops)
+
+    @abstractmethod
+    def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
+        """Fill the cache's window with the keys and values of these tokens."""
+
+    @abstractmethod
+    def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
+        """Return the logits (B, V) after one more token per row."""
+
+    @abstractmethod
+    def logits(self, token_ids_BS: Tensor, cache: KVCache) -> Tensor:
+        """Return the logits (B, S, V) after each of these tokens."""
 
 
 class Decoding(Protocol):
@@ -156,7 +205,7 @@ class Batch:
 
     def __init__(
         self,
-        decoder: Decodes,
+        decoder: Decoder,
         cache: KVCache,
         window: Window,
         requests: Sequence[Request],

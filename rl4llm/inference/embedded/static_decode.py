@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl4llm.inference.embedded.flash import PLAIN, compiled, flash_for
-from rl4llm.inference.embedded.kv_cache import KVCache, TokenCache, Window
+from rl4llm.inference.embedded.kv_cache import LEAST_ROWS, KVCache, TokenCache, Window, padded_rows
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder
-from rl4llm.inference.embedded.rows import Batch, Request
+from rl4llm.inference.embedded.rows import Decoder, Decoding, Request
 from rl4llm.inference.embedded.sampling import PERIOD, Kind, StaticSampler
 from rl4llm.inference.embedded.stops import StopTable
 
-LEAST = 2  # rows of a step; kernels that are compiled for any number of rows are compiled again for one
 FAILURES = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 Key = tuple[Any, ...]
 """What tells captured steps apart: rows, what the sampler does, the number of rules that stop."""
@@ -171,18 +170,16 @@ class StaticBatch:
 
     def end(self, slots: Sequence[int]) -> bool:
         self._live -= set(slots)
-        if not self._live or (2 * len(self._live) <= self._step.rows and self._step.rows > LEAST):
+        if not self._live or (2 * len(self._live) <= self._step.rows and self._step.rows > LEAST_ROWS):
             return False
         self._step.keep(sorted(self._live))
         return True
 
 
-class StaticDecoder:
+class StaticDecoder(Decoder):
     """The fast path with steps in a fixed shape, captured where there is a GPU."""
 
     name = "graph"
-    reads_prefixes = False
-    recurrent = False
 
     def __init__(self, fast: LlamaDecoder, device: torch.device):
         self._fast = fast
@@ -196,13 +193,11 @@ class StaticDecoder:
 
     @property
     def form(self) -> str:
-        """Return what steps are made of, as the end of a sentence."""
         steps = "CUDA graphs" if self._captures else "steps in a fixed shape"
         kernels = "compiled" if self._fused.compiled else "plain"
         return f"; {steps}, {kernels} kernels, {self.attention}"
 
     def serves(self, model: Any) -> bool:
-        """Return whether this decoder still computes the model."""
         return self._fast.serves(model)
 
     def refresh(self) -> None:
@@ -219,11 +214,9 @@ class StaticDecoder:
         return TokenCache(dtype, device, prefixes, spare=1)
 
     def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
-        """Fill the cache's window with the keys and values of these tokens."""
         self._fast.prefill(token_ids_BS, cache)
 
     def logits(self, token_ids_BS: Tensor, cache: KVCache) -> Tensor:
-        """Return the logits (B, S, V) after each of these tokens."""
         return self._fast.logits(token_ids_BS, cache)
 
     def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
@@ -235,12 +228,16 @@ class StaticDecoder:
         return step.logits_BV[: len(token_ids_B)]
 
     def batch(
-        self, cache: KVCache, window: Window, requests: Sequence[Request], stops: StopTable | None
-    ) -> Batch | StaticBatch:
+        self,
+        cache: KVCache,
+        window: Callable[[], Window],
+        requests: Sequence[Request],
+        stops: StopTable | None,
+    ) -> Decoding:
         """Return a batch of rows. With top-k or top-p, only its logits come from a captured step."""
         kind = Kind.of([request.params for request in requests])
         if kind.filters:
-            return Batch(self, cache, window, requests, stops)
+            return super().batch(cache, window, requests, stops)
         rules = 0 if stops is None else len(stops.codes) // self.vocab_size
         step = self._step(cache, len(requests), kind, rules)
         return StaticBatch(step, [len(item.token_ids) - 1 for item in requests], requests, stops)
@@ -307,7 +304,7 @@ class StaticDecoder:
 
     def _step(self, cache: KVCache, given: int, kind: Kind | None, rules: int) -> StaticStep:
         assert isinstance(cache, TokenCache)
-        rows = max(LEAST, 1 << (given - 1).bit_length())
+        rows = padded_rows(given)
         cache.allocate(self._fast.num_layers, self._fast.kv_heads, self._fast.head_dim)
         key = (rows, kind, rules)
         if key not in self._steps or self._steps[key].layout != self.layout(cache):
