@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
-from rl4llm.backends.models import use_exact_kernels, without_progress_bars
+from rl4llm.backends.models import without_progress_bars
 from rl4llm.backends.runner import TokenNumbers
 from rl4llm.backends.vision_language import WEIGHTS as MODEL
 from rl4llm.backends.vision_language import whole_checkpoint
@@ -28,6 +28,7 @@ from rl4llm.core.errors import CheckpointError, ConfigError, WeightsError, unkno
 from rl4llm.core.model_memory import FP32, ModelShape, Precision
 from rl4llm.core.types import TensorSpec
 from rl4llm.runs.tensor_file import TensorFile, write_tensors
+from rl4llm.runtime.gpus import use_exact_kernels
 from rl4llm.runtime.ranks import Ranks
 
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "backend.json"

@@ -86,17 +86,6 @@ def load_model(
     return model
 
 
-def use_exact_kernels() -> None:
-    """Have this process compute float32 exactly on a GPU, and choose attention kernels that need no plan for each shape.
-
-    TF32 would round the positions of rotary embeddings above 2,048. Attention of cuDNN plans each new shape for up to half a
-    second, and nearly every micro-batch has new shapes.
-    """
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def empty_model(
     path: str | Path, dtype: str | torch.dtype = "float32", attn_implementation: str | None = None
 ) -> PreTrainedModel:

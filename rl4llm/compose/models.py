@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl4llm.backends.models import load_model, load_tokenizer, load_value_head, use_exact_kernels
+from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
 from rl4llm.compose.tables import BACKENDS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
@@ -17,6 +17,7 @@ from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
+from rl4llm.runtime.gpus import use_exact_kernels
 from rl4llm.runtime.ranks import Ranks, join_ranks
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays

@@ -95,6 +95,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.step = 0
         self.stopped = False  # by a signal, before max_steps
         self._stop_requested = threading.Event()
+        self._finishing = 1  # the step after which a signal stops
         self._skipped: Counter[str] = Counter()  # optimizer steps in a row, by model
 
     def train(self) -> None:
@@ -109,7 +110,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                     f"Nothing to do: {self.step} steps are finished. Raise max_steps={self.schedule.max_steps} to continue."
                 )
             with stop_on_signals(self._stop_requested, self._warn_of_stop):
-                stopping = False  # all ranks, after a signal to one
+                stopping, self._finishing = False, self.step + 1  # all ranks stop after a signal to one
                 while self.step < self.schedule.max_steps and not stopping:
                     with self.clock("step"):
                         step = self.collect()
@@ -119,9 +120,10 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                         self.publish()
                     self.report(step)
                     del step  # and its tensors, before the next rollout
-                    stopping = self.ranks.largest(self._stop_requested.is_set()) > 0
                     if self.schedule.evaluates_after(self.step):
                         self.evaluate()
+                    stopping = self.ranks.largest(self._stop_requested.is_set()) > 0
+                    self._finishing = min(self.step + 1, self.schedule.max_steps)
                     if self.schedule.saves_after(self.step) or stopping:
                         self.save()
             self.stopped = self.step < self.schedule.max_steps
@@ -129,7 +131,9 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                 self._write_model()
 
     def _warn_of_stop(self, cause: str) -> None:
-        self.warn(f"{cause}: finishing step {self.step + 1}, then saving. Send it again to stop immediately.")
+        self.warn(
+            f"{cause}: finishing step {self._finishing}, then saving. Send it again to stop immediately."
+        )
 
     def _write_model(self) -> None:
         """Write the trained model into the run's directory; the first rank writes, the others send their parts."""

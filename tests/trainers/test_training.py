@@ -550,6 +550,25 @@ def test_ctrl_c_finishes_the_step_and_the_same_call_resumes(model_dir, tmp_path)
     assert_same_weights(weights(resumed), weights(whole))
 
 
+@pytest.mark.parametrize(
+    ("phase", "at", "stops"), [("evaluate", 1, True), ("save", 1, True), ("save", 2, False)]
+)
+def test_ctrl_c_names_the_step_after_which_it_stops(phase, at, stops, model_dir, tmp_path, capsys):
+    keys = {"max_steps": 3 if stops else 2, "eval.every": 1, "checkpoint.every": 1}
+    run = trainer(model_dir, tmp_path / "run", **keys)
+    work = getattr(run.trainer, phase)
+
+    def interrupted():
+        if run.trainer.step == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        work()
+
+    setattr(run.trainer, phase, interrupted)
+    run.train()
+    assert run.trainer.stopped == stops
+    assert f"SIGINT: finishing step {run.trainer.step}, then" in capsys.readouterr().out
+
+
 def test_a_run_stopped_by_failures_names_classes_and_keeps_rows(model_dir, tmp_path):
     class Moody(Vowels):
         def __call__(self, messages, ground_truth, **kwargs):

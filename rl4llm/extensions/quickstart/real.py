@@ -57,15 +57,15 @@ def _check(model: Path) -> None:
 
 
 def _show(console: Terminal, run: Path, seconds: float) -> None:
-    evaluations = list(read_jsonl(run / "eval.jsonl"))
-    first, last = evaluations[0], evaluations[-1]
-    console.print(_answers(run, first["step"], last["step"]))
-    console.print(
-        f"Held-out sums solved greedily: {_share(first)} before training, "
-        f"{_share(last)} after {last['step']} steps.",
-        soft_wrap=True,
-        highlight=False,
-    )
+    if evaluations := read_jsonl(run / "eval.jsonl"):  # none with eval.every=0
+        first, last = evaluations[0], evaluations[-1]
+        console.print(_answers(run, first["step"], last["step"]))
+        console.print(
+            f"Held-out sums solved greedily: {_share(first)} before training, "
+            f"{_share(last)} after {last['step']} steps.",
+            soft_wrap=True,
+            highlight=False,
+        )
     command, config = quote(program()), quote(str(run / "config.yaml"))
     show_files(
         console,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from rich.table import Table
 
@@ -18,6 +19,7 @@ from rl4llm.extensions.quickstart.demonstrations import demonstrations
 from rl4llm.extensions.quickstart.directory import mark_directory
 from rl4llm.runs.run_dir import replace_directory, write_atomically
 from rl4llm.runtime.terminal import Terminal
+from rl4llm.tracking.tracker import read_jsonl
 
 
 def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
@@ -81,7 +83,13 @@ def _warm_up(config: Config, result: Path) -> bool:
 
 
 def _show(console: Terminal, run: Path, seconds: float) -> None:
-    rows = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run / "eval.jsonl")
+    if rows:  # none with eval.every=0
+        _show_progress(console, rows)
+    show_files(console, run, seconds)
+
+
+def _show_progress(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table("step", "held-out success", "reward", "turns", title="held-out problems, greedy")
     for row in rows:
         table.add_row(
@@ -93,7 +101,6 @@ def _show(console: Terminal, run: Path, seconds: float) -> None:
         f"The policy solves {last['accuracy']:.1%} of the held-out problems, {first['accuracy']:.1%} before training. "
         f"It learned to ask the calculator: {last['turns']:.1f} turns an episode, {first['turns']:.1f} before."
     )
-    show_files(console, run, seconds)
 
 
 def show_files(console: Terminal, run: Path, seconds: float, more: Mapping[str, str] | None = None) -> None:

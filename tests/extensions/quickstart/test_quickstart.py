@@ -17,9 +17,11 @@ from forked_python import python
 
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.tools import ToolError, calculator
+from rl4llm.extensions.quickstart import real, run
 from rl4llm.extensions.quickstart.arithmetic import arithmetic_rows, problems
 from rl4llm.extensions.quickstart.demonstrations import Mix, demonstrations
 from rl4llm.rewards import MathReward
+from rl4llm.runtime.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
 INSTALLED = "".join(
@@ -137,6 +139,13 @@ def test_the_quickstart_ends_with_a_table_and_a_picture(quickstart):
     run = quickstart.directory / "runs" / "quickstart" / "grpo"
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 3]
+
+
+@pytest.mark.parametrize("module", [run, real])
+def test_quickstart_without_evaluations_shows_its_files(module, tmp_path, capsys):
+    module._show(Terminal(), tmp_path, 1.0)
+    said = capsys.readouterr().out
+    assert "metrics.jsonl" in said and "before training" not in said
 
 
 ELSEWHERE = ("replay", "launch", "serve-env")  # need a step that went wrong, GPUs, or somebody who ends them
