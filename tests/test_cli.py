@@ -288,6 +288,30 @@ def test_a_mistake_gets_one_clear_message_and_no_traceback(model_dir, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [
+        ("rich", "imports 'rich', which is not installed. Next:"),
+        ("omegaconf", "-m pip install omegaconf"),
+        ("yaml", "-m pip install pyyaml"),
+    ],
+)
+def test_a_missing_package_gets_one_line_that_says_what_to_install(package, said, model_dir):
+    code = f"import sys; sys.modules[{package!r}] = None; from rl4llm.__main__ import program; program()"
+    words = ["train", "configs/quickstart.yaml", f"model.path={model_dir}"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_math_reward_without_math_verify_says_what_to_install(model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    words = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
+    assert main(["train", str(ROOT / "configs" / "quickstart.yaml"), *words]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "'math' needs math-verify, which is not installed. Next: pip install math-verify" in last
+
+
 def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path, capsys):
     directory, small, _ = run
     before = sorted(path.relative_to(directory) for path in directory.rglob("*"))

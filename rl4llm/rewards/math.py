@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.thoughts import after_thinking
 from rl4llm.core.types import ChatMessage
@@ -76,6 +78,10 @@ class MathReward(BaseRewardFunction):
         max_answer_chars: int = 400,
     ):
         super().__init__(name)
+        if find_spec("math_verify") is None:
+            raise ConfigError(
+                "The reward 'math' needs math-verify, which is not installed. Next: pip install math-verify."
+            )
         self.extract = extract
         self.several_boxed = several_boxed
         self.prefilter = Prefilter(max_chars=max_answer_chars)
