@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code
-    except (RL4LLMError, OSError, MemoryError) as error:
-        if arguments.debug:
+    except (RL4LLMError, OSError, MemoryError, RuntimeError) as error:
+        if arguments.debug or not (_of_memory(error) or isinstance(error, RL4LLMError | OSError)):
             raise
         return _complain(error, arguments.resumes)
     except KeyboardInterrupt:
@@ -93,17 +93,22 @@ def _by_ctrl_c(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _complain(error: RL4LLMError | OSError | MemoryError, resumes: bool) -> int:
+def _of_memory(error: Exception) -> bool:
+    """Return whether the memory of the machine or of a GPU ended. torch has an error for that of GPUs."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _complain(error: Exception, resumes: bool) -> int:
     """Print the error; return the exit code."""
     if isinstance(error, BrokenPipeError) and _reader_is_gone():
         return _unread()
     if resumes and isinstance(error, EnginesDownError | HostsDownError):
         say(f"{error}\n{RESUMES}")
         return STOPPED
-    memory = isinstance(error, MemoryError)
+    memory = _of_memory(error)
     Terminal(stderr=True).print(f"[bold red]{'MemoryError' if memory else type(error).__name__}[/]: ", end="")
     needed = "Run `rl4llm plan CONFIG` to see how much a step needs."
-    say(f"{str(error) or 'Out of memory'}. {needed}" if memory else str(error))
+    say(f"{str(error).partition('. ')[0] or 'Out of memory'}. {needed}" if memory else str(error))
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from forked_python import python
 from safetensors.torch import load_file, save_file
 
@@ -296,7 +297,7 @@ def test_a_mistake_gets_one_clear_message_and_no_traceback(model_dir, tmp_path, 
         ("yaml", "-m pip install pyyaml"),
     ],
 )
-def test_a_missing_package_gets_one_line_that_says_what_to_install(package, said, model_dir):
+def test_a_missing_package_gets_one_line_with_what_to_install(package, said, model_dir):
     code = f"import sys; sys.modules[{package!r}] = None; from rl4llm.__main__ import program; program()"
     words = ["train", "configs/quickstart.yaml", f"model.path={model_dir}"]
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
@@ -304,7 +305,20 @@ def test_a_missing_package_gets_one_line_that_says_what_to_install(package, said
     assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_the_math_reward_without_math_verify_says_what_to_install(model_dir, tmp_path, monkeypatch, capsys):
+def test_a_gpu_without_memory_gets_one_line_that_names_the_plan(monkeypatch, capsys):
+    def full(arguments):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"
+        )
+
+    monkeypatch.setattr("rl4llm.extensions.inspect.plan.command.run", full)
+    assert main(["plan", "configs/quickstart.yaml"]) == 1
+    assert capsys.readouterr().err == (
+        "MemoryError: CUDA out of memory. Run `rl4llm plan CONFIG` to see how much a step needs.\n"
+    )
+
+
+def test_the_math_reward_names_math_verify_if_it_is_missing(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     words = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
     assert main(["train", str(ROOT / "configs" / "quickstart.yaml"), *words]) == 2

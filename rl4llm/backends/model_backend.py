@@ -28,7 +28,6 @@ from rl4llm.core.errors import CheckpointError, ConfigError, WeightsError, unkno
 from rl4llm.core.model_memory import FP32, ModelShape, Precision
 from rl4llm.core.types import TensorSpec
 from rl4llm.runs.tensor_file import TensorFile, write_tensors
-from rl4llm.runtime.gpus import use_exact_kernels
 from rl4llm.runtime.ranks import Ranks
 
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "backend.json"
@@ -61,6 +60,8 @@ class ModelBackend(BaseBackend):
         place = next(model.parameters()).device if device is None else device
         self.device = torch.empty(0, device=place).device  # with its index
         if self.device.type != "cpu":
+            from rl4llm.runtime.gpus import use_exact_kernels  # noqa: PLC0415 - only on a GPU
+
             use_exact_kernels()
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._ranks = ranks

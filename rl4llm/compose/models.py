@@ -17,7 +17,6 @@ from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
-from rl4llm.runtime.gpus import use_exact_kernels
 from rl4llm.runtime.ranks import Ranks, join_ranks
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
@@ -48,6 +47,8 @@ def _set_up_gpu(config: Config) -> None:
 
     A device with a number becomes the current one, for calls that name none.
     """
+    from rl4llm.runtime.gpus import use_exact_kernels  # noqa: PLC0415 - only on a GPU
+
     use_exact_kernels()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product

@@ -15,6 +15,7 @@ from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.inference.embedded.engine import LOOKAHEAD, PREFILL_TOKENS, SHARE_FROM, Engine
 from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
+from rl4llm.inference.embedded.llama_decode import FAMILY
 from rl4llm.inference.embedded.rows import Request
 from rl4llm.inference.paths import Path
 
@@ -84,14 +85,15 @@ class LocalClient(BaseClient):
     ) -> dict[str, int]:
         """Return the bytes of the cache with all rows at full length, and of a prefill pass or of a step's logits.
 
-        On a GPU steps are captured unless `path` says otherwise: rows are padded, and what the steps keep is an estimate.
+        On a GPU the steps of the Llama family are captured unless `path` says otherwise: rows are padded, and what the steps
+        keep is an estimate.
         """
         rows = min(int(options.get("max_rows", MAX_ROWS)), load.sequences)
         length = -(-(load.longest + LOOKAHEAD) // LENGTH_STEP) * LENGTH_STEP
         filling = shape.working(precision, min(PREFILL_TOKENS, rows * load.prompt_tokens), backward=False)
         logits = 3 * rows * shape.vocabulary * FP32
         path = options.get("path", "auto")
-        graph = path == "graph" or (path == "auto" and precision.gpu)
+        graph = path == "graph" or (path == "auto" and precision.gpu and shape.name in FAMILY)
         padded = padded_rows(rows)
         cache = KVCache.memory(shape, padded + 1 if graph else rows, length, precision.computed)
         captured = {GRAPHS: _captured(shape, precision, padded, length)} if graph and precision.gpu else {}

@@ -553,7 +553,7 @@ def test_ctrl_c_finishes_the_step_and_the_same_call_resumes(model_dir, tmp_path)
 @pytest.mark.parametrize(
     ("phase", "at", "stops"), [("evaluate", 1, True), ("save", 1, True), ("save", 2, False)]
 )
-def test_ctrl_c_names_the_step_after_which_it_stops(phase, at, stops, model_dir, tmp_path, capsys):
+def test_ctrl_c_names_the_step_that_it_finishes(phase, at, stops, model_dir, tmp_path, capsys):
     keys = {"max_steps": 3 if stops else 2, "eval.every": 1, "checkpoint.every": 1}
     run = trainer(model_dir, tmp_path / "run", **keys)
     work = getattr(run.trainer, phase)

@@ -18,6 +18,7 @@ from rl4llm.core.model_memory import FP32, Precision
 from rl4llm.extensions.inspect.check.times import span
 from rl4llm.extensions.inspect.plan.plan import SERVER_SHARE, RunPlan
 from rl4llm.inference.embedded.kv_cache import KVCache
+from rl4llm.inference.embedded.llama_decode import FAMILY
 from rl4llm.inference.local import MAX_ROWS
 
 CLEARLY = 1.3
@@ -107,6 +108,21 @@ class Rollout(NamedTuple):
         return {"gpu": self.card, "embedded": self.embedded._asdict(), "server": self.server._asdict()}
 
 
+class NotEstimated(NamedTuple):
+    """Why it is not known how long a rollout decodes on a card."""
+
+    card: str
+    reason: str
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report for people."""
+        yield f"How long a rollout decodes on {self.card} is not estimated: {self.reason}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the card and the reason."""
+        return {"gpu": self.card, "not_estimated": self.reason}
+
+
 def find_card(words: str) -> str | None:
     """Return the key in `CARDS` of a name such as "NVIDIA A100-SXM4-80GB"; None for other cards and parts of one."""
     given = set(re.split(r"[\s-]+", words.upper()))
@@ -125,11 +141,10 @@ def given_card(words: str, device: str) -> str:
     return name
 
 
-def estimate(plan: RunPlan, card: str | None, *, here: bool) -> Rollout | None:
-    """Return how a rollout decodes on a card, by default on this machine's if the plan is for it.
+def estimate(plan: RunPlan, card: str | None, *, here: bool) -> Rollout | NotEstimated | None:
+    """Return how a rollout decodes on a card, by default on this machine's if the plan is for it, or why that is unknown.
 
-    None for a CPU or another card, if nothing decodes, if products are not in bf16, or if a server has no room for one
-    sequence.
+    None for a CPU or another card, and if nothing decodes.
     """
     if here and plan.device != "cpu":
         card = find_card(torch.cuda.get_device_name(torch.device(plan.device)))
@@ -139,11 +154,19 @@ def estimate(plan: RunPlan, card: str | None, *, here: bool) -> Rollout | None:
     number = Precision.of(config.model.dtype, autocast_of(config), gpu=True).computed
     sequence = KVCache.memory(shape, 1, counts.longest, number)
     room = (int(plan.memory * SERVER_SHARE) - shape.parameters * number) // sequence
-    if number != 2 or room < 1:
-        return None
     local = config.inference["name"] == "local"
     options = config.inference if local else {}
-    captured = options.get("path", "auto") in ("auto", "graph")
+    path = options.get("path", "auto")
+    reason = ""
+    if number != 2:
+        reason = "products are in float32, and only bfloat16 was measured. Next: set model.autocast=auto"
+    elif room < 1:
+        reason = "a server has no room for one sequence beside its weights"
+    elif path == "model" or shape.name not in FAMILY:
+        reason = f"the embedded engine runs {shape.name} with its own forward, which was not measured"
+    if reason:
+        return NotEstimated(card, reason)
+    captured = path in ("auto", "graph")
     limit, kernels = int(options.get("max_rows", MAX_ROWS)), CAPTURED if captured else LAUNCHED
     embedded = _decoding(plan, CARDS[card], kernels, limit)
     server = _decoding(plan, CARDS[card], SERVER, room)

@@ -14,13 +14,13 @@ import rl4llm
 from rl4llm.cli import main
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
-from rl4llm.core.model_memory import ONE_SEQUENCE
+from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, Precision
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
 from rl4llm.extensions.inspect.plan.memory import VERSIONS, phases
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
 from rl4llm.extensions.inspect.plan.shape import read_shape
 from rl4llm.extensions.inspect.plan.show import parse_size, verdict
-from rl4llm.inference.local import GRAPHS
+from rl4llm.inference.local import GRAPHS, LocalClient
 
 GIB, WITHIN = 2**30, 0.2
 QUIET = {
@@ -353,6 +353,13 @@ def test_captured_steps_keep_memory_in_a_plan(qwen):
         assert GRAPHS not in plain
     on_cpu = qwen("1.5B", 1, 80 * GIB, {"model.device": "cpu", "inference": {"path": "graph"}})
     assert GRAPHS not in on_cpu.phases[1].parts  # nothing is captured there
+
+
+def test_a_model_of_another_family_has_no_captured_steps(qwen):
+    shape = qwen("1.5B", 1, 80 * GIB, {}).models.policy
+    load, precision = EngineLoad(64, 100, 1000), Precision.of("bfloat16", gpu=True)
+    assert GRAPHS in LocalClient.memory(shape, precision, {}, load)
+    assert GRAPHS not in LocalClient.memory(replace(shape, name="GPT2LMHeadModel"), precision, {}, load)
 
 
 @pytest.mark.parametrize(("dtype", "number", "beside"), [("float32", 4, 0), ("bfloat16", 2, 4)])

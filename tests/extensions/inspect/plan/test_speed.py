@@ -16,6 +16,7 @@ from rl4llm.extensions.inspect.plan.speed import (
     CLEARLY,
     LAUNCHED,
     SERVER,
+    NotEstimated,
     Rollout,
     estimate,
     find_card,
@@ -82,7 +83,8 @@ def test_the_memory_of_the_device_limits_the_rows_of_a_server(planned):
     sequence = 1100 * 28_672
     small = replace(plan, memory=int((3e9 + 100.5 * sequence) / 0.7))
     assert estimate(small, "H100", here=False).server[:2] == (100, 6)
-    assert estimate(replace(plan, memory=int(3e9 / 0.7)), "H100", here=False) is None  # no room for one
+    none = estimate(replace(plan, memory=int(3e9 / 0.7)), "H100", here=False)
+    assert none == NotEstimated("H100", "a server has no room for one sequence beside its weights")
 
 
 def test_a_server_is_advised_only_if_it_is_clearly_better(planned):
@@ -106,20 +108,29 @@ def test_steps_that_are_not_captured_are_launched_by_the_host(planned):
         return estimate(planned(f"inference.path={path}"), "H100", here=False).embedded.step_s
 
     assert embedded("auto") == embedded("graph")
-    assert (
-        embedded("model")
-        == embedded("fast")
-        == pytest.approx(embedded("graph") + 936 * 10.8e-6 - 466 * 3e-6 - 3e-4)
+    assert embedded("fast") == pytest.approx(embedded("graph") + 936 * 10.8e-6 - 466 * 3e-6 - 3e-4)
+
+
+def test_a_plan_says_why_it_estimates_no_rollout(planned):
+    plan = planned()
+    other = replace(
+        plan, models=replace(plan.models, policy=replace(plan.models.policy, name="GPT2LMHeadModel"))
     )
+    exact = planned("model.dtype=float32", "model.autocast=none")
+    for case, reason in (
+        (exact, "products are in float32"),
+        (other, "runs GPT2LMHeadModel with its own forward"),
+        (planned("inference.path=model"), "runs Qwen2ForCausalLM with its own forward"),
+    ):
+        [line] = estimate(case, "H100", here=False).lines()
+        assert line.startswith("How long a rollout decodes on H100 is not estimated: ") and reason in line
 
 
-def test_nothing_is_estimated_without_rollouts_or_bfloat16(planned):
+def test_nothing_is_estimated_without_rollouts_or_a_known_card(planned):
     plan = planned()
     trained = [phase for phase in plan.phases if phase.name != "rollout"]
     assert isinstance(estimate(plan, "H100", here=False), Rollout)
     assert estimate(replace(plan, phases=trained), "H100", here=False) is None
-    exact = planned("model.dtype=float32", "model.autocast=none")
-    assert estimate(exact, "H100", here=False) is None
     assert estimate(plan, None, here=False) is None
     assert estimate(planned("model.device=cpu"), None, here=True) is None
 
@@ -166,6 +177,8 @@ def test_plan_prints_the_rollout_of_a_named_card(words, tmp_path, capsys):
     assert main(["plan", str(file), *words, "--gpu", "H100", "--device-memory", "60GiB"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "60.00 GiB of each device" in said and "A rollout on H100 decodes for" in said
+    main(["plan", str(file), *words, "--gpu", "H100", "model.dtype=float32", "model.autocast=none"])
+    assert "on H100 is not estimated: products are in float32" in " ".join(capsys.readouterr().out.split())
     main(["plan", str(file), *words, "--device-memory", "80GiB"])
     assert "decodes for" not in capsys.readouterr().out
     for wrong, hint in (
