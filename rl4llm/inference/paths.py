@@ -56,10 +56,10 @@ def choose_decoder(
     reason = "requested"
     if path != "model":
         try:
-            fast: Decoder = LlamaDecoder(model, context_length, autocast)
+            kind = LlamaDecoder
             if path == "graph" or (path == "auto" and next(model.parameters()).device.type == "cuda"):
-                wrap = load("rl4llm.inference.embedded.static_decode:StaticDecoder", "inference.path")
-                fast = wrap(fast, next(model.parameters()).device)
+                kind = load("rl4llm.inference.embedded.static_decode:StaticDecoder", "inference.path")
+            fast = kind(model, context_length, autocast)
             fast.refresh()
             return Choice(fast, str(prove(model, fast, context_length, autocast)))
         except UnsupportedModelError as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rl4llm.inference.embedded.flash import PLAIN, compiled, flash_for
 from rl4llm.inference.embedded.kv_cache import LEAST_ROWS, KVCache, TokenCache, Window, padded_rows
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder
-from rl4llm.inference.embedded.rows import Decoder, Decoding, Request
+from rl4llm.inference.embedded.rows import Decoding, Request
 from rl4llm.inference.embedded.sampling import PERIOD, Kind, StaticSampler
 from rl4llm.inference.embedded.stops import StopTable
 
@@ -176,18 +176,22 @@ class StaticBatch:
         return True
 
 
-class StaticDecoder(Decoder):
-    """The fast path with steps in a fixed shape, captured where there is a GPU."""
+class StaticDecoder(LlamaDecoder):
+    """The fast path with steps in a fixed shape, captured where there is a GPU.
+
+    Captured steps read the copies of weights that they found, so the engine calls `rest` before `refresh`.
+    """
 
     name = "graph"
+    reads_prefixes = False
 
-    def __init__(self, fast: LlamaDecoder, device: torch.device):
-        self._fast = fast
-        self.vocab_size = fast.vocab_size
+    def __init__(self, model: Any, context_length: int, autocast: torch.dtype | None = None):
+        super().__init__(model, context_length, autocast)
+        device = self.embedding.device
         self._captures = device.type == "cuda" and torch.cuda.is_available()
         self._pool: Any = None
         self._steps: dict[Key, StaticStep] = {}
-        sizes = (device, fast.dtype, fast.heads, fast.kv_heads, fast.head_dim)
+        sizes = (device, self.dtype, self.heads, self.kv_heads, self.head_dim)
         self._flash, self.attention = flash_for(*sizes)
         self._fused = compiled() if self._captures else PLAIN
 
@@ -197,13 +201,6 @@ class StaticDecoder(Decoder):
         kernels = "compiled" if self._fused.compiled else "plain"
         return f"; {steps}, {kernels} kernels, {self.attention}"
 
-    def serves(self, model: Any) -> bool:
-        return self._fast.serves(model)
-
-    def refresh(self) -> None:
-        """Copy the weights that are copied. Captured steps read the earlier copies, so the engine forgets them first."""
-        self._fast.refresh()
-
     def rest(self) -> None:
         """Forget the captured steps, and the memory that they share."""
         self._steps.clear()
@@ -212,12 +209,6 @@ class StaticDecoder(Decoder):
     def cache(self, dtype: torch.dtype, device: torch.device, prefixes: KVCache | None = None) -> TokenCache:
         """Return a cache for `step` and `batch`, with a spare row for padding."""
         return TokenCache(dtype, device, prefixes, spare=1)
-
-    def prefill(self, token_ids_BS: Tensor, cache: KVCache) -> None:
-        self._fast.prefill(token_ids_BS, cache)
-
-    def logits(self, token_ids_BS: Tensor, cache: KVCache) -> Tensor:
-        return self._fast.logits(token_ids_BS, cache)
 
     def step(self, token_ids_B: Tensor, cache: KVCache) -> Tensor:
         """Return the logits (B, V) after one more token per row; the next step overwrites them."""
@@ -244,26 +235,26 @@ class StaticDecoder(Decoder):
 
     def layout(self, cache: KVCache) -> Key:
         """Return what a captured step finds at fixed addresses: the cache's slabs and the tables of rotations."""
-        return id(cache), cache.placed, len(self._fast.rotations(cache.capacity)[0])
+        return id(cache), cache.placed, len(self.rotations(cache.capacity)[0])
 
     def compute(self, step: StaticStep) -> Tensor:
         """Return the logits (B, V) after one more token in each row of a step."""
-        fast, cache, fused = self._fast, step.cache, self._fused
+        cache, fused = step.cache, self._fused
         cos, sin = (
-            table.index_select(0, step.positions_B)[:, None] for table in fast.rotations(cache.capacity)
+            table.index_select(0, step.positions_B)[:, None] for table in self.rotations(cache.capacity)
         )
         attend = self._attention(step)
-        x = F.embedding(step.tokens_B, fast.embedding)
-        normed = fast.layers[0].attention_norm(x)
-        norms = [*(layer.attention_norm for layer in fast.layers[1:]), fast.norm]
-        for number, (layer, after) in enumerate(zip(fast.layers, norms, strict=True)):
+        x = F.embedding(step.tokens_B, self.embedding)
+        normed = self.layers[0].attention_norm(x)
+        norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
+        for number, (layer, after) in enumerate(zip(self.layers, norms, strict=True)):
             heads_BHD = fused.rotate(*layer.heads(normed), cos, sin, layer.query_norm, layer.key_norm)
-            new = heads_BHD[:, fast.heads :]
+            new = heads_BHD[:, self.heads :]
             cache.flat(number).index_copy_(0, step.places_B, new.to(cache.dtype))
-            mixed = attend(number, heads_BHD[:, : fast.heads])
+            mixed = attend(number, heads_BHD[:, : self.heads])
             x, normed = fused.add_norm(x, layer.output(mixed)[0], *layer.mlp_norm)
             x, normed = fused.add_norm(x, layer.down(fused.gated(*layer.gates(normed)))[0], *after)
-        return fast.head(normed)[0]
+        return self.head(normed)[0]
 
     def captured(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return a replay of a step that this runs once, or the step itself where it cannot be captured."""
@@ -305,7 +296,7 @@ class StaticDecoder(Decoder):
     def _step(self, cache: KVCache, given: int, kind: Kind | None, rules: int) -> StaticStep:
         assert isinstance(cache, TokenCache)
         rows = padded_rows(given)
-        cache.allocate(self._fast.num_layers, self._fast.kv_heads, self._fast.head_dim)
+        cache.allocate(self.num_layers, self.kv_heads, self.head_dim)
         key = (rows, kind, rules)
         if key not in self._steps or self._steps[key].layout != self.layout(cache):
             self._steps[key] = StaticStep(self, cache, rows, kind, rules)
@@ -313,11 +304,11 @@ class StaticDecoder(Decoder):
 
     def _attention(self, step: StaticStep) -> Callable[[int, Tensor], Tensor]:
         """Return the attention of the queries (B, heads, D) of a layer, by its number, as (B, heads * D)."""
-        fast, cache = self._fast, step.cache
+        cache = step.cache
         if self._flash is not None:
             flash = self._flash
             return lambda number, query: flash(
-                query, cache.flat(number), step.begins, cache.capacity, step.lengths_B, fast.scaling
+                query, cache.flat(number), step.begins, cache.capacity, step.lengths_B, self.scaling
             ).flatten(1)
         hidden_BS = torch.arange(cache.capacity, device=cache.device) > step.positions_B[:, None]
         mask = torch.zeros(hidden_BS.shape, dtype=cache.dtype, device=cache.device)
@@ -325,6 +316,6 @@ class StaticDecoder(Decoder):
 
         def attend(number: int, query: Tensor) -> Tensor:
             keys, values = cache.read(number, step.rows, cache.capacity)
-            return fast.attend_one(query, keys, values, mask)[:, 0]
+            return self.attend_one(query, keys, values, mask)[:, 0]
 
         return attend
