@@ -21,6 +21,7 @@ from rl4llm.backends.varlen import kernel_for
 from rl4llm.core.types import SamplingParams, TokenSpan, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.inference.embedded.engine import Engine
+from rl4llm.inference.embedded.flash import flash_for
 
 GRAPHS_AT_MOST = 8  # of an engine with four rows, whose cache grows
 MODES = {"bfloat16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}
@@ -187,6 +188,19 @@ def errors_when_memory_ends():
     return found
 
 
+def found_of_a_wrong_kernel():
+    """Return the attention of captured steps with a kernel that ignores the lengths of rows, and why."""
+    operation = torch.ops.aten._flash_attention_forward.default
+    right = pretended_gpu.REPLACED[operation]
+
+    def wrong(*args, seqused_k, **options):
+        return right(*args, seqused_k=torch.full_like(seqused_k, 100), **options)
+
+    pretended_gpu.REPLACED[operation] = wrong
+    kernel, why = flash_for(GPU, torch.bfloat16, 6, 2, 8)
+    return kernel is None, why
+
+
 def error_of(work):
     """Return the error of a piece of work, "" if there is none."""
     try:
@@ -265,6 +279,11 @@ def test_backend_puts_a_model_on_the_gpu_with_exact_float32():
 def test_memory_that_ends_is_no_reason_for_a_slower_path():
     for place, found in on_pretended_gpu(errors_when_memory_ends).items():
         assert found == "CUDA out of memory", place
+
+
+def test_kernel_of_attention_with_wrong_numbers_is_not_used():
+    unused, why = on_pretended_gpu(found_of_a_wrong_kernel)
+    assert unused and "torch's kernel differs by" in why
 
 
 def test_replays_and_copies_take_effect_when_a_gpu_does_them():
