@@ -493,22 +493,32 @@ class Autocast(torch.amp.autocast_mode.autocast):
         super().__init__(device_type.replace("cuda", "cpu"), *args, **kwargs)
 
 
-class Varlen(torch.autograd.Function):
-    """Attention of segments as one kernel, and one for its gradients."""
+class Whole(torch.autograd.Function):
+    """A function as one kernel, and one for its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        launch("varlen_attn")
-        ctx.attend = attend
+    def forward(ctx: Any, name: str, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        launch(name)
+        ctx.name, ctx.function = name, function
         ctx.save_for_backward(*inputs)
-        return on_gpu(attend(*map(on_host, inputs)))
+        return on_gpu(function(*map(on_host, inputs)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        launch("varlen_attn_backward")
+        launch(f"{ctx.name}_backward")
         with torch.enable_grad(), torch._C.DisableTorchFunction():
             inputs = [on_host(x).requires_grad_() for x in ctx.saved_tensors]
-            return None, *map(on_gpu, torch.autograd.grad(ctx.attend(*inputs), inputs, on_host(grad)))
+            grads = torch.autograd.grad(ctx.function(*inputs), inputs, on_host(grad))
+            return None, None, *map(on_gpu, grads)
+
+
+@handles(torch.nn.functional.rms_norm)
+def _rms_norm(
+    norm: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if not is_gpu(x) or weight is None or torch.is_inference_mode_enabled():  # where `WHOLE` has it
+        return norm(x, shape, weight, eps)
+    return Whole.apply("rms_norm", lambda x, weight: norm(x, shape, weight, eps), x, weight)
 
 
 def varlen_attn(
@@ -524,7 +534,7 @@ def varlen_attn(
         plain_varlen, ends_q=on_host(cu_seq_q), ends_k=on_host(cu_seq_k), longest_q=max_q, longest_k=max_k,
         scale=scale or query.shape[2] ** -0.5, window_size=window_size,
     )  # fmt: skip
-    return Varlen.apply(attend, query, key, value)
+    return Whole.apply("varlen_attn", attend, query, key, value)
 
 
 def flash_attention(

@@ -27,7 +27,7 @@ GRAPHS_AT_MOST = 8  # of an engine with four rows, whose cache grows
 MODES = {"bfloat16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}
 IN_THE_GRAPH = {"bfloat16": 404, "autocast": 320}  # kernels of a decode step with 28 layers
 OUTSIDE = 0  # of the graph
-IN_AN_UPDATE = 792  # kernels of a micro-batch with 4 layers
+IN_AN_UPDATE = 630  # kernels of a micro-batch with 4 layers
 REQUESTS = (
     {}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {},
