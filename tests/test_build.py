@@ -429,6 +429,49 @@ def test_an_environment_is_a_class_a_name_or_a_section(model_dir, tmp_path):
         environment({"name": "tool", "tools": [object()]})
 
 
+class Hinting(BaseMDPEnv):
+    """Answers once, and rewards that turn."""
+
+    def respond(self, sample):
+        sample.reward_turn(1.0)
+        return []
+
+
+def test_an_environment_of_a_user_gets_no_reward_by_default(model_dir, tmp_path, capsys):
+    keys = {"output": {"dir": str(tmp_path / "run")}, "rollout": SMALL}
+    with GRPOTrainer(str(model_dir), ROWS, env=Hinting, **keys).trainer as made:
+        assert made.rollout.env.reward_functions == []
+        assert (
+            "rewards is not set: only the rewards of turns count, as Hinting defines"
+            in capsys.readouterr().out
+        )
+    with GRPOTrainer(str(model_dir), [row | {"ground_truth": "1"} for row in ROWS], **keys).trainer as made:
+        assert [reward.name for reward in made.rollout.env.reward_functions] == ["math"]
+        assert "rewards is not set: math, as ChatEnv defines" in capsys.readouterr().out
+
+
+def test_an_environment_that_rewards_no_turns_needs_a_reward(model_dir, tmp_path):
+    class Plain(BaseMDPEnv):
+        """Plays a single turn."""
+
+    with pytest.raises(
+        ConfigError, match=r"Plain: there is no reward, and this .* rewards no turns\. Set rewards"
+    ):
+        GRPOTrainer(str(model_dir), ROWS, env=Plain, output={"dir": str(tmp_path / "run")}, rollout=SMALL)
+
+
+def test_a_curriculum_needs_a_reward_that_defines_success(model_dir, tmp_path):
+    rows = [row | {"level": number % 2} for number, row in enumerate(ROWS)]
+    keys = {"output": {"dir": str(tmp_path / "run")}, "rollout": SMALL, "curriculum": "level"}
+    with pytest.raises(
+        ConfigError, match=r"curriculum='level'.*no reward defines success \(rewards: vowels\)"
+    ):
+        GRPOTrainer(str(model_dir), rows, [Vowels()], **keys)
+    reward = Vowels()
+    reward.success_at = 0.5
+    GRPOTrainer(str(model_dir), rows, [reward], **keys).trainer.close()
+
+
 def test_the_weight_of_a_reward_of_turns_is_that_of_its_turns(model_dir, tmp_path):
     rewards = ["format", {"name": "tool_use", "per_turn": True, "weight": 0.25}]
     run = GRPOTrainer(str(model_dir), ROWS, rewards=rewards, output={"dir": str(tmp_path)})

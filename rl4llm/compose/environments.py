@@ -89,6 +89,28 @@ def build_env(
     return env
 
 
+def rewards_note(config: Config, given: Given, env: BaseMDPEnv) -> str:
+    """Return a line that names the rewards which an environment chose by itself; "" if the user chose."""
+    if config.rewards is not None or given.reward_functions is not None:
+        return ""
+    names = ", ".join(reward.name for reward in env.reward_functions)
+    return (
+        f"rewards is not set: {names or 'only the rewards of turns count'}, as {type(env).__name__} defines"
+    )
+
+
+def check_curriculum(config: Config, envs: Sequence[BaseMDPEnv]) -> None:
+    """Raise ConfigError if a curriculum follows successes that no reward of an environment defines."""
+    for env in envs if config.curriculum is not None else ():
+        if env.success_at is None and all(reward.success_at is None for reward in env.reward_functions):
+            names = ", ".join(reward.name for reward in env.reward_functions) or "no reward"
+            raise ConfigError(
+                f"curriculum={config.curriculum!r} draws prompts by their successes, but no reward defines success "
+                f"(rewards: {names}). Next: give one the lowest score of a success, such as "
+                "rewards=[{name: NAME, success_at: 1}]."
+            )
+
+
 def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
     """Raise DataError, with the place of the row, if a row of a dataset lacks a ground truth that a reward needs."""
     needing = next((reward for reward in rewards if needs_ground_truth(reward)), None)

@@ -31,7 +31,9 @@ from rl4llm.compose.environments import (
     build_env,
     build_rewards,
     build_sandbox,
+    check_curriculum,
     provided_by,
+    rewards_note,
     with_hosts,
 )
 from rl4llm.compose.identity import given_identity, planned_run, refuse_hidden
@@ -211,6 +213,7 @@ def _reinforced(
         in_part(name, _task, name, *part, *own, datasets[name], lambda: shared["sandbox"])
         for name, part in parts.items()
     ]
+    check_curriculum(config, [task.env for task in tasks])
     start = copy.deepcopy(given.model)  # before training changes the policy's weights
     backend = build_policy(config, algorithm, given.model)
     check_parts(config, backend)
@@ -249,7 +252,7 @@ def _reinforced(
         warn(
             tracker, config, [*warnings_of(config, algorithm.needs()), *warnings, *notes, *backend.warnings()]
         )
-        _connect(tracker, config, client, backend, [task.env for task in tasks])
+        _connect(tracker, config, given, (client, backend), tasks)
         measured = [task.measuring(task.held_out, **played) for task in tasks if task.held_out is not None]
         _tell_of(shared.made.get("sandbox"), run, tracker, first=all_ranks(config).is_first)
         return RLTrainer(
@@ -341,15 +344,20 @@ def base_of(
 
 
 def _connect(
-    tracker: RunTracker, config: Config, client: BaseClient, backend: BaseBackend, envs: Sequence[BaseMDPEnv]
+    tracker: RunTracker,
+    config: Config,
+    given: Given,
+    computing: tuple[BaseClient, BaseBackend],
+    tasks: Sequence[Task],
 ) -> None:
-    """Show how the engine and updates compute, and have the engine and the environments report to the tracker."""
-    for path in (client.path(), backend.path()) if all_ranks(config).is_first else ():
-        if path:
-            tracker.note(path)
-    client.report_to(tracker.warn)
-    for env in envs:
-        env.report_to(tracker.warn)
+    """Show how the engine and updates compute, and default rewards; have engine and environments report to the tracker."""
+    rewards = [rewards_note(task.config, given, task.env) for task in tasks]
+    shown = (*(part.path() for part in computing), *dict.fromkeys(rewards))
+    for text in filter(None, shown if all_ranks(config).is_first else ()):
+        tracker.note(text)
+    computing[0].report_to(tracker.warn)
+    for task in tasks:
+        task.env.report_to(tracker.warn)
 
 
 def tracker_of(config: Config, run: RunDir) -> RunTracker:

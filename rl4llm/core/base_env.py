@@ -45,7 +45,8 @@ class BaseMDPEnv(Player):
     Args:
         dataset: rows with `messages` (dicts with role and content) and `ground_truth`; other columns reach the rewards.
         tokenizer: the policy's tokenizer, with a chat template.
-        reward_functions: terminal rewards; more than one needs `reward_transform_fn`.
+        reward_functions: terminal rewards; more than one needs `reward_transform_fn`. Without any, an episode earns what
+            the environment gives its turns with `sample.reward_turn`.
         batch_size: accepted for compatibility, as is `shuffle_dataset`; the trainer's sections of a configuration decide.
         group_size: samples per prompt.
         max_steps: turns of the policy per episode.
@@ -74,8 +75,10 @@ class BaseMDPEnv(Player):
     roles: tuple[str, ...] = ("",)  # who speaks in an episode; the policy plays all except the opponents
     opponents: Mapping[str, Any] = {}  # the opponent of each role that the policy does not play
     frozen: Sequence[str] = ()  # roles that the policy plays without learning from it
-    default_rewards: Sequence[Any] = ("math",)
-    """Names, or mappings with options, where a configuration has no `rewards`."""
+    default_rewards: Sequence[Any] = ()
+    """Names, or mappings with options, where a configuration has no `rewards`; without any, only turns are rewarded."""
+    success_at: float | None = None
+    """The lowest total reward of a successful episode, if none of the rewards defines success with a `success_at`."""
     prompts: Callable[..., Sequence[Mapping[str, Any]]] | None = None
     """A static method ``prompts(split, limit, **options)`` of an environment that brings its dataset.
 
@@ -220,9 +223,10 @@ class BaseMDPEnv(Player):
 
     def _check_rewards(self, where: str) -> None:
         names = [reward.name for reward in self.reward_functions]
-        if not names:
+        if not names and not self._may_reward_turns():
             raise ConfigError(
-                f"{where}: reward_functions is empty. Pass at least one reward, such as rewards=[math]."
+                f"{where}: there is no reward, and this environment rewards no turns. Set rewards, for example "
+                "rewards=[math], or pass reward_functions."
             )
         if len(set(names)) < len(names):
             raise ConfigError(f"{where}: the names of rewards must differ, but they are {names}.")
@@ -236,6 +240,13 @@ class BaseMDPEnv(Player):
             raise ConfigError(
                 f"{where}: {len(terminal)} rewards ({', '.join(terminal)}) require a reward_transform_fn."
             )
+
+    def _may_reward_turns(self) -> bool:
+        """Return whether a subclass has code that could call `reward_turn`."""
+        return any(getattr(type(self), name) is not getattr(BaseMDPEnv, name) for name in _EPISODE_CODE)
+
+
+_EPISODE_CODE = ("respond", "_run_interaction_loop", "_run_episode", "end_episode")
 
 
 def _needs_roles(reward: BaseRewardFunction) -> bool:

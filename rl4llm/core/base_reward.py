@@ -54,10 +54,14 @@ class BaseRewardFunction(ABC):
 
     A batch that takes longer than `score_timeout_s` marks its episodes as failed too. Therefore the reward runs in a
     separate thread; one that must run in the main thread, such as one that sets signals, needs ``score_timeout_s = None``.
+
+    `success_at` is the lowest score that is a success, such as 1.0 for a right answer. The default None leaves that open:
+    then the reward counts in `reward/...` only. The first reward with a number decides what logs show as `accuracy`.
     """
 
     score_timeout_s: float | None = 300.0
     per_turn: bool = False
+    success_at: float | None = None
     needs_ground_truth: bool = True  # False accepts rows without one, and gets None
     needs_roles: bool = False  # whether it only works where several roles speak in an episode
     rewards_among_options: tuple[str, ...] = ()  # options of the constructor that are rewards themselves

@@ -29,13 +29,15 @@ class ChatMessage:
     """One message of a conversation, as chat templates know it.
 
     `tool_calls` are the calls of an assistant's message, in the form of OpenAI. A tool message may hold the call that it
-    answers. Only templates that ask for calls before answers use it, so `to_dict` leaves it out.
+    answers. Only templates that ask for calls before answers use it, so `to_dict` leaves it out. It is `failed` if the call
+    went wrong, whatever its text says.
     """
 
     role: str
     content: str
     tool_calls: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)  # unhashable
     tool_call_id: str | None = None
+    failed: bool = False
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -167,6 +169,7 @@ class Trajectory:
 
     `turn_rewards` has one number for each turn of the policy, or is empty; their sum is part of `reward`. In an episode
     of several roles each has its own trajectory, and `role` names it. `part` names the environment in a mixture.
+    `successes` says, for each reward that defines success, whether the episode reached it; the first of them counts.
 
     An episode whose history was rewritten has one token record for each history: the first is `spans`, those that came
     later are `forks`. What two records share was sampled in one of them and is context in the other.
@@ -184,6 +187,12 @@ class Trajectory:
     role: str = ""
     part: str = ""
     draw: int = 0  # its group's number in the step, in which a prompt may occur twice
+    successes: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def success(self) -> bool | None:
+        """Return whether the episode was a success; None if no reward defines success."""
+        return next(iter(self.successes.values()), None)
 
     @property
     def group_key(self) -> GroupKey:

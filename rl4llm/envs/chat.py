@@ -7,3 +7,5 @@ from rl4llm.core.base_env import BaseMDPEnv
 
 class ChatEnv(BaseMDPEnv):
     """Play single-turn tasks such as GSM8K: the first turn of the policy is its answer."""
+
+    default_rewards = ("math",)

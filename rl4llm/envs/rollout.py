@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ from rl4llm.core.types import Group, SamplingParams, TokenSpan, Trajectory, coun
 from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import kept_thoughts
 from rl4llm.envs.policy import PolicyLLM
-from rl4llm.rewards.scoring import score
+from rl4llm.rewards.scoring import score, successes
 from rl4llm.runtime.raised import raised
 from rl4llm.runtime.seeds import derive_seed
 
 T = TypeVar("T")
+logger = logging.getLogger("rl4llm.envs")
 Episode = list[SampleState]
 """A sample for each role that the policy plays: one unless the environment has several roles."""
 
@@ -82,6 +84,7 @@ class Rollout:
         self._renderer = renderer or Renderer.of(env, env.tokenizer)
         self._seed = env.seed if seed is None else seed
         self._sampling = dict(sampling or {})
+        self._warned = False
 
     @property
     def num_rows(self) -> int:
@@ -162,6 +165,7 @@ class Rollout:
         """Return the groups of played episodes, scored with the rewards of this environment."""
         samples = [item for item in episodes.samples if item.failure is not None or item.policy_spans]
         scores = score(samples, self.env.reward_functions, self.env.reward_transform_fn)
+        self._warn_of_no_reward(samples)
         for sample in samples:
             check_turns(self.env, sample)
             if counts := self._counts(sample):
@@ -172,6 +176,14 @@ class Rollout:
             for i, (sample, reward) in enumerate(zip(samples, scores.reward.tolist(), strict=True))
             if sample.failure is None
         }
+        for name, trajectory in trajectories.items():
+            won = successes(
+                self.env.reward_functions,
+                trajectory.rewards,
+                reward=trajectory.reward,
+                success_at=self.env.success_at,
+            )
+            trajectories[name] = replace(trajectory, successes=won)
         groups = []
         # Each draw of a prompt is a group for each role.
         for first in range(0, len(episodes.all), episodes.size):
@@ -181,6 +193,19 @@ class Rollout:
             groups=tuple(filter(None, groups)),
             failed=tuple(sample for sample in samples if sample.failure is not None),
         )
+
+    def _warn_of_no_reward(self, samples: Sequence[SampleState]) -> None:
+        """Log once if there is no reward and the environment rewarded no turn of any sample."""
+        if self._warned or self.env.reward_functions or not samples:
+            return
+        self._warned = not any(sample.turn_rewards for sample in samples)
+        if self._warned:
+            logger.warning(
+                "%s rewarded no turn in %d episodes, and there is no other reward: nothing can be learned from them. "
+                "Next: set rewards, or call sample.reward_turn.",
+                type(self.env).__name__,
+                len(samples),
+            )
 
     def _counts(self, sample: SampleState) -> dict[str, int]:
         """Count the special tokens in the text of others, and tokens of thoughts that the template would have dropped."""

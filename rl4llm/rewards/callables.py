@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -25,7 +26,8 @@ def as_reward_function(
 
     - an instance of BaseRewardFunction (returned as it is) or a subclass (called without options);
     - a registered name or ``"package.module:Thing"``;
-    - a mapping ``{"name": one of those, "label": name or nothing, **options}``;
+    - a mapping ``{"name": one of those, "label": name or nothing, "success_at": number or nothing, **options}``, whose
+      `success_at` replaces that of the reward;
     - a function ``f(completions, **columns) -> list[float]``, see `BatchCallable`.
 
     `provided` has objects of the run, such as its sandbox, for classes that have a parameter of that name.
@@ -37,8 +39,10 @@ def as_reward_function(
         return _build(obj, REWARDS[obj], {}, name, provided)
     if isinstance(obj, Mapping):
         options = dict(obj)
-        key, label = _key_of(options)
-        return _build(key, REWARDS[key], options, name or label, provided)
+        key, label, success_at = _key_of(options)
+        made = _build(key, REWARDS[key], options, name or label, provided)
+        made.success_at = made.success_at if success_at is None else success_at
+        return made
     if callable(obj):
         return _build(getattr(obj, "__name__", type(obj).__name__), obj, {}, name)
     raise RewardError(
@@ -50,7 +54,7 @@ def as_reward_function(
 def check_reward(spec: str | Mapping[str, Any]) -> None:
     """Raise ConfigError for an unknown reward of a configuration, or unknown options; the reward is not made."""
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
-    key, label = _key_of(options)
+    key, label, _ = _key_of(options)
     item = REWARDS[key]
     _refuse_other_class(key, item)
     if not (inspect.isclass(item) and issubclass(item, BaseRewardFunction)):
@@ -71,7 +75,7 @@ class BatchCallable(BaseRewardFunction):
     `completions` holds the text of each sample's last reply. By name, and only if the function has a parameter of that
     name (or ``**columns``), it gets lists of the same length: `prompts` (the prompt's messages as dicts with role and
     content), `messages` (the whole conversation as ChatMessages), `ground_truth`, and the columns of the dataset. It may be
-    async.
+    async. Its attribute `success_at`, if any, is that of the reward.
 
     Args:
         function: what scores.
@@ -95,6 +99,7 @@ class BatchCallable(BaseRewardFunction):
         super().__init__(name)
         self.function = function
         self.per_turn = per_turn
+        self.success_at = getattr(function, "success_at", None)
         self._examples = examples
         self.parameters = inspect.signature(function).parameters
         truth = self.parameters.get("ground_truth")
@@ -166,14 +171,20 @@ class BatchCallable(BaseRewardFunction):
             )
 
 
-def _key_of(options: dict[str, Any]) -> tuple[str, str | None]:
-    """Pop the registered name and the name for the log from the options."""
+def _key_of(options: dict[str, Any]) -> tuple[str, str | None, float | None]:
+    """Pop the registered name, the name for the log and the score of a success from the options."""
     spec = dict(options)
-    key, label = options.pop("name", None), options.pop("label", None)
+    key, label, success_at = (options.pop(name, None) for name in ("name", "label", "success_at"))
     if not isinstance(key, str):
         known = ", ".join(REWARDS)
         raise ConfigError(f"A reward needs 'name', one of: {known} or 'package.module:Thing'; got {spec!r}.")
-    return key, label
+    number = isinstance(success_at, int | float) and not isinstance(success_at, bool)
+    if success_at is not None and not (number and math.isfinite(success_at)):
+        raise ConfigError(
+            f"rewards: success_at={success_at!r} of {key!r} is not accepted. Accepted: a finite number, the lowest score of "
+            "a success."
+        )
+    return key, label, success_at
 
 
 def _build(

@@ -65,6 +65,8 @@ class MathReward(BaseRewardFunction):
     ``\\boxed{18}`` are reduced to that.
     """
 
+    success_at = 1.0
+
     @checked("rewards.{name}")
     def __init__(
         self,

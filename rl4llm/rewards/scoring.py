@@ -74,6 +74,23 @@ def score(
     return Scores(rewards, reward)
 
 
+def successes(
+    reward_functions: Sequence[BaseRewardFunction],
+    rewards: Mapping[str, float],
+    *,
+    reward: float,
+    success_at: float | None = None,
+) -> dict[str, bool]:
+    """Return, for each reward that defines success, whether an episode reached it.
+
+    If none does, `success_at` of the environment, if any, is compared with the episode's total `reward`.
+    """
+    least = {one.name: one.success_at for one in reward_functions if one.success_at is not None}
+    if not least:
+        return {} if success_at is None else {"": reward >= success_at}
+    return {name: rewards[name] >= score for name, score in least.items()}
+
+
 def _combined(rewards: dict[str, Tensor], transform: RewardTransform | None, num_samples: int) -> Tensor:
     if not rewards:
         return torch.zeros(num_samples, dtype=torch.float64)

@@ -35,6 +35,7 @@ class BaseWrapper(BaseRewardFunction):
         super().__init__(name or self.reward.name)
         self.per_turn = self.reward.per_turn
         self.score_timeout_s = self.reward.score_timeout_s
+        self.success_at = self.reward.success_at
         self.parts = (self.reward,)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Any:
@@ -75,6 +76,8 @@ class Clip(BaseWrapper):
             )
         self.low = low
         self.high = high
+        if self.success_at is not None and not low < self.success_at <= high:
+            self.success_at = None  # clipped scores do not tell success from failure
 
     def change(self, score: float) -> float:
         return min(max(score, self.low), self.high)
@@ -96,6 +99,7 @@ class Threshold(BaseWrapper):
         self.at_least = at_least
         self.above = above
         self.below = below
+        self.success_at = float(above) if above > below else None
 
     def change(self, score: float) -> float:
         return float(self.above if score >= self.at_least else self.below)
@@ -114,6 +118,8 @@ class Scale(BaseWrapper):
             )
         self.factor = factor
         self.offset = offset
+        if self.success_at is not None:
+            self.success_at = self.change(self.success_at) if factor > 0 else None
 
     def change(self, score: float) -> float:
         return score * self.factor + self.offset
@@ -143,6 +149,8 @@ class Gate(BaseWrapper):
             raise ConfigError(f"rewards.{self.name}.by={self.by.name!r} scores turns; {accepted}.")
         self.at_least = at_least
         self.otherwise = float(otherwise)
+        if self.success_at is not None and self.otherwise >= self.success_at:
+            self.success_at = None
         self.parts = (self.reward, self.by)
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:

@@ -1,8 +1,8 @@
 """The log of episodes: messages, exact tokens, who wrote them, and rewards.
 
     episodes/step-000012.jsonl
-        {"step": 12, "prompt_id": "7", "sample": 0, "reward": 1.0, "rewards": {"accuracy": 1.0}, "stop_reason": "done",
-         "turns": 2, "tokens": 31, "credit": 0.5, "mismatch": 0.00012,
+        {"step": 12, "prompt_id": "7", "sample": 0, "reward": 1.0, "rewards": {"math": 1.0}, "success": true,
+         "stop_reason": "done", "turns": 2, "tokens": 31, "credit": 0.5, "mismatch": 0.00012,
          "messages": [{"role": "user", "content": "..."}, ...], "ground_truth": "42",
          "spans": [{"author": "context", "token_ids": [...]},
                    {"author": "policy", "token_ids": [...], "logprobs": [...], "version": 11,
@@ -16,6 +16,7 @@ steps of the same rollout under newer ones, unless they are recomputed), the adv
 and the places where a clip cut the gradient. `mismatch` is the largest difference of the log-probs, in nats. Episodes that
 did not train, and evaluations, have none of these.
 
+`success` is left out if no reward defines success. A tool's message is `failed` if the call went wrong.
 An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
 An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` has notes of environments and
 rewards: why a reward was 0 (`reward_notes`), what failed before a retry (`played_again_after`). In an episode of several
@@ -201,9 +202,10 @@ def _finished(trajectory: Trajectory, index: int, notes: Notes) -> dict[str, Any
         "sample": extras.pop("sample", index),
         "reward": trajectory.reward,
         "rewards": dict(trajectory.rewards),
+        **({} if trajectory.success is None else {"success": trajectory.success}),
         "stop_reason": trajectory.stop_reason,
         "ground_truth": _plain(extras.pop("ground_truth", None)),
-        "messages": [message.to_dict() for message in trajectory.messages],
+        "messages": list(map(_message, trajectory.messages)),
         **_tokens(trajectory.spans, trajectory.forks, notes),
         "extras": _plain(extras),
     }
@@ -219,10 +221,14 @@ def _failed(sample: SampleState) -> dict[str, Any]:
         "failure_class": sample.failure_class,
         "stop_reason": sample.stop_reason,
         "ground_truth": _plain(sample.ground_truth),
-        "messages": [message.to_dict() for message in sample.messages],
+        "messages": list(map(_message, sample.messages)),
         **_tokens(sample.spans, sample.special.forks),
         "extras": _plain(sample.extras),
     }
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    return message.to_dict() | ({"failed": True} if message.failed else {})
 
 
 def _tokens(

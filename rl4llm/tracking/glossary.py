@@ -12,7 +12,8 @@ reward/mean | Averages the combined reward over all sampled trajectories. | rewa
 reward/std | Is the population standard deviation of the combined reward. | reward | above 0
 reward/kl | Averages the KL penalty that `kl_in=reward` subtracts from the reward. | reward |
 reward/NAME | Averages the reward NAME; rewards named mean and std are logged as mean_ and std_. | reward |
-accuracy | Is the share of trajectories whose reward `accuracy`, or else the first one, is at least 1. | share | rising
+accuracy | Is the share of successes: of trajectories whose first reward with a `success_at` reached it. Not logged if no
+  reward has one. | share | rising
 groups/count | Counts the groups with more than one trajectory. | groups |
 groups/zero_spread | Is the share of zero-variance groups, which teach a group-relative method nothing. | share of
   groups | below 1

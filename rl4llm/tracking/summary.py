@@ -35,6 +35,7 @@ class Episode:
     frozen: bool = False
     part: str = ""
     surprise: float = 0.0  # nats, of all of the policy's tokens together
+    success: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ def facts(groups: Sequence[Group]) -> list[list[Episode]]:
                 group.frozen,
                 one.part,
                 -math.fsum(logprob for span in one.policy_spans for logprob in span.logprobs or ()),
+                one.success,
             )
             for one in group.trajectories
         ]
@@ -75,11 +77,6 @@ def faults(failed: Sequence[SampleState]) -> list[Failure]:
     return [
         Failure(sample.failure_class, sample.special.part, tuple(_calls(sample.extras))) for sample in failed
     ]
-
-
-def succeeded(rewards: Mapping[str, float]) -> bool:
-    """Return whether the reward named "accuracy", or else the first one, is at least 1."""
-    return rewards.get("accuracy", next(iter(rewards.values()), 0.0)) >= 1.0
 
 
 def unread(trajectory: Trajectory) -> bool:
@@ -104,7 +101,7 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[Failur
 
     reward/mean, reward/std      of the combined reward over all trajectories (population standard deviation)
     reward/<name>                mean of each reward; one named "mean" or "std" becomes reward/mean_, reward/std_
-    accuracy                     share of trajectories whose reward named "accuracy", or else first reward, is at least 1
+    accuracy                     share of successes, by the first reward that defines success, over the trajectories with one
     completion_length/...        mean, p90 and max of the tokens that the policy wrote, all turns together
     prompt_length/mean           tokens that the trajectories start from
     turns                        mean number of times the policy spoke
@@ -193,8 +190,9 @@ def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
     for name in names:
         scores = [trajectory.rewards[name] for trajectory in trajectories if name in trajectory.rewards]
         metrics[f"reward/{name}{'_' if name in RESERVED else ''}"] = statistics.fmean(scores)
-    if names:
-        metrics["accuracy"] = statistics.fmean(succeeded(trajectory.rewards) for trajectory in trajectories)
+    decided = [trajectory.success for trajectory in trajectories if trajectory.success is not None]
+    if decided:
+        metrics["accuracy"] = statistics.fmean(decided)
     return metrics
 
 

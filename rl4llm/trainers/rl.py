@@ -24,7 +24,6 @@ from rl4llm.sync.inference import Inference
 from rl4llm.sync.verify import check_mismatch, summarize_mismatch, token_mismatch
 from rl4llm.tracking.episodes import TrainedTokens
 from rl4llm.tracking.run import RunTracker
-from rl4llm.tracking.summary import succeeded
 from rl4llm.trainers.prepare import Preparation
 
 if TYPE_CHECKING:
@@ -315,7 +314,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             return
         members = [one for group in step.groups if not group.frozen for one in group.trajectories]
         own = [[one for one in members if one.part == part] for part in self.prompts.watched]
-        counts = torch.tensor([[sum(succeeded(one.rewards) for one in part), len(part)] for part in own])
+        counts = torch.tensor([[sum(bool(one.success) for one in part), len(part)] for part in own])
         self.prompts.observe(dict(zip(self.prompts.watched, self.ranks.total(counts).tolist(), strict=True)))
         step.counts |= self.prompts.metrics()
 

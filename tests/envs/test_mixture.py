@@ -23,6 +23,8 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}<
 class Says(BaseRewardFunction):
     """1 for the ground truth."""
 
+    success_at = 1.0
+
     def __init__(self, name="says"):
         super().__init__(name)
 
@@ -217,18 +219,24 @@ def test_raising_loop_ends_all_parts_and_names_its_environment(mix):
         mixed.play([0, 6], step=0, sampling_params=PARAMS)
 
 
-def test_success_is_judged_by_each_parts_own_reward():
-    from rl4llm.core.types import Group, TokenSpan, Trajectory
+def test_success_of_a_part_is_defined_by_its_own_reward(mix):
+    class Open(Says):
+        success_at = None
 
-    def group(part, rewards):
-        spans = (TokenSpan.context([1]), TokenSpan((2,), "policy", (0.0,), 0))
-        return Group(f"{part}/0", (Trajectory(f"{part}/0", spans, (), rewards, 0.5, "done", part=part),))
+    class Strict(Says):
+        success_at = 2.0
 
-    metrics = summarize(
-        [group("a", {"math": 1.0}), group("b", {"length": 0.0, "accuracy": 1.0}), group("c", {"code": 0.5})]
+    parts = {"easy": (BaseMDPEnv, 1, {}), "hard": (BaseMDPEnv, 1, {}), "open": (BaseMDPEnv, 1, {})}
+    mixed, _ = mix(parts, {"": ["85"]})
+    for part, reward in zip(mixed.parts, (Says(), Strict(), Open()), strict=True):
+        part.env.reward_functions = [reward]
+    metrics = summarize(mixed.play([0, 1, 2], step=0, sampling_params=PARAMS).groups)
+    assert (metrics["accuracy"], metrics["part/easy/accuracy"], metrics["part/hard/accuracy"]) == (
+        0.5,
+        1.0,
+        0.0,
     )
-    assert metrics["accuracy"] == pytest.approx(2 / 3)
-    assert [metrics[f"part/{name}/accuracy"] for name in "abc"] == [1.0, 1.0, 0.0]
+    assert "part/open/accuracy" not in metrics and metrics["part/open/reward/mean"] == 1.0
 
 
 def test_no_rows_are_an_empty_rollout(mix):

@@ -90,7 +90,8 @@ def play_scripted(tokenizer):
 
     def run(env_class, client, *, prompts=2, group_size=3, max_steps=2, rewards=None, max_failed_share=1.0):
         runner.run(client.load(WeightRef(0)))
-        env = env_class(dataset(prompts), tokenizer, rewards or [Length()], 1, 1, max_steps=max_steps)
+        rewards = [Length()] if rewards is None else rewards
+        env = env_class(dataset(prompts), tokenizer, rewards, 1, 1, max_steps=max_steps)
         rollout = Rollout(
             env,
             client,
@@ -585,6 +586,33 @@ def test_timeout_inside_an_environment_is_not_the_deadline(play_scripted, tokeni
     where = f"tests/envs/test_rollout.py:{inspect.getsourcelines(env_class.respond)[1] + 1}"
     cause = f"{env_class.__name__}.respond raised TimeoutError: the shop did not answer ({where})"
     assert {sample.failure for sample in result.failed} == {cause}
+
+
+class Wins(BaseMDPEnv):
+    """Rewards the second turn, and a total of 2 is a success."""
+
+    success_at = 2.0
+
+    def respond(self, sample):
+        if sample.current_step == 2:
+            sample.reward_turn(float(sample.last_message.content))
+        return [ChatMessage("tool", "again")]
+
+
+def test_without_rewards_an_episode_earns_what_its_turns_do(play_scripted, tokenizer, caplog):
+    client = ScriptedClient(tokenizer, {"0/p0/0": ["0", "2"], "0/p1/0": ["0", "1"]})
+    result = play_scripted(Wins, client, rewards=[], group_size=1)
+    earned = {item.prompt_id: (item.rewards, item.reward, item.success) for item in result.trajectories}
+    assert earned == {"p0": ({}, 2.0, True), "p1": ({}, 1.0, False)}
+    assert caplog.messages == []
+
+
+def test_rollout_warns_once_if_nothing_rewards_anything(play_scripted, tokenizer, caplog):
+    result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["a"]}), rewards=[], group_size=1)
+    assert {item.reward for item in result.trajectories} == {0.0}
+    assert {item.success for item in result.trajectories} == {None}
+    (warning,) = caplog.messages
+    assert warning.startswith("ThreeTurns rewarded no turn in 2 episodes, and there is no other reward")
 
 
 HANGS_FOREVER = """

@@ -19,7 +19,8 @@ def trajectory(prompt_id="p", sample=0, **extras):
     completion = Completion("42", (5, 6), (-0.1, -1 / 3), "stop", version=11)
     spans = (TokenSpan.context([1, 2]), *TokenSpan.policy(completion))
     extras = {"sample": sample, "ground_truth": "42", **extras}
-    return Trajectory(prompt_id, spans, MESSAGES, {"accuracy": 1.0, "length": 0.5}, 1.5, "done", extras)
+    rewards, successes = {"accuracy": 1.0, "length": 0.5}, {"accuracy": True}
+    return Trajectory(prompt_id, spans, MESSAGES, rewards, 1.5, "done", extras, successes=successes)
 
 
 def failed(prompt_id="p"):
@@ -68,6 +69,7 @@ def test_an_episode_keeps_every_token_its_author_and_advantage(tmp_path):
             "sample": 4,
             "reward": 1.5,
             "rewards": {"accuracy": 1.0, "length": 0.5},
+            "success": True,
             "stop_reason": "done",
             "turns": 1,
             "tokens": 2,

@@ -14,7 +14,18 @@ from rl4llm.tracking.tracker import read_jsonl
 def group(reward):
     spans = (TokenSpan.context([1, 2]), *TokenSpan.policy(Completion("a", (5, 6), (-0.1, -0.2), "stop", 1)))
     return Group(
-        "p", (Trajectory("p", spans, (ChatMessage("user", "?"),), {"accuracy": reward}, reward, "done"),)
+        "p",
+        (
+            Trajectory(
+                "p",
+                spans,
+                (ChatMessage("user", "?"),),
+                {"right": reward},
+                reward,
+                "done",
+                successes={"right": reward >= 1},
+            ),
+        ),
     )
 
 

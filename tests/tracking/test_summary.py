@@ -14,9 +14,11 @@ def policy(count, version=0):
     return TokenSpan(tuple(range(count)), "policy", (-0.5,) * count, version)
 
 
-def trajectory(reward, *spans, rewards=None, stop_reason="done", prompt_id="p"):
-    rewards = {"accuracy": reward} if rewards is None else rewards
-    return Trajectory(prompt_id, (PROMPT, *spans), (ChatMessage("user", "?"),), rewards, reward, stop_reason)
+def trajectory(reward, *spans, rewards=None, stop_reason="done", prompt_id="p", **more):
+    if rewards is None:
+        rewards, more["successes"] = {"right": reward}, {"right": reward >= 1}
+    asked = (ChatMessage("user", "?"),)
+    return Trajectory(prompt_id, (PROMPT, *spans), asked, rewards, reward, stop_reason, **more)
 
 
 def failed():
@@ -35,7 +37,7 @@ def test_every_metric_of_a_rollout_worked_out_by_hand():
     assert metrics == pytest.approx(
         {
             "reward/mean": 0.5,
-            "reward/accuracy": 0.5,
+            "reward/right": 0.5,
             "accuracy": 1 / 3,
             "completion_length/mean": 6.0,
             "completion_length/p90": 10.0,
@@ -65,11 +67,13 @@ def test_a_turn_of_two_weight_versions_counts_as_one():
     assert summarize([Group("p", (trajectory(1.0, policy(2, 3), policy(2, 4)),))])["turns"] == 1.0
 
 
-def test_accuracy_is_the_reward_accuracy_or_the_first_one():
-    named = trajectory(2.0, policy(1), rewards={"format": 1.0, "accuracy": 0.9})
-    first = trajectory(0.0, policy(1), rewards={"exact": 1.0, "length": 0.2})
-    assert summarize([Group("p", (named,))])["accuracy"] == 0.0
-    assert summarize([Group("p", (first,))])["accuracy"] == 1.0
+def test_accuracy_counts_only_episodes_whose_success_is_defined():
+    rewards = {"exact": 1.0, "length": 2.0}
+    undefined = trajectory(3.0, policy(1), rewards=rewards)
+    assert "accuracy" not in summarize([Group("p", (undefined,))])
+    won = trajectory(3.0, policy(1), rewards=rewards, successes={"exact": True, "length": False})
+    lost = trajectory(3.0, policy(1), rewards=rewards, successes={"exact": False, "length": True})
+    assert summarize([Group("p", (undefined, won, lost, won))])["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_reward_names_do_not_hide_the_combined_reward():

@@ -249,6 +249,8 @@ def test_keys_of_one_environment_are_refused_beside_parts(model_dir, tmp_path):
 class Even(BaseRewardFunction):
     """Give 1.0 for a reply of even length, always to the pool "solved"; it cannot score the pool "lost"."""
 
+    success_at = 1.0
+
     def __init__(self, name="even"):
         super().__init__(name)
 

@@ -57,6 +57,8 @@ INSTRUCTIONS: dict[str, Callable[[str], bool]] = {
 class Follows(BaseRewardFunction):
     """1 if the reply follows the instruction and names the topic, in five words or more, 0 if not."""
 
+    success_at = 1.0
+
     def __init__(self, name: str = "follows"):
         super().__init__(name)
 

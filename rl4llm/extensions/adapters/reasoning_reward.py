@@ -37,6 +37,8 @@ class ReasoningReward(BaseRewardFunction):
         max_answer_chars: longer answers score 0.0 without being verified.
     """
 
+    success_at = 1.0
+
     @checked("rewards.{name}")
     def __init__(
         self,

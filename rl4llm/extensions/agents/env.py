@@ -49,6 +49,8 @@ class AgentEnv(BaseMDPEnv):
         processes: how many agents of `command` run at once.
     """
 
+    default_rewards = ("math",)
+
     @checked("env")
     def __init__(
         self,

@@ -171,8 +171,8 @@ def _by_name(arguments: argparse.Namespace, names: Sequence[str], ks: Sequence[i
 def examples(problems: Sequence[Problem]) -> list[str]:
     """Return a few questions with the first answer as lines: problems without a success before those that succeeded."""
     told = [problem for problem in problems if problem.answers]
-    wrong = [problem for problem in told if not problem.successes]
-    right = [problem for problem in told if problem.successes]
+    wrong = [problem for problem in told if problem.successes == 0]
+    right = [problem for problem in told if problem.successes != 0]
     chosen = wrong[: max(EXAMPLES - 1, EXAMPLES - len(right))]
     chosen += right[: EXAMPLES - len(chosen)]
     return [

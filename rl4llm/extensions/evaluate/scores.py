@@ -16,7 +16,6 @@ from functools import partial
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.types import Group, Trajectory
 from rl4llm.rewards.replies import final_reply
-from rl4llm.tracking.summary import succeeded
 
 Z = statistics.NormalDist().inv_cdf(0.975)
 SHARES = "95 %, over problems: Wilson's for shares, Agresti and Min's for their differences"
@@ -27,13 +26,13 @@ INTERVALS = f"{SHARES}, normal for rewards"
 class Problem:
     """A held-out prompt and the rewards of its samples; each role of several is a separate problem.
 
-    `failed` samples are not among the `rewards`: they failed through no fault of the model. `question` is the last message
-    of the prompt, and `answers` are the last messages of the samples.
+    `failed` samples are not among the `rewards`: they failed through no fault of the model. `successes` is None if no reward
+    defines success. `question` is the last message of the prompt, and `answers` are the last messages of the samples.
     """
 
     prompt_id: str
     rewards: tuple[float, ...]
-    successes: int
+    successes: int | None
     failed: int = 0
     role: str = ""
     part: str = ""
@@ -69,21 +68,28 @@ def problems_of(groups: Sequence[Group], failed: Sequence[SampleState]) -> list[
     for sample in failed:
         lost[sample.prompt_id, sample.role, sample.special.part] += 1
     problems = [_problem(group, lost) for group in groups if not group.frozen]
-    return problems + [Problem(name, (), 0, count, role, part) for (name, role, part), count in lost.items()]
+    return problems + [
+        Problem(name, (), None, count, role, part) for (name, role, part), count in lost.items()
+    ]
 
 
 def graded_by(reward: str, groups: Sequence[Group]) -> list[Problem]:
     """Return the problems as another reward of the same episodes grades them, without texts."""
-    rewards = [(group, tuple(member.rewards[reward] for member in group.trajectories)) for group in groups]
     return [
-        Problem(group.prompt_id, earned, sum(value >= 1 for value in earned)) for group, earned in rewards
+        Problem(
+            group.prompt_id,
+            tuple(member.rewards[reward] for member in group.trajectories),
+            _successes([member.successes.get(reward) for member in group.trajectories]),
+        )
+        for group in groups
     ]
 
 
 def scores(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
     """Return pass@k for each of `ks`, mean@n of n samples, and the mean reward; again for each part of a run of several.
 
-    A problem with fewer than k samples left does not count in pass@k.
+    Only the mean reward is there if no reward defines success. A problem with fewer than k samples left does not count in
+    pass@k.
     """
     found = _scores(problems, ks)
     for part, own in _by_part(problems).items():
@@ -200,7 +206,7 @@ def _measures(problems: Iterable[Problem], ks: Sequence[int]) -> dict[str, Measu
     """What is measured of one problem, by the name of the score; None where it has too few samples."""
     most = max((problem.samples for problem in problems), default=0)
     shares: dict[str, Measure] = {f"pass@{k}": partial(_pass, k=k) for k in ks}
-    shares[f"mean@{most}"] = lambda problem: problem.successes / problem.samples if problem.samples else None
+    shares[f"mean@{most}"] = _share
     return {
         **shares,
         "reward": lambda problem: statistics.fmean(problem.rewards) if problem.rewards else None,
@@ -225,8 +231,22 @@ def _by_prompt(measure: Measure, problems: Iterable[Problem]) -> Mapping[str, fl
     return {name: statistics.fmean(of_roles) for name, of_roles in values.items()}
 
 
+def _share(problem: Problem) -> float | None:
+    if problem.successes is None or not problem.samples:
+        return None
+    return problem.successes / problem.samples
+
+
 def _pass(problem: Problem, k: int) -> float | None:
-    return pass_at_k(problem.samples, problem.successes, k) if problem.samples >= k else None
+    if problem.successes is None or problem.samples < k:
+        return None
+    return pass_at_k(problem.samples, problem.successes, k)
+
+
+def _successes(decided: Sequence[bool | None]) -> int | None:
+    """Return the number of successes; None if no reward defines success."""
+    known = [success for success in decided if success is not None]
+    return sum(known) if known else None
 
 
 def _problem(group: Group, lost: dict[tuple[str, str, str], int]) -> Problem:
@@ -236,7 +256,7 @@ def _problem(group: Group, lost: dict[tuple[str, str, str], int]) -> Problem:
     return Problem(
         prompt_id=group.prompt_id,
         rewards=tuple(member.reward for member in members),
-        successes=sum(succeeded(member.rewards) for member in members),
+        successes=_successes([member.success for member in members]),
         failed=lost.pop((group.prompt_id, role, part), 0),
         role=role,
         part=part,

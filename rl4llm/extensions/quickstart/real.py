@@ -18,7 +18,6 @@ from rl4llm.extensions.quickstart.pretrained import smollm2
 from rl4llm.extensions.quickstart.run import configured, program, show_files
 from rl4llm.extensions.quickstart.sums import write_sums
 from rl4llm.runtime.terminal import Terminal
-from rl4llm.tracking.summary import succeeded
 from rl4llm.tracking.tracker import read_jsonl
 
 CONFIG = "recipes/sums/train.yaml"
@@ -93,7 +92,7 @@ def _answers(run: Path, first: int, last: int) -> Table:
 
 def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     said = " ".join(row["messages"][-1]["content"].split())
-    return said, "right" if succeeded(row["rewards"]) else "wrong"
+    return said, "right" if row["success"] else "wrong"
 
 
 def _share(row: Mapping[str, float]) -> str:

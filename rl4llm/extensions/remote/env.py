@@ -38,6 +38,7 @@ class RemoteEnv(BaseMDPEnv):
     def __init__(self, *args: Any, hosts: Hosts, opened: Any, name: str, **kwargs: Any):
         self.reply_roles = tuple(opened.reply_roles)
         self.continue_truncated = opened.continue_truncated
+        self.success_at = opened.success_at if opened.HasField("success_at") else None
         self.respond_timeout_s = math.inf  # the hosts have deadlines, and waiting for a host has another
         self._hosts, self._opened, self._name = hosts, opened, name
         self._episodes: dict[int, HostedEpisode] = {}  # by id of the sample
@@ -124,9 +125,9 @@ class RemoteRolesEnv(RemoteEnv, RolesEnv):
 class RemoteReward(BaseRewardFunction):
     """A reward that a host computes at the end of an episode; here its score is only looked up."""
 
-    def __init__(self, name: str, per_turn: bool, needs_ground_truth: bool):
+    def __init__(self, name: str, per_turn: bool, needs_ground_truth: bool, success_at: float | None = None):
         super().__init__(name)
-        self.per_turn, self.needs_ground_truth = per_turn, needs_ground_truth
+        self.per_turn, self.needs_ground_truth, self.success_at = per_turn, needs_ground_truth, success_at
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         raise RewardFailure(

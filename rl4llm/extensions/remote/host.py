@@ -212,12 +212,14 @@ class EnvHost:
             respond_timeout_s=env.respond_timeout_s,
             stop=turn.stop,
             stop_token_ids=turn.stop_token_ids,
+            success_at=env.success_at,
             rewards=[
                 wire.Reward(
                     name=item.name,
                     per_turn=item.per_turn,
                     timeout_s=item.score_timeout_s or LONGEST_SCORE_S,
                     needs_ground_truth=needs_ground_truth(item),
+                    success_at=item.success_at,
                 )
                 for item in env.reward_functions
             ],

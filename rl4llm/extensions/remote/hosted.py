@@ -49,7 +49,12 @@ class HostedEnvironment:
             tokenizer.save_pretrained(directory)
             self._opened = self.hosts.open(self.name, self.options, specs, seed, row, Path(directory))
         return [
-            RemoteReward(reward.name, reward.per_turn, reward.needs_ground_truth)
+            RemoteReward(
+                reward.name,
+                reward.per_turn,
+                reward.needs_ground_truth,
+                reward.success_at if reward.HasField("success_at") else None,
+            )
             for reward in self._opened.rewards
         ]
 

@@ -22,7 +22,7 @@ from rl4llm.core.sample import EpisodeState, Line, SampleState, Special
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.rewards.ask import Broken
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 * 1024**2
 COMPILED = Path(__file__).with_name("environments.binpb")
 PACKAGE = "rl4llm.environments.v1"
@@ -259,7 +259,7 @@ def _plain(text: str) -> str:
 
 
 def _message(item: ChatMessage) -> Any:
-    message = MESSAGES["Message"](role=item.role, content=item.content)
+    message = MESSAGES["Message"](role=item.role, content=item.content, failed=item.failed)
     message.tool_calls.extend(json.dumps(dict(call)) for call in item.tool_calls or ())
     if item.tool_call_id is not None:
         message.tool_call_id = item.tool_call_id
@@ -269,7 +269,7 @@ def _message(item: ChatMessage) -> Any:
 def _chat_message(message: Any) -> ChatMessage:
     calls = tuple(json.loads(call) for call in message.tool_calls) or None
     call_id = message.tool_call_id if message.HasField("tool_call_id") else None
-    return ChatMessage(message.role, message.content, calls, call_id)
+    return ChatMessage(message.role, message.content, calls, call_id, message.failed)
 
 
 def _span(item: TokenSpan) -> Any:

@@ -46,6 +46,7 @@ class CodeReward(BaseRewardFunction):
         sandbox: where programs run; by default the strongest level that this machine supports.
     """
 
+    success_at = 1.0
     score_timeout_s = None  # every program has limits, and the supervisor has a deadline
 
     @checked("rewards.{name}")

@@ -35,6 +35,9 @@ def reasoning_accuracy_reward(
     return scores
 
 
+accuracy_reward.success_at = reasoning_accuracy_reward.success_at = 1.0  # type: ignore[attr-defined] # a function's
+
+
 def think_format_reward(completions: Completions, **columns: Any) -> list[float | None]:
     """Return 1 for a completion that begins with its only <think> and closes it, else 0."""
     return [

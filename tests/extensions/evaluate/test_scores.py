@@ -9,6 +9,7 @@ from rl4llm.extensions.evaluate.scores import (
     Problem,
     difference_score,
     differences,
+    graded_by,
     pass_at_k,
     problems_of,
     scores,
@@ -106,11 +107,27 @@ def test_scores_of_parts_stand_beside_those_of_all():
     assert [found[name].value for name in ("pass@1", "part/x/pass@1", "part/y/pass@1")] == [0.5, 1.0, 0.0]
 
 
+def test_without_a_success_only_the_reward_has_a_score():
+    found = scores([Problem("a", (1.0, 3.0), None), Problem("b", (2.0, 2.0), None)], [1, 2])
+    assert {name: score.value for name, score in found.items()} == {"reward": 2.0}
+
+
+def test_other_reward_of_an_episode_grades_by_its_own_success():
+    said = (TokenSpan.context([1]), TokenSpan((2,), "policy", (-0.5,), 0))
+    rewards = {"strict": 1.0, "length": 5.0}
+    member = Trajectory("a", said, (), rewards, 6.0, "done", successes={"strict": True})
+    assert graded_by("strict", [Group("a", (member,))]) == [Problem("a", (1.0,), 1)]
+    assert graded_by("length", [Group("a", (member,))]) == [Problem("a", (5.0,), None)]
+
+
 def test_results_by_problem_count_failures_and_skip_frozen_roles():
     def group(name, role, *earned, frozen=False):
         said = (TokenSpan.context([1]), TokenSpan((2,), "policy", (-0.5,), 0))
         messages = (ChatMessage("user", "?"),)
-        members = [Trajectory(name, said, messages, {"right": r}, r, "done", role=role) for r in earned]
+        members = [
+            Trajectory(name, said, messages, {"right": r}, r, "done", role=role, successes={"right": r >= 1})
+            for r in earned
+        ]
         return Group(name, tuple(members), frozen=frozen)
 
     pro = Special(role="pro")
@@ -120,6 +137,6 @@ def test_results_by_problem_count_failures_and_skip_frozen_roles():
     assert found == [
         Problem("a", (1.0, 0.5), 1, failed=1, role="pro", answers=("", "")),
         Problem("a", (0.0,), 0, role="con", answers=("",)),
-        Problem("b", (), 0, failed=1, role="pro"),
+        Problem("b", (), None, failed=1, role="pro"),
     ]
     assert (scores(found, [1])["pass@1"].value, scores(found, [1])["pass@1"].problems) == (0.25, 1)

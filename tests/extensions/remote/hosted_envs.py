@@ -25,6 +25,7 @@ class Hints(BaseMDPEnv):
     """
 
     default_rewards = ("hosted_envs:Tokens",)
+    success_at = 1e6
     continue_truncated = True
 
     @staticmethod

@@ -118,6 +118,7 @@ def told(result):
             dict(item.rewards),
             item.turn_rewards,
             item.stop_reason,
+            item.success,
             item.extras["sample"],
         )
         for item in episodes
@@ -522,6 +523,22 @@ def test_a_host_tells_which_rewards_need_a_ground_truth(host, remote):
     assert [function.needs_ground_truth for function in env.reward_functions] == [True, False, False]
 
 
+def test_a_host_tells_what_a_success_is(host, remote):
+    far = {"name": "scale", "reward": "tool_use", "factor": 2.0, "success_at": 1.5}
+    env = remote([host], "chat", rows("Guess."), ["math", "format", far])
+    assert [function.success_at for function in env.reward_functions] == [1.0, None, 1.5]
+    assert env.success_at is None
+    assert (
+        remote([host], HINTS, rows("Guess."), max_steps=3).success_at == hosted_envs.Hints.success_at == 1e6
+    )
+
+
+def test_message_of_a_failed_call_stays_failed_on_its_way():
+    for failed in (False, True):
+        message = ChatMessage("tool", "Error: no", failed=failed)
+        assert wire._chat_message(wire._message(message)) == message
+
+
 def test_a_program_is_repaired_on_a_host(remote, play):
     row = {
         "messages": [{"role": "user", "content": "Write double(x)."}],
@@ -558,7 +575,7 @@ def test_another_protocol_is_refused_by_either_side(host, monkeypatch):
     monkeypatch.setattr(trainer_side.wire, "HelloRequest", lambda **fields: hello(protocol=7, version="9"))
     with pytest.raises(
         ConfigError,
-        match=r"this host uses protocol 2 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
+        match=r"this host uses protocol 3 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
     ):
         HostedEnvironment({"name": "chat", "remote": host.address})
 

@@ -42,6 +42,8 @@ def _asked(row: Row) -> dict[str, str]:
 class _Number(BaseRewardFunction):
     """1.0 if the number in a reply is written as the one behind ``####`` in the solution, apart from commas and $."""
 
+    success_at = 1.0
+
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         said = self.number(after_thinking(final_reply(messages)))
         return float(said is not None and _plain(said) == _plain(str(ground_truth).rpartition("#### ")[2]))

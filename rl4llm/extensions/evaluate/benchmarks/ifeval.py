@@ -31,6 +31,7 @@ def rows(read: Reader) -> list[Row]:
 class _Followed(BaseRewardFunction):
     """1.0 if lm-eval finds that an answer follows every instruction of its prompt."""
 
+    success_at = 1.0
     score_timeout_s = None  # the detection of languages and sentences loads data at its first use
 
     def __init__(self, name: str, metric: str):

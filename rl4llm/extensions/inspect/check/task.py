@@ -50,7 +50,10 @@ class Task:
         found = self.metrics
         episodes = int(found["trajectories"])
         yield f"sampled {episodes} episodes: {self.prompts} prompts, group size {self.group_size}"
-        yield f"success       {found.get('accuracy', 0.0):.1%}, mean reward {found.get('reward/mean', 0.0):.3f}"
+        success = (
+            f"{found['accuracy']:.1%}" if "accuracy" in found else "not defined by any reward (success_at)"
+        )
+        yield f"success       {success}, mean reward {found.get('reward/mean', 0.0):.3f}"
         yield f"groups        {1 - found.get('groups/zero_spread', 0.0):.1%} have rewards that differ, and so a gradient"
         examples = [f"  an answer, for example, is {text!r}" for text in self.quoted]
         yield from [] if self.no_answer else examples
@@ -132,7 +135,7 @@ def _refused_calls(members: Sequence[Trajectory]) -> list[str]:
         for message in one.messages:
             if message.role == "assistant":
                 said = message.content
-            elif message.role == "tool" and message.content.startswith("Error:"):
+            elif message.role == "tool" and message.failed:
                 counts[message.content] += 1
                 found.setdefault(message.content, said)
     return [
@@ -145,7 +148,7 @@ def _advice(
     trainer: RLTrainer, config: Config, found: Mapping[str, float], no_answer: float
 ) -> Iterator[str]:
     """Yield what to change, the most important first."""
-    success, equal = found.get("accuracy", 0.0), found.get("groups/zero_spread", 0.0)
+    success, equal = found.get("accuracy"), found.get("groups/zero_spread", 0.0)
     truncated = found.get("truncated", 0.0)
     yield from _of_tools(found)
     if truncated >= MANY:
@@ -160,12 +163,13 @@ def _advice(
             f"{no_answer:.0%} of the answers lack the format of the reward{_format(trainer)}. Ask for it in {key}, choose "
             "another `extract` of the reward, or teach the format with SFT first (`rl4llm sft`)."
         )
-    elif equal >= MOST and success <= FEW:
+    elif equal >= MOST and (success is None or success <= FEW):
+        right = "" if success is None else ", and nearly nothing is right"
         yield (
-            "Nearly every group scores the same, and nearly nothing is right. Use easier prompts, a stronger model, a "
-            "reward with partial credit, or SFT first (`rl4llm sft`)."
+            f"Nearly every group scores the same{right}. Use easier prompts, a stronger model, a reward with partial "
+            "credit, or SFT first (`rl4llm sft`)."
         )
-    if equal >= MOST and success >= MOST:
+    if equal >= MOST and (success or 0.0) >= MOST:
         yield "Nearly everything is right already. Use harder prompts."
     elif MOST > equal >= 1 - MANY:
         yield (

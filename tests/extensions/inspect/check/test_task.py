@@ -18,7 +18,8 @@ def task(model_dir, tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     (tmp_path / "taught.py").write_text(
         "def odd(completions, **columns):\n    return [float(number % 2) for number in range(len(completions))]\n\n\n"
-        "def right(completions, **columns):\n    return [1.0] * len(completions)\n"
+        "def right(completions, **columns):\n    return [1.0] * len(completions)\n\n\n"
+        "odd.success_at = right.success_at = 1.0\n"
     )
     (tmp_path / "task.yaml").write_text(
         "eval: {every: 0}\nrollout: {prompts: 2, group_size: 2, max_tokens: 4}\n"
