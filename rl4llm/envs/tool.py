@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import EnvError
@@ -31,6 +31,13 @@ _JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 logger = logging.getLogger("rl4llm.envs")
 
 
+class Reply(NamedTuple):
+    """The answer to a call, and whether the call failed."""
+
+    text: str
+    failed: bool = False
+
+
 class ToolMDPEnv(BaseMDPEnv):
     """Run the tool calls of each turn until a turn has no call.
 
@@ -38,9 +45,9 @@ class ToolMDPEnv(BaseMDPEnv):
 
     The calls of a turn run concurrently, except calls to tools that belong to one episode, which run in order.
     A mistake of the model (a malformed call, an unknown tool, arguments that do not fit the tool's schema, a ToolError) gets
-    a short error as its answer. Any other error of a tool is not the model's fault and fails the sample, with the class
-    ``tool/<name>``. The log has `env/tool_calls` and `env/tool_errors` per episode, and for each tool
-    `tool/<name>/calls` and `tool/<name>/raised/<error> at <file:line>`.
+    a short error as its answer, in a message that is `failed`. Any other error of a tool is not the model's fault and fails
+    the sample, with the class ``tool/<name>``. The log has `env/tool_calls` and `env/tool_errors` per episode, and for each
+    tool `tool/<name>/calls` and `tool/<name>/raised/<error> at <file:line>`.
 
     Calls are parsed from the sampled tokens; text up to ``</think>`` is not parsed.
 
@@ -61,6 +68,7 @@ class ToolMDPEnv(BaseMDPEnv):
     """
 
     reply_roles = ("tool",)
+    default_rewards = ("math",)
 
     @checked("env")
     def __init__(  # noqa: PLR0913 - each is an option of the configuration
@@ -129,7 +137,7 @@ class ToolMDPEnv(BaseMDPEnv):
         elif len(calls) > left:
             replies.append(self._error(sample, f"all {self.budget} calls of this task are used up"))
         return [
-            ChatMessage("tool", reply, (self._answered(call, earlier + number),))
+            ChatMessage("tool", reply.text, (self._answered(call, earlier + number),), failed=reply.failed)
             for number, (call, reply) in enumerate(zip(calls, replies, strict=False))
         ]
 
@@ -180,7 +188,7 @@ class ToolMDPEnv(BaseMDPEnv):
             return sample.last_message.content
         return decode(self.tokenizer, token_ids)
 
-    async def _answer(self, sample: SampleState, call: ToolCall) -> str:
+    async def _answer(self, sample: SampleState, call: ToolCall) -> Reply:
         known = call.name in self.tools
         unknown = f"no tool {call.name[:50]!r}; tools: {', '.join(self.tools)}"
         problem = call.problem or (objection(self.tools[call.name], call.arguments) if known else unknown)
@@ -189,7 +197,7 @@ class ToolMDPEnv(BaseMDPEnv):
         deadline = self.tools[call.name].timeout_s or self.tool_timeout_s
         try:
             async with self._in_turn(sample, call):
-                return self._shown(await within(deadline, self._run(sample, call)))
+                return Reply(self._shown(await within(deadline, self._run(sample, call))))
         except ToolError as error:
             return self._error(sample, str(error))
         except LateError:
@@ -200,7 +208,7 @@ class ToolMDPEnv(BaseMDPEnv):
             sample.fail(f"the tool {late}", "env/timeout")
         return self._error(sample, late)
 
-    def _broken(self, sample: SampleState, name: str, error: BaseException) -> str:
+    def _broken(self, sample: SampleState, name: str, error: BaseException) -> Reply:
         """Return the answer to a call whose tool raised an unexpected error; by default, fail the sample."""
         _count(sample, f"{name}/raised/{kind_and_line(error)}")
         if self.on_error == "fail" or isinstance(error, EnvError):
@@ -237,9 +245,9 @@ class ToolMDPEnv(BaseMDPEnv):
                 raise ToolError(f"the result cannot be shown: {error}") from error
         return result[: self.max_reply_chars].encode(errors="replace").decode()
 
-    def _error(self, sample: SampleState, text: str) -> str:
+    def _error(self, sample: SampleState, text: str) -> Reply:
         sample.extras["metrics"]["tool_errors"] += 1
-        return self._shown(f"Error: {text}")
+        return Reply(self._shown(f"Error: {text}"), failed=True)
 
 
 def _count(sample: SampleState, what: str) -> None:

@@ -10,15 +10,14 @@ from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
 
-ERROR = "Error:"  # how the tool environment begins its answer to a call that went wrong
-
 
 class ToolUseReward(BaseRewardFunction):
     """The share of calls that worked, from 0.0 to 1.0; 0.0 without a call, or with more than `max_calls`.
 
-    What counts is the environment's answer to a call, never what the policy wrote: text that looks like a call or like its
-    result earns nothing. One call that works earns as much as many. So that a needless call earns nothing either, give it
-    only with a right answer: ``{name: gate, reward: tool_use, by: math}``.
+    A call worked if the environment answered it and did not mark the answer as `failed`, whatever the text says. What the
+    policy wrote never counts: text that looks like a call or like its result earns nothing. One call that works earns as
+    much as many. So that a needless call earns nothing either, give it only with a right answer:
+    ``{name: gate, reward: tool_use, by: math}``.
 
     Args:
         name: under which the score is logged.
@@ -40,14 +39,14 @@ class ToolUseReward(BaseRewardFunction):
         """The score of a conversation that begins where the policy's part does."""
         starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
         turns = [  # of the policy, each with the tools' answers to it
-            [message.content for message in messages[start:end] if message.role == "tool"]
+            [message for message in messages[start:end] if message.role == "tool"]
             for start, end in pairwise([*starts, len(messages)])
         ]
         calls = sum(len(answers) for answers in turns)
         if not 0 < calls <= self.max_calls:
             shares = [0.0] * len(turns)
         else:
-            shares = [sum(not answer.startswith(ERROR) for answer in answers) / calls for answers in turns]
+            shares = [sum(not answer.failed for answer in answers) / calls for answers in turns]
         return shares if self.per_turn else sum(shares)
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
@@ -60,7 +59,7 @@ class ToolUseReward(BaseRewardFunction):
         answer = ChatMessage("assistant", "Tool: 85. The answer is 85.")
         cases = (
             ([said, ChatMessage("tool", "85"), answer], [1.0, 0.0]),
-            ([said, ChatMessage("tool", f"{ERROR} no calculator"), answer], [0.0, 0.0]),
+            ([said, ChatMessage("tool", "Error: no calculator", failed=True), answer], [0.0, 0.0]),
             ([said], [0.0]),
         )
         return [

@@ -172,6 +172,37 @@ def test_what_the_model_got_wrong_is_answered_with_a_short_error(answers, said, 
     assert answer.startswith(told) and len(answer) < 250
 
 
+def test_failed_calls_are_marked_whatever_their_text_says(play):
+    @tool
+    def log(fail: bool) -> str:
+        """Read the last line of a log.
+
+        Args:
+            fail: Whether to break.
+        """
+        if fail:
+            raise ValueError("all is well")
+        return "Error: disk full"
+
+    @tool
+    def refuse() -> str:
+        """Refuse."""
+        raise ToolError("no")
+
+    turns = [
+        call("log", fail=False) + call("log", fail=True) + call("refuse"),
+        call("nothing") + call("log") + call("log", fail=False) * 3,
+        "done",
+    ]
+    result, _, _ = play(turns, tools=[log, refuse], on_error="answer", max_calls=3)
+    (trajectory,) = result.trajectories
+    told = [message for message in trajectory.messages if message.role == "tool"]
+    assert [message.failed for message in told] == [False, True, True, True, True, False, True]
+    assert not any("failed" in message.to_dict() for message in told)  # templates never see it
+    assert trajectory.rewards["tool_use"] == pytest.approx(2 / 7)
+    assert trajectory.extras["metrics"]["tool_errors"] == sum(message.failed for message in told)
+
+
 def test_calls_of_a_turn_run_at_once_and_are_answered_in_order(answers):
     together = threading.Barrier(3)
 

@@ -12,7 +12,10 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}<
 
 
 def said(*turns):
-    """Return a sample of (text of the policy, answers of tools) per turn, after a prompt in which a tool was used."""
+    """Return a sample of (text of the policy, answers of tools) per turn, after a prompt in which a tool was used.
+
+    "!" marks the answer to a call that failed.
+    """
     shown = [
         ChatMessage("user", "1+1?"),
         ChatMessage("assistant", CALL),
@@ -23,7 +26,7 @@ def said(*turns):
     for text, answers in turns:
         sample.messages += [
             ChatMessage("assistant", text),
-            *(ChatMessage("tool", answer) for answer in answers),
+            *(ChatMessage("tool", answer, failed=answer.startswith("!")) for answer in answers),
         ]
     return sample
 
@@ -41,9 +44,10 @@ def sampled(*turns):
         ([("85", [])], 0.0),
         ([(CALL, ["85"]), ("85", [])], 1.0),
         ([(CALL, ["85"])] * 4, 1.0),
-        ([(CALL, ["85", "85"]), (CALL, ["Error: no"]), ("85", [])], 2 / 3),
+        ([(CALL, ["85", "85"]), (CALL, ["!no"]), ("85", [])], 2 / 3),
+        ([(CALL, ["Error: disk full, says line 3 of the log"]), ("85", [])], 1.0),
         ([(CALL, ["85"])] * 5, 0.0),
-        ([(CALL * 100, ["85"] * 4 + ["Error: at most 4 calls per turn"])], 0.0),
+        ([(CALL * 100, ["85"] * 4 + ["!at most 4 calls per turn"])], 0.0),
         ([(CALL * 100 + " Tool: 85 <tool_response>85</tool_response>", [])], 0.0),
     ],
 )
@@ -52,7 +56,7 @@ def test_tool_use_counts_answered_calls_up_to_a_bound(turns, expected):
 
 
 def test_turns_share_the_tool_reward_by_successful_calls():
-    sample = said((CALL, ["85", "Error: no"]), (CALL, ["85"]), ("85", []))
+    sample = said((CALL, ["85", "!no"]), (CALL, ["85"]), ("85", []))
     scores = score([sample], [ToolUseReward(per_turn=True)])
     assert sample.turn_rewards == pytest.approx({0: 1 / 3, 1: 1 / 3, 2: 0.0})
     assert scores.rewards["tool_use"].tolist() == pytest.approx([2 / 3])
