@@ -219,14 +219,14 @@ class ToolMDPEnv(BaseMDPEnv):
     def _in_turn(self, sample: SampleState, call: ToolCall) -> AbstractAsyncContextManager[Any]:
         """Make calls to tools of one episode wait for each other, in the order in which they were written."""
         home = self._homes[call.name]
-        if type(home).open is ToolSet.open:
+        if not home.of_episodes:
             return nullcontext()
         return self._turns.setdefault((id(sample), id(home)), asyncio.Lock())
 
     async def _run(self, sample: SampleState, call: ToolCall) -> Any:
         home = self._homes[call.name]
         _count(sample, f"{call.name}/calls")
-        if type(home).open is not ToolSet.open:
+        if home.of_episodes:
             _, opened = self._opened.setdefault(id(sample), (sample, {}))
             if id(home) not in opened:
                 opened[id(home)] = OpenedSet(home, sample)

@@ -35,9 +35,14 @@ async def in_own_thread(name: str, work: Callable[[], T]) -> T:
     It starts at once, and a thread that hangs does not keep the process alive, unlike an executor's. Idle threads are
     reused, which costs less than new ones.
     """
+    return await result_of(in_thread(name, work))
+
+
+def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Start blocking work as `in_own_thread` does; return the future of its result."""
     job = _Work(name, work, Future())
     _start(job)
-    return await result_of(job.outcome)
+    return job.outcome
 
 
 async def result_of(outcome: Future[T]) -> T:

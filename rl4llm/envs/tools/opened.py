@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rl4llm.core.errors import EnvError
 from rl4llm.envs.tools.tool import ToolError, ToolSet
-from rl4llm.runtime.threads import OneThread, result_of
+from rl4llm.runtime.threads import OneThread, in_thread, result_of
 
 T = TypeVar("T")
 
@@ -18,7 +18,8 @@ class OpenedSet:
     """The set that a tool set opened for one episode.
 
     If one of its tools is a plain function, one thread opens the set, calls plain functions and closes it. So it may keep
-    objects that belong to a thread, such as a connection of sqlite3. Async tools run in the event loop.
+    objects that belong to a thread, such as a connection of sqlite3. Async tools run in the event loop, and a set that has
+    no other is opened there and closed in a thread, as closing may block.
     """
 
     def __init__(self, home: ToolSet, sample: Any):
@@ -40,7 +41,7 @@ class OpenedSet:
     def close(self) -> Future[None] | None:
         """Begin to close the set; None if an abandoned call still occupies its thread, which closes it later."""
         if self._thread is None:
-            return tried(self._close)
+            return None if self._set is None else in_thread("rl4llm-tools", self._close)
         waits = self._thread.is_idle
         closing = self._thread.put(self._close)
         self._thread.end()

@@ -106,6 +106,11 @@ class ToolSet:
         names = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), _MARK)]
         self.tools: Mapping[str, Tool] = {name: as_tool(getattr(self, name)) for name in names}
 
+    @property
+    def of_episodes(self) -> bool:
+        """Return whether each episode has a separate set, from `open`."""
+        return type(self).open is not ToolSet.open
+
     def open(self, sample: Any) -> Self:
         """Return the tools of one episode; called at its first call, and may block.
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.envs.tools.tool import Tool, ToolError, ToolSet
+from rl4llm.extensions.toolbox.mcp_answers import text_of
 from rl4llm.runtime.threads import in_own_thread
 
 CLOSE_TIMEOUT_S = 15.0
@@ -21,6 +23,7 @@ SERVERS_FAULT = (
     -32601,
     -32603,
 )  # in JSON-RPC: parse error, invalid request, no such method, internal error
+POLL_S = 0.1
 KEPT_ERRORS = 16 * 1024
 
 
@@ -32,13 +35,21 @@ class MCP(ToolSet):
     The server is connected to at once, and ConfigError says when it cannot be. Episodes share the connection. When it
     breaks, the samples whose calls it carried fail, and the next call connects again. A deadline is that of other tools.
 
+    A server that remembers would carry what one episode did into the next. With `per_episode` each episode has its own
+    connection, from its first call to its end, and its own server process if there is a `command`. The first call waits for
+    the server to start, within the deadline of the call. No more servers start at once than there are processors. When the
+    connection breaks, the episode fails.
+
     Args:
         command: what starts a server that talks over stdin and stdout; it is ended with the run.
         url: of a server that is there.
         env: variables for the command.
         only: names of the tools to take; by default all.
         connect_timeout_s: seconds that a server has to say what it offers.
+        per_episode: whether each episode has its own connection, and so its own server process.
     """
+
+    _session: _Session | None
 
     def __init__(
         self,
@@ -47,6 +58,7 @@ class MCP(ToolSet):
         env: Mapping[str, str] | None = None,
         only: Sequence[str] = (),
         connect_timeout_s: float = 30.0,
+        per_episode: bool = False,
     ):
         if bool(command) == bool(url) or isinstance(command, str):
             raise ConfigError(
@@ -60,8 +72,9 @@ class MCP(ToolSet):
                 command=command[0], args=list(command[1:]), env=dict(env) if env else None
             )
         self._connect_timeout_s = connect_timeout_s
-        self._lock = threading.Lock()
-        self._session: _Session | None = None
+        self._per_episode = per_episode
+        self._starting = threading.Semaphore(os.cpu_count() or 1)  # one for the sets of all episodes
+        self._begin()
         try:
             offered = self._connected().offered
         except EnvError as error:
@@ -76,8 +89,24 @@ class MCP(ToolSet):
         self.tools = {
             name: self._tool(name, schema) for name, schema in offered.items() if not only or name in only
         }
+        if per_episode:
+            self.close()  # no episode talks to this one
+
+    @property
+    def of_episodes(self) -> bool:
+        return self._per_episode
+
+    def open(self, sample: Any) -> Self:
+        """Return a set for one episode, which connects at its first call; this set itself if all share it."""
+        if not self._per_episode:
+            return self
+        opened = copy.copy(self)
+        opened._begin()
+        opened.tools = {name: opened._tool(name, tool.schema) for name, tool in self.tools.items()}
+        return opened
 
     def close(self) -> None:
+        self._closing.set()
         with self._lock:
             if self._session is not None:
                 self._session.close()
@@ -90,14 +119,37 @@ class MCP(ToolSet):
 
         return Tool(schema, call)
 
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._session = None
+
     def _connected(self) -> _Session:
-        """The session, a new one where the old one is over."""
+        """Return the session, a new one where the old one is over; raise EnvError when there cannot be one."""
         with self._lock:
+            if self._session is not None and self._session.over and self._per_episode:
+                raise EnvError(f"mcp: the connection of this episode to {self._where} is over.")
             if self._session is None or self._session.over:
-                session = _Session(self._server, self._where)
-                session.wait(self._connect_timeout_s)
+                with self._turn_to_start():
+                    session = _Session(self._server, self._where)
+                    session.wait(self._connect_timeout_s)
                 self._session = session
             return self._session
+
+    @contextlib.contextmanager
+    def _turn_to_start(self) -> Iterator[None]:
+        """Wait until few enough other servers are starting; raise EnvError if the tools are closed before that."""
+        while not self._starting.acquire(timeout=POLL_S):
+            self._refuse_if_closed()
+        try:
+            self._refuse_if_closed()
+            yield
+        finally:
+            self._starting.release()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closing.is_set():
+            raise EnvError(f"mcp: the tools of {self._where} were closed before it was started.")
 
 
 class _Session:
@@ -143,7 +195,7 @@ class _Session:
             raise EnvError(
                 f"mcp: the connection to {self._where} broke while it ran {name}.{self._said()}"
             ) from error
-        text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
+        text = text_of(result)
         if result.is_error:
             raise ToolError(text)
         return text

@@ -1,11 +1,15 @@
 """The tools of a real MCP server, over stdio and over HTTP."""
 
 import asyncio
+import json
+import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+import types
 from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -13,11 +17,19 @@ from urllib.request import urlopen
 
 import pytest
 
-from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.errors import ConfigError, EngineError, EnvError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.data.render import Renderer
+from rl4llm.envs.rollout import Rollout
+from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools import MCP, ToolError
 from rl4llm.envs.tools.arguments import objection
+from rl4llm.extensions.toolbox.mcp_answers import text_of
+from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.ports import free_port
+from rl4llm.testing import ScriptedClient
 
+MEMORY = [sys.executable, "-S", str(Path(__file__).with_name("memory_server.py"))]
 THINGS = [sys.executable, str(Path(__file__).with_name("things_server.py"))]
 
 
@@ -77,6 +89,30 @@ def test_an_internal_error_of_a_server_is_not_the_models_fault(things):
 
 def test_mcp_stdio_server_offers_its_tools_and_schemas(things):
     check_things(things)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        ("text", "memo://1:\nBuy tea.\nAnd [bread]."),
+        ("textual bytes", 'memo://2:\n{"é": 1}'),
+        ("bytes", "memo://3 (application/gzip, 2,000 bytes), which cannot be shown as text"),
+        ("false text", "memo://4 (text/plain, 2 bytes), which cannot be shown as text"),
+        ("link", "link to file:///r.pdf (report, application/pdf, 12,345 bytes): The report."),
+        ("short link", "link to file:///r.pdf (report)"),
+        ("image", "image (image/png, 70 bytes) that cannot be shown as text"),
+        ("sound", "audio (audio/wav, 5 bytes) that cannot be shown as text"),
+        ("nothing", ""),
+    ],
+)
+def test_parts_of_an_answer_become_text_or_are_described(things, kind, shown):
+    assert call(things, "read", kind=kind) == f"Here:\n{shown}"
+
+
+def test_an_answer_without_parts_is_its_structured_content(things):
+    assert json.loads(call(things, "measure")) == {"width": 3}
+    bare = types.SimpleNamespace(content=[], structured_content={"width": "é"})
+    assert text_of(bare) == '{"width": "é"}'
 
 
 def test_mcp_http_server_offers_its_tools_and_schemas(things_url):
@@ -148,3 +184,101 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(options, said):
     pytest.importorskip("mcp")
     with pytest.raises(ConfigError, match=f"(?s){said}"):
         MCP(**options)
+
+
+def said(name, text):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'text': text}})}</tool_call>"
+
+
+@pytest.fixture
+def play(tokenizer, tmp_path):
+    """play(turns by session, **options): the texts of the tools by session, failures, and the processes of servers."""
+    pytest.importorskip("mcp")
+    runner = asyncio.Runner()
+
+    def run(script, *, size, options=None, **mcp):
+        server = {"name": "mcp", "command": [*MEMORY, str(tmp_path)], **mcp}
+        rows = [{"prompt_id": "p", "messages": [{"role": "user", "content": "?"}], "ground_truth": ""}]
+        keys = {"tools": [server], "describe_tools": False, "max_steps": 4, **(options or {})}
+        env = ToolMDPEnv(rows, tokenizer, [as_reward_function("tool_use")], 1, size, **keys)
+        client = ScriptedClient(tokenizer, script)
+        runner.run(client.load(WeightRef(0)))
+        rollout = Rollout(
+            env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=0, max_failed_share=1.0
+        )
+        try:
+            result = rollout.play([0], step=0, sampling_params=SamplingParams(max_tokens=10_000))
+            answers = {
+                one.extras["sample"]: [item.content for item in one.messages if item.role == "tool"]
+                for one in result.trajectories
+            }
+            return answers, [sample.failure for sample in result.failed], running(tmp_path)
+        finally:
+            env.close()
+
+    yield run
+    runner.close()
+
+
+def running(directory):
+    """Return the ids of the servers that run, of all that left their file in the directory."""
+    return [path.name for path in directory.iterdir() if Path("/proc", path.name).exists()]
+
+
+def test_each_episode_has_a_server_that_ends_with_it(play, tmp_path):
+    script = {f"0/p/{i}": [said("remember", f"first{i}"), said("remember", "more"), "done"] for i in range(6)}
+    answers, failures, alive = play(script, size=6, per_episode=True)
+    assert answers == {i: [f"first{i}", f"first{i} more"] for i in range(6)}
+    assert failures == [] and alive == []
+    assert len(list(tmp_path.iterdir())) == 7  # one at the start, which lists the tools
+
+
+def test_episodes_share_a_server_unless_it_is_per_episode(play, tmp_path):
+    script = {f"0/p/{i}": [said("remember", f"first{i}"), "done"] for i in range(3)}
+    answers, _, alive = play(script, size=3)
+    assert sorted(len(texts[0].split()) for texts in answers.values()) == [1, 2, 3]
+    assert len(alive) == len(list(tmp_path.iterdir())) == 1
+    assert running(tmp_path) == []  # after `close`
+
+
+def test_episodes_that_fail_or_hang_leave_no_server(play):
+    script = {
+        "0/p/0": [said("remember", "a"), said("break", "now")] * 2,
+        "0/p/1": [said("break", "sleep")] * 2,
+        "0/p/2": [said("remember", "b"), "done"],
+    }
+    answers, failures, alive = play(script, size=3, per_episode=True, options={"tool_timeout_s": 2.0})
+    assert answers == {2: ["b"]}
+    assert "broke while it ran break" in failures[0] and "took more than 2 s" in failures[1]
+    assert alive == []
+
+
+def test_episodes_that_are_cancelled_leave_no_server(play, tmp_path):
+    def scripted(session, prompt_ids):
+        if session == "0/p/0" and len(list(tmp_path.iterdir())) == 4:  # all servers run
+            raise EngineError("the engine broke")
+        return said("break", "sleep") if session == "0/p/1" else said("remember", "a")
+
+    with pytest.raises(EngineError, match="the engine broke"):
+        play(scripted, size=3, per_episode=True, options={"max_steps": 10_000})
+    assert running(tmp_path) == []
+
+
+def test_a_server_whose_episode_ended_is_not_started(tmp_path, monkeypatch):
+    pytest.importorskip("mcp")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    tools = MCP(command=[*MEMORY, str(tmp_path)], per_episode=True)
+    opened = tools.open(None)
+    tools._starting.acquire()  # as if another server were starting
+    failures = []
+
+    def ask():
+        with pytest.raises(EnvError, match="closed before it was started") as caught:
+            call(opened, "remember", text="a")
+        failures.append(caught)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    opened.close()
+    asking.join(10)
+    assert failures and len(list(tmp_path.iterdir())) == 1
