@@ -13,7 +13,7 @@ from torch import Tensor
 from rl4llm.core.errors import RewardError
 from rl4llm.core.sample import SampleState
 from rl4llm.core.types import ChatMessage
-from rl4llm.runtime.threads import all_together
+from rl4llm.runtime.threads import awaited
 
 Score = float | Sequence[float]
 """What a reward returns: a number, or with ``per_turn`` one for each turn of the policy."""
@@ -85,13 +85,7 @@ class BaseRewardFunction(ABC):
 
         Override it if a batch is cheaper than separate calls.
         """
-        scores = [self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples]
-        awaited = [score for score in scores if isinstance(score, Coroutine)]
-        return (
-            all_together(awaited)
-            if awaited
-            else [score for score in scores if not isinstance(score, Coroutine)]
-        )
+        return awaited([self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples])
 
     def examples(self) -> Sequence[RewardExample]:
         """Return right and wrong answers with their expected scores; training refuses to start if one differs."""

@@ -108,6 +108,13 @@ def all_together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Excep
     return results[0]
 
 
+def awaited(values: Sequence[Any]) -> list[Any]:
+    """Return values in their order, with what each coroutine among them returned or raised; see `all_together`."""
+    coroutines = [value for value in values if isinstance(value, Coroutine)]
+    results = iter(all_together(coroutines) if coroutines else [])
+    return [next(results) if isinstance(value, Coroutine) else value for value in values]
+
+
 async def _gathered(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
     return list(await asyncio.gather(*coroutines, return_exceptions=True))
 

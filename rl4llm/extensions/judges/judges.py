@@ -14,6 +14,7 @@ from rl4llm.core.schema import checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.ask import as_list, as_number
 from rl4llm.rewards.callables import RewardLike, as_reward_function
+from rl4llm.runtime.threads import awaited
 
 Several = Literal["first", "all"]
 
@@ -45,11 +46,11 @@ class BaseJudge(BaseRewardFunction):
 
     @abstractmethod
     def judge(self, transcript: Sequence[Line], ground_truth: Any, **columns: Any) -> Mapping[str, float]:
-        """Return the score of each role."""
+        """Return the score of each role. May be async: then all episodes of a batch are judged at once."""
 
     def judge_all(self, cases: Sequence[Case]) -> Sequence[Any]:
         """Return the verdicts of many episodes, in order. Override it if a batch is cheaper than one call each."""
-        return [self.judge(case.transcript, case.ground_truth, **case.columns) for case in cases]
+        return awaited([self.judge(case.transcript, case.ground_truth, **case.columns) for case in cases])
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         return self.score_batch([SampleState("", 0, list(messages), ground_truth, kwargs)])[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,11 @@ class BaseReward(BaseRewardFunction):
 
     def __init__(self, name: str | None = None, **numbers: float):
         super().__init__(name or type(self).name or type(self).__name__)
+        if inspect.iscoroutinefunction(self.score):
+            raise ConfigError(
+                f"{self.name}: the method `score` is async. Accepted: a plain method. Next: subclass BaseRewardFunction, "
+                "whose `__call__` may be async."
+            )
         for key, value in numbers.items():
             if key not in ("weight", "min_value", "max_value"):
                 raise ConfigError(
@@ -66,6 +71,7 @@ class ComputeScore(BaseRewardFunction):
         rewards: [{name: compute_score, path: my_reward.py}]
 
     `data_source` and `extra_info` are the prompt's columns of these names. A result with the key `score` counts with that.
+    The function may be async: then all episodes of a batch are scored at once.
 
     Args:
         name: under which the score is logged.
@@ -84,7 +90,9 @@ class ComputeScore(BaseRewardFunction):
                 "extra_info."
             )
 
-    def __call__(self, messages: list[ChatMessage], ground_truth: Any, **columns: Any) -> float:
+    def __call__(
+        self, messages: list[ChatMessage], ground_truth: Any, **columns: Any
+    ) -> float | Coroutine[Any, Any, float]:
         given = {
             "data_source": columns.get("data_source"),
             "solution_str": _texts(messages)[1],
@@ -95,7 +103,15 @@ class ComputeScore(BaseRewardFunction):
         found = self.function(
             **{key: value for key, value in given.items() if takes_any or key in self.accepted}
         )
-        return float(found["score"] if isinstance(found, dict) else found)
+        return _later(found) if inspect.isawaitable(found) else _score(found)
+
+
+async def _later(found: Awaitable[Any]) -> float:
+    return _score(await found)
+
+
+def _score(found: Any) -> float:
+    return float(found["score"] if isinstance(found, dict) else found)
 
 
 def _texts(messages: Sequence[ChatMessage]) -> tuple[str, str]:

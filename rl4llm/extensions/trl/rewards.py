@@ -17,6 +17,7 @@ from rl4llm.extensions.trl.environment import INSTANCE
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.ask import as_list
 from rl4llm.rewards.callables import BatchCallable
+from rl4llm.runtime.threads import awaited
 
 
 def reward_functions(
@@ -148,5 +149,5 @@ def _log_extra(samples: Sequence[SampleState], column: str, values: Sequence[Any
 
 
 def of_environment(environments: Sequence[Any], **columns: Any) -> list[Any]:
-    """Return what the environments of the samples say themselves."""
-    return [made.get_reward() for made in environments]
+    """Return what the environments of the samples say themselves, also if they are async."""
+    return awaited([made.get_reward() for made in environments])

@@ -1,5 +1,7 @@
 """Judges of several roles: who wins, and what is no verdict."""
 
+import asyncio
+
 import pytest
 
 from rl4llm.core.base_env import Line, SampleState, Special
@@ -95,6 +97,20 @@ def test_its_examples_hold_and_so_do_those_of_the_reward_it_asks():
     check_examples([reward])
     check_examples([Scale(reward, 2.0)])
     reward.close()
+
+
+def test_async_judge_judges_each_episode_once():
+    class Later(BaseJudge):
+        async def judge(self, transcript, ground_truth, **columns):
+            await asyncio.sleep(0)
+            if transcript[0].text == "?":
+                raise ValueError("cannot judge")
+            return {line.role: float(len(line.text)) for line in transcript}
+
+    batch = [*samples(("pro", "4"), ("con", "five")), *samples(("pro", "?"), ("con", "5"))]
+    found = score(batch, [Later("later")]).reward
+    assert found[:2].tolist() == [1.0, 4.0]
+    assert [sample.failure_class for sample in batch] == ["", "", "later/raised", "later/raised"]
 
 
 def test_a_configuration_names_it_and_wrong_options_are_refused():

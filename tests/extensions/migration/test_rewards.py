@@ -3,8 +3,9 @@
 import pytest
 
 from rl4llm import BaseReward, ChatMessage, register_reward
+from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError
-from rl4llm.rewards import as_reward_function
+from rl4llm.rewards import as_reward_function, score
 from rl4llm.rewards.registry import REWARDS
 
 MESSAGES = [ChatMessage("system", "Add."), ChatMessage("user", "1+1?"), ChatMessage("assistant", "It is 2.")]
@@ -30,12 +31,26 @@ def test_reward_of_rl_max_is_registered_and_scaled():
 
 
 VERL = """
+import asyncio
+
+meeting = asyncio.Barrier(2)
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "gsm8k" and extra_info["index"] == 3
     return {"score": float(solution_str.endswith(ground_truth + ".")), "acc": 1}
 
 def plain(solution_str, ground_truth, **kwargs):
     return 0.5
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    both = await asyncio.wait_for(meeting.wait(), 20)  # until both episodes are being scored
+    return {"score": float(solution_str.endswith(ground_truth + "."))}
+
+async def breaks(solution_str, **kwargs):
+    raise KeyError("later")
+
+def sometimes(solution_str, **kwargs):
+    return later("", solution_str, "2") if "2" in solution_str else 0.25
 
 def batch(data_sources, solution_strs, ground_truths):
     return [1.0]
@@ -50,6 +65,31 @@ def test_function_of_verl_scores_unchanged(tmp_path):
     assert reward(MESSAGES, "2", **columns) == 1.0
     assert reward(MESSAGES, "3", **columns) == 0.0
     assert as_reward_function(options | {"function": "plain"})(MESSAGES, "2", **columns) == 0.5
+
+
+def test_async_function_of_verl_scores_all_episodes_at_once(tmp_path):
+    (tmp_path / "score.py").write_text(VERL)
+    options = {"name": "compute_score", "path": str(tmp_path / "score.py")}
+
+    def scored(function, *said):
+        samples = [
+            SampleState("p", 0, [ChatMessage("assistant", text)], "2", init_msg_size=0) for text in said
+        ]
+        found = score(samples, [as_reward_function(options | {"function": function})]).reward
+        return found.tolist(), [sample.failure_class for sample in samples]
+
+    assert scored("later", "It is 2.", "It is 3.") == ([1.0, 0.0], ["", ""])
+    assert scored("sometimes", "It is 2.", "5", "It is not 2.") == ([1.0, 0.25, 1.0], [""] * 3)
+    assert scored("breaks", "2")[1] == ["compute_score/raised"]
+
+
+def test_async_score_of_rl_max_is_refused_by_name():
+    class Later(BaseReward):
+        async def score(self, prompt, completion, metadata):
+            return 1.0
+
+    with pytest.raises(ConfigError, match=r"Later: the method `score` is async.*Next: subclass"):
+        Later()
 
 
 @pytest.mark.parametrize(
