@@ -16,8 +16,9 @@ from rl4llm.core.errors import ConfigError, SpecialTokenError
 from rl4llm.core.registry import Registry, load
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.lengths import fitting_rows, place, too_long
+from rl4llm.data.lengths import dropped, fitting_rows, place, too_long
 from rl4llm.data.load import load_rows
+from rl4llm.data.overlap import overlap_warnings
 from rl4llm.data.pack import Batching, BatchPlan, plan_batches
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.read import has_splits
@@ -168,6 +169,27 @@ def _mixed_prompts(
         curriculum=least,
         rows=rows,
     )
+
+
+def fit_datasets(
+    env: BaseMDPEnv,
+    held_out: BaseMDPEnv | None,
+    renderer: Renderer,
+    context_length: int,
+    config: Config,
+    prefix: str,
+) -> list[str]:
+    """Keep the rows of environments whose prompts leave room for an answer; return warnings that begin with `prefix`.
+
+    They count the rows that were left out, and the held-out prompts that are also in the training data.
+    """
+    warnings = overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval") if held_out else []
+    for one, where in ((env, "data"), (held_out, "eval")):
+        if one is not None:
+            rows = one.dataset
+            one.dataset = fitting_prompts(rows, one, renderer, context_length, config, where)
+            warnings += dropped(rows, one.dataset, f"{prefix}{where}")
+    return warnings
 
 
 def fitting_prompts(

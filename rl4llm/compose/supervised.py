@@ -21,6 +21,7 @@ from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import ANSWER_COLUMNS
 from rl4llm.data.demonstrations import Read, demonstration_group, label_group, pair_group, valued_at_the_end
 from rl4llm.data.lengths import PATIENCE, dropped, fitting_rows, too_long
+from rl4llm.data.overlap import overlap_warnings
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.runs.run_dir import RunDir
@@ -58,6 +59,7 @@ def build_supervised(
     context_length = backend.model.config.get_text_config().max_position_embeddings
     for rows, where in ((dataset, "data"), (held_out, "eval")):
         check_texts(rows, partial(_texts, ("messages", *answers)), renderer, where)
+    overlap = overlap_warnings(dataset, held_out, "eval", answered=not answers)
     kept = fitting_conversations(dataset, read, config, needs, context_length, "data")
     kept_out = fitting_conversations(held_out, read, config, needs, context_length, "eval")
     prompts = prompt_stream(config, kept)
@@ -65,7 +67,7 @@ def build_supervised(
     def make(run: RunDir) -> DatasetTrainer:
         tracker = tracker_of(config, run)
         lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
-        warn(tracker, config, [*lost, *backend.warnings()])
+        warn(tracker, config, [*overlap, *lost, *backend.warnings()])
         return DatasetTrainer(
             dataset=kept,
             tokenizer=tokenizer,

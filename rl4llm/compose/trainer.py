@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.compose.choices import build_algorithm, check_choices, in_part, warnings_of
 from rl4llm.compose.data import (
-    fitting_prompts,
+    fit_datasets,
     held_out_rows,
     micro_batch_plan,
     prompts_of,
@@ -58,7 +58,6 @@ from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.registry import load
 from rl4llm.core.types import SamplingParams
-from rl4llm.data.lengths import dropped
 from rl4llm.data.pack import Batching
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
@@ -139,14 +138,10 @@ class Task:
         return Rollout(held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def fit(self, context_length: int) -> list[str]:
-        """Keep the rows whose prompts leave room for an answer; return warnings about the others."""
-        warnings = []
-        for env, where in ((self.env, "data"), (self.held_out, "eval")):
-            if env is not None:
-                rows = env.dataset
-                env.dataset = fitting_prompts(rows, env, self.renderer, context_length, self.config, where)
-                warnings += dropped(rows, env.dataset, f"parts.{self.part}: {where}" if self.part else where)
-        return warnings
+        """Keep the rows whose prompts leave room for an answer; return warnings about the datasets."""
+        fitted = self.renderer, context_length, self.config
+        where = f"parts.{self.part}: " if self.part else ""
+        return fit_datasets(self.env, self.held_out, *fitted, where)
 
 
 def _task(
