@@ -47,8 +47,14 @@ def verifiers_prompts(
         )
     rows = _listed(_command("list", task, python, options, 1), {"split": split, "limit": limit})
     if not rows:
+        way = (
+            "eval.every=0 trains without a held-out set"
+            if split == "test"
+            else "data.split=test with eval.every=0 trains on the held-out tasks"
+        )
         raise ConfigError(
-            f"env.task={task!r} has no task for the split {split!r}; the split test gets one prompt in ten."
+            f"env.task={task!r} has no task for the split {split!r}. The split test gets one prompt in ten, chosen by its "
+            f"text, so a set of few tasks may leave a split empty. Next: {way}, or give the set more tasks."
         )
     return [
         {

@@ -12,6 +12,8 @@ REWARD = '''
 class Right(BaseRewardFunction):
     """1.0 for a right answer, else 0.0; `rl4llm check` compares it with its examples."""
 
+    success_at = 1.0  # the lowest score that counts as a success in the logs
+
     def __init__(self, name="right"):
         super().__init__(name)
 
