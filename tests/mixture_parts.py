@@ -20,6 +20,8 @@ class TwoTurns(BaseMDPEnv):
 class Late(BaseRewardFunction):
     """How late in the alphabet the last letter comes; the third batch kills the process while the file `killer` is there."""
 
+    success_at = 1.0
+
     def __init__(self, name="late", killer=None):
         super().__init__(name)
         self.killer, self.batches = killer, 0
@@ -36,6 +38,8 @@ class Late(BaseRewardFunction):
 
 class Vowels(BaseRewardFunction):
     """Return the share of vowels in the last message."""
+
+    success_at = 1.0
 
     def __init__(self, name="vowels"):
         super().__init__(name)
