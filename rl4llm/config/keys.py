@@ -125,7 +125,9 @@ class SandboxConfig:
     level: str = "auto"
     allow_weak: bool = False  # take a level that does not keep programs from the host's files and network
     slots: Count = 2  # programs at a time
-    packages: list[str] = field(default_factory=list)  # directories that programs may import from
+    packages: list[str] = field(
+        default_factory=list
+    )  # installed packages that programs may import, such as numpy
     loopback: bool = False  # let programs talk to themselves over 127.0.0.1 and ::1
 
 

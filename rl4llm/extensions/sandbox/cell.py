@@ -23,18 +23,21 @@ from rl4llm.extensions.sandbox.held import (
     resident,
 )
 from rl4llm.extensions.sandbox.levels import LEVELS, find_bwrap
+from rl4llm.extensions.sandbox.packages import Mounted, import_paths
 from rl4llm.extensions.sandbox.program import Limits, Status
 from rl4llm.extensions.sandbox.seccomp import seccomp_filter
 from rl4llm.extensions.sandbox.wire import WireError, read, write
 
-INSIDE = [Path(__file__).with_name(name) for name in ("_inside.py", "_inside_tests.py")]
+INSIDE = [Path(__file__).with_name(name) for name in ("_inside.py", "_inside_objects.py", "_inside_tests.py")]
 _COMPILE = (
-    "import marshal, sys\n"
+    "import marshal, sys, zlib\n"
     "if sys.version_info < (3, 11): sys.exit('sandboxes need Python 3.11 or newer')\n"
     "code = compile(sys.stdin.read(), 'sandbox', 'exec', optimize=2); "
-    "sys.stdout.write(marshal.dumps(code).hex())"
+    "sys.stdout.write(zlib.compress(marshal.dumps(code)).hex())"
 )
-_LOAD = "import marshal, sys; exec(marshal.loads(bytes.fromhex(sys.argv[3])))"
+_LOAD = (  # an argument has at most 128 KiB
+    "import marshal, sys, zlib; exec(marshal.loads(zlib.decompress(bytes.fromhex(sys.argv[3]))))"
+)
 START_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 10.0
 WEIGHED_EVERY_S = 0.05
@@ -70,7 +73,7 @@ class CellSite:
     level: str
     python: str
     uid: int | None
-    packages: tuple[str, ...]
+    packages: tuple[Mounted, ...]
     owner: int  # a descriptor that becomes readable when the trainer is gone
     inside: str  # the code that runs inside, compiled by that interpreter
     loopback: bool = False  # whether programs may open Internet sockets, which connect only to themselves
@@ -114,7 +117,8 @@ class Cell:
             "AS": int(limits.memory_bytes), "NPROC": self._processes(), "FSIZE": int(limits.disk_bytes), "CORE": 0,
             "NOFILE": MAX_DESCRIPTORS, "CPU": int(limits.total_s) + 3, "MSGQUEUE": 0, "MEMLOCK": 65536,
         }  # fmt: skip
-        message = {"role": role, "limits": bounds, "packages": list(self.place.packages), **job}
+        packages = import_paths(self.place.packages, LEVELS[self.place.level].own_files)
+        message = {"role": role, "limits": bounds, "packages": packages, **job}
         self.send(message, time.monotonic() + limits.total_s)
 
     def send(self, message: Mapping[str, Any], deadline: float) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl4llm.extensions.sandbox.packages import Mounted
+
 FIRST_UID = 1_900_000_000  # above the uids that user databases and container runtimes assign; one per slot
 SYSTEM_PYTHON = "/usr/bin/python3"
 _ENVIRONMENT = {
@@ -55,7 +57,7 @@ def bubblewrap(
     *,
     disk_bytes: int,
     filter_fd: int | None = None,
-    packages: Sequence[str] = (),
+    packages: Sequence[Mounted] = (),
     bwrap: str = "bwrap",
     **_: object,
 ) -> Start:
@@ -63,9 +65,7 @@ def bubblewrap(
     libraries = os.path.join(
         os.path.dirname(os.path.dirname(python)), "lib"
     )  # not the whole prefix, which may be a home directory
-    elsewhere = [
-        path for path in (python, libraries, *packages) if not os.path.abspath(path).startswith("/usr/")
-    ]
+    elsewhere = [path for path in (python, libraries) if not os.path.abspath(path).startswith("/usr/")]
     readable = ["/usr", *elsewhere]
     command = [
         bwrap,
@@ -82,6 +82,7 @@ def bubblewrap(
         command += ["--size", str(max(65536, disk_bytes // 2)), "--tmpfs", path]
     for path in readable:
         command += ["--ro-bind", path, path]
+    command += [word for mount in packages for word in ("--ro-bind", mount.host, mount.inside)]
     for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -107,7 +108,7 @@ LEVELS = {
 def find_python(uid: int | None) -> str | None:
     """Return the interpreter for sandboxes that `uid` may run: this one's, else the system's, else None."""
     own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    return next((path for path in (own, os.path.realpath(SYSTEM_PYTHON)) if _may_run(path, uid)), None)
+    return next((path for path in (own, os.path.realpath(SYSTEM_PYTHON)) if may_use(path, uid)), None)
 
 
 def slot_uids(slots: int, uid_map: str | None = None) -> list[int | None]:
@@ -134,7 +135,8 @@ def find_bwrap() -> str | None:
     return shutil.which("bwrap", path=f"{os.environ.get('PATH', '')}:/usr/bin:/usr/local/bin")
 
 
-def _may_run(path: str, uid: int | None) -> bool:
+def may_use(path: str, uid: int | None) -> bool:
+    """Return whether `uid` may run a program, or enter a directory, and all directories above it."""
     if uid is None:
         return os.access(path, os.X_OK)
     try:

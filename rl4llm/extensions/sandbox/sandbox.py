@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from rl4llm.core.errors import ConfigError, SandboxError, unknown
 from rl4llm.core.schema import Count, checked
-from rl4llm.extensions.sandbox.levels import LEVELS, find_bwrap, find_python, slot_uids
+from rl4llm.extensions.sandbox.levels import LEVELS, find_bwrap, find_python, may_use, slot_uids
+from rl4llm.extensions.sandbox.packages import Mounted, mounted
 from rl4llm.extensions.sandbox.probe import REMOTE, LevelProbe, probe_level
 from rl4llm.extensions.sandbox.program import Limits, Outcome, Program, outcome_of
 from rl4llm.extensions.sandbox.remote import ELSEWHERE, GRACE_S, RemoteSlot
@@ -59,7 +60,8 @@ class Sandbox:
             `rl4llm.extensions.sandbox.remote`.
         allow_weak: whether to allow a level that does not isolate programs from the host's files and network.
         slots: number of simultaneous programs, each with a separate supervising process.
-        packages: directories that programs may import from, read-only.
+        packages: installed packages that programs may import, such as numpy, with those that they need; an entry with a
+            slash is a directory to import from. All of them are read-only.
         loopback: whether programs may connect to themselves over 127.0.0.1 and ::1; there is no other network.
         limits: limits of programs without specific ones.
 
@@ -89,7 +91,11 @@ class Sandbox:
         self.level = level
         self.allow_weak = allow_weak
         self.slots = slots
-        self.packages = tuple(os.path.abspath(path) for path in packages)
+        if self._elsewhere is not None and packages:
+            raise ConfigError(
+                f"sandbox.packages={list(packages)} is not accepted with sandbox.level={level!r}: programs run elsewhere."
+            )
+        self.packages, self._modules = mounted(packages)
         self.loopback = loopback
         self.limits = limits or Limits()
         self.counts: Counter[str] = Counter()
@@ -125,7 +131,9 @@ class Sandbox:
             self._reset()
         with self._lock:
             if self._probe is None:
-                chosen = self._probe = self._chosen()
+                chosen = self._chosen()
+                self._import_packages(chosen)
+                self._probe = chosen
                 for slot in self._all:
                     slot.level = chosen.level
                 logger.log(logging.INFO if chosen.rank > 1 else logging.WARNING, "%s", chosen)
@@ -182,6 +190,18 @@ class Sandbox:
             + "\n".join(problems)
         )
 
+    def _import_packages(self, chosen: LevelProbe) -> None:
+        """Raise SandboxError if the sandbox cannot import a package, whose lack would count as a program's error."""
+        for module in self._modules:
+            self._all[0].level = chosen.level
+            outcome, _ = self._all[0].run(Program(f"import {module}"), self.limits)
+            if outcome.status != "ok":
+                raise SandboxError(
+                    f"sandbox.packages: programs cannot import {module!r}: {outcome.reason}. The package must be readable "
+                    "for all users, made for the Python of the sandbox, and fit into its limits. Next: remove it, or "
+                    "install it in an environment of the system's Python."
+                )
+
     def _probed(self, name: str) -> LevelProbe:
         if name != REMOTE and find_bwrap() is None and LEVELS[name].rank >= 2:
             return LevelProbe(name, LEVELS[name].rank, problem="bwrap is not installed")
@@ -206,7 +226,7 @@ class _Slot:
 
     level: str
     uid: int | None
-    packages: tuple[str, ...]
+    packages: tuple[Mounted, ...]
     loopback: bool
     limits: Limits
     process: subprocess.Popen[bytes] | None = None
@@ -252,12 +272,20 @@ class _Slot:
                 f"uid {self.uid or os.getuid()} can run neither {sys.executable} nor /usr/bin/python3; "
                 "install python3, or install this Python where all users may read it"
             )
+        closed = next(
+            (mount.host for mount in self.packages if not may_use(_directory(mount.host), self.uid)), None
+        )
+        if closed is not None:
+            raise OSError(
+                f"sandbox.packages: uid {self.uid or os.getuid()} of the sandbox cannot read {closed}; install the package "
+                "where all users may read it"
+            )
         settings = {
             "level": self.level,
             "parent": os.getpid(),
             "python": python,
             "uid": self.uid,
-            "packages": self.packages,
+            "packages": [(mount.host, mount.inside) for mount in self.packages],
             "loopback": self.loopback,
             "limits": asdict(self.limits),
         }
@@ -281,6 +309,10 @@ class _Slot:
             return ""
         self.log.seek(0)
         return self.log.read()[-500:].decode(errors="replace").strip()
+
+
+def _directory(path: str) -> str:
+    return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _close_all(slots: Sequence[_Slot | RemoteSlot], owner: int) -> None:

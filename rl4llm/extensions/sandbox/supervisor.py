@@ -30,6 +30,7 @@ from rl4llm.extensions.sandbox.cell import (
 )
 from rl4llm.extensions.sandbox.judge import judge
 from rl4llm.extensions.sandbox.levels import LEVELS
+from rl4llm.extensions.sandbox.packages import Mounted
 from rl4llm.extensions.sandbox.program import Limits, Outcome, Program
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -91,7 +92,7 @@ def main() -> None:
         inside = compiled_inside(settings["python"])
     except Ended as ended:
         sys.exit(ended.reason)
-    packages = tuple(settings["packages"])
+    packages = tuple(Mounted(*paths) for paths in settings["packages"])
     walls = {name: settings[name] for name in ("level", "python", "uid", "loopback")}
     place = CellSite(packages=packages, owner=channel.fileno(), inside=inside, **walls)
     station = Station(place, Limits(**settings["limits"]))
