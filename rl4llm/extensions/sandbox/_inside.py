@@ -1,4 +1,5 @@
-"""The main code of a process inside the sandbox: a bare Python receives this text and that of `_inside_tests.py`.
+"""The main code of a process inside the sandbox: a bare Python receives this text, and those of
+`_inside_objects.py` and `_inside_tests.py`.
 
 It sees no file of the project. It first sends the line ``{"ready": true}`` and then receives its role: the candidate,
 whose functions are called or which runs as a script; or the tests, which call functions in another sandbox.
@@ -6,6 +7,7 @@ whose functions are called or which runs as a script; or the tests, which call f
 Messages are lines of JSON that are also Python literals, because importing `json` would take as long as starting
 Python. Everything that it sends comes from model-written code, except when this process runs the tests.
 """
+# ruff: noqa: F821
 
 import builtins
 import os
@@ -25,6 +27,28 @@ CONSTANTS = {
 MAX_DEPTH = 64
 MAX_REASON = 300
 ONLY_AST = 0x400
+RICH = {
+    "Decimal": "decimal", "Fraction": "fractions", "datetime": "datetime", "date": "datetime", "time": "datetime",
+    "timedelta": "datetime",
+}  # fmt: skip
+HANDLES = {}  # how objects of the program are sent and received, in tests that are code
+LENT = {
+    "typing": "Any Callable Deque DefaultDict Dict FrozenSet Generator Iterable Iterator List Mapping Optional Sequence Set"
+    " Tuple TypeVar Union",
+    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
+    "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
+    "bisect": "bisect_left bisect_right insort insort_left insort_right",
+    "functools": "cache cached_property cmp_to_key lru_cache partial reduce total_ordering wraps",
+    "itertools": "accumulate chain combinations combinations_with_replacement count cycle dropwhile groupby islice pairwise"
+    " permutations product repeat starmap takewhile tee zip_longest",
+    "math": "acos asin atan atan2 ceil comb cos dist exp fabs factorial floor gcd hypot inf isqrt lcm log log10 log2 nan"
+    " perm pi prod sin sqrt tan",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation",
+    "copy": "deepcopy", "operator": "attrgetter itemgetter mul xor", "random": "choice randint shuffle", "io": "StringIO",
+    "statistics": "mean median mode", "": "bisect collections copy datetime fractions functools heapq io itertools json math"
+    " operator random re statistics string sys time",
+}  # fmt: skip
+LENT_RECURSION = 50_000
 
 
 def encoded(value, depth=0):
@@ -46,6 +70,8 @@ def encoded(value, depth=0):
 
 
 def _tagged(value, depth):
+    if HANDLES and isinstance(value, HANDLES["types"]):
+        return "object", HANDLES["sent"](value)
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
             return kind.__name__, "[" + ",".join([encoded(item, depth) for item in value]) + "]"
@@ -57,9 +83,32 @@ def _tagged(value, depth):
         return type(value).__name__, quoted(value.decode("latin-1"))
     if isinstance(value, complex):
         return "complex", f"[{encoded(value.real)},{encoded(value.imag)}]"
+    return _of_library(value, depth)
+
+
+def _of_library(value, depth):
+    """Return a number, a date or an array as text; other objects have a number, where tests may hold them."""
+    kind = rich_kind(value)
+    if kind == "timedelta":
+        return kind, f"[{value.days:d},{value.seconds:d},{value.microseconds:d}]"
+    if kind:
+        return kind, quoted(value.isoformat() if hasattr(value, "isoformat") else str(value))
+    if type(value).__module__ == "numpy":
+        return "ndarray", f"[{quoted(value.dtype.str)},{encoded(value.tolist(), depth)}]"
     if hasattr(type(value), "__next__"):
         return "iterator", "[" + ",".join([encoded(item, depth) for item in value]) + "]"
+    if HANDLES:
+        return "object", HANDLES["sent"](value)
     raise TypeError(f"a {type(value).__name__} is not a literal")
+
+
+def rich_kind(value):
+    """Return the name of a value's type if it is a number or a date of the standard library, else None."""
+    for kind, module in RICH.items():
+        made = getattr(sys.modules.get(module), kind, None)
+        if isinstance(made, type) and isinstance(value, made):
+            return kind
+    return None
 
 
 def decoded(value):
@@ -73,9 +122,23 @@ def decoded(value):
         return {decoded(key): decoded(item) for key, item in content}
     if kind in ("bytes", "bytearray"):
         return (bytes if kind == "bytes" else bytearray)(content, "latin-1")
+    if kind in SEQUENCES:
+        return SEQUENCES[kind](decoded(content))
+    return _library_value(kind, content)
+
+
+SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+
+
+def _library_value(kind, content):
     if kind == "complex":
         return complex(*content)
-    return {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind](decoded(content))
+    if kind == "object":
+        return HANDLES["received"](content)
+    if kind == "ndarray":
+        return __import__("numpy").array(decoded(content[1]), dtype=content[0])
+    made = getattr(__import__(RICH[kind]), kind)
+    return made(*content) if kind == "timedelta" else getattr(made, "fromisoformat", made)(content)
 
 
 class MessagePipe:
@@ -85,6 +148,8 @@ class MessagePipe:
         self.source = source
         self.target = target
         self.buffer = bytearray()
+        self.asked = False  # whether the tests have called the program
+        self.raised = None  # the last exception of the program that the tests got
 
     def receive(self):
         """Return the next message; exit the process at the end of input."""
@@ -134,13 +199,37 @@ def code_of(job):
     prefix, source = job["prefix"], job["source"]
     if not prefix:
         return [compile(source, "program.py", "exec")]
+    first = job["entry_point"].partition(".")[0]
     try:
         alone = compile(source, "program.py", "exec", ONLY_AST)
-        defined = any(getattr(node, "name", None) == job["entry_point"] for node in alone.body)
+        defined = any(getattr(node, "name", None) == first for node in alone.body)
     except SyntaxError:
         defined = False
-    texts = [setup_of(prefix), source] if defined else [prefix + source]
+    apart = defined or (f"def {first}" not in prefix and f"class {first}" not in prefix)
+    texts = [setup_of(prefix), source] if apart else [prefix + source]
     return [compile(text, "program.py", "exec") for text in texts]
+
+
+def lend(job, code, namespace):
+    """Give a program the names of the standard library that it uses, where the judge of its set imports them."""
+    if not job["lends"]:
+        return
+    sys.setrecursionlimit(LENT_RECURSION)
+    used = names_in(code)
+    for module, names in LENT.items():
+        for name in used & set(names.split()):
+            namespace[name] = getattr(__import__(module), name) if module else __import__(name)
+
+
+def names_in(parts):
+    """Return the names that compiled code and the functions in it use."""
+    names = set()
+    for part in parts:
+        names |= {
+            *part.co_names,
+            *names_in([item for item in part.co_consts if isinstance(item, type(part))]),
+        }
+    return names
 
 
 def setup_of(text):
@@ -163,11 +252,14 @@ def be_called(channel, job):
     module.__dict__.update(namespace)
     sys.modules["solution"] = module
     try:
+        lend(job, code, module.__dict__)
         for part in code:
             exec(part, module.__dict__)
     except BaseException as error:  # noqa: BLE001 - the model's code
         reason = f"{reason_of(error)} ({where(error) or 'somewhere'})"
         return channel.send('{"broken":%s}' % quoted(reason))  # noqa: UP031
+    if job["objects"]:
+        keep_objects(module)
     channel.send('{"loaded":true}')
     while True:
         request = channel.receive()
@@ -176,15 +268,23 @@ def be_called(channel, job):
 
 
 def answer(module, request):
-    """Return the result or the exception of a call, as the inside of a JSON object."""
+    """Return the result or the exception of a call, as the inside of a JSON object.
+
+    A test may ask for what became of the arguments: always, or if the function returns None.
+    """
     try:
-        value = function_of(module, request["fn"])(*decoded(request["args"]), **decoded(request["kwargs"]))
-        return '"value":' + encoded(value)
+        args, kwargs = decoded(request["args"]), decoded(request["kwargs"])
+        name = request["fn"]
+        if name == ":global":
+            return '"value":' + encoded(function_of(module, *args))
+        value = (OPERATIONS.get(name) or function_of(module, name))(*args, **kwargs)
+        reply = '"value":' + encoded(value)
+        if request.get("changes") == "always" or (request.get("changes") and value is None):
+            reply += f',"args":{encoded(args)},"kwargs":{encoded(kwargs)}'
+        return reply
     except BaseException as error:  # noqa: BLE001 - the model's code
-        name = type(error).__name__
-        return (
-            f'"error":{quoted(name[:100])},"reason":{quoted(reason_of(error))},"where":{quoted(where(error))}'
-        )
+        kinds = ",".join(kind.__name__ for kind in type(error).__mro__)[:MAX_REASON]
+        return f'"error":{quoted(kinds)},"reason":{quoted(reason_of(error))},"where":{quoted(where(error))}'
 
 
 def where(error):
@@ -200,8 +300,19 @@ def where(error):
 
 
 def function_of(module, name):
-    """Return a function of the program, or a method of a new object of one of its classes."""
+    """Return a function of the program, or a method of a new object of one of its classes.
+
+    A function that the program does not define may be a method of its class `Solution`.
+    """
     first, _, method = name.partition(".")
+    solution = module.__dict__.get("Solution")
+    if (
+        not method
+        and first not in module.__dict__
+        and isinstance(solution, type)
+        and hasattr(solution, first)
+    ):
+        return getattr(solution(), first)
     if first not in module.__dict__:
         raise NameError(f"the program defines no {first!r}")
     found = module.__dict__[first]
@@ -219,7 +330,7 @@ def be_run(channel, job):
         request = channel.receive()
         child = os.fork()
         if child == 0:
-            run_script(code, request["stdin"])
+            run_script(job, code, request["stdin"])
         _, status = os.waitpid(child, 0)
         end_group(child)
         channel.send('{"id":%d,"exit":%d}' % (request["id"], os.waitstatus_to_exitcode(status)))  # noqa: UP031
@@ -234,7 +345,7 @@ def end_group(pid):
         return
 
 
-def run_script(code, text):
+def run_script(job, code, text):
     """Run as the script, and exit like Python: with its threads, exit handlers and open files."""
     os.setsid()
     os.close(REQUESTS)
@@ -245,6 +356,7 @@ def run_script(code, text):
     sys.modules["__main__"] = main_module
     sys.argv = ["program.py"]
     try:
+        lend(job, code, main_module.__dict__)
         for part in code:
             exec(part, main_module.__dict__)
     except SystemExit:

@@ -1,53 +1,57 @@
-"""The roles of tests inside the sandbox: this text follows that of `_inside.py`, whose names it uses."""
+"""The roles of tests inside the sandbox: this text is the last, and uses the names of the others."""
 # ruff: noqa: F821
 
 import _ast
 
 
-class CandidateEnded(BaseException):
-    """The program has ended; `except Exception` in a test does not catch this."""
+def tree_of(text, file):
+    """Parse a text of the tests, and note where it drops what a call returns and which names it catches."""
+    tree = compile(text, file, "exec", ONLY_AST)
+    for leaf in walk(tree):
+        if isinstance(leaf, _ast.Expr) and isinstance(leaf.value, _ast.Call):
+            DROPPED.add((file, leaf.lineno))
+        caught = [leaf.type] if isinstance(leaf, _ast.ExceptHandler) and leaf.type else []
+        if (
+            isinstance(leaf, _ast.Call)
+            and isinstance(leaf.func, _ast.Attribute)
+            and leaf.func.attr in CATCHES
+        ):
+            caught += leaf.args[:1]
+        CAUGHT.update(item.id for part in caught for item in walk(part) if isinstance(item, _ast.Name))
+    return tree
 
 
-class NotALiteral(BaseException):
-    """A test passes something that cannot leave its process, which is the test's fault."""
+CATCHES = ("raises", "assertRaises", "assertRaisesRegex")
 
 
-# In a test these have another meaning, such as a failed assert or the end of a loop; the last ones take other arguments.
-NEVER_PASSED_ON = (AssertionError, StopIteration, StopAsyncIteration, UnicodeError, ExceptionGroup)
+def at_fault(channel, error):
+    """Return whether a failure is the tests' own: before they called the program, or a module that is missing."""
+    missing = isinstance(error, ImportError) and error is not channel.raised
+    return missing or isinstance(error, NotALiteral) or not channel.asked
 
 
-class Proxy:
-    """A function of the program, which runs in another sandbox; only literals are passed and returned."""
+def broken(channel, error):
+    channel.send('{"broken":%s}' % quoted(reason_of(error)))  # noqa: UP031
 
-    def __init__(self, channel, name):
-        self._channel = channel
-        self._name = name
 
-    def __call__(self, *args, **kwargs):
-        try:
-            content = f'"args":{encoded(list(args))},"kwargs":{encoded(kwargs)}'
-        except TypeError as error:
-            raise NotALiteral(f"the test calls {self._name} with what is no literal: {error}") from None
-        self._channel.send(f'{{"call":{quoted(self._name)},{content}}}')
-        reply = self._channel.receive()
-        if "value" in reply:
-            return decoded(reply["value"])
-        if "ended" in reply:
-            raise CandidateEnded(reply["ended"])
-        kind = getattr(builtins, reply["error"], None)
-        ordinary = (
-            isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NEVER_PASSED_ON)
-        )
-        raise (kind if ordinary else RuntimeError)(reply["reason"])
+def begin_tests(channel):
+    """Let values contain objects of the program, for which the tests have numbers."""
+    add_operators()
+    HANDLES["types"], HANDLES["sent"] = (Remote, Proxy), handle_of
+    HANDLES["received"] = lambda content: Remote(channel, *content)
 
-    def __eq__(self, other):
-        raise TypeError("a function of the program is compared; only what it returns can be")
 
-    __bool__ = __len__ = __iter__ = __hash__ = None
+def handle_of(value):
+    if isinstance(value, Remote):
+        return f"[{value._number:d},{quoted(value._name)}]"
+    if isinstance(value, Proxy):
+        return f"[-1,{quoted(value._name)}]"
+    raise TypeError(f"a {type(value).__name__} is not a literal")
 
 
 def hold_asserts(channel, job):
     """Run assert statements one by one and report each."""
+    begin_tests(channel)
     namespace = {"__name__": "tests", "__builtins__": __builtins__}
     try:
         exec(compile(setup_of(job["setup"]), "setup", "exec"), namespace)
@@ -57,12 +61,14 @@ def hold_asserts(channel, job):
             namespace[job["entry_point"]] = Proxy(channel, job["entry_point"])
         units = list(units_of(channel, job, namespace))
     except BaseException as error:  # noqa: BLE001 - the dataset's code
-        return channel.send('{"broken":%s}' % quoted(reason_of(error)))  # noqa: UP031
+        return broken(channel, error)
     channel.send('{"plan":[%s]}' % ",".join(quoted(name) for name, _, _, source in units if source))  # noqa: UP031
     for name, code, scope, source in units:
         try:
             exec(code, scope)
         except BaseException as error:  # noqa: BLE001 - a failed test, or the step before one
+            if at_fault(channel, error):
+                return broken(channel, error)
             report(channel, name, error, source)
         else:
             if source:
@@ -73,7 +79,7 @@ def hold_asserts(channel, job):
 
 def units_of(channel, job, namespace):
     """Yield (name, code, namespace, source if it is a test) for every statement of the tests, in order."""
-    trees = [compile(text, "tests", "exec", ONLY_AST) for text in job["tests"]]
+    trees = [tree_of(text, f"tests {number}") for number, text in enumerate(job["tests"])]
     leaves = [leaf for tree in trees for leaf in walk(tree)]
     bases = {
         leaf.value.id
@@ -84,7 +90,7 @@ def units_of(channel, job, namespace):
         {leaf.id for leaf in leaves if isinstance(leaf, _ast.Name)} - namespace.keys() - set(dir(builtins))
     )
     for name in unknown:
-        namespace[name] = __import__(name) if name in LIBRARY & bases else Proxy(channel, name)
+        namespace[name] = __import__(name) if name in LIBRARY & bases else of_program(channel, name)
     if not job["entry_point"] and not unknown - (LIBRARY & bases) - stored(leaves):
         name = builtin_meant(leaves)
         namespace[name] = Proxy(channel, name)
@@ -94,18 +100,19 @@ def units_of(channel, job, namespace):
         for node in tree.body
         if isinstance(node, _ast.FunctionDef) and node.name == "check"
     ]
+    asserting = asserting_functions([*leaves, *walk(tree_of(setup_of(job["setup"]), "setup"))])
     number = 0
-    for tree, text in zip(trees, job["tests"], strict=True):
+    for file, (tree, text) in enumerate(zip(trees, job["tests"], strict=True)):
         lines = text.splitlines()
         for node in tree.body:
             for part, scope in parts_of(node, checks, channel, job, namespace):
                 leaves = [] if is_definition(part) else list(walk(part))
                 # HumanEval contains `assert True`, which tests nothing.
-                is_test = all(
-                    any(isinstance(leaf, kind) for leaf in leaves) for kind in (_ast.Assert, _ast.Name)
+                is_test = any(isinstance(leaf, _ast.Name) for leaf in leaves) and any(
+                    asserts(leaf, asserting) for leaf in leaves
                 )
                 number += is_test
-                code = compile(_ast.Module(body=[part], type_ignores=[]), "tests", "exec")
+                code = compile(_ast.Module(body=[part], type_ignores=[]), f"tests {file}", "exec")
                 source = "\n".join(lines[part.lineno - 1 : part.end_lineno]).strip() or "assert"
                 yield (
                     f"assert {number}" if is_test else f"line {part.lineno}",
@@ -113,6 +120,26 @@ def units_of(channel, job, namespace):
                     scope,
                     is_test and source,
                 )
+
+
+def asserts(leaf, functions):
+    """Return whether a node of the tests can fail as a test: an assert, or a call of a function that contains one."""
+    called = leaf.func if isinstance(leaf, _ast.Call) else None
+    return (
+        isinstance(leaf, _ast.Assert)
+        or (isinstance(called, _ast.Name) and called.id in functions)
+        or (isinstance(called, _ast.Attribute) and called.attr.startswith("assert"))
+    )
+
+
+def asserting_functions(leaves):
+    """Return the names of the tests' own functions that contain an assert, or call one that does."""
+    found, before = set(), None
+    definitions = [(leaf.name, list(walk(leaf))) for leaf in leaves if isinstance(leaf, _ast.FunctionDef)]
+    while found != before:
+        before = set(found)
+        found |= {name for name, inner in definitions if any(asserts(leaf, before) for leaf in inner)}
+    return found
 
 
 def stored(leaves):
@@ -187,8 +214,9 @@ def report(channel, name, error, source=""):
 
 def hold_suite(channel, job):
     """Run test files and report exactly the requested tests."""
+    begin_tests(channel)
     solution = type(sys)("solution")
-    solution.__getattr__ = lambda name: Proxy(channel, name) if name[:1] != "_" else missing(name)
+    solution.__getattr__ = lambda name: of_program(channel, name) if name[:1] != "_" else missing(name)
     sys.modules["solution"] = solution
     channel.send('{"plan":[%s]}' % ",".join(quoted(name) for name in job["required"]))  # noqa: UP031
     modules = {}
@@ -196,15 +224,21 @@ def hold_suite(channel, job):
         file, *path = name.split("::")
         try:
             if file not in modules:
-                modules[file] = {"__name__": file.removesuffix(".py"), "__builtins__": __builtins__}
-                exec(compile(job["files"][file], file, "exec"), modules[file])
-            run_test(modules[file], path)
+                channel.asked = False
+                namespace = {"__name__": file.removesuffix(".py"), "__builtins__": __builtins__}
+                exec(compile(tree_of(job["files"][file], file), file, "exec"), namespace)
+                modules[file] = namespace, channel.asked
+            channel.asked = modules[file][1]
+            run_test(modules[file][0], path)
         except BaseException as error:  # noqa: BLE001 - a failed test
-            modules.setdefault(file, {})
+            if at_fault(channel, error):
+                return broken(channel, error)
+            modules.setdefault(file, ({}, True))
             report(channel, name, error)
         else:
             report(channel, name, None)
     channel.send('{"done":true}')
+    return None
 
 
 def missing(name):
@@ -215,18 +249,46 @@ def run_test(namespace, path):
     """Run one test. An exception is a failure, and so is a test that was skipped or does not exist."""
     test = namespace[path[0]]
     if len(path) == 1:
-        return test()
+        return run_function(test)
     unittest = sys.modules.get("unittest")
     if unittest is None or not issubclass(test, unittest.TestCase):
-        return getattr(test(), path[1])()
-    result = unittest.TestResult()
+        instance = test()
+        getattr(instance, "setup_method", lambda: None)()
+        return run_function(getattr(instance, path[1]))
+    result, failures = unittest.TestResult(), []
+    result.addError = result.addFailure = lambda test, failure: failures.append(failure[1])
+    result.addSubTest = lambda test, part, failure: failures.extend(failure[1:2] if failure else ())
     unittest.TestSuite([test(path[1])]).run(result)
+    if failures:
+        raise failures[0]
     if result.skipped or result.expectedFailures or result.unexpectedSuccesses or result.testsRun != 1:
         raise AssertionError("the test was skipped or not run")
-    if not result.wasSuccessful():
-        problem = (result.errors + result.failures)[0][1].strip().splitlines()[-1]
-        raise (CandidateEnded if "CandidateEnded" in problem.partition(":")[0] else AssertionError)(problem)
     return None
+
+
+def run_function(test):
+    """Run a test function once for each combination of the arguments that `pytest.mark.parametrize` gives it."""
+    rows = [{}]
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name != "parametrize":
+            raise NotALiteral(f"pytest.mark.{mark.name} is not supported")
+        names, values = mark.args[:2]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        sets = [arguments_of(value, len(names)) for value in values]
+        rows = [{**row, **dict(zip(names, values, strict=True))} for row in rows for values in sets]
+    code = getattr(test, "__code__", None)
+    wanted = code.co_varnames[hasattr(test, "__self__") : code.co_argcount] if code else ()
+    if rows and (unset := set(wanted) - rows[0].keys()):
+        raise NotALiteral(f"the fixtures {sorted(unset)} of pytest are not supported")
+    for row in rows:
+        test(**row)
+
+
+def arguments_of(value, count):
+    """Return one set of arguments of `pytest.mark.parametrize`, which may be in a `pytest.param`."""
+    if hasattr(value, "marks"):
+        return value.values
+    return value if count > 1 else (value,)
 
 
 def main():

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.extensions.sandbox.cell import BrokenTests, Cell, Ended
@@ -24,12 +25,13 @@ from rl4llm.extensions.sandbox.program import (
     Suite,
     TestResult,
 )
-from rl4llm.extensions.sandbox.wire import WireError, decode, encode, same, same_text
+from rl4llm.extensions.sandbox.wire import WireError, agrees, decode, encode, same, same_text
 
 if TYPE_CHECKING:
     from rl4llm.extensions.sandbox.supervisor import Station
 
 SHOWN = 2000
+FLOAT_TOLERANCE = 1e-9  # relative or absolute, of calls that are compared with their types
 SHOWN_VALUE = 300  # characters of a value in the message about a failed test
 SHOWN_TRACE = 600  # characters of the end of a traceback in it
 TESTS_BYTES = 8 * 1024**2  # for one call by the tests, which are trusted but may pass on the program's values
@@ -104,7 +106,13 @@ class Candidate:
         program = self.program
         cell.play(
             self.role,
-            {"source": program.source, "prefix": program.prefix, "entry_point": program.entry_point},
+            {
+                "source": program.source,
+                "prefix": program.prefix,
+                "entry_point": program.entry_point,
+                "lends": program.lends,
+                "objects": isinstance(program.tests, Asserts | Suite),
+            },
         )
         try:
             message = cell.receive(self._until(), "loading the program")
@@ -190,7 +198,7 @@ def _calls(candidate: Candidate, tests: Calls) -> Outcome:
             continue
         try:
             reply = candidate.ask(request)
-            status, reason = _compared(reply, case.expected, tests.float_tolerance)
+            status, reason = _compared(reply, case.expected, tests.judge)
         except Ended as ended:
             reply, status, reason = {"ended": ended.reason}, ended.status, ended.reason
         shown = (
@@ -206,7 +214,7 @@ def _exchange(fn: str, request: Mapping[str, Any], reply: Mapping[str, Any]) -> 
     """Return a call and its result as one line."""
     given = [_value(item) for item in request["args"]]
     given += [f"{key}={_value(item)}" for key, item in request["kwargs"].get("dict", ())]
-    call = f"{fn}({_brief(', '.join(given))})"
+    call = f"{fn.lstrip(':')}({_brief(', '.join(given))})"
     if "value" in reply:
         return f"{call} returned {_value(reply['value'])}"
     where = f" ({str(reply['where'])[:100]})" if reply.get("where") else ""
@@ -226,14 +234,16 @@ def _brief(text: str) -> str:
     return text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
 
 
-def _compared(reply: dict[str, Any], expected: Any, float_tolerance: float) -> tuple[Status, str]:
+def _compared(reply: dict[str, Any], expected: Any, judge: str) -> tuple[Status, str]:
     if "value" not in reply:
         return "model_error", str(reply.get("reason"))[:SHOWN]
     try:
         value = decode(reply["value"])
     except WireError as error:
         return "model_error", str(error)
-    if same(value, expected, float_tolerance):
+    accepted = [expected, *(expected if judge == "wrapped" else ())]
+    equal = partial(same, float_tolerance=FLOAT_TOLERANCE) if judge == "exact" else agrees
+    if any(equal(value, each) for each in accepted):
         return "ok", ""
     return "wrong", f"another {'type' if type(value) is not type(expected) else 'value'} was expected"
 
@@ -248,15 +258,17 @@ def _code(
     results: list[TestResult] = []
     plan: list[str] = []
     last: tuple[str, Any, Any] | None = None
+    asked = False
     try:
         while "done" not in (message := cell.receive(_next_deadline(limits, deadline), "a test")):
             plan = message.get("plan", plan)
+            asked = asked or "call" in message
             last = _act_on(message, results, last, candidate, lambda answer: cell.send(answer, deadline))
             cell.beside = [candidate.cell] if candidate.cell else []
     except Ended as ended:
         if ended.status == "infra_error":
             raise
-        if not plan:
+        if not plan or not asked:
             raise BrokenTests(f"the tests do not run: {ended.reason}") from None
         done = {result.name for result in results}
         results += [
@@ -317,13 +329,15 @@ def _next_deadline(limits: Limits, deadline: float) -> float:
 
 def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
     try:
-        reply = candidate.ask({"fn": message["call"], "args": message["args"], "kwargs": message["kwargs"]})
+        request = {name: message[name] for name in ("args", "kwargs", "changes")}
+        reply = candidate.ask({"fn": message["call"], **request})
         if "value" not in reply:
             told = {
                 name: str(reply.get(name, ""))[:size] for name, size in (("reason", SHOWN), ("where", 100))
             }
-            return {"error": str(reply.get("error"))[:100], **told}
-        return {"value": encode(decode(reply["value"]))}
+            return {"error": str(reply.get("error"))[:SHOWN], **told}
+        asked_for = ("value", "args", "kwargs") if message["changes"] else ("value",)
+        return {name: encode(decode(reply[name])) for name in asked_for if name in reply}
     except WireError as error:
         return {"error": "TypeError", "reason": str(error)}
     except Ended as ended:

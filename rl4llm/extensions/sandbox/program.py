@@ -17,7 +17,8 @@ parse, crashed, hung or used too much. infra_error: the sandbox or the tests did
 class Call:
     """One call of a function of the program, and the value that it must return, including its type.
 
-    `fn` is a name, or ``Class.method``, whose class is created without arguments.
+    `fn` is a name, or ``Class.method``, whose class is created without arguments. A name that only the program's class
+    `Solution` has is its method.
     """
 
     fn: str
@@ -28,17 +29,22 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Function-call tests. Values are Python literals; floats may differ by `float_tolerance`, relative or absolute."""
+    """Function-call tests. Values are Python literals.
+
+    Judge "exact" compares types too; floats may differ by 1e-9, relative or absolute. "json" compares as the judges of
+    LiveCodeBench and APPS: tuples are lists, 2.0 is 2, and floats may differ as `wire.agrees` says. "wrapped" also
+    accepts the only element of each expected list.
+    """
 
     cases: tuple[Call, ...]
-    float_tolerance: float = 1e-9
+    judge: Literal["exact", "json", "wrapped"] = "exact"
 
 
 @dataclass(frozen=True, slots=True)
 class Stdin:
     """Tests of a whole program: pairs of its input and the output that it must print.
 
-    Spaces at the ends of lines and empty lines at the end are ignored.
+    `wire.same_text` says which outputs are equal.
     """
 
     cases: tuple[tuple[str, str], ...]
@@ -52,8 +58,9 @@ class Asserts:
     define are the program's functions. Without such a name, the only builtin that the tests call is the program's
     function.
 
-    The tests and the program run in two processes, which exchange only values of Python literals. So tests of the
-    program's classes or of changes to an argument always fail. An iterator passes with all that it yields.
+    The tests and the program run in two processes, which exchange values of literals, decimals, fractions and dates. An
+    iterator passes with all that it yields. A function's changes to its arguments reach the tests if it returns None or
+    the test drops what it returns.
     """
 
     tests: tuple[str, ...]
@@ -66,7 +73,8 @@ class Suite:
     """Test files by name, and the ids that must pass: ``test_x.py::test_a`` or ``test_x.py::TestB::test_c``.
 
     The files import the program's functions by ``from solution import f``. Functions and methods of
-    ``unittest.TestCase`` and of plain classes are supported. A skipped, missing or uncollected test counts as failed.
+    ``unittest.TestCase`` and of plain classes are supported. A test that fails before it calls the program, as one that
+    is missing, is a fault of the tests.
     """
 
     files: Mapping[str, str]
@@ -84,6 +92,8 @@ class Program:
             the prefix.
         entry_point: the function that the prefix begins; "" for none.
         stdin: input of a script without tests.
+        lends: whether common names of the standard library, such as `List` and `deque`, need no import, as in the judges
+            of LiveCodeBench and APPS.
     """
 
     source: str
@@ -91,6 +101,7 @@ class Program:
     prefix: str = ""
     entry_point: str = ""
     stdin: str = ""
+    lends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

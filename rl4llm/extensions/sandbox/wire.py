@@ -7,16 +7,22 @@ used; exceeding a bound is the program's fault.
 from __future__ import annotations
 
 import cmath
+import datetime
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 MAX_DEPTH = 64
 MAX_DIGITS = 20_000
 MAX_COLLISIONS = 100
+MAX_EXPONENT = 10_000
+RELATIVE, ABSOLUTE, LARGEST = Fraction(1, 10**5), Fraction(1, 10**8), Fraction(1, 10**4)
 
 
 class WireError(Exception):
@@ -28,6 +34,25 @@ class Iterator:
     """The values of a generator, `map` or `zip`: it does not equal a list, but tests may convert it to one."""
 
     items: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """An object of the program that stays in its sandbox, as the number and the class that tests know it by."""
+
+    number: int
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of numpy, as its type and nested lists."""
+
+    dtype: str
+    items: Any
 
 
 def read(line: bytes | bytearray) -> dict[str, Any]:
@@ -62,8 +87,22 @@ def encode(value: Any) -> Any:
         return {kind.__name__: value.decode("latin-1")}
     if kind is Iterator:
         return {"iterator": [encode(item) for item in value.items]}
+    return _encoded_object(kind, value)
+
+
+def _encoded_object(kind: type, value: Any) -> Any:
+    if kind is Handle:
+        return {"object": [value.number, value.name]}
+    if kind is Array:
+        return {"ndarray": [value.dtype, encode(value.items)]}
     if kind is complex:
         return {"complex": [value.real, value.imag]}
+    if kind in (Decimal, Fraction):
+        return {kind.__name__: str(value)}
+    if kind in (datetime.date, datetime.datetime, datetime.time):
+        return {kind.__name__: value.isoformat()}
+    if kind is datetime.timedelta:
+        return {"timedelta": [value.days, value.seconds, value.microseconds]}
     raise WireError(f"a {kind.__name__} is not a literal")
 
 
@@ -106,16 +145,66 @@ def same(value: Any, expected: Any, float_tolerance: float = 0.0) -> bool:
     return value == expected
 
 
+def agrees(value: Any, expected: Any) -> bool:
+    """Return whether a value is what JSON says that is expected: tuples are lists, keys are texts, 2.0 is 2.
+
+    Where a fraction is expected, a number may differ by 1e-8 plus 1e-5 of it, as in the judge of APPS, but at most by
+    1e-4, so that whole numbers in it are exact. Whole numbers must be equal.
+    """
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(agrees, value, expected))
+    if isinstance(value, dict) and isinstance(expected, Mapping):
+        texts = {str(key): item for key, item in value.items()}
+        named = {str(key): item for key, item in expected.items()}
+        return (
+            len(texts) == len(value)
+            and texts.keys() == named.keys()
+            and all(agrees(item, named[key]) for key, item in texts.items())
+        )
+    numbers = int | float | Decimal | Fraction
+    if isinstance(expected, float) and isinstance(value, numbers) and not isinstance(value, bool):
+        return _near(value, expected)
+    return bool(value == expected)
+
+
 def same_text(printed: str, expected: str) -> bool:
-    """Return whether a program printed the expected text, ignoring spaces at ends of lines and empty lines at the end."""
-    return _lines(printed) == _lines(expected)
+    """Return whether a program printed what was expected, line by line and token by token.
+
+    Spaces around tokens and empty lines do not count. Two numbers are equal by their value, with the tolerance of
+    `agrees` where a fraction is expected; 007 is text. The case of letters counts.
+    """
+    lines = [[line.split() for line in text.splitlines() if line.strip()] for text in (printed, expected)]
+    return len(lines[0]) == len(lines[1]) and all(map(_same_line, *lines))
 
 
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+_NUMBER = re.compile(r"[+-]?(0|[1-9][0-9]{0,9999})?(\.[0-9]{0,9999})?([eE][+-]?[0-9]{1,3})?")
+
+
+def _same_line(printed: list[str], expected: list[str]) -> bool:
+    return printed == expected or (len(printed) == len(expected) and all(map(_same_token, printed, expected)))
+
+
+def _same_token(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    if not all(_NUMBER.fullmatch(text) and any(map(str.isdigit, text)) for text in (printed, expected)):
+        return False
+    numbers = Decimal(printed), Decimal(expected)
+    return numbers[0] == numbers[1] if expected.lstrip("+-").isdigit() else _near(*map(Fraction, numbers))
+
+
+def _near(value: Any, expected: Any) -> bool:
+    """Return whether a number is close to a fraction; both may be infinite or NaN."""
+    if not (_finite(value) and _finite(expected)):
+        return bool(value == expected) or (value != value and expected != expected)
+    value, expected = Fraction(value), Fraction(expected)
+    return bool(abs(value - expected) <= min(RELATIVE * abs(expected) + ABSOLUTE, LARGEST))
+
+
+def _finite(number: Any) -> bool:
+    return (
+        math.isfinite(number) if isinstance(number, float) else getattr(number, "is_finite", lambda: True)()
+    )
 
 
 def _pairs(content: Any) -> dict[Any, Any]:
@@ -142,7 +231,38 @@ _MAKERS = {
     "bytearray": lambda content: bytearray(content, "latin-1"),
     "iterator": lambda content: Iterator(decode(list(content))),
     "complex": lambda content: complex(float(content[0]), float(content[1])),
+    "object": lambda content: _handle(*content),
+    "ndarray": lambda content: _array(*content),
+    "Decimal": lambda content: _decimal(content),
+    "Fraction": lambda content: Fraction(*map(_integer, content.split("/"))),
+    "date": datetime.date.fromisoformat,
+    "datetime": datetime.datetime.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda content: datetime.timedelta(*content),
 }
+
+
+def _handle(number: Any, name: Any) -> Handle:
+    if type(number) is not int or not isinstance(name, str):
+        raise WireError("an object without a number")
+    return Handle(number, name[:100])
+
+
+def _array(dtype: str, items: Any) -> Any:
+    """Return an array of numbers, texts or booleans; a scalar of numpy is an ordinary number."""
+    if not re.fullmatch(r"[<>|=][biufcU][0-9]{1,6}", dtype):
+        raise WireError(f"an array of {dtype!r:.20}")
+    return Array(dtype, decode(items)) if isinstance(items, list) else decode(items)
+
+
+def _decimal(text: str) -> Decimal:
+    """Return a decimal number whose size and exponent are bounded, since `int` of it may take hours."""
+    if len(text) > MAX_DIGITS:
+        raise WireError("a number of many digits")
+    number = Decimal(text)
+    if number.is_finite() and abs(number.adjusted()) > MAX_EXPONENT:
+        raise WireError("a number with a large exponent")
+    return number
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -588,13 +588,13 @@ add(
         },
         ("t.py::C::test_a",),
     ),
-    "wrong",
+    "infra_error",
 )
 add(
     "suite-missing",
     "def f(x): return x",
     Suite({"t.py": "from solution import f\n"}, ("t.py::test_none",)),
-    "wrong",
+    "infra_error",
 )
 add("does-not-parse", "def f(x) return x", Calls((Call("f", (1,), 1),)), "model_error")
 add("raises", "def f(x): return 1 / 0", Calls((Call("f", (1,), 1),)), "model_error")

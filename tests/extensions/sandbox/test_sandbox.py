@@ -227,7 +227,7 @@ def test_a_sandbox_that_was_started_long_ahead_still_serves(_bubblewrap, monkeyp
     cell = Cell(CellSite("bubblewrap", python, uid, (), owner, compiled_inside(python)), Limits())
     assert select.select([cell._from], [], [], 60)[0]  # it stands, however long that takes on a busy machine
     monkeypatch.setattr(cell_module, "START_TIMEOUT_S", (time.monotonic() - started) / 2)
-    cell.play("calls", {"source": "x = 1", "prefix": "", "entry_point": ""})
+    cell.play("calls", {"source": "x = 1", "prefix": "", "entry_point": "", "lends": False, "objects": False})
     assert cell.receive(time.monotonic() + 20) == {"loaded": True}
     cell.end()
 
