@@ -79,6 +79,7 @@ def build_env(
         "reward_transform_fn": transform,
     }
     _demand_ground_truth(dataset, rewards)
+    _check_rows(dataset, rewards)
     own = environment_of(config, given), config.env, provided
     hosted = given.hosted and partial(given.hosted, opponents=provided.get("opponents"))
     env = hosted(**fixed) if hosted else make_env(*own, **fixed)  # hosts were asked with its options
@@ -124,6 +125,20 @@ def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> No
                 f"set data.answer_column to its column (the row has: {others or 'no other column'}), or use rewards that "
                 "need none; the class of such a reward sets needs_ground_truth = False."
             )
+
+
+def _check_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
+    """Raise DataError, with the place of the row, if a reward cannot score a row of a dataset."""
+    for reward in rewards if isinstance(rows, Rows) else ():
+        for number, row in enumerate(rows):
+            columns = {
+                name: row[name] for name in row if name not in ("prompt_id", "messages", "ground_truth")
+            }
+            try:
+                reward.check_row(row["ground_truth"], columns)
+            except DataError as error:
+                raise DataError(f"{place(rows, number)}: {error}") from error
+        _check_rows(rows, reward.parts)
 
 
 def build_rewards(

@@ -87,6 +87,9 @@ class BaseRewardFunction(ABC):
         """
         return awaited([self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples])
 
+    def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
+        """Raise DataError for a row that the reward cannot score. It is asked for each row before anything starts."""
+
     def examples(self) -> Sequence[RewardExample]:
         """Return right and wrong answers with their expected scores; training refuses to start if one differs."""
         return ()

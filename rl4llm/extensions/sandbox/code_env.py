@@ -14,7 +14,8 @@ from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.sandbox import Limits, Program, ProgramRunner, Sandbox, Stdin
 from rl4llm.extensions.sandbox.code_run import CodeRun, CodeRunner
-from rl4llm.extensions.sandbox.code_tests import Tests, stored_tests, visible_tests
+from rl4llm.extensions.sandbox.code_tests import stored_tests, visible_tests
+from rl4llm.extensions.sandbox.layouts import Tests
 
 NO_CODE = "The answer holds no code."
 AGAIN = "Correct the program, and write all of it in one ```python block."

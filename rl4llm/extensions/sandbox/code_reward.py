@@ -13,6 +13,7 @@ from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.sandbox import Limits, Outcome, ProgramRunner, Sandbox
 from rl4llm.extensions.sandbox.code_run import CodeRunner
 from rl4llm.extensions.sandbox.code_tests import stored_tests
+from rl4llm.extensions.sandbox.solutions import Solutions
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.replies import final_reply, policy_messages
 
@@ -27,9 +28,10 @@ class CodeReward(BaseRewardFunction):
         rewards: [{name: code, partial: true, format_weight: 0.1}]
 
     The row contains the tests: asserts as in HumanEval and MBPP, inputs and expected outputs, calls and their return
-    values, or test files with the ids that must pass; see `rl4llm.extensions.sandbox.code_tests`. Programs run in the
+    values, or test files with the ids that must pass; see `rl4llm.extensions.sandbox.layouts`. Programs run in the
     sandbox and never see the expected results. A program that does not parse, crashes or hangs scores like one that
-    passes no test. If the sandbox or the tests do not work, the sample fails instead.
+    passes no test. If the sandbox or the tests do not work, the sample fails instead, and so it does if the row has a
+    solution that fails the tests too.
 
     The result of each test is in ``sample.extras["tests"][name]``, together with the level of the sandbox. A reason
     other than a wrong answer is in ``sample.extras["reward_notes"][name]``: no_code, too_long or model_error.
@@ -73,6 +75,7 @@ class CodeReward(BaseRewardFunction):
         self.format_weight = float(format_weight)
         limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
         self.runner = CodeRunner(sandbox or Sandbox(), limits, max_chars)
+        self.solutions = Solutions(self.runner.sandbox, limits)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         score, _, _ = self._grade(final_reply(messages), ground_truth, kwargs)
@@ -90,6 +93,10 @@ class CodeReward(BaseRewardFunction):
             if tests:
                 sample.extras.setdefault("tests", {})[self.name] = tests
         return [score for score, _, _ in grades]
+
+    def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
+        """Raise DataError for tests in an unknown layout."""
+        stored_tests(ground_truth, columns)
 
     def examples(self) -> Sequence[RewardExample]:
         """Return a right and a wrong function for asserts, and a right and a wrong program for inputs and outputs."""
@@ -123,6 +130,9 @@ class CodeReward(BaseRewardFunction):
             return 0.0, run.note, None
         if run.outcome.status == "infra_error":
             return RewardFailure(run.outcome.reason), None, _stored(run.outcome)
+        fault = self.solutions.fault(tests, columns) if run.outcome.status != "ok" else ""
+        if fault:
+            return RewardFailure(f"the row cannot be scored: {fault}"), None, _stored(run.outcome)
         return self._score(run.outcome, run.fenced), run.note, _stored(run.outcome)
 
     def _score(self, outcome: Outcome, fenced: bool) -> float:

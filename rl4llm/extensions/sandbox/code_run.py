@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl4llm.extensions.sandbox import Limits, Outcome, ProgramRunner
-from rl4llm.extensions.sandbox.code_tests import Tests, code_in, program_of
+from rl4llm.extensions.sandbox.code_tests import code_in, program_of
+from rl4llm.extensions.sandbox.layouts import Tests
 
 
 @dataclass(frozen=True, slots=True)

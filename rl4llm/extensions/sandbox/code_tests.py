@@ -1,25 +1,19 @@
-"""Find the code in a model's reply, and parse the tests in a row of a dataset in any of the common layouts."""
+"""Find the code in a model's reply, and the tests in a row of a dataset."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.thoughts import after_thinking
-from rl4llm.extensions.sandbox import Asserts, Call, Calls, Program, Stdin, Suite
+from rl4llm.extensions.sandbox import Calls, Program, Stdin
+from rl4llm.extensions.sandbox.layouts import ACCEPTED, Tests, function_name, read_tests
 
 FENCE = "```"
-Tests = Asserts | Calls | Stdin | Suite
 _PYTHON = ("python", "python3", "py")
-_ACCEPTED = (
-    "assert statements or a function check(candidate) as text; a list of assert statements; "
-    "{'inputs': [...], 'outputs': [...]} with 'fn_name' for calls, without it for programs that read and print; "
-    "a list of {'input', 'output'} or of {'fn', 'args', 'expected'}; {'files': {name: text}, 'required': [ids]}"
-)
 
 
 def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:
@@ -44,24 +38,24 @@ def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:
 def stored_tests(stored: Any, columns: Mapping[str, Any], column: str = "ground_truth") -> Tests:
     """Return the tests in a column of a row. Raises DataError for tests in an unknown layout.
 
-    The columns `entry_point`, `prompt` (if it defines the entry point), `test_setup_code` and `test_imports` are used
-    if they exist.
+    The columns `entry_point`, `prompt` (if it is code), `test_setup_code`, `test_imports` and `metadata` are used if
+    they exist; see `rl4llm.extensions.sandbox.layouts`.
     """
-    setup = "\n".join(
-        [*(columns.get("test_imports") or ()), columns.get("test_setup_code") or "", _prefix(columns)]
-    )
+    setup = "\n".join([*(columns.get("test_imports") or ()), columns.get("test_setup_code") or ""])
     try:
-        return _tests(stored, columns.get("entry_point") or "", setup)
-    except (KeyError, TypeError, ValueError) as error:
-        problem = f"{type(error).__name__}: {error}"[:200]
+        return read_tests(stored, columns, setup, _prefix(columns))
+    except (KeyError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        problem = f"{type(error).__name__}: {error}"[:400]
         raise DataError(
-            f"{column}={stored!r:.200} does not contain tests ({problem}). Accepted: {_ACCEPTED}."
+            f"{column}={stored!r:.200} does not contain tests ({problem}). Accepted: {ACCEPTED}."
         ) from error
 
 
 def program_of(source: str, tests: Tests | None, columns: Mapping[str, Any]) -> Program:
     """Return a reply's code as a program, after the code in its row's column `prompt`, with tests or to be run alone."""
-    return Program(source, tests, prefix=_prefix(columns), entry_point=columns.get("entry_point") or "")
+    lends = isinstance(tests, Stdin) or (isinstance(tests, Calls) and tests.judge != "exact")
+    entry_point = function_name(columns.get("entry_point"))
+    return Program(source, tests, prefix=_prefix(columns), entry_point=entry_point, lends=lends)
 
 
 def visible_tests(columns: Mapping[str, Any], prompt: str) -> Tests | None:
@@ -111,53 +105,18 @@ def _is_example(call: str, value: str) -> bool:
 
 
 def _prefix(columns: Mapping[str, Any]) -> str:
-    """Return the code before the reply, if the column `prompt` defines the entry point."""
-    prompt, entry_point = columns.get("prompt"), columns.get("entry_point") or ""
-    return prompt if isinstance(prompt, str) and entry_point and f"def {entry_point}" in prompt else ""
+    """Return the code before the reply: a column `prompt` that defines the entry point, or consists of definitions."""
+    prompt, entry_point = columns.get("prompt"), function_name(columns.get("entry_point"))
+    if not isinstance(prompt, str) or not entry_point:
+        return ""
+    return prompt if f"def {entry_point}" in prompt or _defines_only(prompt) else ""
 
 
-def _tests(ground_truth: Any, entry_point: str, setup: str) -> Tests:
-    if isinstance(ground_truth, str):
-        if ground_truth.lstrip()[:1] not in ("{", "["):
-            return _filled(Asserts((ground_truth,), entry_point, setup), ground_truth.strip())
-        ground_truth = json.loads(ground_truth)
-    if isinstance(ground_truth, Mapping):
-        return _from_mapping(ground_truth)
-    if not isinstance(ground_truth, Sequence) or not ground_truth:
-        raise ValueError("no tests")
-    if all(isinstance(test, str) for test in ground_truth):
-        return Asserts(tuple(ground_truth), entry_point, setup)
-    if "fn" in ground_truth[0]:
-        cases = (
-            Call(case["fn"], tuple(case["args"]), case["expected"], case.get("kwargs", {}))
-            for case in ground_truth
-        )
-        return Calls(tuple(cases))
-    return Stdin(tuple((_text(case["input"]), _text(case["output"])) for case in ground_truth))
-
-
-def _from_mapping(tests: Mapping[str, Any]) -> Calls | Stdin | Suite:
-    if "required" in tests:
-        files = {str(name): str(text) for name, text in tests["files"].items()}
-        required = tuple(map(str, tests["required"]))
-        unknown = [name for name in required if name.partition("::")[0] not in files or "::" not in name]
-        if unknown:
-            raise ValueError(f"required: {unknown} are not in {sorted(files)}")
-        return _filled(Suite(files, required), required)
-    pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-    if tests.get("fn_name"):
-        return _filled(
-            Calls(tuple(Call(tests["fn_name"], tuple(given), expected) for given, expected in pairs)), pairs
-        )
-    return _filled(Stdin(tuple((_text(given), _text(expected)) for given, expected in pairs)), pairs)
-
-
-def _text(value: Any) -> str:
-    """Return what a program reads or prints as one text; some datasets store a list of lines."""
-    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _filled(tests: Any, content: Any) -> Any:
-    if not content:
-        raise ValueError("no tests")
-    return tests
+def _defines_only(prompt: str) -> bool:
+    """Return whether a text is nothing but imports, definitions and constants, which LeetCode's programs begin with."""
+    try:
+        nodes = ast.parse(prompt).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    defining = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)
+    return bool(nodes) and all(isinstance(node, defining) for node in nodes)

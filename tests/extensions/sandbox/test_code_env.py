@@ -296,7 +296,9 @@ def test_invalid_rows_and_options_are_refused_at_the_start(tokenizer):
 
 
 def test_known_tests_that_do_not_run_are_the_datasets_fault(play, sandbox):
-    result, _ = play([RIGHT], sandbox, rows=[{"public_tests": "def oops(:"}, {"public_tests": KNOWN}])
+    result, _ = play(
+        [RIGHT], sandbox, rows=[{"public_tests": "x = 1 / 0\nassert x"}, {"public_tests": KNOWN}]
+    )
     (failed,) = result.failed
     assert (failed.prompt_id, failed.failure_class) == ("0", "env/sandbox")
     assert "the tests do not run" in failed.failure

@@ -1,0 +1,286 @@
+"""Read the tests of a row in the layouts of published sets: each is read by what the row says that it is.
+
+A layout that this module does not know, and a key that has no meaning in a layout, raises ValueError with what is
+accepted. Nothing is read as something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import builtins
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rl4llm.extensions.sandbox import Asserts, Call, Calls, Stdin, Suite
+
+Tests = Asserts | Calls | Stdin | Suite
+ACCEPTED = (
+    "assert statements, a function check(candidate) or functions test_... as text; a list of assert statements; "
+    "{'inputs': [...], 'outputs': [...]} with 'fn_name' for calls, without it for programs that read and print; "
+    "a list of {'input', 'output'} with 'testtype' (stdin, functional) or 'type' (stdin_stdout, function_call); "
+    "a list of {'fn', 'args', 'expected'}; {'files': {name: text}, 'required': [ids]}"
+)
+PICKLED = (
+    "they are a pickle, which is never loaded, because it may run any code. If you trust its source, store JSON instead: "
+    "json.loads(pickle.loads(zlib.decompress(base64.b64decode(text))))"
+)
+TEST_FILE = "test_solution.py"
+_KINDS = {
+    None: None, "stdin": "stdin", "stdin_stdout": "stdin", "functional": "call", "function_call": "call",
+}  # fmt: skip
+_MAX_BYTES = 1 << 30
+
+
+def read_tests(stored: Any, columns: Mapping[str, Any], setup: str, prefix: str) -> Tests:
+    """Return the tests that a row stores, with the code before them and the code that the program may continue.
+
+    Raises ValueError, KeyError or TypeError for an unknown layout.
+    """
+    content = _decoded(stored)
+    if isinstance(content, str):
+        return _from_code([content], columns, setup, prefix)
+    if isinstance(content, Mapping):
+        return _from_mapping(content, columns)
+    if not isinstance(content, Sequence) or not content:
+        raise ValueError("no tests")
+    if all(isinstance(test, str) for test in content):
+        return _from_code(list(content), columns, setup, prefix)
+    return _from_cases(content, columns)
+
+
+def function_name(entry_point: Any) -> str:
+    """Return the name of a row's function: ``f``, or ``Solution.f`` for ``Solution().f``."""
+    return str(entry_point or "").replace("()", "")
+
+
+def _decoded(stored: Any) -> Any:
+    """Return stored tests without their JSON and compression. Raises ValueError for a pickle."""
+    if not isinstance(stored, str):
+        return stored
+    text = stored.strip()
+    if text[:1] in ("{", "["):
+        return json.loads(text)
+    try:
+        packed = base64.b64decode(text, validate=True) if len(text) > 8 else b""
+        unpacked = zlib.decompressobj().decompress(packed, _MAX_BYTES) if packed[:1] == b"x" else b""
+    except (binascii.Error, zlib.error):
+        return stored
+    if unpacked[:1] == b"\x80":
+        raise ValueError(PICKLED)
+    return json.loads(unpacked) if unpacked else stored
+
+
+def _from_code(texts: Sequence[str], columns: Mapping[str, Any], setup: str, prefix: str) -> Asserts | Suite:
+    trees = [ast.parse(text) for text in texts]
+    nodes = [node for tree in trees for node in tree.body]
+    if not nodes:
+        raise ValueError("no tests")
+    ids = [test for node in nodes for test in _test_ids(node)]
+    if ids:
+        text = "\n".join([*filter(str.strip, [setup]), *texts])
+        missing = sorted(_unbound(ast.parse(text)))
+        given = f"from solution import {', '.join(missing)}\n" if missing else ""
+        return Suite({TEST_FILE: given + text}, tuple(f"{TEST_FILE}::{test}" for test in ids))
+    entry_point = function_name(columns.get("entry_point")) or _checked_function(nodes)
+    if not entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes):
+        raise ValueError("check(candidate) is never called, and the row has no entry_point")
+    if not any(_asserts(leaf) for node in nodes for leaf in ast.walk(node)):
+        raise ValueError("there is no assert in them")
+    return Asserts(tuple(texts), entry_point, "\n".join([setup, prefix]))
+
+
+def _asserts(leaf: ast.AST) -> bool:
+    return isinstance(leaf, ast.Assert) or (
+        isinstance(leaf, ast.Attribute) and leaf.attr.startswith("assert")
+    )
+
+
+def _checked_function(nodes: Sequence[ast.stmt]) -> str:
+    """Return the function that the tests pass to `check` themselves, as in ``check(add)``; "" without such a call."""
+    for node in nodes:
+        call = node.value if isinstance(node, ast.Expr) else None
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id == "check"
+            and call.args
+        ):
+            return function_name(ast.unparse(call.args[0]))
+    return ""
+
+
+def _test_ids(node: ast.stmt) -> list[str]:
+    """Return the tests in a statement as pytest collects them: functions ``test_...`` and those of classes."""
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+        return [node.name]
+    if not isinstance(node, ast.ClassDef):
+        return []
+    cases = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+    if not (cases or node.name.startswith("Test")):
+        return []
+    return [f"{node.name}::{test}" for part in node.body for test in _test_ids(part) if "::" not in test]
+
+
+def _unbound(tree: ast.Module) -> set[str]:
+    """Return names that a test file uses and binds nowhere: what it expects from the program."""
+    used: set[str] = set()
+    bound = {*dir(builtins), "__name__", "__file__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+    return set() if "*" in bound else used - bound
+
+
+def _from_mapping(tests: Mapping[str, Any], columns: Mapping[str, Any]) -> Calls | Stdin | Suite:
+    if "required" in tests:
+        return _suite(_known(tests, ("files", "required")))
+    if "test_cases" in tests:
+        cases = _known(tests, ("language", "test_cases"))
+        if str(cases.get("language", "python")).lower() not in ("python", "python3"):
+            raise ValueError(f"language={cases['language']!r} is not accepted. Accepted: python")
+        return _from_cases(cases["test_cases"], columns)
+    if "input" in tests:
+        return _from_cases([tests], columns)
+    given = _known(tests, ("inputs", "outputs", "fn_name", "type"))
+    pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+    kind = _kind(given.get("type"))
+    name = given.get("fn_name") or (_function_in(columns) if kind == "call" else "")
+    if kind == "call" and not name:
+        raise ValueError("type='function_call', but 'fn_name' is missing")
+    if kind == "stdin" and name:
+        raise ValueError(f"fn_name={name!r} has no meaning in tests that read and print")
+    return _calls(name, pairs) if name else _stdin(pairs)
+
+
+def _suite(tests: Mapping[str, Any]) -> Suite:
+    files = {str(name): str(text) for name, text in tests["files"].items()}
+    required = tuple(map(str, tests["required"]))
+    unknown = [name for name in required if name.partition("::")[0] not in files or "::" not in name]
+    if unknown or not required:
+        raise ValueError(f"required: {unknown} are not in {sorted(files)}")
+    return Suite(files, required)
+
+
+def _from_cases(cases: Sequence[Any], columns: Mapping[str, Any]) -> Calls | Stdin:
+    """Read a list of tests, which all say the same of what they are."""
+    if not cases or not all(isinstance(case, Mapping) for case in cases):
+        raise ValueError("no list of tests")
+    if "fn" in cases[0]:
+        own = [_known(case, ("fn", "args", "kwargs", "expected")) for case in cases]
+        return Calls(
+            tuple(
+                Call(case["fn"], tuple(case["args"]), case["expected"], case.get("kwargs", {}))
+                for case in own
+            )
+        )
+    known = [_known(case, ("input", "output", "testtype", "type", "fn_name", "metadata")) for case in cases]
+    kinds = {_kind(case.get("testtype", case.get("type"))) for case in known}
+    names = {case.get("fn_name") or _function_in(case) or "" for case in known}
+    if len(kinds) > 1 or len(names) > 1:
+        raise ValueError(
+            f"tests of one row differ: kinds {sorted(map(str, kinds))}, functions {sorted(names)}"
+        )
+    kind, name = kinds.pop(), names.pop()
+    pairs = [(case["input"], case["output"]) for case in known]
+    if kind != "stdin":
+        name = name or _function_in(columns)
+    if kind == "call" and not name:
+        raise ValueError(
+            "the tests call a function without its name: 'fn_name', or 'func_name' in the column metadata"
+        )
+    if kind == "stdin" and name:
+        raise ValueError(f"fn_name={name!r} has no meaning in tests that read and print")
+    return _calls(name, pairs) if name else _stdin(pairs)
+
+
+def _kind(said: Any) -> str | None:
+    if said not in _KINDS:
+        raise ValueError(f"type {said!r} of a test is unknown. Accepted: {', '.join(filter(None, _KINDS))}")
+    return _KINDS[said]
+
+
+def _known(tests: Mapping[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
+    """Return the keys that have a value, without the nulls of tables. Raises ValueError for one without a meaning."""
+    given = {str(key): value for key, value in tests.items() if value is not None}
+    unknown = sorted(given.keys() - set(accepted))
+    if unknown:
+        raise ValueError(
+            f"the key {unknown[0]!r} of a test is unknown. Accepted beside it: {', '.join(accepted)}"
+        )
+    return given
+
+
+def _function_in(row: Mapping[str, Any]) -> str:
+    """Return the function that the metadata of LiveCodeBench names; "" for none."""
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:  # a column of another set
+            return ""
+    return str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else ""
+
+
+def _calls(name: str, pairs: Sequence[tuple[Any, Any]]) -> Calls:
+    """Make calls of inputs and outputs: lists of arguments, or a text with one argument per line, as JSON."""
+    cases = [_call(function_name(name), given, expected) for given, expected in pairs]
+    if not cases:
+        raise ValueError("no tests")
+    wrapped = all(
+        isinstance(given, Sequence)
+        and not isinstance(given, str)
+        and isinstance(expected, list)
+        and len(expected) == 1
+        for given, expected in pairs
+    )
+    return Calls(tuple(cases), judge="wrapped" if wrapped else "json")
+
+
+def _call(name: str, given: Any, expected: Any) -> Call:
+    if isinstance(given, str):
+        return Call(name, tuple(_each(json.loads, given.split("\n"))), json.loads(expected))
+    if not isinstance(given, Sequence):
+        raise TypeError(f"the input {given!r:.60} of a call is not a list of arguments")
+    arguments = list(given)
+    if arguments and isinstance(arguments[0], Mapping):
+        arguments[0] = _numbered(arguments[0])
+    return Call(name, tuple(arguments), expected)
+
+
+def _each(function: Callable[[str], Any], lines: Sequence[str]) -> list[Any]:
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    return [function(line) for line in lines]
+
+
+def _numbered(argument: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return a dictionary with the whole numbers as keys that JSON has made texts, as the judge of APPS does."""
+    try:
+        return {int(key): value for key, value in argument.items()}
+    except ValueError:
+        return dict(argument)
+
+
+def _stdin(pairs: Sequence[tuple[Any, Any]]) -> Stdin:
+    if not pairs:
+        raise ValueError("no tests")
+    return Stdin(tuple((_text(given), _text(expected)) for given, expected in pairs))
+
+
+def _text(value: Any) -> str:
+    """Return what a program reads or prints as one text; some sets store a list of lines."""
+    if isinstance(value, Mapping):
+        raise TypeError(f"{value!r:.60} is neither a text nor a list of lines")
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
