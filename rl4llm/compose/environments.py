@@ -19,10 +19,11 @@ from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import elsewhere, imported, load
 from rl4llm.core.schema import accepted_options, check_values, with_options
-from rl4llm.data.lengths import place
+from rl4llm.data.lengths import SHOWN, place, rows_without
 from rl4llm.data.load import Rows
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import as_reward_function
+from rl4llm.runtime.ranks import Ranks
 
 NOT_OPTIONS = ("name", "remote", "remote_ca", "reward_transform_fn", "template_args", "thoughts")
 """Keys of ``env`` that are not options of an environment: they select it, or the trainer uses them."""
@@ -79,7 +80,7 @@ def build_env(
         "reward_transform_fn": transform,
     }
     _demand_ground_truth(dataset, rewards)
-    _check_rows(dataset, rewards)
+    check_rows(dataset, rewards)
     own = environment_of(config, given), config.env, provided
     hosted = given.hosted and partial(given.hosted, opponents=provided.get("opponents"))
     env = hosted(**fixed) if hosted else make_env(*own, **fixed)  # hosts were asked with its options
@@ -127,7 +128,7 @@ def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> No
             )
 
 
-def _check_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
+def check_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
     """Raise DataError, with the place of the row, if a reward cannot score a row of a dataset."""
     for reward in rewards if isinstance(rows, Rows) else ():
         for number, row in enumerate(rows):
@@ -138,7 +139,32 @@ def _check_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
                 reward.check_row(row["ground_truth"], columns)
             except DataError as error:
                 raise DataError(f"{place(rows, number)}: {error}") from error
-        _check_rows(rows, reward.parts)
+        check_rows(rows, reward.parts)
+
+
+def without_faulty_rows(
+    rows: Any, rewards: Sequence[BaseRewardFunction], where: str, ranks: Ranks
+) -> tuple[Any, list[str]]:
+    """Leave out rows that a reward cannot score fairly, and return a warning that names them.
+
+    The first rank asks the rewards, so that all ranks leave out the same rows. Raises DataError if none is left.
+    """
+    found = ranks.share(_faulty_rows(rows, rewards) if ranks.is_first else None)
+    if not found:
+        return rows, []
+    shown = "; ".join(f"{place(rows, number)}: {found[number]}" for number in sorted(found)[:SHOWN])
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    text = f"{where}: {len(found)} of {len(rows)} rows cannot be scored and were left out: {shown}{more}."
+    if len(found) == len(rows):
+        raise DataError(f"{text} Next: correct the rows, or choose other rewards.")
+    return rows_without(rows, found), [text]
+
+
+def _faulty_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for reward in rewards:
+        found |= _faulty_rows(rows, reward.parts) | dict(reward.faulty_rows(rows))
+    return found
 
 
 def build_rewards(

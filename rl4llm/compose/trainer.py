@@ -35,6 +35,7 @@ from rl4llm.compose.environments import (
     provided_by,
     rewards_note,
     with_hosts,
+    without_faulty_rows,
 )
 from rl4llm.compose.identity import given_identity, planned_run, refuse_hidden
 from rl4llm.compose.models import (
@@ -138,10 +139,16 @@ class Task:
         return Rollout(held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def fit(self, context_length: int) -> list[str]:
-        """Keep the rows whose prompts leave room for an answer; return warnings about the datasets."""
+        """Keep the rows that rewards can score and whose prompts leave room for an answer; return warnings about datasets."""
+        prefix = f"parts.{self.part}: " if self.part else ""
+        warnings = []
+        for env, where in ((self.env, "data"), (self.held_out, "eval")):
+            if env is not None:
+                asked = env.reward_functions, f"{prefix}{where}", all_ranks(self.config)
+                env.dataset, told = without_faulty_rows(env.dataset, *asked)
+                warnings += told
         fitted = self.renderer, context_length, self.config
-        where = f"parts.{self.part}: " if self.part else ""
-        return fit_datasets(self.env, self.held_out, *fitted, where)
+        return [*warnings, *fit_datasets(self.env, self.held_out, *fitted, prefix)]
 
 
 def _task(

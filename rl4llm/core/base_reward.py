@@ -90,6 +90,10 @@ class BaseRewardFunction(ABC):
     def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
         """Raise DataError for a row that the reward cannot score. It is asked for each row before anything starts."""
 
+    def faulty_rows(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[int, str]:
+        """Return why rows can be read but not scored fairly, by number. They are named and left out of the run."""
+        return {}
+
     def examples(self) -> Sequence[RewardExample]:
         """Return right and wrong answers with their expected scores; training refuses to start if one differs."""
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl4llm.core.errors import DataError
@@ -56,7 +56,12 @@ def fitting_rows(rows: Any, long: Mapping[int, int], *, drop: bool, where: str, 
             f"{where}: {len(long)} of {len(rows)} rows are too long: {shown}{more}. The context has room for {limit} "
             f"tokens. Shorten or remove these rows{out}."
         )
-    numbers = [number for number in range(len(rows)) if number not in long]
+    return rows_without(rows, long)
+
+
+def rows_without(rows: Any, left_out: Container[int]) -> Any:
+    """Return a dataset without the rows of these numbers, in the same order."""
+    numbers = [number for number in range(len(rows)) if number not in left_out]
     kept = [rows[number] for number in numbers]
     if not isinstance(rows, Rows):
         return kept

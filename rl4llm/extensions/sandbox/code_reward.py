@@ -45,6 +45,8 @@ class CodeReward(BaseRewardFunction):
         total_s: seconds for the whole program.
         memory_bytes: memory of each of its processes, and of all of them together, in bytes.
         max_chars: longer code scores 0.0 without being run.
+        try_solutions: whether the solution in each row (canonical_solution, solution, solutions, code) runs before the
+            training, to leave out rows whose solution fails; without it, one runs when a program of its row fails.
         sandbox: where programs run; by default the strongest level that this machine supports.
     """
 
@@ -63,6 +65,7 @@ class CodeReward(BaseRewardFunction):
         total_s: float = 20.0,
         memory_bytes: int = 512 * 1024**2,
         max_chars: int = 100_000,
+        try_solutions: bool = True,
         sandbox: ProgramRunner | None = None,
     ):
         super().__init__(name)
@@ -71,6 +74,7 @@ class CodeReward(BaseRewardFunction):
                 f"rewards.{name}: syntax_weight + format_weight is above 1: {syntax_weight} + {format_weight}."
             )
         self.partial = partial
+        self.try_solutions = try_solutions
         self.syntax_weight = float(syntax_weight)
         self.format_weight = float(format_weight)
         limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
@@ -97,6 +101,10 @@ class CodeReward(BaseRewardFunction):
     def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
         """Raise DataError for tests in an unknown layout."""
         stored_tests(ground_truth, columns)
+
+    def faulty_rows(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[int, str]:
+        """Return the rows whose solutions fail their tests."""
+        return self.solutions.of_rows(rows) if self.try_solutions else {}
 
     def examples(self) -> Sequence[RewardExample]:
         """Return a right and a wrong function for asserts, and a right and a wrong program for inputs and outputs."""

@@ -1,52 +1,92 @@
-"""Try the solution that a row brings along: where it fails the row's tests, they are at fault and not the model."""
+"""Try the solutions that rows bring along: where one fails the tests of its row, they are at fault and not the model."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
+import os
 import pickle
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from rl4llm.extensions.sandbox import Limits, ProgramRunner
-from rl4llm.extensions.sandbox.code_tests import FENCE, code_in, program_of
+from rl4llm.core.errors import DataError
+from rl4llm.extensions.sandbox import Limits, Program, ProgramRunner
+from rl4llm.extensions.sandbox.code_tests import FENCE, code_in, program_of, stored_tests
 from rl4llm.extensions.sandbox.layouts import Tests
 
 COLUMNS = ("canonical_solution", "solution", "solutions", "code")
 MOST_TRIED = 3  # solutions of a row, of which one must pass
+MANY = 1000  # rows whose trial is announced, since it takes minutes
+Tried = Sequence[tuple[str, Program]]
+logger = logging.getLogger(__name__)
 
 
 class Solutions:
-    """Runs each row's solutions once, when a program fails its tests for the first time; it remembers what it found."""
+    """Runs the solutions of each row once, and remembers why none passes.
+
+    What `of_rows` finds is kept in the user's cache, so that a run that is resumed leaves out the same rows.
+    """
 
     def __init__(self, sandbox: ProgramRunner, limits: Limits):
         self.sandbox = sandbox
         self.limits = limits
-        self._found: dict[bytes, str] = {}
+        self._found: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def fault(self, tests: Tests, columns: Mapping[str, Any]) -> str:
         """Return why the tests of a row cannot be trusted; "" if a solution passes them, or the row has none."""
-        tried = [(column, program_of(source, tests, columns)) for column, source in solutions_of(columns)]
+        tried = _programs(tests, columns)
         if not tried:
             return ""
-        key = hashlib.blake2b(pickle.dumps([program for _, program in tried]), digest_size=16).digest()
+        key = self._key(tried)
         with self._lock:  # samples of one group ask for the same row
             if key not in self._found:
-                self._found[key] = self._tried(tried)
+                self._found[key] = self._run(tried) or ""
             return self._found[key]
 
-    def _tried(self, programs: list[Any]) -> str:
-        reasons = []
+    def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+        """Return the faults of rows by their number; it runs the solutions of all rows that were never tried."""
+        programs: dict[int, Tried] = {}
+        for number, row in enumerate(rows):
+            with contextlib.suppress(DataError):  # `check_row` tells where a dataset may be refused
+                programs[number] = _programs(stored_tests(row["ground_truth"], row), row)
+        keys = {number: self._key(tried) for number, tried in programs.items() if tried}
+        cache = _cache()
+        self._found |= _stored(cache)
+        new = {keys[number]: programs[number] for number in keys if keys[number] not in self._found}
+        if len(new) > MANY:
+            logger.warning(
+                "The solutions of %d rows are tried. rewards.code.try_solutions=false skips it.", len(new)
+            )
+        with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
+            for key, fault in zip(new, threads.map(self._run, new.values()), strict=True):
+                if fault is not None:
+                    self._found[key] = fault
+                    _store(cache, key, fault)
+        return {number: self._found[key] for number, key in keys.items() if self._found.get(key)}
+
+    def _key(self, tried: Tried) -> str:
+        told = pickle.dumps((list(tried), self.limits, getattr(self.sandbox, "packages", ())))
+        return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+    def _run(self, programs: Tried) -> str | None:
+        """Return why no solution passes, "" if one does, and None if the sandbox or the tests do not work."""
+        reasons: list[str | None] = []
         for column, program in programs:
             outcome = self.sandbox.run(program, self.limits)
             if outcome.status == "ok":
                 return ""
-            if outcome.parsed and outcome.status != "infra_error":  # prose is not a solution
-                failed = next((test for test in outcome.tests if not test.passed), None)
-                where = f"{failed.name}: {failed.reason}" if failed else outcome.reason
-                reasons.append(f"its own {column} fails its tests ({where[:300]})")
+            if not outcome.parsed:  # prose is not a solution
+                continue
+            failed = next((test for test in outcome.tests if not test.passed), None)
+            where = f"{failed.name}: {failed.reason}" if failed else outcome.reason
+            broken = outcome.status == "infra_error"
+            reasons.append(None if broken else f"its own {column} fails its tests ({where[:300]})")
         return reasons[0] if reasons else ""
 
 
@@ -64,3 +104,29 @@ def solutions_of(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if isinstance(source, str) and source.strip() and number < MOST_TRIED:
                 number += 1
                 yield column, code_in(source)[0] if FENCE in source else source
+
+
+def _programs(tests: Tests, columns: Mapping[str, Any]) -> Tried:
+    return [(column, program_of(source, tests, columns)) for column, source in solutions_of(columns)]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("RL4LLM_CACHE") or "~/.cache/rl4llm").expanduser() / "solutions.jsonl"
+
+
+def _stored(cache: Path) -> dict[str, str]:
+    """Return what earlier runs found; lines that a killed run left incomplete are skipped."""
+    found = {}
+    with contextlib.suppress(OSError), cache.open(encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(line)
+                found[str(entry["key"])] = str(entry["fault"])
+    return found
+
+
+def _store(cache: Path, key: str, fault: str) -> None:
+    with contextlib.suppress(OSError):  # a home that cannot be written costs another trial
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with cache.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"key": key, "fault": fault}) + "\n")

@@ -3,6 +3,7 @@
 import pytest
 from published import ADD, PICKLED, ROWS, STDIN, packed
 
+from rl4llm.compose.environments import check_rows, without_faulty_rows
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.core.types import ChatMessage
@@ -10,6 +11,8 @@ from rl4llm.data.load import load_rows
 from rl4llm.extensions.sandbox import Calls, Program, Sandbox, Stdin, Suite
 from rl4llm.extensions.sandbox.code_tests import program_of, stored_tests
 from rl4llm.rewards import CodeReward, RewardFailure
+from rl4llm.rewards.wrappers import Scale
+from rl4llm.runtime.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +298,44 @@ def test_packages_that_programs_cannot_import_are_refused(_bubblewrap, monkeypat
     with pytest.raises(SandboxError, match=r"programs cannot import 'nomodule'.*No module named"):
         broken.probe()
     broken.close()
+
+
+def test_rows_with_failing_solutions_are_left_out(sandbox, tmp_path, monkeypatch):
+    monkeypatch.setenv("RL4LLM_CACHE", str(tmp_path / "cache"))
+    right, wrong = "def f(x): return 2 * x", "def f(x): return x"
+    codes = [right, wrong, None, "A text.", right]
+    rows = load_rows(
+        [
+            {"prompt": f"Double {i}.", "ground_truth": ["assert f(2) == 4"], "code": code}
+            for i, code in enumerate(codes)
+        ]
+    )
+    kept, (warning,) = without_faulty_rows(rows, [CodeReward(sandbox=sandbox)], "data", Ranks())
+    assert [row["code"] for row in kept] == [right, None, "A text.", right]
+    assert (
+        f"data: 1 of 5 rows cannot be scored and were left out: dataset[1] (prompt {rows[1]['prompt_id']!r}): its own code"
+        in warning
+    )
+    before = sandbox.counts.total()
+    assert without_faulty_rows(rows, [CodeReward(sandbox=sandbox)], "data", Ranks()) == (kept, [warning])
+    assert sandbox.counts.total() == before  # what was found is in the cache
+    assert without_faulty_rows(rows, [CodeReward(sandbox=sandbox, try_solutions=False)], "data", Ranks()) == (
+        rows,
+        [],
+    )
+    with pytest.raises(DataError, match=r"1 of 1 rows cannot be scored.*Next: correct the rows"):
+        without_faulty_rows(rows[1:2], [CodeReward(sandbox=sandbox)], "data", Ranks())
+
+
+def test_a_row_that_cannot_be_read_is_refused_with_its_place():
+    rows = load_rows(
+        [
+            {"prompt": "a", "ground_truth": "assert f(1)"},
+            {"prompt": "b", "ground_truth": {"inputs": [], "x": 1}},
+        ]
+    )
+    wrapped = Scale(CodeReward(sandbox=Recorded()), 2.0)
+    with pytest.raises(
+        DataError, match=r"dataset\[1\] \(prompt '\w+'\): ground_truth=.* the key 'x' of a test is unknown"
+    ):
+        check_rows(rows, [wrapped])
