@@ -59,13 +59,14 @@ def program_of(source: str, tests: Tests | None, columns: Mapping[str, Any]) -> 
 
 
 def visible_tests(columns: Mapping[str, Any], prompt: str) -> Tests | None:
-    """Return the tests that messages may show: the column `public_tests`, or the examples in the prompt; None without
-    any.
+    """Return the tests that messages may show: the column `public_tests`, or `public_test_cases` as in LiveCodeBench, or
+    the examples in the prompt; None without any.
 
     Raises DataError for a column without tests. The examples are taken from the column `prompt` if the row has it.
     """
-    if columns.get("public_tests") is not None:
-        return stored_tests(columns["public_tests"], columns, "public_tests")
+    for column in ("public_tests", "public_test_cases"):
+        if columns.get(column) is not None:
+            return stored_tests(columns[column], columns, column)
     prompt = columns["prompt"] if isinstance(columns.get("prompt"), str) else prompt
     examples = examples_in(prompt, columns.get("entry_point") or "")
     return stored_tests(examples, columns) if examples else None

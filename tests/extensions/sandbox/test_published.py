@@ -142,6 +142,8 @@ CHEATS = {
     "answers-every-method": "class E:\n    def __getattr__(s, n): return lambda *a: True\ndef f(x): return E()",
     "is-a-class": "class f:\n    def __init__(s, x): pass\n    def __eq__(s, o): return True\n"
     "    def __getattr__(s, n): return lambda *a: True",
+    "is-a-near-class": "class F:\n    def __init__(s, x): pass\n    def __sub__(s, o): return 0.0\n"
+    "    def __eq__(s, o): return True",
     "empties-the-tests": "def f(x):\n    if isinstance(x, list): x.clear(); return []",
     "raises-import-error": "def f(x): raise ModuleNotFoundError(\"No module named 'numpy'\")",
     "forges-a-handle": "import os, sys\ndef f(x):\n"
@@ -152,7 +154,8 @@ ASKS = [
     "import math\nassert f(1) == 3", "assert 3 == f(1)", "assert f(1) in (3, 4)", "assert f(1) and f(2)",
      "assert 3 in f(1) and 7 in f(2)",
     "assert abs(f(1) - 3) < 1", "assert 2 < f(1) < 4", "assert math.isclose(f(1), 3)", "assert f('a').startswith('b')",
-    "assert f('a').isupper()", "assert [f(1)] == [3]", "a = [3, 1]\nb = f(a)\nassert b == sorted(a)",
+    "assert abs(F(1) - 3) < 1", "assert F(1) == 3", "assert f('a').isupper()", "assert [f(1)] == [3]",
+     "a = [3, 1]\nb = f(a)\nassert b == sorted(a)",
 ]  # fmt: skip
 CASES = "import unittest\nclass TestF(unittest.TestCase):\n    def test_it(self): self.assertEqual(f(1), 3)"
 
@@ -280,7 +283,6 @@ def test_packages_are_read_only_and_alone(sandbox):
      (["empty"], "'empty' has no files there")],
 )  # fmt: skip
 def test_packages_that_cannot_be_shown_are_refused(packages, problem, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
     for name, needs, files in (
         ("mine", "Requires-Dist: needed\n", ["mine.py"]), ("sharing", "", ["both/x.py"]), ("empty", "", ["empty.pth"])
     ):  # fmt: skip
@@ -288,6 +290,7 @@ def test_packages_that_cannot_be_shown_are_refused(packages, problem, tmp_path, 
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{needs}")
         (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"sandbox\.packages: .*{problem}"):
         Sandbox(packages=packages)
 
