@@ -9,7 +9,7 @@ from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import load_rows
 from rl4llm.extensions.sandbox import Calls, Program, Sandbox, Stdin, Suite
-from rl4llm.extensions.sandbox.code_tests import program_of, stored_tests
+from rl4llm.extensions.sandbox.code_tests import program_of, stored_tests, visible_tests
 from rl4llm.rewards import CodeReward, RewardFailure
 from rl4llm.rewards.wrappers import Scale
 from rl4llm.runtime.ranks import Ranks
@@ -123,6 +123,9 @@ def test_layouts_are_read_by_what_the_row_says():
         "json",
     )
     assert type(stored_tests(packed(STDIN), {"metadata": '{"func_name": "add"}'})) is Stdin
+    assert visible_tests(ROWS[0].columns, "") == Stdin((("3\n4\n", "7\n"),))
+    helped = {"test_setup_code": "def must_be(f, x):\n    assert f(x) == x"}
+    assert stored_tests("must_be(f, 1)", helped).tests == ("must_be(f, 1)",)
     suite = stored_tests(
         "def test_a():\n    x = 1\n    assert f(x) == 1\nclass TestB:\n    def test_c(self): assert g(1)", {}
     )
