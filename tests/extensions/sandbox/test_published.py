@@ -293,6 +293,9 @@ def test_packages_that_cannot_be_shown_are_refused(packages, problem, tmp_path, 
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{needs}")
         (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        for file in files:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"sandbox\.packages: .*{problem}"):
         Sandbox(packages=packages)
