@@ -16,56 +16,13 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import DataError, EngineError
+from rl4llm.core.message import ROLES as ROLES
+from rl4llm.core.message import ChatMessage as ChatMessage
 
 Author = Literal["policy", "context"]
 FinishReason = Literal["stop", "length", "abort"]
 GroupKey = tuple[str, str, int]
 """A prompt, one of its roles in an episode of several, and which of the step's groups this is."""
-ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation, as chat templates know it.
-
-    `tool_calls` are the calls of an assistant's message, in the form of OpenAI. A tool message may hold the call that it
-    answers. Only templates that ask for calls before answers use it, so `to_dict` leaves it out. It is `failed` if the call
-    went wrong, whatever its text says.
-    """
-
-    role: str
-    content: str
-    tool_calls: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)  # unhashable
-    tool_call_id: str | None = None
-    failed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise DataError(f"ChatMessage.role={self.role!r} is not accepted. Accepted: {', '.join(ROLES)}.")
-        if not isinstance(self.content, str):
-            raise DataError(f"ChatMessage.content must be a string, not {type(self.content).__name__}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the form that chat templates read; empty fields are left out, as templates test for their presence."""
-        row: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls and self.role != "tool":
-            row["tool_calls"] = [dict(call) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            row["tool_call_id"] = self.tool_call_id
-        return row
-
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> ChatMessage:
-        """Read a message from a dataset row; raises DataError when role or content is missing.
-
-        One that only calls tools may have null as its content, as OpenAI writes it.
-        """
-        calls = row.get("tool_calls")
-        content: Any = "" if calls and row.get("content") is None else row.get("content")
-        missing = [key for key, value in (("role", row.get("role")), ("content", content)) if value is None]
-        if missing:
-            raise DataError(f"A message has no {' and no '.join(missing)}: {dict(row)!r}.")
-        return cls(row["role"], content, tuple(calls) if calls else None, row.get("tool_call_id"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,9 @@ def test_a_thought_before_a_tool_call_follows_the_open_tag(renderer):
     ],
 )
 def test_tool_calls_that_cannot_be_rendered_are_refused(template, content, call, reason, renderer):
+    messages = [*conversation(ASKED), ChatMessage("assistant", content, (call,))]
     with pytest.raises(DataError, match=rf"(?s)Row 'a7' \(.*\) cannot be imitated.*message 1: .*{reason}"):
-        demonstration(renderer(template), conversation(ASKED, said(content, call)), "a7")
+        demonstration(renderer(template), messages, "a7")
 
 
 def test_a_thought_opened_by_the_prompt_is_opened_only_once(renderer):

@@ -1,0 +1,271 @@
+"""A message of a conversation, and the forms in which data sets write one.
+
+Every key of a stored message is read, is metadata, or is refused by name. A key whose value is empty is absent: files with
+columns fill missing keys with null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl4llm.core.errors import BadRowError, DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which data sets store what the assistant thought, and templates read it."""
+
+FLAGS = ("weight", "train", "trainable", "loss_mask", "loss")
+"""Keys that tell whether a message is learned: 0 or false if not, 1 or true if so."""
+
+METADATA = frozenset((
+    "id", "name", "message_id", "parent_id", "index", "refusal", "annotations", "timestamp", "created", "created_at",
+    "date", "language", "lang", "model", "source", "turn", "turn_identifier", "token_count", "finish_reason",
+    "hashed_ip", "country", "state", "header", "redacted", "toxic",
+))  # fmt: skip
+"""Keys that tell something about a message that no model reads."""
+
+MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
+
+_ROLE_NAMES = {role: role for role in ROLES} | {
+    "developer": "system",
+    "function": "tool",
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+}
+_MEDIA_FILES = (
+    ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".mp4", ".avi", ".mov", ".mkv", ".webm", ".wav",
+    ".mp3", ".flac", ".ogg",
+)  # fmt: skip
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_OTHERS = ("tool_calls", "tool_call_id", "function_call", "from", "value")
+_READ = frozenset(("role", "content", *THOUGHTS, *FLAGS, *_OTHERS))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation, as chat templates know it.
+
+    `tool_calls` are the calls of an assistant's message, in the form of OpenAI. A tool message may hold the call that it
+    answers. Only templates that ask for calls before answers use it, so `to_dict` leaves it out. `reasoning` is what the
+    assistant thought before it spoke, where it is not part of `content`. `learned` tells whether a demonstration trains on
+    the message; None leaves this to its role. A tool message is `failed` if its call went wrong, whatever its text says.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)  # unhashable
+    tool_call_id: str | None = None
+    reasoning: str = ""
+    learned: bool | None = field(default=None, compare=False)
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise DataError(f"ChatMessage.role={self.role!r} is not accepted. Accepted: {', '.join(ROLES)}.")
+        if not isinstance(self.content, str):
+            raise DataError(f"ChatMessage.content must be a string, not {type(self.content).__name__}.")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the message has no text, no thought and no calls."""
+        return not (self.content.strip() or self.reasoning.strip() or self.tool_calls)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the form in which rows store it; empty fields are left out, as templates test for their presence."""
+        row: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls and self.role != "tool":
+            row["tool_calls"] = [dict(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            row["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            row["reasoning_content"] = self.reasoning
+        if self.learned is not None:
+            row["weight"] = int(self.learned)
+        return row
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> ChatMessage:
+        """Read a message in any known form.
+
+        Raises DataError for a missing role or content, and for keys and values that are not read, all by name;
+        BadRowError for one with images or other media.
+        """
+        if len(row) == 2 and row.get("role") in ROLES and type(row.get("content")) is str:
+            return cls(row["role"], row["content"])
+        given = {key: value for key, value in row.items() if _is_given(value)}
+        _check_keys(given)
+        role, said = given.get("role", given.get("from")), row.get("content", row.get("value"))
+        role = _ROLE_NAMES.get(role, role) if isinstance(role, str) else role
+        calls = _calls_of(given, role)
+        reasoning = _one_of(given, THOUGHTS, _text) or ""
+        content = _text("content", said) if said is not None else "" if calls or reasoning else None
+        missing = [key for key, value in (("role", role), ("content", content)) if value is None]
+        if missing:
+            raise DataError(f"the message has no {' and no '.join(missing)}: {dict(row)!r:.200}.")
+        if reasoning and role != "assistant":
+            raise DataError(
+                f"the message has a thought, but its role is {role!r}. Only the assistant thinks."
+            )
+        learned = _one_of(given, FLAGS, _flag)
+        call_id = given.get("tool_call_id")
+        return cls(
+            str(role),
+            content or "",
+            calls or None,
+            None if call_id is None else str(call_id),
+            reasoning,
+            learned,
+        )
+
+
+def read_arguments(value: Any, where: str = "arguments") -> dict[str, Any]:
+    """Return an object that a data set stores as an object, as JSON text or as pairs of keys and values.
+
+    Raises DataError for anything else; `where` names it.
+    """
+    found = value
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}={value!r:.100} is not JSON: {error}.") from error
+    if isinstance(found, list | tuple):
+        found = _of_pairs(found)
+    if not isinstance(found, Mapping):
+        raise DataError(f"{where}={value!r:.100} is not accepted. Accepted: an object, or its JSON text.")
+    return dict(found)
+
+
+def is_media(value: Any) -> bool:
+    """Return whether a value of a column is a picture, video or sound, or several: data, an object, a file, an address."""
+    if isinstance(value, list | tuple):
+        return any(map(is_media, value))
+    if isinstance(value, str):
+        return value.startswith(("data:", "http://", "https://")) or value.lower().endswith(_MEDIA_FILES)
+    if isinstance(value, Mapping):
+        return any(_is_given(value.get(key)) for key in ("bytes", "path", "url", "array"))
+    return value is not None and not isinstance(value, int | float)
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a key says anything: null, an empty text or list, and an object of nulls do not."""
+    if isinstance(value, Mapping):
+        return any(item is not None for item in value.values())
+    return value is not None and not (isinstance(value, str | list | tuple) and not value)
+
+
+def _check_keys(given: Mapping[str, Any]) -> None:
+    if media := [key for key in MEDIA if key in given]:
+        raise BadRowError(f"the message has {media[0]!r}, but only text is read and trained. Remove the row.")
+    if "mask" in given:
+        raise DataError(
+            "the message's key 'mask' is not read: in some projects 1 means learned, in others hidden. Next step: write "
+            "'weight': 0 for a message that is not learned."
+        )
+    strange = sorted(map(str, given.keys() - _READ - METADATA))
+    if strange:
+        raise DataError(
+            f"the message's keys {', '.join(map(repr, strange))} are not known. Accepted: role, content (or from, value), "
+            f"tool_calls, tool_call_id, function_call, {', '.join((*THOUGHTS, *FLAGS))}, and metadata such as id and name, "
+            "which no model reads. Next step: rename or remove the keys."
+        )
+
+
+def _text(key: str, value: Any) -> str:
+    """Return a text, or text parts as one."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple):
+        raise DataError(
+            f"{key} must be a string or a list of text parts, not {type(value).__name__}: {value!r:.60}."
+        )
+    return "".join(_part(key, part) for part in value)
+
+
+def _part(key: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind in _TEXT_PARTS and isinstance(text, str):
+        return text
+    if any(name in str(kind) for name in ("image", "video", "audio", "file")):
+        raise BadRowError(
+            f"{key} has a part of type {kind!r}, but only text is read and trained. Remove the row."
+        )
+    raise DataError(
+        f"{key} has a part of type {kind!r}: {part!r:.60}. Accepted: parts {{'type': 'text', 'text': ...}}."
+    )
+
+
+def _one_of(given: Mapping[str, Any], keys: tuple[str, ...], read: Any) -> Any:
+    """Return what keys of one meaning say, or None; raise DataError if they disagree."""
+    found = {key: read(key, given[key]) for key in keys if key in given}
+    if len(set(found.values())) > 1:
+        raise DataError(
+            f"the message's keys {' and '.join(found)} mean the same, but differ. Keep one of them."
+        )
+    return next(iter(found.values()), None)
+
+
+def _flag(key: str, value: Any) -> bool:
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    raise DataError(
+        f"{key}={value!r:.60} is not accepted. Accepted: 0 or false for a message that is not learned, 1 or true for one "
+        "that is. Fractions are not supported."
+    )
+
+
+def _calls_of(given: Mapping[str, Any], role: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return the calls of a message, also one in the older form `function_call`."""
+    stored, older = given.get("tool_calls"), given.get("function_call")
+    if stored is None and older is None:
+        return ()
+    if role not in ("assistant", "tool"):
+        raise DataError(
+            f"the message has calls of tools, but its role is {role!r}. Only the assistant calls tools."
+        )
+    if isinstance(stored, str):
+        try:
+            stored = json.loads(stored)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"tool_calls={stored!r:.100} is not JSON: {error}.") from error
+    if not isinstance(stored, list | tuple | None):
+        raise DataError(f"tool_calls must be a list, not {stored!r:.60}.")
+    calls = tuple(_call(call) for call in stored or ())
+    if older is None:
+        return calls
+    legacy = _call(older if isinstance(older, Mapping) else read_arguments(older, "function_call"))
+    if calls and legacy["function"] not in [call["function"] for call in calls]:
+        raise DataError("tool_calls and function_call are different calls. Keep one of them.")
+    return calls or (legacy,)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a call in the form of OpenAI, with its arguments as an object."""
+    whole = isinstance(call, Mapping) and call.get("function") is not None
+    function = call["function"] if whole else call
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"tool_calls has an item that is not a call with a name: {call!r:.100}.")
+    made = {key: value for key, value in function.items() if value is not None}
+    made["arguments"] = read_arguments(made.get("arguments"), f"the arguments of a call of {made['name']!r}")
+    if whole:
+        return {key: made if key == "function" else value for key, value in call.items() if value is not None}
+    beside = {key: made.pop(key) for key in ("id", "type") if key in made}
+    return {"type": "function"} | beside | {"function": made}
+
+
+def _of_pairs(items: Any) -> Any:
+    """Return a mapping that a column of pairs stores, or the items if they are no pairs."""
+    if all(isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], str) for item in items):
+        return dict(items)
+    if all(isinstance(item, Mapping) and {*item} == {"key", "value"} for item in items):
+        return {item["key"]: item["value"] for item in items}
+    return items

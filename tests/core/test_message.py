@@ -1,0 +1,138 @@
+"""Every key of a stored message is read, is metadata, or is refused by its name."""
+
+import json
+
+import pytest
+
+from rl4llm.core.errors import BadRowError, DataError
+from rl4llm.core.types import ChatMessage
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def said(**keys):
+    return {"role": "assistant", "content": "4", **keys}
+
+
+def called(call=CALL, **keys):
+    return {"role": "assistant", "content": None, "tool_calls": [call], **keys}
+
+
+CALLED = ChatMessage("assistant", "", (CALL,))
+READ = {
+    "developer": ({"role": "developer", "content": "Hi"}, ChatMessage("system", "Hi")),
+    "sharegpt": ({"from": "human", "value": "Hi"}, ChatMessage("user", "Hi")),
+    "sharegpt answer": ({"from": "gpt", "value": "4"}, ChatMessage("assistant", "4")),
+    "text parts": (
+        {"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}, {"text": "b"}]},
+        ChatMessage("user", "ab"),
+    ),
+    "a thought": (said(reasoning_content="two"), ChatMessage("assistant", "4", reasoning="two")),
+    "a thought twice": (
+        said(reasoning="two", thinking="two"),
+        ChatMessage("assistant", "4", reasoning="two"),
+    ),
+    "only a thought": (
+        {"role": "assistant", "content": None, "reasoning": "two"},
+        ChatMessage("assistant", "", reasoning="two"),
+    ),
+    "no thought": (said(reasoning_content=""), ChatMessage("assistant", "4")),
+    "a call": (called(), CALLED),
+    "a call with nulls": (
+        called({"id": None, "type": "function", "function": {**CALL["function"], "strict": None}}),
+        CALLED,
+    ),
+    "a bare call": (called(CALL["function"]), CALLED),
+    "calls as text": ({"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}, CALLED),
+    "arguments as text": (called({**CALL, "function": {"name": "f", "arguments": '{"x": 1}'}}), CALLED),
+    "arguments as pairs": (called({**CALL, "function": {"name": "f", "arguments": [("x", 1)]}}), CALLED),
+    "arguments as entries": (
+        called({**CALL, "function": {"name": "f", "arguments": [{"key": "x", "value": 1}]}}),
+        CALLED,
+    ),
+    "no arguments": (
+        called({"type": "function", "function": {"name": "f", "arguments": ""}}),
+        ChatMessage("assistant", "", ({"type": "function", "function": {"name": "f", "arguments": {}}},)),
+    ),
+    "a null argument that someone wrote": (
+        called({"type": "function", "function": {"name": "f", "arguments": {"x": None}}}),
+        ChatMessage(
+            "assistant", "", ({"type": "function", "function": {"name": "f", "arguments": {"x": None}}},)
+        ),
+    ),
+    "an older call": (
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        CALLED,
+    ),
+    "the same call twice": (called(function_call={"name": "f", "arguments": '{"x": 1}'}), CALLED),
+    "an older call of nulls": (said(function_call={"name": None, "arguments": None}), ChatMessage("assistant", "4")),
+    "an older answer": ({"role": "function", "name": "f", "content": "1"}, ChatMessage("tool", "1")),
+    "an answer": (
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        ChatMessage("tool", "1", tool_call_id="c1"),
+    ),
+    "metadata": (
+        said(id="m1", name="bot", refusal=None, audio=None, annotations=[], tool_calls=[], tool_call_id=None, extra=None),
+        ChatMessage("assistant", "4"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", READ)
+def test_a_message_is_read_in_the_forms_of_data_sets(form):
+    row, message = READ[form]
+    assert ChatMessage.from_dict(row) == message
+    assert ChatMessage.from_dict(message.to_dict()) == message
+
+
+REFUSED = {
+    "an unknown key": (said(rating=5, mood="glad"), "keys 'mood', 'rating' are not known. Accepted: role, content"),
+    "a mask": (said(mask=0), "'mask' is not read: in some projects 1 means learned, in others hidden"),
+    "a fraction": (said(weight=0.5), "weight=0.5 is not accepted. Accepted: 0 or false"),
+    "a mask by token": (said(loss_mask=[0, 1]), r"loss_mask=\[0, 1\] is not accepted"),
+    "flags that differ": (said(weight=0, train=True), "keys weight and train mean the same, but differ"),
+    "thoughts that differ": (said(reasoning="a", thinking="b"), "keys reasoning and thinking mean the same"),
+    "a user's thought": ({"role": "user", "content": "a", "thinking": "b"}, "Only the assistant thinks"),
+    "a user's call": ({"role": "user", "content": "a", "tool_calls": [CALL]}, "Only the assistant calls tools"),
+    "broken arguments": (called({"function": {"name": "f", "arguments": "{x"}}), "a call of 'f'='{x' is not JSON"),
+    "a list of arguments": (called({"function": {"name": "f", "arguments": "[1]"}}), "Accepted: an object, or its JSON"),
+    "a call without a name": (called({"function": {"arguments": {}}}), "not a call with a name"),
+    "two calls": (called(function_call={"name": "g", "arguments": "{}"}), "are different calls"),
+    "an object": ({"role": "tool", "content": {"a": 1}}, "content must be a string or a list of text parts, not dict"),
+    "a strange part": (said(content=[{"type": "refusal", "refusal": "no"}]), "a part of type 'refusal'"),
+    "no role": ({"content": "a"}, "the message has no role"),
+    "no content": ({"role": "assistant"}, "the message has no content"),
+    "a strange role": ({"role": "critic", "content": "a"}, "role='critic' is not accepted"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_cannot_be_read_is_refused_by_name(fault):
+    row, reason = REFUSED[fault]
+    with pytest.raises(DataError, match=reason) as caught:
+        ChatMessage.from_dict(row)
+    assert not isinstance(caught.value, BadRowError)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        said(images=["a.png"]),
+        said(audio={"id": "x", "data": None}),
+        said(content=[{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]),
+        said(content=[{"type": "image", "text": None}]),
+        said(content=[{"type": "input_audio", "input_audio": {}}]),
+    ],
+)
+def test_a_message_with_media_is_a_bad_row(row):
+    with pytest.raises(BadRowError, match="only text is read and trained"):
+        ChatMessage.from_dict(row)
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "trainable", "loss_mask", "loss"])
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, False, True])
+def test_each_flag_says_whether_a_message_is_learned(key, value):
+    message = ChatMessage.from_dict(said(**{key: value}))
+    assert message.learned is bool(value)
+    assert ChatMessage.from_dict(message.to_dict()).learned is bool(value)
+    assert ChatMessage.from_dict(said(**{key: None})).learned is None
