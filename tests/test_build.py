@@ -158,11 +158,11 @@ def test_long_rows_are_refused_or_dropped_and_a_run_keeps_to_it(model_dir, tmp_p
         DataError, match=r"data: 2 of 4 rows are too long: .*rows\.jsonl:2 .* tokens; .*rows\.jsonl:4 "
     ):
         build_trainer(load_config(overrides=keys))
-    with build_trainer(load_config(overrides=keys | {"data.long_prompts": "drop"})) as loop:
+    with build_trainer(load_config(overrides=keys | {"data.bad_rows": "skip"})) as loop:
         loop.train()
         assert loop.prompts.num_rows == 2 and sorted(loop.prompts.next_batch()) == [0, 1]
     assert capsys.readouterr().out.count("2 of 4 rows are too long and were left out") == 1
-    with pytest.raises(RunDirError, match=r"data\.long_prompts: 'drop' -> 'refuse'"):
+    with pytest.raises(RunDirError, match=r"data\.bad_rows: 'skip' -> 'stop'"):
         build_trainer(load_config(overrides=keys))
 
 

@@ -112,14 +112,14 @@ data.path=ended.jsonl | ended.jsonl:1: the prompt ends with a message of role 'a
 data.path=strings.jsonl | strings.jsonl:1: a row must be a mapping of columns, like {'prompt': ...}
 data.path=roles.jsonl | roles.jsonl:1 ... 'human' is not accepted. Accepted: system, user, assistant, tool
 data.path=questions.jsonl                          | Next step: set data.prompt_column to the column of the prompt
-data.path=long.jsonl                               | long.jsonl:2 (prompt ... set data.long_prompts=drop
+data.path=long.jsonl                               | long.jsonl:2 (prompt ... set data.bad_rows=skip
 data.prompt_column=question                        | data.prompt_column='question' is unknown. Known: ground_truth, prompt
 data.answer_column=ground_trth                     | Did you mean 'ground_truth'
 "data.answer_pattern='####(.+)'"                   | does not match data.answer_pattern ... Next: change the pattern
 data.answer_pattern=(                              | is not a regular expression: missing )
 "data.prompt_template='Solve:'"                    | has no {prompt}, the place of the prompt
 data.limit=0                                       | data.limit=0 is not accepted: a whole number, 1 or above, or null
-data.long_prompts=truncate                         | data.long_prompts='truncate' is not accepted: refuse or drop
+data.bad_rows=truncate                             | data.bad_rows='truncate' is not accepted: stop or skip
 data.split=validation data.path=splits | the split 'validation' ... The directory contains train.jsonl
 eval.every=1                                       | Set eval.path to other prompts, or eval.every=0
 data.path=same.jsonl                               | the prompt_id 'a' is already used by same.jsonl:1. Ids must be unique

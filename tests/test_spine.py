@@ -14,7 +14,9 @@ SEAMS = {
     "the backend and its kernels": ("backends/", "runtime/"),
     "the dataset and the chat template": (
         "data/prompts.py",
-        "data/described.py",
+        "core/message.py",
+        "data/columns.py",
+        "data/messages.py",
         "data/load.py",
         "data/probe.py",
         "data/render.py",

@@ -12,7 +12,7 @@ from rl4llm.compose.tables import Given
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.errors import ConfigError, SpecialTokenError
+from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError, TemplateError
 from rl4llm.core.registry import Registry, load
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage
@@ -112,6 +112,7 @@ def _load(
         system_prompt=data.system_prompt,
         prompt_template=data.prompt_template,
         limit=limit,
+        bad_rows=data.bad_rows,
     )
 
 
@@ -195,16 +196,19 @@ def fit_datasets(
 def fitting_prompts(
     rows: Any, env: BaseMDPEnv, renderer: Renderer, context_length: int, config: Config, where: str
 ) -> Any:
-    """Return the rows whose prompts leave room for an answer; raise DataError for others unless data.long_prompts=drop."""
+    """Return the rows whose prompts leave room for an answer; raise DataError for others unless data.bad_rows=skip."""
     limit = context_length - 1
     check_texts(rows, partial(_policy_openings, env), renderer, where)
 
     def length(number: int) -> int | None:
-        openings = _policy_openings(env, rows[number])
-        return next(filter(None, (renderer.prompt_too_long(item, limit) for item in openings)), None)
+        try:
+            own, openings = renderer.of_row(rows[number]), _policy_openings(env, rows[number])
+            return next(filter(None, (own.prompt_too_long(item, limit) for item in openings)), None)
+        except (DataError, TemplateError) as error:
+            raise type(error)(f"{where}: {place(rows, number)}: {error}") from error
 
     long = too_long(range(len(rows)), length, limit)
-    return fitting_rows(rows, long, drop=config.data.long_prompts == "drop", where=where, limit=limit)
+    return fitting_rows(rows, long, drop=config.data.bad_rows == "skip", where=where, limit=limit)
 
 
 def check_texts(
@@ -247,8 +251,11 @@ def micro_batch_plan(
 
 def _longest(env: BaseMDPEnv, renderer: Renderer, turn_tokens: int, context_length: int) -> tuple[int, int]:
     """Return the tokens of the longest prompt, and of what may follow it."""
-    openings = (messages for row in longest_rows(env.dataset, 16) for messages in _policy_openings(env, row))
-    longest = max(len(renderer.first(messages)) for messages in openings)
+    longest = max(
+        len(renderer.of_row(row).first(messages))
+        for row in longest_rows(env.dataset, 16)
+        for messages in _policy_openings(env, row)
+    )
     lines = env.max_steps * len(env.roles)  # each role reads what the others say
     return longest, min(lines * turn_tokens, context_length - longest)
 

@@ -19,6 +19,7 @@ from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import elsewhere, imported, load
 from rl4llm.core.schema import accepted_options, check_values, with_options
+from rl4llm.data.columns import TOOLS
 from rl4llm.data.lengths import SHOWN, place, rows_without
 from rl4llm.data.load import Rows
 from rl4llm.envs import ENVIRONMENTS
@@ -87,6 +88,8 @@ def build_env(
     env.special_tokens = config.data.special_tokens
     env.pool_column = config.curriculum if isinstance(config.curriculum, str) else None
     env.template_args = config.env.get("template_args") or {}
+    if not env.tool_schemas and (example := example_of_calls(dataset, tokenizer, env.template_args)):
+        env.call_example = example
     env.thoughts = config.env.get("thoughts", env.thoughts)
     return env
 
@@ -111,6 +114,14 @@ def check_curriculum(config: Config, envs: Sequence[BaseMDPEnv]) -> None:
                 f"(rewards: {names}). Next: give one the lowest score of a success, such as "
                 "rewards=[{name: NAME, success_at: 1}]."
             )
+
+
+def example_of_calls(rows: Any, tokenizer: Any, template_args: Mapping[str, Any] | None) -> str:
+    """Return a call for prompts that describe the tools of rows in place of a chat template; "" if rows have none."""
+    if not any(row.get(TOOLS) for row in rows):
+        return ""
+    find = load("rl4llm.envs.tools.formats:call_format", "env.format")
+    return find("auto", tokenizer, shown=False, template_args=template_args).example
 
 
 def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:

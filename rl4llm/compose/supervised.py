@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from rl4llm.compose.data import by_size, check_texts, held_out_rows, prompt_stream
-from rl4llm.compose.environments import make_env, make_rewards
+from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import all_ranks, build_policy, build_reference
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of, warn
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import ANSWER_COLUMNS
@@ -23,6 +23,7 @@ from rl4llm.data.demonstrations import Read, demonstration_group, label_group, p
 from rl4llm.data.lengths import PATIENCE, dropped, fitting_rows, too_long
 from rl4llm.data.overlap import overlap_warnings
 from rl4llm.data.render import Renderer
+from rl4llm.data.texts import Texts, hold_text, text_group
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.trainers.dataset import DatasetTrainer
@@ -45,9 +46,7 @@ def build_supervised(
     needs = algorithm.needs()
     _check_supervised(config, given, needs)
     held_out = held_out_rows(config, given, needs.learns_from) or ()
-    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
-    renderer = dataset_renderer(config, tokenizer, dataset, answers)
-    read = row_reader(needs, renderer)
+    read, fitting = dataset_reader(config, tokenizer, dataset, needs)
     # The copy is made before training changes the policy's weights.
     start = copy.deepcopy(given.model) if needs.reference else None
     backend = build_policy(config, algorithm, given.model)
@@ -57,11 +56,11 @@ def build_supervised(
     )
     batching = batching_of(config, algorithm, tokenizer)
     context_length = backend.model.config.get_text_config().max_position_embeddings
-    for rows, where in ((dataset, "data"), (held_out, "eval")):
-        check_texts(rows, partial(_texts, ("messages", *answers)), renderer, where)
-    overlap = overlap_warnings(dataset, held_out, "eval", answered=not answers)
-    kept = fitting_conversations(dataset, read, config, needs, context_length, "data")
-    kept_out = fitting_conversations(held_out, read, config, needs, context_length, "eval")
+    answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
+    overlap = overlap_warnings(dataset, held_out, "eval", answered=answered)
+    kept, kept_out = (
+        fitting(rows, context_length, where) for rows, where in ((dataset, "data"), (held_out, "eval"))
+    )
     prompts = prompt_stream(config, kept)
 
     def make(run: RunDir) -> DatasetTrainer:
@@ -99,6 +98,36 @@ def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
         )
 
 
+Fitting = Callable[[Any, int, str], Any]
+"""(rows, tokens of the context, "data" or "eval") -> the rows that are trained on or measured."""
+
+
+def dataset_reader(config: Config, tokenizer: Any, dataset: Any, needs: Needs) -> tuple[Read, Fitting]:
+    """Return the function that reads a row of a dataset, and the one that checks and selects rows, or cuts texts."""
+    if hold_text(dataset):
+        return text_group, partial(_chunks, config, tokenizer)
+    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
+    renderer = dataset_renderer(config, tokenizer, dataset, answers)
+    read = row_reader(needs, renderer)
+
+    def fitting(rows: Any, context_length: int, where: str) -> Any:
+        if hold_text(rows):
+            raise DataError(
+                f"{where}: the rows are texts without roles, but those of data are conversations."
+            )
+        check_texts(rows, partial(_texts, ("messages", *answers)), renderer, where)
+        return fitting_conversations(rows, read, config, needs, context_length, where)
+
+    return read, fitting
+
+
+def _chunks(config: Config, tokenizer: Any, rows: Any, context_length: int, where: str) -> Any:
+    if len(rows) and not hold_text(rows):
+        raise DataError(f"{where}: the rows are conversations, but those of data are texts without roles.")
+    size = min(context_length, config.training.max_tokens_per_batch or context_length)
+    return Texts(tokenizer, config.data.special_tokens, size).chunks(rows)
+
+
 def row_reader(needs: Needs, renderer: Renderer) -> Read:
     """Return the function that reads a row: as tokens of the policy, or for a value head with one value at the end."""
     read = partial(READERS[needs.learns_from], renderer)
@@ -107,6 +136,11 @@ def row_reader(needs: Needs, renderer: Renderer) -> Read:
 
     def read_valued(row: Mapping[str, Any], name: str) -> Group:
         group = read(row, name)
+        if any(message.learned is not None for each in group.trajectories for message in each.messages):
+            raise DataError(
+                f"Row {name!r} says which messages are learned (a weight or the like), but a reward model learns one value "
+                "for a whole conversation. Remove these keys."
+            )
         return replace(
             group,
             trajectories=tuple(valued_at_the_end(t, renderer.stop_token_ids[0]) for t in group.trajectories),
@@ -125,6 +159,8 @@ def dataset_renderer(config: Config, tokenizer: Any, dataset: Any, answers: Sequ
     roles = {message["role"] for row in dataset for column in columns for message in row[column]}
     between = tuple(sorted(roles - {"assistant", "system"}))
     schemas, call_example = _shown_tools(config, tokenizer, dataset)
+    if not schemas:
+        call_example = example_of_calls(dataset, tokenizer, config.env.get("template_args"))
     return Renderer(
         tokenizer,
         schemas,
@@ -153,7 +189,7 @@ def _shown_tools(config: Config, tokenizer: Any, dataset: Any) -> tuple[Any, str
 def fitting_conversations(
     rows: Any, read: Read, config: Config, needs: Needs, context_length: int, where: str
 ) -> Any:
-    """Return the rows of a dataset that fit the context; raise DataError for others unless data.long_prompts=drop.
+    """Return the rows of a dataset that fit the context; raise DataError for others unless data.bad_rows=skip.
 
     The longest texts are read first, until `PATIENCE` rows in a row fit.
     """
@@ -164,6 +200,4 @@ def fitting_conversations(
 
     columns = ("messages", *ANSWER_COLUMNS.get(needs.learns_from, ()))
     long = too_long(by_size(rows, columns), length, context_length, PATIENCE)
-    return fitting_rows(
-        rows, long, drop=config.data.long_prompts == "drop", where=where, limit=context_length
-    )
+    return fitting_rows(rows, long, drop=config.data.bad_rows == "skip", where=where, limit=context_length)

@@ -71,7 +71,7 @@ class DataConfig:
     prompt_template: str | None = None  # with {prompt}
     limit: Count | None = None
     shuffle: bool = True
-    long_prompts: Literal["refuse", "drop"] = "refuse"  # rows that do not fit the context; drop counts them
+    bad_rows: Literal["stop", "skip"] = "stop"  # too long, empty, with equal answers ...; skip counts them
     # Special tokens in texts: escape encodes them as ordinary text, allow lets them open and close turns.
     special_tokens: Literal["escape", "refuse", "allow"] = "escape"
 

@@ -1,23 +1,28 @@
-"""Rows that contain answers: conversations, pairs of a preferred and a rejected answer, and labelled answers.
+"""Rows that contain answers: conversations, texts, pairs of a preferred and a rejected answer, and labelled answers.
 
 Pairs have the two forms that TRL reads. `chosen` and `rejected` are whole conversations that start from the same prompt, or
-they are what follows a prompt in a separate column, as a string or as messages. Labelled answers have a prompt, a
+they are what follows a prompt in a separate column, as a string or as messages. Dialogues in one string, with "Human:" and
+"Assistant:" in front of each turn, are conversations too. Labelled answers have a prompt, a
 `completion` and a `label`, true or false.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rl4llm.core.errors import DataError
+from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.load import Messages, Recipe, conversation, has_column, value_at
+from rl4llm.data.load import PROMPT_COLUMNS, Messages, Recipe, conversation, has_column, value_at
 
 ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "labels": ("completion",)}
 """The columns that contain the answers of a row, by what an algorithm learns from."""
+
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 class _WithAnswers(Recipe):
@@ -30,23 +35,32 @@ class _WithAnswers(Recipe):
     def prompt_beside(self, where: str, row: Mapping[str, Any]) -> Messages | None:
         """Return the prompt of a row with answers; None if it has no separate column."""
         column = self.prompt_column or next(
-            (name for name in ("prompt", "messages") if row.get(name) is not None), None
+            (name for name in ("prompt", "messages", "conversations") if row.get(name) is not None), None
         )
         return None if column is None else self.prompt(where, row, column)
 
 
 class Conversations(_WithAnswers):
-    """Read conversations: messages, or a prompt and its answer in separate columns."""
+    """Read conversations: messages, or a prompt and its answer in separate columns; or texts without any roles."""
 
     def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        if not self.prompt_column and "messages" in row:
-            return Recipe.read(self, where, row)
+        given = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+        if not self.prompt_column and given in ("messages", "conversations"):
+            messages, answers, stored = Recipe.read(self, where, row)
+            if not messages:
+                raise BadRowError(
+                    f"{where}: {given} is empty, so there is nothing to imitate. Remove the row."
+                )
+            return messages, answers, stored
+        if not self.prompt_column and given is None and row.get("text") is not None:
+            return [], {"text": self.text(where, row["text"])}, row["text"]
         column = self.answer_column or "completion"
         prompt = self.prompt_beside(where, row)
         if prompt is None or not has_column(row, column):
             raise DataError(
-                f"{where}: the row has no conversation. Accepted: a column 'messages', or 'prompt' and 'completion' "
-                f"(others: data.prompt_column, data.answer_column). The row has: {', '.join(map(str, row))}."
+                f"{where}: the row has no conversation. Accepted: a column 'messages' or 'conversations'; 'prompt' and "
+                "'completion' (others: data.prompt_column, data.answer_column); or 'text' for a text without roles. The row "
+                f"has: {', '.join(map(str, row))}."
             )
         if any(message.role == "assistant" for message in prompt):
             raise DataError(
@@ -58,17 +72,56 @@ class Conversations(_WithAnswers):
 
     def check(self, where: str, messages: Messages) -> None:
         """Raise DataError if no message can be imitated, or two answers follow each other directly."""
+        if not messages:  # a text without roles
+            return
         if not any(message.role == "assistant" for message in messages):
-            raise DataError(
+            raise BadRowError(
                 f"{where}: the conversation has no assistant message, so there is nothing to imitate. Remove the row."
             )
+        self.check_learned(where, messages)
         check_replies(where, "messages", messages)
         for number, (before, after) in enumerate(pairwise(messages), start=1):
             if before.role == after.role == "assistant":
-                raise DataError(
+                raise BadRowError(
                     f"{where}: messages {number} and {number + 1} are both the assistant's, with no message between them. "
                     "Next step: join them into one message, or remove the row."
                 )
+
+    def check_learned(self, where: str, messages: Messages) -> None:
+        """Raise DataError for messages of others that should be learned, or if none of the assistant's is."""
+        check_learned(where, "messages", messages)
+        for number, message in enumerate(messages, start=1):
+            if message.learned and message.role != "assistant":
+                raise DataError(
+                    f"{where}: message {number} of messages should be learned, but its role is {message.role!r}. Only the "
+                    "assistant's are learned, unless algorithm.learn is context or all."
+                )
+
+    def text(self, where: str, text: Any) -> str:
+        """Return a text that is learned as a whole; raise DataError for anything else."""
+        for name in ("system_prompt", "prompt_template"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"data.{name} has no effect on texts without roles (column 'text'). Remove it."
+                )
+        if not isinstance(text, str):
+            raise DataError(f"{where}: column 'text' must be a string, not {text!r:.60}.")
+        if not text.strip():
+            raise BadRowError(f"{where}: the text is empty. Remove the row.")
+        return text
+
+
+class Worlds(Conversations):
+    """Read conversations in which also other messages than the assistant's are learned."""
+
+    def check_learned(self, where: str, messages: Messages) -> None:
+        """Accept any messages: what is learned depends on `algorithm.learn`."""
+
+    def text(self, where: str, text: Any) -> str:
+        raise ConfigError(
+            f"{where}: the row is a text without roles (column 'text'), so it has no turns. Set "
+            "algorithm.learn=assistant to learn all of it."
+        )
 
 
 class Pairs(_WithAnswers):
@@ -76,9 +129,10 @@ class Pairs(_WithAnswers):
 
     def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         prompt = self.prompt_beside(where, row)
-        chosen, rejected = (answer_of(where, row, column) for column in ("chosen", "rejected"))
+        alone = prompt is None
+        chosen, rejected = (answer_of(where, row, column, alone=alone) for column in ("chosen", "rejected"))
         if chosen == rejected:
-            raise DataError(
+            raise BadRowError(
                 f"{where}: chosen and rejected are identical, so neither is preferred. Remove the row."
             )
         if chosen[0].role != "assistant":
@@ -125,40 +179,61 @@ def check_labels(rows: Any, limit: int | None = None) -> None:
         )
 
 
-def answer_of(where: str, row: Mapping[str, Any], column: str) -> Messages:
-    """Return the answer in a column, a string or messages, as messages; raises DataError if it is missing or empty."""
+def answer_of(where: str, row: Mapping[str, Any], column: str, *, alone: bool = False) -> Messages:
+    """Return the answer in a column, a string or messages, as messages; raises DataError if it is missing or empty.
+
+    An answer that is `alone`, without a prompt in another column, may be a dialogue in one string.
+    """
     value = value_at(row, column) if has_column(row, column) else None
     if value is None:
         raise DataError(
             f"{where}: the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
             "Next: rename the column, or choose an algorithm.name that learns from other columns."
         )
-    messages = (
-        [ChatMessage("assistant", value)] if isinstance(value, str) else conversation(where, column, value)
-    )
-    if not messages or (
-        len(messages) == 1 and not messages[0].content.strip() and not messages[0].tool_calls
-    ):
-        raise DataError(f"{where}: {column} is empty. Fill it in or remove the row.")
+    if isinstance(value, str):
+        messages = (_dialogue(value) if alone else []) or [ChatMessage("assistant", value)]
+    else:
+        messages = conversation(where, column, [value] if isinstance(value, Mapping) else value)
+    if not messages or (len(messages) == 1 and messages[0].is_empty):
+        raise BadRowError(f"{where}: {column} is empty. Fill it in or remove the row.")
     return messages
+
+
+def _dialogue(text: str) -> Messages:
+    r"""Return the turns of a dialogue such as "\n\nHuman: Hi\n\nAssistant: Hello"; [] for any other text."""
+    start, *parts = _TURN.split(text)
+    if start.strip() or not parts:
+        return []
+    return [
+        ChatMessage(_SPEAKERS[speaker], said.strip())
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def check_replies(where: str, column: str, messages: Messages) -> None:
     """Raise DataError for an assistant message without content and tool calls, which would train empty replies."""
     number = empty_reply(messages)
     if number:
-        raise DataError(
+        raise BadRowError(
             f"{where}: message {number} of {column} is an empty reply of the assistant, which would train the model to "
             "reply with nothing. Fill it in or remove the row."
         )
 
 
 def empty_reply(messages: Sequence[ChatMessage]) -> int | None:
-    """Return the number, from 1, of the first assistant message without content and tool calls, or None."""
+    """Return the number, from 1, of the first assistant message that is learned and empty, or None."""
     for number, message in enumerate(messages, start=1):
-        if message.role == "assistant" and not message.content.strip() and not message.tool_calls:
+        if message.role == "assistant" and message.is_empty and message.learned is not False:
             return number
     return None
+
+
+def check_learned(where: str, column: str, messages: Messages) -> None:
+    """Raise BadRowError if each of the assistant's messages has a weight of 0."""
+    if all(message.learned is False for message in messages if message.role == "assistant"):
+        raise BadRowError(
+            f"{where}: no message of {column} is learned: the weight of each of the assistant's is 0. Remove the row."
+        )
 
 
 def _shared_prompt(where: str, chosen: Messages, rejected: Messages, prompt: Messages | None) -> Messages:
@@ -170,7 +245,7 @@ def _shared_prompt(where: str, chosen: Messages, rejected: Messages, prompt: Mes
     shared = chosen[:size]
     following = {side[size].role for side in (chosen, rejected) if len(side) > size}
     if not shared or following != {"assistant"}:
-        raise DataError(
+        raise BadRowError(
             f"{where}: chosen and rejected start from different prompts: they first differ at message {size}, which must be "
             "the assistant's in both. Only answers to the same prompt can be compared."
         )
@@ -178,7 +253,7 @@ def _shared_prompt(where: str, chosen: Messages, rejected: Messages, prompt: Mes
         adds_system = len(chosen) > len(prompt) and chosen[0].role == "system"  # which the prompt may lack
         start = adds_system and (not prompt or prompt[0].role != "system")
         if chosen[start : len(prompt) + start] != prompt:
-            raise DataError(
+            raise BadRowError(
                 f"{where}: chosen and rejected are whole conversations, but do not begin with the row's prompt."
             )
     return shared
@@ -188,7 +263,8 @@ def _checked_prompt(where: str, row: Mapping[str, Any], prompt: Messages | None)
     if prompt is None:
         raise DataError(
             f"{where}: the row has no prompt. Accepted: a column 'prompt' or 'messages' (another: data.prompt_column), or "
-            f"for pairs whole conversations in 'chosen' and 'rejected'. The row has: {', '.join(map(str, row))}."
+            "for pairs whole conversations in 'chosen' and 'rejected', as messages or as strings "
+            f"'Human: ...\\n\\nAssistant: ...'. The row has: {', '.join(map(str, row))}."
         )
     return prompt
 
@@ -199,6 +275,7 @@ def _check_follows(where: str, column: str, messages: Messages) -> None:
         raise DataError(
             f"{where}: {column} must continue with an answer of the assistant, but {found} follows the prompt."
         )
+    check_learned(where, column, messages)
 
 
 def _dicts(messages: Messages) -> list[dict[str, Any]]:

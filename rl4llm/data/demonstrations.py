@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rl4llm.core.errors import DataError, EnvError, TemplateError
 from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
@@ -31,28 +31,27 @@ def demonstration(
 
     It is built turn by turn as in a rollout, so that training and sampling see the same token sequences.
     The first `prompt_size` messages are a prompt even if the assistant speaks in them.
+    A message that is marked as not learned is context, see `ChatMessage.learned`.
     Raises DataError, with the row's name, for a conversation with nothing to learn, and for one that no policy could have
     had: it lacks a thought that the generation prompt opens, or the template cannot show its tool calls.
     """
     begins = next((message.content for message in messages if message.role != "system"), "")
     row = f"Row {prompt_id!r} ({begins[:60]!r})"  # with its first words, since its name may not occur in any file
     try:
-        spans = _spans(renderer, messages, prompt_size, whole=learned != "assistant")
+        pieces = _pieces(renderer, messages, prompt_size, whole=learned != "assistant")
     except (DataError, EnvError, TemplateError) as error:
         raise DataError(f"{row} cannot be imitated. {error}") from error
-    if not spans:
+    if not pieces:
         raise DataError(f"{row} has no assistant message, so there is nothing to imitate.")
-    if learned == "context" and len(spans) < 3:
+    if learned == "context" and len(pieces) < 3:
         raise DataError(f"{row} has no message after the first answer, so there is no next state to predict.")
-    if (
-        learned != "assistant"
-    ):  # after the prompt, tokens that are learned are the policy's, all others context
-        spans[1:] = [
-            _policy(span.token_ids)
-            if learned == "all" or span.author == "context"
-            else TokenSpan.context(span.token_ids)
-            for span in spans[1:]
-        ]
+    spans = [TokenSpan.context(pieces[0].token_ids)]
+    for piece in pieces[1:]:  # after the prompt, tokens that are learned are the policy's, all others context
+        spans.append(
+            _policy(piece.token_ids) if _learns(piece, learned, row) else TokenSpan.context(piece.token_ids)
+        )
+    if all(span.author == "context" for span in spans):
+        raise DataError(f"{row} has nothing to learn: each message that could be learned has a weight of 0.")
     count = renderer.special_tokens(messages)
     noted = {**(extras or {}), **({"metrics": {"special_tokens": count}} if count else {})}
     return Trajectory(prompt_id, tuple(spans), tuple(messages), {}, reward, "done", noted)
@@ -63,7 +62,7 @@ def demonstration_group(
 ) -> Group:
     """Return the conversation of a row as a group of one."""
     messages = [ChatMessage.from_dict(message) for message in row["messages"]]
-    return Group(prompt_id, (demonstration(renderer, messages, prompt_id, learned=learned),))
+    return Group(prompt_id, (demonstration(renderer.of_row(row), messages, prompt_id, learned=learned),))
 
 
 def pair_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
@@ -104,33 +103,58 @@ def _answered(
     prompt, answer = (
         [ChatMessage.from_dict(message) for message in row[name]] for name in ("messages", column)
     )
+    own = renderer.of_row(row)
     return demonstration(
-        renderer, prompt + answer, prompt_id, prompt_size=len(prompt), reward=reward, extras=extras
+        own, prompt + answer, prompt_id, prompt_size=len(prompt), reward=reward, extras=extras
     )
 
 
-def _spans(
+class _Piece(NamedTuple):
+    """The tokens of some messages: one of the assistant's, or those between two of them."""
+
+    token_ids: tuple[int, ...]
+    messages: Sequence[ChatMessage]
+
+    @property
+    def is_said(self) -> bool:
+        return self.messages[-1].role == "assistant"
+
+
+def _learns(piece: _Piece, learned: Learned, row: str) -> bool:
+    """Return whether the tokens of a piece are learned."""
+    if learned != "all" and piece.is_said is not (learned == "assistant"):
+        return False
+    marks = {message.learned is not False for message in piece.messages}
+    if len(marks) > 1:
+        raise DataError(
+            f"{row}: of the messages between two answers of the assistant some have a weight of 0. They are one piece: give "
+            "all of them the same weight."
+        )
+    return marks.pop()
+
+
+def _pieces(
     renderer: Renderer, messages: Sequence[ChatMessage], prompt_size: int, *, whole: bool
-) -> list[TokenSpan]:
-    """Return context and policy spans in turn; with `whole`, also what follows the last answer."""
-    spans: list[TokenSpan] = []
+) -> list[_Piece]:
+    """Return what others and the assistant said in turn; with `whole`, also what follows the last answer."""
+    pieces: list[_Piece] = []
     turns = [turn for turn, item in enumerate(messages) if item.role == "assistant" and turn >= prompt_size]
     start, by = 0, None
     for turn, after in zip(turns, [*turns[1:], len(messages)], strict=False):
         asked, between = messages[:start], messages[start:turn]
         prompt = (
             renderer.following(between, ended=True, by=by, messages=asked)
-            if spans
+            if pieces
             else renderer.first(between)
         )
         new = messages[turn + 1 : after] if whole or after < len(messages) else ()
         said = tuple(renderer.completion(messages[: turn + 1], new))
-        spans += [TokenSpan.context(prompt), _policy(said)]
+        pieces += [_Piece(tuple(prompt), between), _Piece(said, messages[turn : turn + 1])]
         start, by = turn + 1, said[-1]
-    if whole and spans and start < len(messages):
+    if whole and pieces and start < len(messages):
         rest = renderer.following(messages[start:], ended=True, by=by, messages=messages[:start])
-        spans.append(TokenSpan.context(rest))
-    return spans
+        pieces.append(_Piece(tuple(rest), messages[start:]))
+    return pieces
 
 
 def _policy(token_ids: tuple[int, ...]) -> TokenSpan:

@@ -51,7 +51,7 @@ def fitting_rows(rows: Any, long: Mapping[int, int], *, drop: bool, where: str, 
             f"{place(rows, number)} has {long[number]} tokens" for number in sorted(long)[:SHOWN]
         )
         more = f"; and {len(long) - SHOWN} more" if len(long) > SHOWN else ""
-        out = ", or set data.long_prompts=drop to leave them out" if len(long) < len(rows) else ""
+        out = ", or set data.bad_rows=skip to leave them out" if len(long) < len(rows) else ""
         raise DataError(
             f"{where}: {len(long)} of {len(rows)} rows are too long: {shown}{more}. The context has room for {limit} "
             f"tokens. Shorten or remove these rows{out}."
@@ -69,13 +69,18 @@ def rows_without(rows: Any, left_out: Container[int]) -> Any:
 
 
 def dropped(rows: Sequence[Any], kept: Sequence[Any], where: str) -> list[str]:
-    """Return a warning about the rows that were left out, as a list that is empty if there are no such rows."""
+    """Return warnings about the rows that were left out, as a list that is empty if there are no such rows."""
     count = len(rows) - len(kept)
-    return (
-        [f"{where}: {count} of {len(rows)} rows are too long and were left out (data.long_prompts=drop)."]
-        if count
-        else []
-    )
+    found = []
+    if isinstance(rows, Rows) and (bad := rows.skipped):
+        found.append(
+            f"{where}: {len(bad)} of {len(rows) + len(bad)} rows were skipped (data.bad_rows=skip). The first: {bad[0]}"
+        )
+    if count > 0:  # texts are cut into more rows
+        found.append(
+            f"{where}: {count} of {len(rows)} rows are too long and were left out (data.bad_rows=skip)."
+        )
+    return found
 
 
 def place(rows: Any, number: int) -> str:

@@ -10,21 +10,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from rl4llm.core.base_algorithm import LearnsFrom
-from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.errors import BadRowError, ConfigError, DataError, unknown
 from rl4llm.core.registry import load
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.read import read_rows
+from rl4llm.data.columns import shown_columns
+from rl4llm.data.read import Located, read_rows
 
 Row = dict[str, Any]
 Messages = list[ChatMessage]
+PROMPT_COLUMNS = ("messages", "prompt", "conversations")
+"""Columns of prompts or conversations, the first that a row has, where `data.prompt_column` names none."""
+
 RECIPES: Mapping[LearnsFrom, str] = {
     "episodes": "rl4llm.data.load:Recipe",
     "demonstrations": "rl4llm.data.answers:Conversations",
-    "worlds": "rl4llm.data.answers:Conversations",
-    "conversations": "rl4llm.data.answers:Conversations",
+    "worlds": "rl4llm.data.answers:Worlds",
+    "conversations": "rl4llm.data.answers:Worlds",
     "pairs": "rl4llm.data.answers:Pairs",
     "labels": "rl4llm.data.answers:Labels",
 }
@@ -38,6 +42,7 @@ class Rows(Sequence[Row]):
     rows: tuple[Row, ...]
     source: str
     places: tuple[str, ...] = ()  # of each row, such as train.jsonl:17
+    skipped: tuple[str, ...] = ()  # why each row was left out that data.bad_rows=skip skipped
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,25 +71,27 @@ def load_rows(
     prompt_template: str | None = None,
     limit: int | None = None,
     learns_from: LearnsFrom = "episodes",
+    bad_rows: Literal["stop", "skip"] = "stop",
 ) -> Rows:
     r"""Read prompts from rows, a `datasets.Dataset`, a file, a directory, or the hub.
 
         load_rows("openai/gsm8k:main", prompt_column="question", answer_column="answer", answer_pattern=r"####\s*(.+)")
 
-    The prompt is in `prompt_column`, "messages" or "prompt": messages, or a text (inside `prompt_template` with its
-    ``{prompt}``), in both cases after `system_prompt`. The ground truth is in `answer_column` or "ground_truth" (the first
-    group of `answer_pattern`, if given). A dot leads into a nested column, such as ``reward_model.ground_truth``.
+    The prompt is in `prompt_column`, "messages", "prompt" or "conversations": messages, or a text (inside `prompt_template`
+    with its ``{prompt}``), in both cases after `system_prompt`. The ground truth is in `answer_column` or "ground_truth"
+    (the first group of `answer_pattern`, if given). A dot leads into a nested column, such as ``reward_model.ground_truth``.
     All other columns are kept and passed to the rewards.
 
-    A row's `prompt_id` is its column `prompt_id` or `id`, which must be unique. Other rows are named by a hash of their
-    stored prompt and answer, so the name does not depend on the system prompt or the order. Rows that are equal in both get
-    the suffixes -2, -3 ...
+    A row's `prompt_id` is its column `prompt_id` or `id`. Other rows are named by a hash of their stored prompt and answer,
+    so the name does not depend on the system prompt or the order. Rows with the same name get the suffixes -2, -3 ...
 
     `learns_from` tells what the rows are for. Rows for "episodes" may lack a ground truth. "demonstrations", "worlds" and
     "conversations" contain the assistant's messages, or a prompt and its answer in `answer_column` or "completion".
     "pairs" and "labels" contain answers beside the prompt. The prompt's column is `prompt_column`, "prompt" or "messages",
     see `rl4llm.data.answers`.
-    `limit` takes the first rows. Raises ConfigError for options that cannot work, and DataError, with the row's file and
+    `limit` takes the first rows. With `bad_rows="skip"`, rows with a fault of their content, such as an empty reply, are
+    left out, and `skipped` says why; by default the first of them raises BadRowError.
+    Raises ConfigError for options that cannot work, and DataError, with the row's file and
     line, for invalid data.
     """
     options = prompt_column, answer_column, answer_pattern, system_prompt, prompt_template
@@ -92,15 +99,18 @@ def load_rows(
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit={limit} is not accepted. Accepted: 1 or more, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
-    found = tuple(
-        _with_ids(recipe.draft(where, row) for where, row in islice(read_rows(source, split), limit))
-    )
+    faults: list[str] = []
+    drafts = _drafts(recipe, read_rows(source, split), faults, skip=bad_rows == "skip")
+    found = tuple(islice(_with_ids(drafts), limit))
     if not found:
-        raise DataError(
-            f"{name}: the dataset is empty (split {split!r}). Next step: check data.path and data.split."
+        why = (
+            f"all {len(faults)} rows were skipped; the first: {faults[0]}"
+            if faults
+            else "the dataset is empty"
         )
+        raise DataError(f"{name}: {why} (split {split!r}). Next step: check data.path and data.split.")
     places, rows = zip(*found, strict=True)
-    return Rows(rows, name, places)
+    return Rows(rows, name, places, tuple(faults))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +178,17 @@ class Recipe:
             "ground_truth": ground_truth,
             **answers,
         }
+        try:
+            made |= shown_columns(row)
+        except DataError as error:
+            raise type(error)(f"{where}: {error}") from error
         made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
         for text in _texts(made):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 around = text[max(0, error.start - 20) : error.start + 20]
-                raise DataError(
+                raise BadRowError(
                     f"{where}: {around!r} contains a lone surrogate, which is not valid Unicode."
                 ) from error
         text = json.dumps(stored, sort_keys=True, default=str)
@@ -183,7 +197,8 @@ class Recipe:
 
     def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         """Return the messages, the columns made from the row, and what the hash of its name covers."""
-        column = self.prompt_column or next((name for name in ("messages", "prompt") if name in row), None)
+        given = sorted((name for name in PROMPT_COLUMNS if name in row), key=lambda name: row[name] is None)
+        column = self.prompt_column or next(iter(given), None)
         if column is None:
             raise DataError(
                 f"{where}: the row has neither 'messages' nor 'prompt'. Next step: set data.prompt_column to the column of "
@@ -202,7 +217,7 @@ class Recipe:
                 "message, or train on whole conversations with algorithm.name=sft."
             )
         if not messages or not messages[-1].content.strip():
-            raise DataError(
+            raise BadRowError(
                 f"{where}: the prompt is empty. It must end with a message to answer that is not blank."
             )
 
@@ -246,31 +261,44 @@ def conversation(where: str, column: str, stored: Any) -> Messages:
         raise DataError(
             f"{where}: {column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."
         )
-    try:
-        return [ChatMessage.from_dict(message) for message in stored]
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+    messages = []
+    for number, message in enumerate(stored, start=1):
+        try:
+            messages.append(ChatMessage.from_dict(message))
+        except DataError as error:
+            raise type(error)(f"{where}: message {number} of {column}: {error}") from error
+    return messages
+
+
+def _drafts(recipe: Recipe, located: Iterator[Located], faults: list[str], *, skip: bool) -> Iterator[Draft]:
+    """Yield the prompts of stored rows; with `skip`, put the faults of bad rows into `faults` instead of raising them."""
+    for where, row in located:
+        try:
+            yield recipe.draft(where, row)
+        except BadRowError as error:
+            if not skip:
+                raise BadRowError(
+                    f"{error} Or set data.bad_rows=skip to leave out rows with such faults."
+                ) from error
+            faults.append(str(error))
 
 
 def _with_ids(drafts: Iterator[Draft]) -> Iterator[tuple[str, Row]]:
-    first: dict[str, str] = {}
+    """Name each row; names that several rows share get a number from the second on."""
+    used: set[str] = set()
     copies: Counter[str] = Counter()
     for draft in drafts:
-        prompt_id = draft.given_id
-        if prompt_id is None:
-            copies[draft.content_hash] += 1
-            copy = copies[draft.content_hash]
-            prompt_id = draft.content_hash if copy == 1 else f"{draft.content_hash}-{copy}"
-        if prompt_id in first:
-            raise DataError(
-                f"{draft.where}: the prompt_id {prompt_id!r} is already used by {first[prompt_id]}. Ids must be unique."
-            )
-        first[prompt_id] = draft.where
+        name = draft.given_id or draft.content_hash
+        prompt_id = name
+        while prompt_id in used:
+            copies[name] += 1
+            prompt_id = f"{name}-{copies[name] + 1}"
+        used.add(prompt_id)
         yield draft.where, {"prompt_id": prompt_id, **draft.row}
 
 
 def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
-    column = next((name for name in ("prompt_id", "id") if name in row), None)
+    column = next((name for name in ("prompt_id", "id") if row.get(name) is not None), None)
     if column is None:
         return None
     value = row[column]

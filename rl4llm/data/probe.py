@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from rl4llm.core.errors import TemplateError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.template import MADE_UP_CALL, ChatTemplate, Shape, marked, opening, probe_name, probe_reply
+from rl4llm.data.messages import marked
+from rl4llm.data.template import MADE_UP_CALL, ChatTemplate, Shape, opening, probe_name, probe_reply
 
 
 def opening_objection(template: ChatTemplate, *, system: bool) -> str | None:
@@ -28,9 +29,8 @@ def opening_objection(template: ChatTemplate, *, system: bool) -> str | None:
         return f"the template leaves out what the {lost[0]} message says"
     if template.described and template.described not in text:
         return "the template leaves out the description of tools"
-    names = [str((tool.get("function") or tool).get("name")) for tool in template.tools or ()]
     shown = template.special.plain(text)
-    lost = [name for name in names if name not in shown]
+    lost = [name for name in template.shown_names if name not in shown]
     if lost:
         return f"the template does not show the tool {lost[0]!r}; describe tools in the system prompt and set no schemas"
     return None

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import DataError
+from rl4llm.data.columns import arrow_row
 from rl4llm.runtime.hub import hub_answers
 
 Located = tuple[str, Any]
@@ -52,7 +54,9 @@ def has_splits(source: Any) -> bool:
         return isinstance(source, Mapping)
     path = Path(source).expanduser()
     if path.is_file():
-        return _reader(path) is _json and _whole(path).lstrip().startswith("{")
+        return (
+            _reader(path) is _json and (text := _whole(path)).lstrip().startswith("{") and not _is_lines(text)
+        )
     return not (path / "dataset_info.json").is_file()
 
 
@@ -170,7 +174,10 @@ def _jsonl(path: Path, split: str) -> Iterator[Located]:
 
 
 def _json(path: Path, split: str) -> Iterator[Located]:
-    rows = _parse(_whole(path), str(path))
+    text = _whole(path)
+    if _is_lines(text):
+        return _jsonl(path, split)
+    rows = _parse(text, str(path))
     if isinstance(rows, Mapping):
         rows = _split_of(rows, split, str(path))
     if not isinstance(rows, list):
@@ -178,6 +185,18 @@ def _json(path: Path, split: str) -> Iterator[Located]:
             f"{path}: a .json file must contain a list of rows, or a list for each split, not a {type(rows).__name__}."
         )
     return _numbered(rows, str(path))
+
+
+def _is_lines(text: str) -> bool:
+    """Return whether a text is JSON lines: several lines, and the first is an object."""
+    first, _, rest = text.lstrip().partition("\n")
+    if not (first.startswith("{") and first.rstrip().endswith("}") and rest.strip()):
+        return False
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _csv(path: Path, split: str) -> Iterator[Located]:
@@ -213,7 +232,7 @@ def _parquet(path: Path, split: str) -> Iterator[Located]:
     parquet = importlib.import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            rows = (arrow_row(row) for batch in file.iter_batches() for row in batch.to_pylist())
             yield from _numbered(rows, str(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a valid Parquet file: {_first_line(error)}.") from error
@@ -229,7 +248,14 @@ _READERS: Mapping[str, Callable[[Path, str], Iterator[Located]]] = {
 
 
 def _numbered(rows: Iterable[Any], where: str) -> Iterator[Located]:
+    rows = map(arrow_row, rows) if _is_arrow(rows) else rows
     return ((f"{where}[{number}]", row) for number, row in enumerate(rows))
+
+
+def _is_arrow(rows: Any) -> bool:
+    """Return whether rows are a dataset of the package `datasets`, which stores columns with the same keys in all rows."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(rows, datasets.Dataset | datasets.IterableDataset)
 
 
 def _split_of(splits: Mapping[str, Any], split: str, where: str) -> Any:

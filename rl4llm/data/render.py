@@ -8,25 +8,29 @@ token_ids += renderer.following([reply], ended=True)                 # only what
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
-from rl4llm.core.types import ROLES, ChatMessage
+from rl4llm.core.types import ChatMessage
+from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS, columns_key, read_tools
+from rl4llm.data.messages import Frames, answering, check_roles, checked_args, roles_of, unusable
 from rl4llm.data.probe import alike, objection, opening_objection, showing
 from rl4llm.data.template import ChatTemplate, Shape, decode, opening
 from rl4llm.data.thoughts import check_thoughts, drops_thoughts
 from rl4llm.data.written import written_turn
 
-_MAX_EXPANSION = (
-    11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
-)
 _KEPT = 512  # follow-ups whose tokens are kept
+
+
+_Called = tuple[Shape, bool]
+"""A shape, and whether the calls that its messages answer are known."""
 
 
 class _Way(NamedTuple):
@@ -88,24 +92,20 @@ class Renderer:
         call_example: str = "",
         thoughts: str = "keep",
     ):
+        others = special_tokens, call_example, thoughts
+        self._with_args = lambda args: Renderer(tokenizer, tools, roles, args, *others)
+        self._args, self._call_example = checked_args(template_args), call_example
         self._template = showing(
             ChatTemplate(tokenizer, tools, template_args, special=special_tokens), call_example
         )
-        self._known: dict[tuple[Shape, bool], _Way | str] = {}  # or why it cannot be done
-        self._frames: dict[Shape, int | None] = {}
+        self._of_columns = lru_cache(_KEPT)(self._with_columns)
+        self._known: dict[_Called, _Way | str] = {}  # or why it cannot be done
+        self._inherited: Mapping[_Called, _Way | str] = {}  # of the renderer without the tools of a row
+        self._frames = Frames(self._text)
         self._latest: tuple[tuple[ChatMessage, ...], tuple[int, ...]] = ((), ())
         roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
-        unknown_roles = set(roles) - set(ROLES)
-        if unknown_roles:
-            raise ConfigError(
-                f"roles={roles!r}: {min(unknown_roles)!r} is not a role. Accepted: {', '.join(ROLES)}."
-            )
-        self._openings = {system: self._refusal(roles, system=system) for system in (False, True)}
-        self._systems = [system for system, reason in self._openings.items() if reason is None]
-        if not self._systems:
-            raise self._error(
-                f"follow-ups by {' and '.join(roles)}" if roles else "prompts", self._openings[False]
-            )
+        check_roles(roles)
+        self._open(roles)
         self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
         opened = re.search(r"<think>\s*$", self._template.generation_prompt(system=self._systems[0]))
         self._opened = opened.group() if opened else ""
@@ -117,6 +117,40 @@ class Renderer:
         self.thoughts = thoughts
         self.dropping = frozenset(role for role in roles if drops_thoughts(self._way((role,)).template, role))
         check_thoughts(self._template, thoughts, drops=bool(self.dropping))
+
+    def of_row(self, row: Mapping[str, Any]) -> Renderer:
+        """Return the renderer for a row: with its columns `tools` and `chat_template_kwargs`, or this one if it has none.
+
+        Raises DataError if prompts show the tools of the environment already, and TemplateError if the template cannot show
+        those of the row.
+        """
+        key = columns_key(row, self._template.shown_names)
+        return self._of_columns(key) if key else self
+
+    def _with_columns(self, columns: str) -> Renderer:
+        tools, args = json.loads(columns)
+        tools = read_tools(tools or [])
+        if args:
+            try:
+                other = self._with_args({**self._args, **args})
+            except ConfigError as error:
+                raise DataError(f"the row's {TEMPLATE_ARGS}={args!r:.100}: {error}") from error
+            return other.of_row({TOOLS: tools})
+        other = copy.copy(self)
+        other._template = showing(self._template.with_tools(tools), self._call_example)
+        other._known, other._frames, other._latest = {}, Frames(other._text), ((), ())
+        other._inherited = self._known
+        other._open(())
+        return other
+
+    def _open(self, roles: Sequence[str]) -> None:
+        """Find out which conversations the template can render; raise TemplateError if there are none."""
+        self._openings = {system: self._refusal(roles, system=system) for system in (False, True)}
+        self._systems = [system for system, reason in self._openings.items() if reason is None]
+        if not self._systems:
+            raise self._error(
+                f"follow-ups by {' and '.join(roles)}" if roles else "prompts", self._openings[False]
+            )
 
     def first(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of a first prompt, generation prompt included."""
@@ -156,9 +190,9 @@ class Renderer:
         shape = tuple(role for role, run in runs for _ in list(run)[:2])  # two of a role stand for more
         if not shape or shape[-1] == "assistant":
             raise EnvError(
-                f"New messages must end with a message to answer, but their roles are {_roles(new_messages)}."
+                f"New messages must end with a message to answer, but their roles are {roles_of(new_messages)}."
             )
-        new = tuple(_answering(messages[-1:], new_messages))
+        new = tuple(answering(messages[-1:], new_messages))
         way = self._way(shape, called=any(item.role == "tool" and item.tool_calls for item in new))
         token_ids = (
             self._behind(way.template, messages, new)
@@ -226,8 +260,8 @@ class Renderer:
 
         A token covers at least one byte, so most prompts are known to be short enough without rendering.
         """
-        frame = self._frame_bytes(messages)
-        if frame is not None and frame + sum(_most_bytes(message.content) for message in messages) <= limit:
+        most = self._frames.most_tokens(messages)
+        if most is not None and most <= limit:
             return None
         count = len(self.first(messages))
         return count if count > limit else None
@@ -239,7 +273,7 @@ class Renderer:
         try:
             return tuple(self.encode("".join(template.split_end(template.after_reply(history, new)))))
         except TemplateError as error:
-            raise self._error(f"follow-ups {_roles(new)}", str(error)) from error
+            raise self._error(f"follow-ups {roles_of(new)}", str(error)) from error
 
     def _said(self, messages: Sequence[ChatMessage]) -> tuple[str, str]:
         return written_turn(self._template, self._text(messages[:-1]), messages, self._opened)
@@ -247,7 +281,7 @@ class Renderer:
     def _text(self, messages: Sequence[ChatMessage]) -> str:
         if not messages or messages[-1].role == "assistant":
             raise DataError(
-                f"A prompt must end with a message to answer, but its roles are {_roles(messages)}."
+                f"A prompt must end with a message to answer, but its roles are {roles_of(messages)}."
             )
         system = any(message.role == "system" for message in messages)
         if self._openings[system] is not None:
@@ -272,11 +306,21 @@ class Renderer:
     def _way(self, shape: Shape, *, called: bool = False) -> _Way:
         """Return how messages of a shape are rendered; `called` tells whether the calls that they answer are known."""
         if (shape, called) not in self._known:
-            self._known[shape, called] = self._probe(shape, called=called)
+            self._known[shape, called] = self._inherited_way(shape, called) or self._probe(
+                shape, called=called
+            )
         known = self._known[shape, called]
         if isinstance(known, str):
             raise self._error(f"follow-ups [{', '.join(shape)}]", known)
         return known
+
+    def _inherited_way(self, shape: Shape, called: bool) -> _Way | None:
+        """Return how the renderer without the tools of a row renders a shape, if these tools change nothing there."""
+        way = self._inherited.get((shape, called))
+        if not isinstance(way, _Way) or way.needs_history:
+            return None
+        own = self._template.calling() if way.template.calls else self._template
+        return way if alike(way.template, own, shape, self._base) else None
 
     def _probe(self, shape: Shape, *, called: bool) -> _Way | str:
         """Return how messages of a shape are rendered, or why they cannot be.
@@ -346,44 +390,5 @@ class Renderer:
         late = not end.closing.startswith(end.token) and end.closing
         return token_ids.index(stop) + 1 if late and stop in token_ids else 1
 
-    def _frame_bytes(self, messages: Sequence[ChatMessage]) -> int | None:
-        """Return the bytes of a rendering without its contents; None if the contents do not appear unchanged in it."""
-        shape = tuple(message.role for message in messages)
-        if not set(shape) <= {"system", "user"}:
-            return None
-        if shape not in self._frames:
-            made_up = [ChatMessage(role, f"ProbeContent{number}End") for number, role in enumerate(shape)]
-            text = self._text(made_up)
-            stand_once = all(text.count(message.content) == 1 for message in made_up)
-            contents = sum(len(message.content) for message in made_up)
-            self._frames[shape] = _most_bytes(text) - contents if stand_once else None
-        return self._frames[shape]
-
     def _error(self, what: str, reason: str | None) -> TemplateError:
-        return TemplateError(
-            f"The chat template of {self._template.name} cannot be used for {what}: {reason}. Accepted: templates whose "
-            "rendering of a conversation grows only at its end. Next step: give the tokenizer another chat template "
-            "(tokenizer.chat_template = ...), or choose an environment without such messages."
-        )
-
-
-def _answering(asked: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return new messages in which answers of tools hold the calls of the message before them."""
-    calls = list(asked[0].tool_calls or ()) if asked else []
-    found = list(new)
-    for number, message in enumerate(new):
-        if message.role != "tool" or message.tool_calls or not calls:
-            break
-        own = [call for call in calls if message.tool_call_id and call.get("id") == message.tool_call_id]
-        call = own[0] if own else calls[min(number, len(calls) - 1)]
-        found[number] = replace(message, tool_calls=(call,))
-    return found
-
-
-def _roles(messages: Sequence[ChatMessage]) -> str:
-    return f"[{', '.join(message.role for message in messages)}]"
-
-
-def _most_bytes(text: str) -> int:
-    """Return the most bytes that a tokenizer's normalizer can make of `text`, and so the most tokens."""
-    return len(text) if text.isascii() else _MAX_EXPANSION * len(text.encode())
+        return unusable(self._template.name, what, reason)

@@ -7,19 +7,27 @@ import inspect
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jinja2
-import numpy as np
 from transformers.utils import chat_template_utils
 
 from rl4llm.core.errors import ConfigError, EnvError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.described import description, with_description
+from rl4llm.data.messages import (
+    CallForm,
+    checked_args,
+    description,
+    found_call_form,
+    marked,
+    plain,
+    shown_message,
+    shows_reasoning,
+    with_description,
+)
 from rl4llm.data.special import SpecialTokens
 
 Shape = tuple[str, ...]
@@ -31,7 +39,6 @@ _WAITING_END = "<|eom_id|>"
 _REPLY = "ProbeReplyOfThePolicy"
 _FOLLOW_UP = "ProbeFollowUp"
 _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
-_BARE: Mapping[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 MADE_UP_CALL = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}
 _RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
@@ -66,6 +73,7 @@ class ChatTemplate:
 
     calls = False
     described, _in_system = "", True
+    _described_tools: Sequence[Mapping[str, Any]] = ()
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class ChatTemplate:
         self.tools = [dict(tool) for tool in tools] if tools else None
         self.name = f"{tokenizer.name_or_path or 'unnamed'} ({type(tokenizer).__name__})"
         self.notes: set[str] = set()  # what users should know, found while probing
-        self._args = _checked_args(template_args)
+        self._args = checked_args(template_args)
         source = self._checked_source()
         self.tells_time = "strftime_now" in source
         if self.tells_time:  # shadow the template's clock by a macro that always tells the same time
@@ -93,11 +101,11 @@ class ChatTemplate:
                     f"env.template_args: {name!r} is not accepted: it is a parameter of apply_chat_template. Accepted: "
                     "variables of the template, such as enable_thinking."
                 )
-        self._variables = {"documents": None, **tokenizer.special_tokens_map, **_plain(self._args)}
+        self._variables = {"documents": None, **tokenizer.special_tokens_map, **plain(self._args)}
         self.special = (
-            SpecialTokens(tokenizer, self._without_tools, special) if isinstance(special, str) else special
+            SpecialTokens(tokenizer, self._rendered, special) if isinstance(special, str) else special
         )
-        self._shown_tools = self.special.marked_data(_plain(self.tools))
+        self._shown_tools = self.special.marked_data(plain(self.tools))
         self._added = frozenset(tokenizer.get_added_vocab())
         self._added_lengths = sorted(set(map(len, self._added)), reverse=True)
 
@@ -106,7 +114,7 @@ class ChatTemplate:
 
         Raises TemplateError with the template's message if it refuses the messages.
         """
-        rows = [self.special.marked_row(_row(message)) for message in messages]
+        rows = [self.special.marked_row(self._shown(message)) for message in messages]
         if self.described:
             rows = with_description(rows, self.described, in_system=self._in_system)
         try:
@@ -116,6 +124,15 @@ class ChatTemplate:
         except _RENDERING_ERRORS as error:
             roles = ", ".join(message.role for message in messages)
             raise TemplateError(f"the template refuses the roles [{roles}]: {error}") from error
+
+    def _shown(self, message: ChatMessage) -> dict[str, Any]:
+        """Return a message as this template reads it; raise TemplateError for a thought that it does not render."""
+        if message.reasoning and not self._shows_reasoning:
+            raise TemplateError(
+                "the template does not render a thought beside the content (reasoning_content, reasoning, thinking). Put it "
+                "into the content, as the model writes thoughts, or remove it"
+            )
+        return shown_message(message, self._call_form if message.tool_calls else None)
 
     def after_reply(
         self, history: Sequence[ChatMessage], new: Sequence[ChatMessage], *, prompt: bool = True
@@ -257,6 +274,19 @@ class ChatTemplate:
         other = ChatTemplate(self.tokenizer, None, self._args, special=self.special)
         return other.calling() if self.calls else other
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """Return the same template with tools."""
+        other = ChatTemplate(self.tokenizer, tools, self._args, special=self.special)
+        other.notes = self.notes
+        return other
+
+    @property
+    def shown_names(self) -> list[str]:
+        """The names of the tools that prompts show."""
+        return [
+            str((tool.get("function") or tool).get("name")) for tool in self.tools or self._described_tools
+        ]
+
     def calling(self) -> ChatTemplate:
         """Return the same template for answers of tools that follow `tool_calls` in the assistant's message."""
         other = copy.copy(self)
@@ -268,9 +298,10 @@ class ChatTemplate:
         other = copy.copy(self.without_tools())
         other.notes = self.notes
         asked = [message.to_dict() for message in opening(system=True)]
-        text = self._without_tools(asked, prompt=True) or ""
+        text = self._rendered(asked, prompt=True) or ""
         other._in_system = all(row["content"] in text for row in asked)
         schemas = [json.dumps(tool, ensure_ascii=False) for tool in self.tools or ()]
+        other._described_tools = self.tools or ()
         other.described = description([self.special.marked(schema, "system") for schema in schemas], example)
         return other
 
@@ -298,13 +329,23 @@ class ChatTemplate:
         longest_first = sorted(self._added, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def _without_tools(self, rows: Sequence[Mapping[str, Any]], *, prompt: bool) -> str | None:
+    def _rendered(
+        self, rows: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None
+    ) -> str | None:
         try:
             return self._compiled.render(
-                self._variables, messages=rows, tools=None, add_generation_prompt=prompt
+                self._variables, messages=rows, tools=tools, add_generation_prompt=prompt
             )
         except _RENDERING_ERRORS:
             return None
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        return found_call_form(partial(self._rendered, tools=self._shown_tools))
+
+    @cached_property
+    def _shows_reasoning(self) -> bool:
+        return shows_reasoning(partial(self._rendered, tools=self._shown_tools))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -325,15 +366,6 @@ class ChatTemplate:
             return self.tokenizer.get_chat_template(tools=self.tools)
         except ValueError as error:
             raise TemplateError(f"The tokenizer {self.name} has no default chat template: {error}") from error
-
-
-def _checked_args(template_args: Any) -> dict[str, Any]:
-    if not isinstance(template_args, Mapping | None):
-        raise ConfigError(
-            f"env.template_args={template_args!r} is not accepted. Accepted: a mapping of variables of the chat template, "
-            "such as {enable_thinking: false}."
-        )
-    return dict(template_args or {})
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
@@ -359,40 +391,3 @@ def probe_reply(number: int, *, thinks: bool = False) -> ChatMessage:
     """Return a made-up turn of the policy."""
     thought = f"<think>\nProbeThought{number}End\n</think>\n\n" if thinks else ""
     return ChatMessage("assistant", thought + probe_name(number))
-
-
-def marked(message: ChatMessage, mark: str) -> ChatMessage:
-    """Return an assistant's message with `mark` in place of its text, or of the arguments of its last call."""
-    if not message.tool_calls:
-        return replace(message, content=mark)
-    *calls, last = message.tool_calls
-    function = dict(last.get("function") or last)
-    function["arguments"] = (
-        f'{{"mark": "{mark}"}}' if isinstance(function.get("arguments"), str) else {"mark": mark}
-    )
-    marked = {**last, "function": function} if "function" in last else function
-    return replace(message, tool_calls=(*calls, marked))
-
-
-def _row(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates see it. Its texts need no copy, only calls can hold anything."""
-    row = message.to_dict()
-    texts_only = not message.tool_calls and type(message.role) is type(message.content) is str
-    return row if texts_only else _plain(row)
-
-
-def _plain(value: Any) -> Any:
-    """What a template is shown: templates come from strangers, and objects have methods. A name stands for what is no data.
-
-    New versions of transformers show the same, and older ones things as they are.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(_plain(item) for item in value)
-    bare = next((bare for kind, bare in _BARE.items() if isinstance(value, kind)), None)
-    return bare(value) if bare else f"<{type(value).__name__}>"

@@ -47,6 +47,7 @@ def written_turn(
     raw = template.special.marked(message.content.removeprefix(opened), "assistant")
     if (
         message.tool_calls is None
+        and not message.reasoning
         and message.content.startswith(opened)
         and _drops_thought(prompt, raw, turn, opened)
     ):
@@ -83,6 +84,8 @@ def _lost(message: ChatMessage, said: str) -> str | None:
     content, shown = ("".join(text.split()) for text in (message.content, said))  # without white space
     if content not in shown:
         return f"it leaves out or alters {message.content[:40]!r}"
+    if "".join(message.reasoning.split()) not in shown:
+        return f"it leaves out or alters the thought {message.reasoning[:40]!r}"
     functions = [call.get("function") or call for call in message.tool_calls or ()]
     for name, count in Counter(str(function.get("name")) for function in functions).items():
         if said.count(name) < count:

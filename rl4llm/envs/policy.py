@@ -123,9 +123,13 @@ class PolicyLLM:
         if completion.finish_reason != "abort":
             sampled.append(completion)
             if append:
-                sample.messages.append(ChatMessage("assistant", self._renderer.content(completion.text)))
+                sample.messages.append(ChatMessage("assistant", self._for(sample).content(completion.text)))
                 self._record_sampled(sample)
         return completion
+
+    def _for(self, sample: SampleState) -> Renderer:
+        """Return the renderer of a sample, whose row may have its own tools."""
+        return self._renderer.of_row(sample.columns)
 
     async def complete(
         self, sample: SampleState, token_ids: Sequence[int], sampling_params: SamplingParams, *draw: int | str
@@ -184,7 +188,7 @@ class PolicyLLM:
     def _of_text(self, token_ids: list[int], claimed: set[str]) -> SampleState | list[int]:
         """Return the sample whose messages the template renders as these tokens, so that its record stays exact."""
         waiting = (sample for sample in self._samples if not sample.done and sample.session not in claimed)
-        same = (sample for sample in waiting if self._renderer.prompt(sample.messages) == token_ids)
+        same = (sample for sample in waiting if self._for(sample).prompt(sample.messages) == token_ids)
         return next(same, token_ids)
 
     async def _ask(
@@ -216,14 +220,15 @@ class PolicyLLM:
     def _append_context(self, sample: SampleState, record: _Record, end: int) -> None:
         """Record the tokens of new messages before `end`, and of the generation prompt after them."""
         earlier, new = sample.messages[: record.messages], sample.messages[record.messages : end]
+        renderer = self._for(sample)
         if sample.spans:
             said = sample.spans[-1].token_ids
-            ended = self._renderer.ends_turn(said)
+            ended = renderer.ends_turn(said)
             by = said[-1] if ended else None
-            token_ids = self._renderer.following(new, ended=ended, by=by, messages=earlier)
+            token_ids = renderer.following(new, ended=ended, by=by, messages=earlier)
         else:
-            token_ids = self._renderer.first(new)
-        fork = forked(self._renderer, [*sample.token_ids, *token_ids], sample.messages[:end])
+            token_ids = renderer.first(new)
+        fork = forked(renderer, [*sample.token_ids, *token_ids], sample.messages[:end])
         if fork is not None:
             record.earlier.append(sample.spans[:])
             sample.spans[:], token_ids = [], fork
@@ -241,7 +246,7 @@ class PolicyLLM:
             content = sample.messages[turn].content
             completion = self._find(sample, content)
             if completion is None:
-                sample.spans.append(TokenSpan.context(self._renderer.written(content)))
+                sample.spans.append(TokenSpan.context(self._for(sample).written(content)))
             else:
                 sample.spans.extend(TokenSpan.policy(completion))
             record.messages = turn + 1
@@ -260,7 +265,7 @@ class PolicyLLM:
         alike = (other for other in siblings if other.spans[:end] == sample.spans)
         for each in chain([sample], alike):  # siblings are compared only if the sample has none
             for completion in self._records[each.session].sampled[record.place(sample)]:
-                texts = completion.text, self._renderer.content(completion.text)
+                texts = completion.text, self._for(sample).content(completion.text)
                 if content.strip() in (text.strip() for text in texts):
                     return completion
         return None

@@ -210,9 +210,10 @@ class Rollout:
     def _counts(self, sample: SampleState) -> dict[str, int]:
         """Count the special tokens in the text of others, and tokens of thoughts that the template would have dropped."""
         context = [message for message in sample.messages if message.role != "assistant"]
-        counts = {"special_tokens": self._renderer.special_tokens(context)}
+        renderer = self._renderer.of_row(sample.columns)
+        counts = {"special_tokens": renderer.special_tokens(context)}
         if sample.failure is None and not sample.special.own_prompt:
-            counts["kept_thoughts"] = kept_thoughts(self._renderer, sample.spans, sample.messages)
+            counts["kept_thoughts"] = kept_thoughts(renderer, sample.spans, sample.messages)
         return {name: count for name, count in counts.items() if count}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -30,7 +30,7 @@ def test_all_long_rows_are_refused_with_file_and_line(rows):
         DataError, match=r"^data: 2 of 5 rows are .*train\.jsonl:3 \(prompt '\w+'\) has 30 tok"
     ) as said:
         fitting_rows(rows, long, drop=False, where="data", limit=20)
-    assert "train.jsonl:7" in str(said.value) and "data.long_prompts=drop" in str(said.value)
+    assert "train.jsonl:7" in str(said.value) and "data.bad_rows=skip" in str(said.value)
 
 
 def test_dropped_rows_leave_the_others_as_they_were(rows):
@@ -39,7 +39,7 @@ def test_dropped_rows_leave_the_others_as_they_were(rows):
     assert [place.rsplit(":")[-1] for place in kept.places] == ["1", "5", "9"]
     assert [row["prompt_id"] for row in kept] == [rows[number]["prompt_id"] for number in (0, 2, 4)]
     assert dropped(rows, kept, "data") == [
-        "data: 2 of 5 rows are too long and were left out (data.long_prompts=drop)."
+        "data: 2 of 5 rows are too long and were left out (data.bad_rows=skip)."
     ]
     assert (
         fitting_rows(rows, {}, drop=True, where="data", limit=20) is rows

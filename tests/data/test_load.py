@@ -210,7 +210,10 @@ NOT_TOLD = {
         {"prompt": "2+2?"},
         r"no conversation\. Accepted: .*'prompt' and 'completion'.*The row has: prompt\.",
     ),
-    "neither": ({"text": "2+2? 4"}, r"no conversation.*The row has: text"),
+    "neither": (
+        {"body": "2+2? 4"},
+        r"no conversation.*or 'text' for a text without roles.*The row has: body",
+    ),
     "nothing said": ({"prompt": "2+2?", "completion": " "}, "completion is empty"),
     "answers in the prompt": (
         {"prompt": [ASKED, SAID, ASKED], "completion": "4"},
@@ -237,7 +240,7 @@ def test_a_message_that_only_calls_a_tool_may_have_no_text():
     ]
     rows = load_rows([{"messages": told}], learns_from="demonstrations")
     assert rows[0]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [call]}
-    with pytest.raises(DataError, match="A message has no content"):
+    with pytest.raises(DataError, match="the message has no content"):
         load_rows(
             [{"messages": [ASKED, {"role": "assistant", "content": None}]}], learns_from="demonstrations"
         )
@@ -267,13 +270,13 @@ def test_equal_rows_get_distinct_names():
     assert len(set(ids)) == 4
 
 
-def test_given_ids_are_kept_and_may_not_repeat(tmp_path):
+def test_given_ids_are_kept_and_numbered_where_they_repeat():
     assert load_rows([{**READY, "id": 0}])[0]["prompt_id"] == "0"
     assert load_rows([{**READY, "id": 0, "prompt_id": "a"}])[0]["prompt_id"] == "a"
-    path = jsonl(tmp_path / "a.jsonl", [{**READY, "id": "a"}, {**READY, "id": "b"}, {**READY, "id": "a"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:3: the prompt_id 'a' is already used by .*a\.jsonl:1"):
-        load_rows(path)
-    for value in (None, "", 1.5, True):
+    rows = load_rows([{**READY, "id": name} for name in ("a", "b", "a", "a-2", "a")])
+    assert [row["prompt_id"] for row in rows] == ["a", "b", "a-2", "a-2-2", "a-3"]
+    assert load_rows([{**READY, "id": None}])[0]["prompt_id"] == load_rows([READY])[0]["prompt_id"]
+    for value in ("", 1.5, True):
         with pytest.raises(DataError, match="a string or an integer"):
             load_rows([{**READY, "id": value}])
 

@@ -12,7 +12,7 @@ from rl4llm.backends.heads import VALUE_HEAD_FILE
 from rl4llm.backends.models import load_model, load_tokenizer, load_value_head, model_directory
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
-from rl4llm.core.errors import DataError, ModelError
+from rl4llm.core.errors import DataError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage, Trajectory
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.demonstrations import demonstration, valued_at_the_end
@@ -76,24 +76,28 @@ class LearnedReward(BaseRewardFunction):
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         """Return the reward of one conversation; raise RewardFailure if it cannot be read."""
-        trajectory = self._read("conversation", messages, 0)
+        trajectory = self._read("conversation", messages, 0, kwargs)
         if isinstance(trajectory, RewardFailure):
             raise trajectory
         return self._values([trajectory])[0]
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return rewards in order, with a failure for each conversation that cannot be read."""
-        found = [self._read(sample.prompt_id, sample.messages, sample.init_msg_size) for sample in samples]
+        found = [
+            self._read(sample.prompt_id, sample.messages, sample.init_msg_size, sample.columns)
+            for sample in samples
+        ]
         readable = [item for item in found if isinstance(item, Trajectory)]
         values = iter(self._values(readable))
         return [next(values) if isinstance(item, Trajectory) else item for item in found]
 
     def _read(
-        self, prompt_id: str, messages: Sequence[ChatMessage], prompt_size: int
+        self, prompt_id: str, messages: Sequence[ChatMessage], prompt_size: int, row: Mapping[str, Any]
     ) -> Trajectory | RewardFailure:
         try:
-            whole = demonstration(self._renderer, messages, prompt_id, prompt_size=prompt_size)
-        except DataError as error:
+            renderer = self._renderer.of_row(row)
+            whole = demonstration(renderer, messages, prompt_id, prompt_size=prompt_size)
+        except (DataError, TemplateError) as error:
             return RewardFailure(f"the reward model's template cannot render the conversation: {error}")
         if whole.num_tokens > self._context_length:
             tokens = f"{whole.num_tokens} tokens for the reward model"

@@ -209,7 +209,7 @@ OWN_METHOD = {
     "top_p": key("rollout.top_p"),
     "top_k": key("rollout.top_k", at_least_zero, "-1 is 0"),
     "repetition_penalty": none("log-probs would not be the policy's; `repetition` is a reward"),
-    **each(none("a prompt that leaves no room for an answer is refused; `data.long_prompts=drop` drops it"),
+    **each(none("a prompt that leaves no room for an answer is refused; `data.bad_rows=skip` drops it"),
            "max_prompt_tokens", "max_prompt_length"),
     "system_prompt": key("data.system_prompt"),
     "xml_format": none("`rewards: [format]` checks think and answer tags"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.data.read import read_rows
 
 PLAIN = (
     "{% for message in messages %}{{ message.content }}"
@@ -33,16 +34,7 @@ def count(rows: Any) -> int | None:
 def finite(rows: Any) -> Any:
     """Return streamed rows as a list."""
     streamed = isinstance(rows, Iterable) and not hasattr(rows, "__len__")
-    return list(rows) if streamed else rows
-
-
-def check_text(rows: Any) -> None:
-    """Raise ConfigError for rows with images."""
-    found = [name for name in ("image", "images") if _is_rows(rows) and name in rows[0]]
-    if found:
-        raise ConfigError(
-            f"The dataset has the column {found[0]!r}: rl4llm trains on text alone. Remove the column."
-        )
+    return [row for _, row in read_rows(rows, "train")] if streamed else rows
 
 
 def trainable(model: Any, algorithm: str) -> Any:
@@ -68,7 +60,7 @@ def prompts(rows: Any, plain: bool) -> Any:
     """
     if not _is_rows(rows) or "prompt" not in rows[0]:
         return rows
-    return [_prompt(number, row, plain) for number, row in enumerate(rows)]
+    return [_prompt(number, row, plain) for number, (_, row) in enumerate(read_rows(rows, "train"))]
 
 
 def _prompt(number: int, row: Mapping[str, Any], plain: bool) -> dict[str, Any]:

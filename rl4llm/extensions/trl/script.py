@@ -82,7 +82,6 @@ class Script:
         dataset = self._one_of("train_dataset", "dataset", given.dataset)
         tokenizer = self._one_of("processing_class", "tokenizer", given.tokenizer)
         dataset, held_out = rows.finite(dataset), rows.finite(given.eval_dataset)
-        rows.check_text(dataset)
         plain = "train_dataset" in self.given and rows.is_plain(dataset)
         model = rows.trainable(given.model, self.algorithm)
         self._check_reference(given.model)

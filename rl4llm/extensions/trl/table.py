@@ -329,7 +329,7 @@ SFT: dict[str, Alias] = ANSWERS | {
     "completion_only_loss": joint(
         None, "the same, for rows of prompt and completion, for which it is TRL's default"
     ),
-    "dataset_text_field": refused("text", "rows of messages, or of prompt and completion"),
+    "dataset_text_field": refused("text", "rename the column of texts to `text`"),
     "dataset_kwargs": refused(None, "leave it out"),
     "loss_type": Alias("key", "nll", "no key: nll, and its equal chunked_nll", _likelihood),
     "chat_template_path": refused(None, "set tokenizer.chat_template"),

@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parent / "sources"
 EXPECTED = {
     "verl.sh": {
         "model.path": "Qwen/Qwen3-4B", "data.path": "/data/gsm8k/train.parquet", "eval.path": "/data/gsm8k/test.parquet",
-        "data.long_prompts": "drop", "rollout.prompts": 64, "rollout.group_size": 5, "rollout.max_tokens": 2048,
+        "data.bad_rows": "skip", "rollout.prompts": 64, "rollout.group_size": 5, "rollout.max_tokens": 2048,
         "rollout.top_k": 0, "training.updates_per_rollout": 2, "training.lr": 2e-6, "training.warmup_steps": 42,
         "algorithm.name": "grpo", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.dual_clip": 3.0,
         "algorithm.kl_coef": 0.001, "algorithm.kl_estimator": "k3", "algorithm.aggregation": "sequence",

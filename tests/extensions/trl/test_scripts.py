@@ -26,7 +26,7 @@ from rl4llm import (
     get_quantization_config,
     rewards,
 )
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.extensions.trl.run import objections, run_script
 from rl4llm.extensions.trl.script import Script
 
@@ -275,7 +275,7 @@ def test_positional_arguments_of_trl_are_read_in_its_order(place, model_dir):
 
 def test_images_and_quantized_weights_are_refused(place, model_dir):
     rows = [{"prompt": "How many coins", "image": "a.png"}] * 8
-    with pytest.raises(ConfigError, match="column 'image': rl4llm trains on text alone"):
+    with pytest.raises(DataError, match=r"dataset\[0\]: the column 'image' holds pictures"):
         GRPOTrainer(model=str(model_dir), reward_funcs=len, train_dataset=rows)
     with pytest.raises(ConfigError, match="load_in_4bit has no counterpart"):
         get_quantization_config(ModelConfig(load_in_4bit=True))

@@ -28,7 +28,7 @@ from rl4llm.compose.environments import (
     build_sandbox,
     with_hosts,
 )
-from rl4llm.compose.supervised import dataset_renderer, fitting_conversations, row_reader
+from rl4llm.compose.supervised import dataset_reader
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import batching_of
 from rl4llm.config import Config, by_part
@@ -146,7 +146,7 @@ def _prompt_lengths(env: BaseMDPEnv, renderer: Renderer) -> list[int]:
     every = max(1, len(env.dataset) // LOOKED_AT)
     rows = (env.dataset[number] for number in range(0, len(env.dataset), every))
     return [
-        len(renderer.first(env.openings(row)[role]))
+        len(renderer.of_row(row).first(env.openings(row)[role]))
         for row in islice(rows, LOOKED_AT)
         for role in env.policy_roles
     ]
@@ -158,8 +158,8 @@ def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, contex
     dataset = training_rows(config, given, needs.learns_from)
     held_out = held_out_rows(config, given, needs.learns_from) or ()
     answers = ANSWER_COLUMNS.get(needs.learns_from, ())
-    read = row_reader(needs, dataset_renderer(config, tokenizer, dataset, answers))
-    dataset = fitting_conversations(dataset, read, config, needs, context_length, "data")
+    read, fitting = dataset_reader(config, tokenizer, dataset, needs)
+    dataset = fitting(dataset, context_length, "data")
     batching = batching_of(config, algorithm, tokenizer)
     longest = longest_rows(
         dataset, max(1, config.rollout.prompts // batching.updates_per_rollout), ("messages", *answers)

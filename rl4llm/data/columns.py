@@ -1,0 +1,136 @@
+"""Columns of a row beside its messages that decide what the policy reads: schemas of tools, template variables, pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl4llm.core.errors import BadRowError, DataError
+from rl4llm.core.message import MEDIA, is_media, read_arguments
+
+TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
+_OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf", "$defs", "required"))
+
+
+def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns `tools` and `chat_template_kwargs` of a row as chat templates take them, if they say anything.
+
+    Raises DataError for schemas that cannot be read, and BadRowError for a row with pictures, videos or sounds.
+    """
+    for name in MEDIA:
+        if name in row and is_media(row[name]):
+            raise BadRowError(
+                f"the column {name!r} holds pictures, videos or sounds, but only text is read and trained. Remove the "
+                "column if the text alone makes sense, or remove the row."
+            )
+    found: dict[str, Any] = {}
+    if row.get(TOOLS):
+        found[TOOLS] = read_tools(row[TOOLS])
+    if row.get(TEMPLATE_ARGS):
+        found[TEMPLATE_ARGS] = read_arguments(row[TEMPLATE_ARGS], TEMPLATE_ARGS)
+    return found
+
+
+def columns_key(row: Mapping[str, Any], own: Sequence[str]) -> str:
+    """Return the tools and template variables of a row as JSON text; "" if it has none.
+
+    Raises DataError for a row with tools if prompts show tools of the environment, whose names are `own`.
+    """
+    tools, args = row.get(TOOLS), row.get(TEMPLATE_ARGS)
+    if tools and own:
+        raise DataError(
+            f"the row has tools in its column {TOOLS!r}, but prompts show those of the environment: {', '.join(own)}. "
+            "Next step: remove the column, or choose an environment without tools."
+        )
+    return json.dumps([tools, args], default=str) if tools or args else ""
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """Return the schemas of tools in the form of OpenAI, from a list or its JSON text; functions may be bare.
+
+    Raises DataError for anything else.
+    """
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _refused(value) from error
+    tools = [tools] if isinstance(tools, Mapping) else tools
+    if not isinstance(tools, list | tuple):
+        raise _refused(value)
+    return [_schema(tool) for tool in tools]
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, str) and tool.lstrip().startswith("{"):
+        tool = read_arguments(tool, TOOLS)
+    if not isinstance(tool, Mapping):
+        raise _refused(tool)
+    whole = tool.get("function") is not None
+    function = read_arguments(tool["function"], "tools: function") if whole else dict(tool)
+    if not isinstance(function.get("name"), str):
+        raise _refused(tool)
+    kind = {"type": "function"} if whole else {"type": function.pop("type", "function")}
+    if function.get("parameters") is not None:
+        function["parameters"] = _parameters(function["parameters"], function["name"])
+    rest = {key: item for key, item in tool.items() if key != "function"} if whole else {}
+    return {**kind, **rest, "function": function}
+
+
+def _parameters(value: Any, name: str) -> dict[str, Any]:
+    """Return the JSON schema of a function's parameters; some data sets store only its properties."""
+    where = f"tools: the parameters of {name!r}"
+    parameters = read_arguments(value, where)
+    bare = parameters and all(isinstance(item, Mapping) for item in parameters.values())
+    if bare and not (_OF_SCHEMAS & parameters.keys() and "type" not in parameters.get("type", {})):
+        return {"type": "object", "properties": parameters}
+    if parameters.get("properties") is not None:
+        properties = read_arguments(parameters["properties"], f"{where}: properties")
+        parameters["properties"] = {key: _property(item) for key, item in properties.items()}
+    return parameters
+
+
+def _property(item: Any) -> Any:
+    """Return the schema of a parameter, which columns of one type store as JSON text."""
+    return read_arguments(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
+
+
+def _refused(value: Any) -> DataError:
+    return DataError(
+        f"the column {TOOLS!r} is not a list of schemas: {value!r:.100}. Accepted: a list, or its JSON text, of functions "
+        "{'name': ..., 'description': ..., 'parameters': ...}, bare or within {'type': 'function', 'function': ...}. "
+        "Next step: rename the column if it is something else."
+    )
+
+
+def without_nulls(value: Any) -> Any:
+    """Return data without the keys that Arrow filled with null, since all objects of a column have the same keys there."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return type(value)(without_nulls(item) for item in value)
+    return value
+
+
+def arrow_row(row: Any) -> Any:
+    """Return a row of an Arrow table whose messages, schemas and template variables have no nulls.
+
+    Other columns stay as they are: rewards get what is stored.
+    """
+    if not isinstance(row, Mapping):
+        return row
+    return {
+        key: without_nulls(value) if key in (TOOLS, TEMPLATE_ARGS) else _of_messages(value)
+        for key, value in row.items()
+    }
+
+
+def _of_messages(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _of_messages(item) for key, item in value.items()}
+    if not isinstance(value, list | tuple) or not value:
+        return value
+    messages = all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in value)
+    return without_nulls(value) if messages else value

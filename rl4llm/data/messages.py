@@ -1,0 +1,212 @@
+"""Messages as chat templates read them, what the renderer asks of them, and tools in words for templates that hide them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rl4llm.core.errors import ConfigError, TemplateError
+from rl4llm.core.message import ROLES, THOUGHTS
+from rl4llm.core.types import ChatMessage
+
+_BARE: Mapping[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+_MAX_EXPANSION = (
+    11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
+)
+_ASKED = ChatMessage("user", "ProbeOpeningQuestion")
+_OPENINGS = ([_ASKED], [ChatMessage("system", "ProbeSystemPrompt"), _ASKED])
+_ARGUMENTS = {"probe": "ProbeArgument"}
+_CALL = {"id": "probecall", "type": "function", "function": {"name": "probe_call", "arguments": _ARGUMENTS}}
+
+_TOOLS = "You can call these tools, which are described by JSON schemas:"
+_CALLS = (
+    "To call a tool, write its name and arguments. For example, a call of a tool f with the argument x is:"
+)
+_ANSWERS = "The answer of the tool is in the next message."
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
+"""Rows of messages -> what a template makes of them, without the generation prompt; None if it refuses them."""
+
+
+class CallForm(NamedTuple):
+    """How a template reads a message with calls: null instead of empty content, and arguments as JSON text."""
+
+    null_content: bool
+    text_arguments: bool
+
+
+_FORMS = (
+    CallForm(False, False),
+    CallForm(True, False),
+    CallForm(False, True),
+    CallForm(True, True),
+)
+
+
+def found_call_form(render: Render) -> CallForm:
+    """Return the first form in which a template writes a call."""
+    calling = ChatMessage("assistant", "", (_CALL,))
+    for form in _FORMS:
+        for asked in _OPENINGS:
+            text = render([*map(shown_message, asked), shown_message(calling, form)]) or ""
+            parts = ("probe_call", *_ARGUMENTS, *_ARGUMENTS.values())
+            if all(part in text for part in parts) and repr(_ARGUMENTS) not in text:
+                return form
+    return _FORMS[0]
+
+
+def shows_reasoning(render: Render) -> bool:
+    """Return whether a template writes what the assistant thought before it spoke."""
+    said = ChatMessage("assistant", "ProbeAnswer", reasoning="ProbeReasoning")
+    texts = (render([*map(shown_message, asked), shown_message(said)]) or "" for asked in _OPENINGS)
+    return any("ProbeReasoning" in text for text in texts)
+
+
+def shown_message(message: ChatMessage, form: CallForm | None = None) -> dict[str, Any]:
+    """Return a message as templates see it, with calls in the `form` that they need.
+
+    Its texts need no copy, only calls can hold anything.
+    """
+    row = message.to_dict()
+    row.pop("weight", None)
+    if message.reasoning:
+        row |= dict.fromkeys(THOUGHTS, message.reasoning)  # each template reads one of these keys
+    texts_only = not message.tool_calls and type(message.role) is type(message.content) is str
+    if texts_only:
+        return row
+    row = plain(row)
+    if form is not None and "tool_calls" in row:
+        row["content"] = row["content"] or (None if form.null_content else "")
+        row["tool_calls"] = [_with_text(call) if form.text_arguments else call for call in row["tool_calls"]]
+    return row
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        function = function | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    return call | {"function": function} if "function" in call else function
+
+
+def marked(message: ChatMessage, mark: str) -> ChatMessage:
+    """Return an assistant's message with `mark` in place of its text, or of the arguments of its last call."""
+    if not message.tool_calls:
+        return replace(message, content=mark)
+    *calls, last = message.tool_calls
+    function = dict(last.get("function") or last)
+    function["arguments"] = (
+        f'{{"mark": "{mark}"}}' if isinstance(function.get("arguments"), str) else {"mark": mark}
+    )
+    marked = {**last, "function": function} if "function" in last else function
+    return replace(message, tool_calls=(*calls, marked))
+
+
+def checked_args(template_args: Any) -> dict[str, Any]:
+    """Return the variables of a template as a dict; raise ConfigError for anything but a mapping."""
+    if not isinstance(template_args, Mapping | None):
+        raise ConfigError(
+            f"env.template_args={template_args!r} is not accepted. Accepted: a mapping of variables of the chat template, "
+            "such as {enable_thinking: false}."
+        )
+    return dict(template_args or {})
+
+
+def plain(value: Any) -> Any:
+    """Return what a template is shown: templates come from strangers, and objects have methods.
+
+    A name stands for what is no data. New versions of transformers show the same, and older ones things as they are.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(plain(item) for item in value)
+    bare = next((bare for kind, bare in _BARE.items() if isinstance(value, kind)), None)
+    return bare(value) if bare else f"<{type(value).__name__}>"
+
+
+def answering(asked: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return new messages in which answers of tools hold the calls of the message before them."""
+    calls = list(asked[0].tool_calls or ()) if asked else []
+    found = list(new)
+    for number, message in enumerate(new):
+        if message.role != "tool" or message.tool_calls or not calls:
+            break
+        own = [call for call in calls if message.tool_call_id and call.get("id") == message.tool_call_id]
+        call = own[0] if own else calls[min(number, len(calls) - 1)]
+        found[number] = replace(message, tool_calls=(call,))
+    return found
+
+
+def roles_of(messages: Sequence[ChatMessage]) -> str:
+    """Return the roles of messages, for error messages."""
+    return f"[{', '.join(message.role for message in messages)}]"
+
+
+def description(schemas: Sequence[str], example: str) -> str:
+    """Return a text that tells which tools there are and how a call is written."""
+    return "\n".join([_TOOLS, *schemas, _CALLS, example, _ANSWERS])
+
+
+def with_description(rows: list[dict[str, Any]], text: str, *, in_system: bool) -> list[dict[str, Any]]:
+    """Return rows of messages with a text at the end of the system prompt, or before the first message."""
+    first, *rest = rows
+    if not in_system:
+        return [first | {"content": f"{text}\n\n{first['content']}"}, *rest]
+    if first["role"] == "system":
+        return [first | {"content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *rows]
+
+
+def check_roles(roles: Sequence[str]) -> None:
+    """Raise ConfigError for roles that no message has."""
+    if unknown := set(roles) - set(ROLES):
+        raise ConfigError(f"roles={roles!r}: {min(unknown)!r} is not a role. Accepted: {', '.join(ROLES)}.")
+
+
+def most_bytes(text: str) -> int:
+    """Return the most bytes that a tokenizer's normalizer can make of `text`, and so the most tokens."""
+    return len(text) if text.isascii() else _MAX_EXPANSION * len(text.encode())
+
+
+class Frames:
+    """Bounds the tokens of prompts without rendering them: a token covers at least one byte.
+
+    Args:
+        render: renders messages, with the generation prompt.
+    """
+
+    def __init__(self, render: Callable[[Sequence[ChatMessage]], str]):
+        self._render = render
+        self._bytes: dict[tuple[str, ...], int | None] = {}  # of a rendering without its contents, by roles
+
+    def most_tokens(self, messages: Sequence[ChatMessage]) -> int | None:
+        """Return a number of tokens that a prompt does not exceed; None if its contents may not appear unchanged in it."""
+        roles = tuple(message.role for message in messages)
+        if not set(roles) <= {"system", "user"}:
+            return None
+        if roles not in self._bytes:
+            made_up = [ChatMessage(role, f"ProbeContent{number}End") for number, role in enumerate(roles)]
+            text = self._render(made_up)
+            contents = sum(len(message.content) for message in made_up)
+            stand_once = all(text.count(message.content) == 1 for message in made_up)
+            self._bytes[roles] = most_bytes(text) - contents if stand_once else None
+        frame = self._bytes[roles]
+        return None if frame is None else frame + sum(most_bytes(message.content) for message in messages)
+
+
+def unusable(name: str, what: str, reason: str | None) -> TemplateError:
+    """Return the error for a template that cannot be used for `what`."""
+    return TemplateError(
+        f"The chat template of {name} cannot be used for {what}: {reason}. Accepted: templates whose "
+        "rendering of a conversation grows only at its end. Next step: give the tokenizer another chat template "
+        "(tokenizer.chat_template = ...), or choose an environment without such messages."
+    )

@@ -1,0 +1,430 @@
+"""What a row holds beside its prompt is used or refused: tools, template variables, weights, thoughts, nulls, pictures."""
+
+import copy
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rl4llm.core.errors import BadRowError, DataError, TemplateError
+from rl4llm.core.types import ChatMessage
+from rl4llm.data.demonstrations import demonstration, demonstration_group, label_group, pair_group
+from rl4llm.data.lengths import dropped
+from rl4llm.data.load import load_rows
+from rl4llm.data.read import has_splits
+from rl4llm.data.render import Renderer
+from tests.data.test_demonstrations import TEMPLATES
+from tests.data.test_render import SPECIALS, tokenizers
+
+__all__ = ["tokenizers"]
+
+PROPERTIES = {"city": {"type": "string", "description": "The city."}}
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather",
+        "parameters": {"type": "object", "properties": PROPERTIES},
+    },
+}
+ASKED, SAID = {"role": "user", "content": "Paris?"}, {"role": "assistant", "content": "18C"}
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONCATENATING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def renderer(tokenizer):
+    def make(template="chatml_tools", **options):
+        changed = copy.deepcopy(tokenizer)
+        changed.chat_template = template if "{" in template else (TEMPLATES / f"{template}.jinja").read_text()
+        return Renderer(changed, **options)
+
+    return make
+
+
+def called(name="get_weather", **arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def turns(renderer, row, group=demonstration_group, learns_from="demonstrations"):
+    """Return what is read and what is learned of a row, as texts, from the first trajectory of its group."""
+    (loaded,) = load_rows([row], learns_from=learns_from)
+    spans = group(renderer, loaded, "p").trajectories[0].spans
+    return ["".join(renderer.decode(span.token_ids) for span in spans)], [
+        renderer.decode(span.token_ids) for span in spans if span.author == "policy"
+    ]
+
+
+# --- nulls
+
+
+CALLS = [
+    {"messages": [ASKED, called(name, **arguments), {"role": "tool", "content": "x"}, SAID], "tools": [tool]}
+    for name, arguments, tool in (
+        ("get_weather", {"city": "P", "days": [1, None]}, SCHEMA),
+        ("add", {"n": 3, "more": {"m": 4}}, {"type": "function", "function": {"name": "add", "parameters": {
+            "type": "object", "properties": {"n": {"type": "integer", "enum": [1, 3]}}}}}),
+        ("now", {}, {"type": "function", "function": {"name": "now", "description": "Time"}}),
+    )
+]  # fmt: skip
+
+
+def as_parquet(rows, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    return tmp_path / "a.parquet"
+
+
+def as_saved(rows, tmp_path):
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+TABLES = {
+    "dataset": lambda rows, tmp_path: datasets.Dataset.from_list(rows),
+    "streamed": lambda rows, tmp_path: datasets.Dataset.from_list(rows).to_iterable_dataset(),
+    "splits": lambda rows, tmp_path: datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}),
+    "parquet": as_parquet,
+    "saved": as_saved,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_gives_each_call_only_its_own_arguments(table, tmp_path):
+    source = TABLES[table](CALLS, tmp_path)
+    read, written = (
+        list(load_rows(rows, learns_from="demonstrations"))
+        for rows in (source, json.loads(json.dumps(CALLS)))
+    )
+    assert [row["messages"] for row in read] == [row["messages"] for row in written]
+    assert [row["tools"] for row in read] == [row["tools"] for row in written]
+
+
+def test_other_columns_of_a_table_keep_their_nulls():
+    rows = datasets.Dataset.from_list([{"prompt": "a", "info": {"x": 1}}, {"prompt": "b", "info": {"y": 2}}])
+    assert [row["info"] for row in load_rows(rows)] == [{"x": 1, "y": None}, {"x": None, "y": 2}]
+
+
+def test_a_null_in_a_json_file_is_an_argument(tmp_path):
+    row = {"messages": [ASKED, called(city=None), {"role": "tool", "content": "x"}, SAID]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (loaded,) = load_rows(tmp_path / "a.jsonl", learns_from="demonstrations")
+    assert loaded["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": None}
+
+
+# --- tools and template variables
+
+
+FUNCTION = SCHEMA["function"]
+PAIRS = [(key, json.dumps(value)) for key, value in PROPERTIES.items()]
+FORMS = {
+    "a list": [SCHEMA],
+    "text": json.dumps([SCHEMA]),
+    "texts": [json.dumps(SCHEMA)],
+    "one": SCHEMA,
+    "a bare function": [FUNCTION],
+    "only properties": json.dumps([{**FUNCTION, "parameters": PROPERTIES}]),
+    "parameters as text": [{"type": "function", "function": {**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}}],
+    "properties as pairs": [{**FUNCTION, "parameters": {"type": "object", "properties": PAIRS}}],
+    "a function as text": [{"type": "function", "function": json.dumps(FUNCTION)}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_schemas_are_read_in_the_forms_of_data_sets(form):
+    (row,) = load_rows([{"prompt": "Paris?", "tools": FORMS[form]}])
+    assert row["tools"] == [SCHEMA]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_a_row_without_tools_has_none(tools, renderer):
+    made = renderer()
+    (row,) = load_rows([{"prompt": "Paris?", "tools": tools}])
+    assert made.of_row(row) is made
+
+
+@pytest.mark.parametrize(
+    "tools", ["calculator", ["calculator"], 5, [{"x": 1}], [{"function": {"name": None}}], "{x"]
+)
+def test_a_column_of_other_tools_is_refused(tools):
+    with pytest.raises(DataError, match=r"dataset\[0\]: .*(tools|function)"):
+        load_rows([{"prompt": "Paris?", "tools": tools}])
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        ("chatml_tools", ("user", "tool")),
+        ("thinking_chatml", ("user", "tool")),
+        ("headers_bos", ("user", "tool")),
+        ("inst", ()),
+    ],
+)
+def test_tools_of_a_row_are_shown_as_those_of_an_environment(template, roles, tokenizers):
+    tokenizer = tokenizers[template]
+    plain, own = Renderer(tokenizer, roles=roles), Renderer(tokenizer, [SCHEMA], roles)
+    shown = plain.of_row({"tools": [SCHEMA]})
+    asked = [ChatMessage("user", "Paris?")]
+    assert shown.first(asked) == own.first(asked) != plain.first(asked)
+    said = [*asked, ChatMessage("assistant", "18C")]
+    for role in roles:
+        new = [ChatMessage(role, "More?")]
+        assert shown.following(new, ended=True, messages=said) == own.following(
+            new, ended=True, messages=said
+        )
+    assert plain.of_row({"tools": [SCHEMA]}) is shown
+
+
+def test_template_variables_of_a_row_are_those_of_the_template(renderer):
+    plain, own = (
+        renderer("thinking_chatml"),
+        renderer("thinking_chatml", template_args={"enable_thinking": False}),
+    )
+    asked = [ChatMessage("user", "Paris?")]
+    for value in ({"enable_thinking": False}, '{"enable_thinking": false}'):
+        (row,) = load_rows([{"prompt": "Paris?", "chat_template_kwargs": value}])
+        assert plain.of_row(row).first(asked) == own.first(asked) != plain.first(asked)
+    back = own.of_row({"chat_template_kwargs": {"enable_thinking": True}})
+    assert back.first(asked) == plain.first(asked)
+    both = own.of_row({"chat_template_kwargs": {"enable_thinking": True}, "tools": [SCHEMA]})
+    assert both.first(asked) == plain.of_row({"tools": [SCHEMA]}).first(asked)
+    with pytest.raises(
+        DataError, match=r"chat_template_kwargs=\{'tokenize': True\}: .*parameter of apply_chat_template"
+    ):
+        plain.of_row({"chat_template_kwargs": {"tokenize": True}})
+
+
+def test_tools_of_a_row_and_of_an_environment_clash(renderer):
+    other = {"type": "function", "function": {"name": "calculator"}}
+    with pytest.raises(
+        DataError, match=r"tools in its column 'tools', but prompts show .*: calculator\. Next step"
+    ):
+        renderer(tools=[other]).of_row({"tools": [SCHEMA]})
+    kept = renderer("thinking_chatml", tools=[other]).of_row(
+        {"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert "calculator" in kept.decode(kept.first([ChatMessage("user", "a")]))
+
+
+def test_a_template_that_hides_tools_gets_them_in_words(renderer):
+    with pytest.raises(TemplateError, match="does not show the tool 'get_weather'"):
+        renderer("start_of_turn", roles=()).of_row({"tools": [SCHEMA]})
+    told = renderer(THINKING, roles=(), call_example="<call>f(x)</call>").of_row({"tools": [SCHEMA]})
+    text = told.decode(told.first([ChatMessage("user", "a")]))
+    assert "get_weather" in text
+    assert "<call>f(x)</call>" in text
+
+
+ANSWERS = {
+    "demonstrations": (demonstration_group, {"messages": [ASKED, SAID]}),
+    "pairs": (pair_group, {"prompt": "Paris?", "chosen": "18C", "rejected": "9C"}),
+    "labels": (label_group, {"prompt": "Paris?", "completion": "18C", "label": True}),
+}
+
+
+@pytest.mark.parametrize("learns_from", ANSWERS)
+def test_every_kind_of_answer_reads_the_tools_of_its_row(learns_from, renderer):
+    group, row = ANSWERS[learns_from]
+    (whole,), learned = turns(renderer(), {**row, "tools": [SCHEMA]}, group, learns_from)
+    assert "get_weather" in whole
+    assert learned == ["18C<|im_end|>"]
+
+
+# --- weights
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_weights_change_only_what_is_learned(name, tokenizers):
+    made = Renderer(tokenizers[name], roles=("user",))
+    thought = made.content("hm\n</think>\n\n") if made.content("") else ""  # which the template asks for
+    said = [ASKED, {**SAID, "content": f"{thought}WRONG"}, ASKED, {**SAID, "content": f"{thought}18C"}]
+    plain = demonstration(made, [ChatMessage.from_dict(message) for message in said], "p")
+    for weights in ((0, 1), (1, 0), (1, 1), (None, 0)):
+        said[1]["weight"], said[3]["weight"] = weights
+        marked = demonstration(made, [ChatMessage.from_dict(message) for message in said], "p")
+        assert marked.token_ids == plain.token_ids
+        assert [span.token_ids for span in marked.spans] == [span.token_ids for span in plain.spans]
+        wanted = [
+            "context",
+            "policy" if weights[0] != 0 else "context",
+            "context",
+            "policy" if weights[1] else "context",
+        ]
+        assert [span.author for span in marked.spans] == wanted
+
+
+def test_weights_of_other_messages_count_where_these_are_learned(renderer):
+    told = [{"role": "user", "content": "a"}, SAID, {"role": "user", "content": "b", "weight": 0}, SAID]
+    made = renderer(roles=("user",))
+    messages = [ChatMessage.from_dict(message) for message in told]
+    spans = demonstration(made, messages, "p", learned="all").spans
+    assert [span.author for span in spans] == ["context", "policy", "context", "policy"]
+    with pytest.raises(
+        DataError, match="nothing to learn: each message that could be learned has a weight of 0"
+    ):
+        demonstration(made, messages, "p", learned="context")
+    mixed = [*messages[:3], ChatMessage("user", "c"), messages[3]]
+    with pytest.raises(DataError, match="some have a weight of 0"):
+        demonstration(made, mixed, "p", learned="all")
+
+
+def test_a_row_in_which_nothing_is_learned_is_refused():
+    hidden = {**SAID, "weight": 0}
+    for row, learns_from in (
+        ({"messages": [ASKED, hidden]}, "demonstrations"),
+        ({"prompt": "a", "chosen": [hidden], "rejected": "b"}, "pairs"),
+        ({"prompt": "a", "completion": [hidden], "label": True}, "labels"),
+    ):
+        with pytest.raises(BadRowError, match=r"dataset\[0\]: no message of \w+ is learned"):
+            load_rows([row], learns_from=learns_from)
+    with pytest.raises(DataError, match="message 1 of messages should be learned, but its role is 'user'"):
+        load_rows([{"messages": [{**ASKED, "train": True}, SAID]}], learns_from="demonstrations")
+    assert load_rows([{"messages": [{**ASKED, "train": True}, SAID]}], learns_from="worlds")
+    empty = {"messages": [ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, SAID]}
+    assert load_rows([empty], learns_from="demonstrations")
+
+
+# --- thoughts and calls
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_is_learned_where_the_template_renders_it(key, renderer):
+    row = {"messages": [ASKED, {**SAID, key: "two and two"}]}
+    for read in ("reasoning_content", "reasoning", "thinking"):
+        _, learned = turns(renderer(THINKING.replace("reasoning_content", read), roles=()), row)
+        assert learned == ["<think>\ntwo and two\n</think>\n\n18C<|im_end|>"]
+
+
+def test_a_thought_that_a_template_drops_is_refused(renderer):
+    row = {"messages": [ASKED, {**SAID, "thinking": "two and two"}]}
+    with pytest.raises(
+        DataError, match=r"does not render a thought beside the content.* Put it into the content"
+    ):
+        turns(renderer(), row)
+    only_long = THINKING.replace(
+        "{% if m.reasoning_content %}", "{% if m.reasoning_content and m.content | length > 5 %}"
+    )
+    with pytest.raises(DataError, match="it leaves out or alters the thought 'two and two'"):
+        turns(renderer(only_long, roles=()), row)
+    with pytest.raises(TemplateError, match="does not render a thought"):
+        renderer().first([ChatMessage.from_dict(message) for message in (*row["messages"], ASKED)])
+
+
+def test_a_template_gets_arguments_in_the_form_that_it_writes(renderer):
+    row = {"messages": [ASKED, called(city="P"), {"role": "tool", "content": "x"}, SAID]}
+    _, learned = turns(renderer(CONCATENATING, roles=("tool",)), row)
+    assert learned == ['get_weather:{"city": "P"}<|im_end|>', "18C<|im_end|>"]
+    as_text = copy.deepcopy(row)
+    as_text["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "P"}'
+    for template in (CONCATENATING, "chatml_tools"):
+        made = renderer(template, roles=("tool",))
+        assert turns(made, as_text) == turns(made, row)
+
+
+# --- rows that cannot be used
+
+
+def test_lines_in_a_json_file_are_rows(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    file = tmp_path / "train.json"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert [row["messages"][0]["content"] for row in load_rows(file)] == ["a", "b"]
+    assert not has_splits(file)
+    file.write_text(json.dumps(rows[0]) + "\n{oops\n")
+    with pytest.raises(DataError, match=r"train\.json:2: not valid JSON"):
+        load_rows(file)
+    file.write_text(json.dumps({"train": rows}) + "\n")
+    assert has_splits(file)
+    assert len(load_rows(file)) == 2
+
+
+BAD = {
+    "equal answers": ("pairs", {"prompt": "a", "chosen": "x", "rejected": "x"}),
+    "no answer": ("pairs", {"prompt": "a", "chosen": "", "rejected": "x"}),
+    "an empty reply": ("demonstrations", {"messages": [ASKED, {"role": "assistant", "content": " "}]}),
+    "no answer in it": ("demonstrations", {"messages": [ASKED]}),
+    "no messages": ("demonstrations", {"messages": []}),
+    "an empty text": ("demonstrations", {"text": "\n"}),
+    "an empty prompt": ("episodes", {"prompt": " "}),
+    "half a surrogate": ("episodes", {"prompt": "\ud83d"}),
+    "a picture": ("episodes", {"prompt": "<image> What is it?", "images": [{"bytes": b"x", "path": None}]}),
+    "a picture's file": ("episodes", {"prompt": "What is it?", "image": "train/1.jpg"}),
+    "a picture in a message": ("episodes", {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "a film": ("episodes", {"prompt": "What is it?", "videos": ["https://example.com/a"]}),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_row_stops_the_run_or_is_skipped_and_counted(fault):
+    learns_from, bad = BAD[fault]
+    good = {
+        "pairs": {"prompt": "a", "chosen": "x", "rejected": "y"},
+        "demonstrations": {"text": "a"} if "text" in bad else {"messages": [ASKED, SAID]},
+        "episodes": {"prompt": "a"},
+    }[learns_from]
+    with pytest.raises(BadRowError, match=r"(?s)dataset\[1\]: .* Or set data\.bad_rows=skip"):
+        load_rows([good, bad, good], learns_from=learns_from)
+    rows = load_rows([good, bad, bad, good, good], learns_from=learns_from, bad_rows="skip", limit=2)
+    assert rows.places == ("dataset[0]", "dataset[3]")
+    (warning,) = dropped(rows, rows, "data")
+    assert warning.startswith("data: 2 of 4 rows were skipped (data.bad_rows=skip). The first: dataset[1]: ")
+    with pytest.raises(DataError, match=r"all 1 rows were skipped; the first: dataset\[0\]"):
+        load_rows([bad], learns_from=learns_from, bad_rows="skip")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "a", "rating": 5}]},
+        {"question": "a"},
+        {"prompt": "a", "tools": 5},
+    ],
+)
+def test_a_fault_of_a_whole_data_set_is_never_skipped(row):
+    with pytest.raises(DataError, match=r"dataset\[1\]") as caught:
+        load_rows([{"prompt": "b"}, row], bad_rows="skip")
+    assert "bad_rows" not in str(caught.value)
+
+
+def test_columns_that_only_sound_like_media_are_columns():
+    row = {
+        "prompt": "a",
+        "image": "registry.example/swe:1.2",
+        "images": [],
+        "audio": None,
+        "video": {"bytes": None},
+    }
+    assert load_rows([row])[0]["image"] == row["image"]
+
+
+# --- pairs of strings
+
+
+def test_dialogues_in_strings_are_conversations():
+    start = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye?\n\nAssistant:"
+    (row,) = load_rows([{"chosen": f"{start} Bye.", "rejected": f"{start} No.\n\nNo."}], learns_from="pairs")
+    assert row["messages"] == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Bye?"},
+    ]
+    assert row["chosen"] == [{"role": "assistant", "content": "Bye."}]
+    assert row["rejected"] == [{"role": "assistant", "content": "No.\n\nNo."}]
+
+
+def test_other_strings_need_a_prompt():
+    with pytest.raises(DataError, match=r"has no prompt.*as strings 'Human: "):
+        load_rows([{"chosen": "The sky is blue.", "rejected": "The sky is red."}], learns_from="pairs")
+    text = "Human: Hi\n\nAssistant: Hello."
+    (row,) = load_rows([{"prompt": "Quote.", "chosen": text, "rejected": "No."}], learns_from="pairs")
+    assert row["chosen"] == [{"role": "assistant", "content": text}]  # beside a prompt it is an answer

@@ -1,0 +1,130 @@
+"""Whole runs on rows with weights, tools, texts and bad rows: what is trained is what the rows say."""
+
+import copy
+import json
+
+import pytest
+
+from rl4llm import DPOTrainer, GRPOTrainer, RewardTrainer, SFTConfig, SFTTrainer
+from rl4llm.cli import main
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.types import ChatMessage
+from rl4llm.data.render import Renderer
+from tests.trainers.test_preferences import column, make, metrics
+
+ASKED = {"role": "user", "content": "How many coins?"}
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def said(content, **keys):
+    return {"role": "assistant", "content": content, **keys}
+
+
+def trained(directory):
+    return column(directory, "update/tokens")
+
+
+def test_only_messages_with_weight_train(model_dir, tokenizer, tmp_path):
+    rows = [{"messages": [ASKED, said("WRONG WRONG", weight=0), ASKED, said("85", weight=1)]}] * 4
+    make(SFTTrainer, model_dir, rows, tmp_path / "a", rollout={"prompts": 2}).train()
+    size = len(tokenizer.encode("85", add_special_tokens=False)) + 1
+    assert trained(tmp_path / "a") == [2 * size]
+    pair = {"prompt": [ASKED], "chosen": [said("85", weight=1)], "rejected": [said("84")]}
+    with pytest.raises(DataError, match="a reward model learns one value for a whole conversation"):
+        make(RewardTrainer, model_dir, [pair] * 4, tmp_path / "b")
+
+
+def test_texts_train_whole_without_a_chat_template(model, tokenizer, tmp_path, capsys):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    model.save_pretrained(tmp_path / "base")
+    plain.save_pretrained(tmp_path / "base")
+    texts = ["How many coins are 37 and 48? " * 6, "Answer: 85"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"text": texts[1]}))
+    sizes = [len(plain.encode(text, add_special_tokens=False)) for text in texts]
+    chunks = sum(-(-size // 15) for size in sizes)  # of 16 tokens, the first of which is only read
+    keys = [
+        f"model.path={tmp_path}/base", f"data.path={tmp_path}", "training.max_tokens_per_batch=16",
+        f"rollout.prompts={chunks}", "max_steps=1", "algorithm.name=sft", "tracking.tensorboard=false", "eval.every=1",
+    ]  # fmt: skip
+    (tmp_path / "run.yaml").write_text("{}")
+    for command in ("plan", "train"):
+        output = f"output.dir={tmp_path}/run"
+        assert main([command, str(tmp_path / "run.yaml"), *keys, output]) == 0, capsys.readouterr()
+    assert trained(tmp_path / "run") == [sum(sizes)]  # and the end of each text for its first token
+    assert column(tmp_path / "run", "eval/loss")
+
+
+def test_skipped_rows_are_counted_in_the_log(model_dir, tmp_path, capsys):
+    rows = [{"prompt": "a", "chosen": "x", "rejected": side} for side in ("y", "x", "z", "x")]
+    with pytest.raises(
+        DataError, match=r"dataset\[1\]: chosen and rejected are identical.*data\.bad_rows=skip"
+    ):
+        make(DPOTrainer, model_dir, rows, tmp_path / "a")
+    options = {"data": {"bad_rows": "skip"}, "rollout": {"prompts": 2}}
+    trainer = make(DPOTrainer, model_dir, rows, tmp_path / "b", **options)
+    assert len(trainer.trainer.dataset) == 2
+    trainer.train()
+    assert (
+        "Warning: data: 2 of 4 rows were skipped (data.bad_rows=skip). The first: dataset[1]"
+        in capsys.readouterr().out
+    )
+
+
+def even(completions, tools=None, **columns):
+    return [float(number % 2) + len(tools[0]) for number, _ in enumerate(completions)]
+
+
+def test_tools_of_rows_reach_prompts_of_every_trainer(model_dir, tokenizer, tmp_path):
+    own = Renderer(tokenizer, [SCHEMA], ())
+    asked = own.first([ChatMessage.from_dict(ASKED)])
+    row = {"messages": [ASKED], "tools": json.dumps([SCHEMA["function"]])}
+    answered = {"messages": [ASKED, said("85")], "tools": [SCHEMA]}
+    sft = make(SFTTrainer, model_dir, [answered] * 2, tmp_path / "a", rollout={"prompts": 1})
+    assert list(sft.trainer.read(sft.trainer.dataset[0], "p").trajectories[0].spans[0].token_ids) == asked
+    sft.trainer.close()
+    small = {
+        "rollout": {"prompts": 1, "group_size": 2, "max_tokens": 4},
+        "tracking": {"tensorboard": False, "episodes_every": 1},
+    }
+    rows = [{**row, "ground_truth": ""}] * 2
+    held_out = {"eval_dataset": rows, "eval": {"every": 1}}
+    options = {"max_steps": 1, "output": {"dir": str(tmp_path / "b")}, "checkpoint": {"every": 0}}
+    trainer = GRPOTrainer(str(model_dir), rows, [even], **options, **small, **held_out)
+    assert trainer.trainer.rollout.env.dataset[0]["tools"] == [SCHEMA]
+    trainer.train()
+    (measured,) = [
+        line
+        for line in metrics(tmp_path / "b")
+        if line.get("step") == 1 and "eval/prompt_length/mean" in line
+    ]
+    assert measured["eval/prompt_length/mean"] == len(asked)
+    (step,) = [line for line in metrics(tmp_path / "b") if "prompt_length/mean" in line]
+    assert step["prompt_length/mean"] == len(asked)
+    assert step["reward/mean"] == 1.5
+
+
+def test_a_clash_of_tools_is_refused_before_a_run(model_dir, tmp_path):
+    rows = [{"messages": [ASKED], "ground_truth": "85", "tools": [SCHEMA]}] * 2
+    env = {"name": "tool", "tools": ["calculator"]}
+    with pytest.raises(DataError, match=r"data: .*prompt .*tools in its column 'tools', .*: calculator"):
+        make(GRPOTrainer, model_dir, rows, tmp_path, rewards=["math"], env=env, rollout={"prompts": 1})
+    with pytest.raises(ConfigError, match=r"bad_rows"):
+        make(GRPOTrainer, model_dir, rows, tmp_path, data={"bad_rows": "drop"})
+
+
+def test_rows_of_trl_with_tools_are_read_as_ours(model_dir, tokenizer, tmp_path):
+    small = {"max_steps": 1, "per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False}
+    row = {"messages": [ASKED, said("85")], "tools": [SCHEMA], "chat_template_kwargs": {"x": 1}}
+    sft = SFTTrainer(
+        model=str(model_dir),
+        train_dataset=[row] * 2,
+        args=SFTConfig(str(tmp_path / "sft"), assistant_only_loss=True, **small),
+    )
+    spans = sft.trainer.read(sft.trainer.dataset[0], "p").trajectories[0].spans
+    assert list(spans[0].token_ids) == Renderer(tokenizer, [SCHEMA], ()).first([ChatMessage.from_dict(ASKED)])
+    sft.trainer.close()
