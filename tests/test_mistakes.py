@@ -110,7 +110,7 @@ data.path=latin1.csv                               | is not UTF-8. Next step: co
 data.path=open.jsonl | open.jsonl:1 (prompt ... set data.answer_column to its column (the row has: prompt, solution)
 data.path=ended.jsonl | ended.jsonl:1: the prompt ends with a message of role 'assistant' ... Remove that message
 data.path=strings.jsonl | strings.jsonl:1: a row must be a mapping of columns, like {'prompt': ...}
-data.path=roles.jsonl | roles.jsonl:1 ... 'human' is not accepted. Accepted: system, user, assistant, tool
+data.path=roles.jsonl | roles.jsonl:1 ... 'robot' is not accepted. Accepted: system, user, assistant, tool
 data.path=questions.jsonl                          | Next step: set data.prompt_column to the column of the prompt
 data.path=long.jsonl                               | long.jsonl:2 (prompt ... set data.bad_rows=skip
 data.prompt_column=question                        | data.prompt_column='question' is unknown. Known: ground_truth, prompt
@@ -122,7 +122,7 @@ data.limit=0                                       | data.limit=0 is not accepte
 data.bad_rows=truncate                             | data.bad_rows='truncate' is not accepted: stop or skip
 data.split=validation data.path=splits | the split 'validation' ... The directory contains train.jsonl
 eval.every=1                                       | Set eval.path to other prompts, or eval.every=0
-data.path=same.jsonl                               | the prompt_id 'a' is already used by same.jsonl:1. Ids must be unique
+data.path=picture.jsonl | picture.jsonl:1: the column 'image' holds pictures ... set data.bad_rows=skip
 data.path=arithmetic data.system_prompt=Hi | data.system_prompt has no effect on generated prompts. Next step: remove it
 """
 CODE = """
@@ -209,10 +209,10 @@ def place(model_dir, tmp_path_factory):
         "open.jsonl": [{"prompt": "1+1?", "solution": "2"}],
         "ended.jsonl": [{"prompt": [asked, {"role": "assistant", "content": "2"}], "ground_truth": "2"}],
         "strings.jsonl": ["1+1?"],
-        "roles.jsonl": [{"messages": [{"role": "human", "content": "1+1?"}], "ground_truth": "2"}],
+        "roles.jsonl": [{"messages": [{"role": "robot", "content": "1+1?"}], "ground_truth": "2"}],
         "questions.jsonl": [{"question": "1+1?", "ground_truth": "2"}],
         "long.jsonl": [*PROMPTS[:1], {"prompt": "1+" * 2000, "ground_truth": "2"}],
-        "same.jsonl": [{**PROMPTS[0], "id": "a"}, {**PROMPTS[1], "id": "a"}],
+        "picture.jsonl": [{**PROMPTS[0], "image": "1.png"}],
         "splits/train.jsonl": PROMPTS,
     }
     for name in ("empty", "busy", "splits"):

@@ -99,6 +99,8 @@ class ChatMessage:
         given = {key: value for key, value in row.items() if _is_given(value)}
         _check_keys(given)
         role, said = given.get("role", given.get("from")), row.get("content", row.get("value"))
+        if role == "function_call":  # a message that is nothing but a call, as JSON text
+            role, said, given = "assistant", None, {**given, "function_call": said}
         role = _ROLE_NAMES.get(role, role) if isinstance(role, str) else role
         calls = _calls_of(given, role)
         reasoning = _one_of(given, THOUGHTS, _text) or ""

@@ -21,6 +21,7 @@ from rl4llm.data.load import PROMPT_COLUMNS, Messages, Recipe, conversation, has
 ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "labels": ("completion",)}
 """The columns that contain the answers of a row, by what an algorithm learns from."""
 
+_ASKED = ("instruction", "question", "query", "answer", "output", "response", "completion")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -52,8 +53,10 @@ class Conversations(_WithAnswers):
                     f"{where}: {given} is empty, so there is nothing to imitate. Remove the row."
                 )
             return messages, answers, stored
+        if not self.prompt_column and given is None and (told := self.instruction(where, row)):
+            return told, {}, (_dicts(told),)
         if not self.prompt_column and given is None and row.get("text") is not None:
-            return [], {"text": self.text(where, row["text"])}, row["text"]
+            return [], {"text": self.text(where, row)}, row["text"]
         column = self.answer_column or "completion"
         prompt = self.prompt_beside(where, row)
         if prompt is None or not has_column(row, column):
@@ -69,6 +72,17 @@ class Conversations(_WithAnswers):
             )
         messages = [*prompt, *answer_of(where, row, column)]
         return messages, {}, (_dicts(messages),)
+
+    def instruction(self, where: str, row: Mapping[str, Any]) -> Messages | None:
+        """Return a row of an instruction, an input that may be empty and an answer; None for other rows."""
+        answer = self.answer_column or next((name for name in ("output", "response") if name in row), None)
+        if answer is None or not isinstance(row.get("instruction"), str):
+            return None
+        texts = [row["instruction"], *(row.get(name) or "" for name in ("input", "context"))]
+        prompt = "\n\n".join(text for text in texts if text.strip())
+        if self.prompt_template is not None:
+            prompt = self.prompt_template.format(prompt=prompt)
+        return [ChatMessage("user", prompt), *answer_of(where, row, answer)]
 
     def check(self, where: str, messages: Messages) -> None:
         """Raise DataError if no message can be imitated, or two answers follow each other directly."""
@@ -97,13 +111,19 @@ class Conversations(_WithAnswers):
                     "assistant's are learned, unless algorithm.learn is context or all."
                 )
 
-    def text(self, where: str, text: Any) -> str:
+    def text(self, where: str, row: Mapping[str, Any]) -> str:
         """Return a text that is learned as a whole; raise DataError for anything else."""
         for name in ("system_prompt", "prompt_template"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"data.{name} has no effect on texts without roles (column 'text'). Remove it."
                 )
+        if asked := [name for name in _ASKED if row.get(name) is not None]:
+            raise DataError(
+                f"{where}: the row has a text without roles (column 'text'), but also {', '.join(asked)}. Next step: name "
+                "the columns of prompt and answer with data.prompt_column and data.answer_column, or keep only the text."
+            )
+        text = row["text"]
         if not isinstance(text, str):
             raise DataError(f"{where}: column 'text' must be a string, not {text!r:.60}.")
         if not text.strip():
@@ -117,7 +137,7 @@ class Worlds(Conversations):
     def check_learned(self, where: str, messages: Messages) -> None:
         """Accept any messages: what is learned depends on `algorithm.learn`."""
 
-    def text(self, where: str, text: Any) -> str:
+    def text(self, where: str, row: Mapping[str, Any]) -> str:
         raise ConfigError(
             f"{where}: the row is a text without roles (column 'text'), so it has no turns. Set "
             "algorithm.learn=assistant to learn all of it."

@@ -24,6 +24,9 @@ Messages = list[ChatMessage]
 PROMPT_COLUMNS = ("messages", "prompt", "conversations")
 """Columns of prompts or conversations, the first that a row has, where `data.prompt_column` names none."""
 
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Columns with the system prompt of a row, as text."""
+
 RECIPES: Mapping[LearnsFrom, str] = {
     "episodes": "rl4llm.data.load:Recipe",
     "demonstrations": "rl4llm.data.answers:Conversations",
@@ -166,12 +169,7 @@ class Recipe:
             )
         messages, answers, stored = self.read(where, row)
         self.check(where, messages)
-        if self.system_prompt:
-            if any(message.role == "system" for message in messages):
-                raise DataError(
-                    f"{where}: the row already has a system message. Leave data.system_prompt unset."
-                )
-            messages = [ChatMessage("system", self.system_prompt), *messages]
+        messages = self.with_system_prompt(where, row, messages)
         ground_truth = self.ground_truth(where, row)
         made = {
             "messages": [message.to_dict() for message in messages],
@@ -194,6 +192,22 @@ class Recipe:
         text = json.dumps(stored, sort_keys=True, default=str)
         content_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Draft(where, _given_id(where, row), content_hash, made)
+
+    def with_system_prompt(self, where: str, row: Mapping[str, Any], messages: Messages) -> Messages:
+        """Return messages after the system prompt of the row's column or the configuration; a row has one of them."""
+        own = next(
+            (row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str) and row[name].strip()),
+            None,
+        )
+        found = [message.content for message in messages if message.role == "system"]
+        if self.system_prompt and (own or found):
+            raise DataError(f"{where}: the row already has a system message. Leave data.system_prompt unset.")
+        if own and found and own.strip() != found[0].strip():
+            raise BadRowError(
+                f"{where}: the row has a system message and another one in a column ({own!r:.60}). Keep one."
+            )
+        text = self.system_prompt or (None if found else own)
+        return [ChatMessage("system", text), *messages] if text and messages else messages
 
     def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         """Return the messages, the columns made from the row, and what the hash of its name covers."""
@@ -257,6 +271,8 @@ class Recipe:
 
 def conversation(where: str, column: str, stored: Any) -> Messages:
     """Return the messages of a column; raises DataError, with the place, for anything else."""
+    if isinstance(stored, str) and stored.lstrip().startswith("["):
+        stored = json_or_text(stored)
     if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
         raise DataError(
             f"{where}: {column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."
@@ -268,6 +284,14 @@ def conversation(where: str, column: str, stored: Any) -> Messages:
         except DataError as error:
             raise type(error)(f"{where}: message {number} of {column}: {error}") from error
     return messages
+
+
+def json_or_text(text: str) -> Any:
+    """Return what a text contains as JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _drafts(recipe: Recipe, located: Iterator[Located], faults: list[str], *, skip: bool) -> Iterator[Draft]:

@@ -407,6 +407,39 @@ def test_columns_that_only_sound_like_media_are_columns():
     assert load_rows([row])[0]["image"] == row["image"]
 
 
+# --- system prompts, instructions and stored conversations
+
+
+def test_a_row_may_bring_its_system_prompt():
+    system = {"role": "system", "content": "Be brief."}
+    for name in ("system", "system_prompt"):
+        for told in ([ASKED], [system, ASKED]):
+            (row,) = load_rows([{"prompt": told, name: "Be brief."}])
+            assert row["messages"] == [system, ASKED]
+        with pytest.raises(BadRowError, match=r"a system message and another one in a column \('Be long"):
+            load_rows([{"prompt": [system, ASKED], name: "Be long."}])
+        with pytest.raises(DataError, match="already has a system message"):
+            load_rows([{"prompt": [ASKED], name: "Be brief."}], system_prompt="Hi")
+        assert load_rows([{"prompt": "a", name: {"os": "linux"}}])[0]["messages"] == [
+            {"role": "user", "content": "a"}
+        ]
+
+
+def test_a_text_beside_questions_and_answers_is_not_guessed():
+    row = {"text": "Question: 2+2? Answer: 4", "question": "2+2?", "answer": "4"}
+    with pytest.raises(DataError, match=r"a text without roles .* but also question, answer\. Next step"):
+        load_rows([row], learns_from="demonstrations")
+    (read,) = load_rows([row], learns_from="demonstrations", prompt_column="question", answer_column="answer")
+    assert [message["content"] for message in read["messages"]] == ["2+2?", "4"]
+
+
+def test_a_conversation_may_be_stored_as_json_text():
+    (row,) = load_rows([{"messages": json.dumps([ASKED, SAID])}], learns_from="demonstrations")
+    assert row["messages"] == [ASKED, SAID]
+    with pytest.raises(DataError, match="messages must be a list of messages"):
+        load_rows([{"messages": "[a"}], learns_from="demonstrations")
+
+
 # --- pairs of strings
 
 
