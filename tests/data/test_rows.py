@@ -185,6 +185,18 @@ def test_tools_of_a_row_are_shown_as_those_of_an_environment(template, roles, to
     assert plain.of_row({"tools": [SCHEMA]}) is shown
 
 
+def test_tools_that_change_each_turn_are_shown_in_each_turn(renderer):
+    repeating = THINKING.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.role == 'user' %}{{ tools | tojson if tools }}{% endif %}"
+    )
+    plain, own = renderer(repeating, roles=("user",)), renderer(repeating, tools=[SCHEMA], roles=("user",))
+    shown, new = plain.of_row({"tools": [SCHEMA]}), [ChatMessage("user", "More?")]
+    said = [ChatMessage("user", "Paris?"), ChatMessage("assistant", "18C")]
+    assert shown.following(new, ended=True, messages=said) == own.following(new, ended=True, messages=said)
+    assert "get_weather" in shown.decode(shown.following(new, ended=True, messages=said))
+    assert "get_weather" not in plain.decode(plain.following(new, ended=True, messages=said))
+
+
 def test_template_variables_of_a_row_are_those_of_the_template(renderer):
     plain, own = (
         renderer("thinking_chatml"),

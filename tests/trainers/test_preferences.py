@@ -345,12 +345,14 @@ def test_a_reward_model_renders_as_in_its_training(model_dir, tmp_path):
     reward = LearnedReward(str(tmp_path), template_args=args, special_tokens="allow")
     expected = Renderer(tokenizer, roles=(), template_args=args, special_tokens="allow")
     whole = demonstration(expected, asked, "")
-    read = reward._read("", asked, 0)
+    read = reward._read("", asked, 0, {})
     assert read.spans[0].token_ids == whole.spans[0].token_ids
-    plain = LearnedReward(str(tmp_path))._read("", asked, 0)
+    plain = LearnedReward(str(tmp_path))._read("", asked, 0, {})
     stop = tokenizer.eos_token_id
     assert read.spans[0].token_ids.count(stop) == plain.spans[0].token_ids.count(stop) + 1
     assert decode(tokenizer, read.spans[0].token_ids).startswith("Shown.")
+    with_tools = reward._read("", asked, 0, {"tools": [{"function": {"name": "weather"}}]})
+    assert "weather" in decode(tokenizer, with_tools.spans[0].token_ids)
 
 
 def test_a_reward_model_needs_a_value_head(model_dir):
