@@ -68,6 +68,8 @@ def build_env(
     provided: Mapping[str, Any],
 ) -> BaseMDPEnv:
     """Make the environment with its options, and with those `provided` objects that it has a parameter for."""
+    _demand_ground_truth(dataset, rewards)
+    dataset = readable_rows(dataset, rewards, skip=config.data.bad_rows == "skip")
     fixed = {
         "dataset": dataset,
         "tokenizer": tokenizer,
@@ -80,8 +82,6 @@ def build_env(
         "shuffle_dataset": config.data.shuffle,
         "reward_transform_fn": transform,
     }
-    _demand_ground_truth(dataset, rewards)
-    check_rows(dataset, rewards)
     own = environment_of(config, given), config.env, provided
     hosted = given.hosted and partial(given.hosted, opponents=provided.get("opponents"))
     env = hosted(**fixed) if hosted else make_env(*own, **fixed)  # hosts were asked with its options
@@ -139,18 +139,32 @@ def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> No
             )
 
 
-def check_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
-    """Raise DataError, with the place of the row, if a reward cannot score a row of a dataset."""
-    for reward in rewards if isinstance(rows, Rows) else ():
-        for number, row in enumerate(rows):
-            columns = {
-                name: row[name] for name in row if name not in ("prompt_id", "messages", "ground_truth")
-            }
-            try:
-                reward.check_row(row["ground_truth"], columns)
-            except DataError as error:
-                raise DataError(f"{place(rows, number)}: {error}") from error
-        check_rows(rows, reward.parts)
+def readable_rows(rows: Any, rewards: Sequence[BaseRewardFunction], *, skip: bool) -> Any:
+    """Return the rows of a dataset that each reward can score.
+
+    Raises DataError, with the place of the row, for the first other one; with `skip` only if no row is left.
+    """
+    if not isinstance(rows, Rows):
+        return rows
+    faults = {number: fault for number, row in enumerate(rows) if (fault := _fault(row, rewards))}
+    reasons = [f"{place(rows, number)}: {fault}" for number, fault in faults.items()]
+    if faults and not (skip and len(faults) < len(rows)):
+        raise DataError(f"{reasons[0]} Or set data.bad_rows=skip to leave out rows with such faults.")
+    kept = rows_without(rows, faults) if faults else rows
+    return replace(kept, skipped=(*kept.skipped, *reasons))
+
+
+def _fault(row: Mapping[str, Any], rewards: Sequence[BaseRewardFunction]) -> str:
+    """Return why a reward, or one inside it, cannot score a row, "" if all can."""
+    columns = {name: row[name] for name in row if name not in ("prompt_id", "messages", "ground_truth")}
+    for reward in rewards:
+        try:
+            reward.check_row(row["ground_truth"], columns)
+        except DataError as error:
+            return str(error)
+        if fault := _fault(row, reward.parts):
+            return fault
+    return ""
 
 
 def without_faulty_rows(

@@ -139,7 +139,7 @@ class Task:
         return Rollout(held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def fit(self, context_length: int) -> list[str]:
-        """Keep the rows that rewards can score and whose prompts leave room for an answer; return warnings about datasets."""
+        """Keep the rows that rewards can score and whose prompts leave room for an answer; return warnings."""
         prefix = f"parts.{self.part}: " if self.part else ""
         warnings = []
         for env, where in ((self.env, "data"), (self.held_out, "eval")):

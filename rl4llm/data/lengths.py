@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl4llm.core.errors import DataError
@@ -65,7 +66,9 @@ def rows_without(rows: Any, left_out: Container[int]) -> Any:
     kept = [rows[number] for number in numbers]
     if not isinstance(rows, Rows):
         return kept
-    return Rows(tuple(kept), rows.source, tuple(rows.places[number] for number in numbers if rows.places))
+    return replace(
+        rows, rows=tuple(kept), places=tuple(rows.places[number] for number in numbers if rows.places)
+    )
 
 
 def dropped(rows: Sequence[Any], kept: Sequence[Any], where: str) -> list[str]:

@@ -32,7 +32,7 @@ _FUNCTIONS = {
 }  # fmt: skip
 _PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9'.&]*(?:[ -]+[A-Za-z0-9'.&]+){0,40}[.!]?", re.ASCII)
 _SAID = re.compile(r"[A-Za-z]{2}|[A-Za-z]\d")
-_CHOICE = re.compile(r"\(([A-Ja-j])\)(.*)|([A-J])(?:[).:](?!\d)(.*)|)", re.ASCII | re.DOTALL)
+_CHOICE = re.compile(r"\(([A-Ja-j])\)(.*)|([A-J])(?:\)(.*)|[.:] (.*)|)", re.ASCII | re.DOTALL)
 _NAME = re.compile(r"((?:[A-Za-z]|\\[a-z]+)(?:_ ?(?:\{\w{1,8}\}|\w))?)=(?![=<>])(.+)", re.ASCII | re.DOTALL)
 _SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b)\s*")
 _SEMICOLON = re.compile(r"\s*;\s*")
@@ -120,9 +120,13 @@ def _unwrapped(text: str) -> str:
 
 
 def _first_value(text: str) -> str:
-    r"""Return what stands before "\approx", an exact value; what follows it, where before it is only a name."""
+    r"""Return what stands before "\approx", an exact value; what follows it, where before it is only a name.
+
+    A decimal before it is not exact: unless both are the same number, the text stays two answers.
+    """
     before, approximate, after = text.partition("\\approx")
-    if not approximate:
+    first, second = number(before.strip()), number(after.strip())
+    if not approximate or (first and first.decimals >= 0 and not (second and equal(first, second))):
         return text
     return before if re.search(r"\d|\\", before) else f"{before}={after}" if before.strip() else after
 
@@ -158,7 +162,7 @@ def _choice(text: str) -> tuple[str, str] | None:
     found = _CHOICE.fullmatch(text)
     if found is None:
         return None
-    return (found[1] or found[3]).upper(), (found[2] or found[4] or "").strip()
+    return (found[1] or found[3]).upper(), (found[2] or found[4] or found[5] or "").strip()
 
 
 def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
@@ -272,9 +276,12 @@ def _same_tuple(wanted: str, given: str) -> bool | None:
         return None
     if found.end() == len(given) and _ALLOWED_BEFORE.fullmatch(given[: found.start()]):
         items, others = split(wanted[1:-1]), split(found[0][1:-1])
-        if (wanted[0], wanted[-1], len(items)) == (found[0][0], found[0][-1], len(others)):
-            return _all(map(same, items, others))
-        return None if len(items) == len(others) else False
+        brackets = wanted[0] + wanted[-1], found[0][0] + found[0][-1]
+        if len(items) != len(others) or (
+            len(items) == 2 and brackets[0] != brackets[1]
+        ):  # [1,2) is an interval
+            return False
+        return _all(map(same, items, others))
     return None if re.search(r"\\cup|\\cap|\\begin|\\langle", given) else False
 
 

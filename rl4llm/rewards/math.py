@@ -106,6 +106,10 @@ class MathReward(BaseRewardFunction):
                 sample.extras.setdefault("reward_notes", {})[self.name] = note
         return [score for score, _ in grades]
 
+    def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
+        """Raise DataError for a ground truth that is no answer."""
+        accepted_answers(ground_truth)
+
     def examples(self) -> Sequence[RewardExample]:
         """Return numbers and, if expressions can be extracted, a pair that only a worker can compare."""
         pairs = [("18", "18", 1.0), ("18", "17", 0.0)]

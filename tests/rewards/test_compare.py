@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl4llm.rewards.compare import number, same
+from rl4llm.rewards.compare import for_algebra, same, split
+from rl4llm.rewards.quantities import number
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,53 @@ from rl4llm.rewards.compare import number, same
         ("413_5", "413"),
         ("(3, -1)", "(3,-1)"),
         ("x^2 + 1", "x^2+1"),
+        ("-5", "\u20135"),
+        ("-5", "\uff0d5"),
+        ("5", "\uff15"),
+        ("1/2", "\u00bd"),
+        ("3/2", "1\u00bd"),
+        ("x^2", "x\u00b2"),
+        ("x_1=3", "x\u2081 = 3"),
+        ("\\sqrt{2}", "\u221a2"),
+        ("3e8", "3 \\times 10^8"),
+        ("300000000", "3E8"),
+        ("6.63 \\cdot 10^{-34}", "6.63e-34"),
+        ("1000", "1 000"),
+        ("12345678", "12\u202f345\u202f678"),
+        ("1.2 million", "1,200,000"),
+        ("7", "7 \u5143"),
+        ("2\\frac{1}{2}", "2.5"),
+        ("1 1/2", "3/2"),
+        ("1000.99", "1000,99"),
+        ("81, 256", "256, 81"),
+        ("123, 456", "456, 123"),
+        ("1, -2", "-2 \\text{ and } 1"),
+        ("\\{3, 5\\}", "5,3"),
+        ("x = 1, y = 2", "y=2, x=1"),
+        ("x = 1, y = 2", "1, 2"),
+        ("x = 1, y = 2", "(1, 2)"),
+        ("p=5,q=2;p=7,q=2", "(5,2),(7,2)"),
+        ("(1, 2), (3, 4)", "(3,4), (1,2)"),
+        ("(1, \\frac{9}{2})", "(1, 4.5)"),
+        ("(3, 4)", "(x, y) = (3, 4)"),
+        ("x = 3", "3"),
+        ("3", "x=3"),
+        ("\\text{Friday}", "x = \\text{Friday}"),
+        ("\\textbf{(B)}\\ 5", "B"),
+        ("\\textbf{(B)}\\ 5", "(b)"),
+        ("(B) 5", "5"),
+        ("B", "B) 5"),
+        ("12\\text{ cm}^2", "12 square centimeters"),
+        ("36\\text{ square units}", "36 \\text{ cm}^2"),
+        ("5\\text{ red marbles}", "5 marbles"),
+        ("60\\text{ mph}", "60 miles per hour"),
+        ("50", "50%"),
+        ("DNA", "dna"),
+        ("\\text{H, E}", "\\text{E, H}"),
+        ("1/3", "\\frac{1}{3} \\approx 0.33"),
+        ("11", "x \\approx 11"),
+        ("\\frac{1}{5}", "\\\\frac{1}{5}"),
+        ("11111111100", "11,\\! 111,\\! 111,\\! 100"),
         ("\\left( 1, 2 \\right)", "(1,2)"),
         ("$x$", "x"),
     ],
@@ -74,6 +122,40 @@ def test_equal_numbers_and_words_are_equal_in_every_spelling(gold, answer):
         ("413_5", "413_6"),
         ("413", "413_5"),
         ("0", "2x-y+2z-18=0"),
+        ("cat", "act"),
+        ("DNA", "AND"),
+        ("H2O", "OH2"),
+        ("Ann", "Nan"),
+        ("81, 256", "81256"),
+        ("81256", "81, 256"),
+        ("1, -2", "-2"),
+        ("-2", "1, -2"),
+        ("1, 2", "1, 3"),
+        ("x = 1, y = 2", "x = 2, y = 1"),
+        ("x = 1, y = 2", "(2, 1)"),
+        ("(1, 2)", "(2, 1)"),
+        ("(1, 2)", "-(1, 2)"),
+        ("(1, 2)", "2^{(1, 2)}"),
+        ("(1, 2)", "2x + y = (1, 2)"),
+        ("(1, 2)", "(1, 2, 3)"),
+        ("0.0000012", "10^{-6}"),
+        ("6.63\\times10^{-34}", "1.6\\times10^{-19}"),
+        ("0.000001", "1/714285"),
+        ("0.5", "0.5%"),
+        ("1", "1\\%"),
+        ("3\\text{ hours}", "3\\text{ minutes}"),
+        ("12\\text{ cm}^2", "12\\text{ cm}^3"),
+        ("\\frac{3}{4}\\pi\\text{ inches}", "\\frac{3}{4}\\pi\\text{ feet}"),
+        ("5 apples", "5 oranges"),
+        ("30 miles", "30 miles per hour"),
+        ("\\$5", "5 cents"),
+        ("(B) 5", "(C) 5"),
+        ("(B) 5", "6"),
+        ("12:00", "1:00"),
+        ("1,234", "1.234"),
+        ("18", "18 million"),
+        ("3", "3 and 4"),
+        ("12\\text{ and }13", "12"),
     ],
 )
 def test_different_numbers_and_words_are_different(gold, answer):
@@ -86,11 +168,10 @@ def test_different_numbers_and_words_are_different(gold, answer):
         ("5", "5^2"),
         ("2", "2xy"),
         ("2", "2 x"),
-        ("18", "18 million"),
-        ("3", "3 and 4"),
-        ("12\\text{ and }13", "12"),
-        ("3", "x=3"),
         ("x+1", "1+x"),
+        ("2xy", "2yx"),
+        ("\\pm 2", "2, -2"),
+        ("3", "x \\approx \\pi"),
         ("2\\pi", "2"),
         ("1/0", "1"),
         ("", ""),
@@ -104,7 +185,24 @@ def test_what_only_computer_algebra_can_tell_is_left_open(gold, answer):
 
 @pytest.mark.parametrize(
     "text",
-    ["1e5", "\u0661\u0668", "1,23,4", "--5", "$-$5", "1/0", "\\frac{1}{0}", "9" * 51, "", ".", "x", "1 2"],
+    [
+        "1e5000",
+        "5!",
+        "2^{10}",
+        "2xy",
+        "3,4",
+        "\u0661\u0668",
+        "1,23,4",
+        "--5",
+        "$-$5",
+        "1/0",
+        "\\frac{1}{0}",
+        "9" * 51,
+        "",
+        ".",
+        "x",
+        "1 2",
+    ],
 )
 def test_what_is_not_plainly_a_number_is_none(text):
     assert number(text) is None
@@ -116,3 +214,14 @@ def test_what_is_not_plainly_a_number_is_none(text):
 def test_hostile_repetition_is_compared_without_harm(unit):
     assert same("18", unit * 200_000) is not True
     assert same("18", unit * (480 // len(unit))) is not True
+
+
+def test_items_of_a_list_are_told_from_digits_in_groups():
+    assert split("81, 256") == ["81", "256"] and split("1,234") == ["1,234"]
+    assert split("(1, 2) or (3, 4)") == ["(1, 2)", "(3, 4)"]
+
+
+def test_computer_algebra_gets_answers_in_one_notation():
+    assert for_algebra("x\u00b2 \\text{ and } 90^\\circ") == "x^{2}, 90"
+    assert for_algebra("\\frac{\\pi}{2}\\text{ inches}") == "\\frac{\\pi}{2}"
+    assert for_algebra("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}").count("\\\\") == 1

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl4llm.rewards.extract import after_thinking, boxed_answers, final_answer
+from rl4llm.core.thoughts import after_thinking
+from rl4llm.rewards.extract import boxed_answers, final_answer
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,13 @@ from rl4llm.rewards.extract import after_thinking, boxed_answers, final_answer
         ("\\boxed {18}", "18"),
         ("\\fbox{18}", "18"),
         ("\\boxed{\\boxed{18}}", "18"),
+        ("\\boxed 5", "5"),
+        ("\\boxed{5}\n\n\\boxed{5}", "5"),
+        ("$x=\\boxed{1}$ and $x=\\boxed{-2}$", "1, -2"),
+        ("\\boxed{(2, 2)} \\quad \\text{and} \\quad \\boxed{(6, 2)}", "(2, 2), (6, 2)"),
+        ("\\boxed{1} papers and \\boxed{2} bins", "1, 2"),
+        ("First \\boxed{3}. Then \\boxed{7}", "7"),
+        ("\\boxed{3}, which is not \\boxed{4} and so \\boxed{7}", "7"),
         ("\\boxed{18} and \\boxed{unfinished", "18"),
         ("\\boxed{}", None),
         ("\\boxed{unfinished", None),
@@ -49,7 +57,12 @@ def test_hash_marks_announce_the_rest_of_their_line(text, answer):
         ("The answer is 18 since there are two nines", "18"),
         ("The answer is 3, so 4 are left", "3"),
         ("The answers are 3, 4, and 5", "3, 4, and 5"),
-        ("Answer: $5$ or $6$", "$5$ or $6$"),
+        ("Answer: $5$ or $6$", "5 or 6"),
+        ("Final Answer: The largest $n$ is 34.", "34"),
+        ("Final Answer: The volume is 120. I hope it is correct.", "120"),
+        ("The answer is $5$ hours.", "5 hours"),
+        ("The answer is \\(x^2\\), since y=3.", "x^2"),
+        ("Answer:\n\\[\n\\frac{1}{2}\n\\]", "\\frac{1}{2}"),
         ("The answer is \\(18\\).", "18"),
         ("The answers are 3 and 5", "3 and 5"),
         ("The answer is 17. No, the answer is 18", "18"),
@@ -66,18 +79,85 @@ def test_the_last_announced_answer_counts(text, answer):
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("5 and 18.", "18"),
+        ("5 and 18.", "5 and 18"),
         ("costs $1,234.50!", "$1,234.50"),
-        ("from 5-3", "3"),
         ("down to -3", "-3"),
-        ("one of 3,4", "4"),
+        ("down to \u22123", "\u22123"),
         ("about 1/2", "1/2"),
         ("50% of it", "50%"),
+        ("12 000 people", "12 000 people"),
+        ("so .5", ".5"),
+        ("one of 3,4", "3,4"),
+        ("4 hours ago", "4 hours ago"),
+        ("it was 1,000.99m\u00b2", "1,000.99 m\u00b2"),
         ("none", None),
+        ("from 5-3", None),
+        ("AZYUK2A", None),
+        ("\\frac{1}{2}", None),
+        ("2^{10}", None),
+        ("x^3", None),
+        ("x_3", None),
+        ("2xy", None),
+        ("(3, 4)", None),
+        ("x \\geq 5 there", None),
+        ("3\\sqrt{2} + 5 units", None),
+        ("at 19:60", None),
+        ("40,\\!320", None),
     ],
 )
-def test_the_last_number_is_read_whole(text, number):
+def test_a_number_counts_only_where_it_stands_alone(text, number):
     assert final_answer(text, "last_number") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>a</think><answer>\\frac{1}{2}</answer>", "\\frac{1}{2}"),
+        ("<answer>3</answer> no, <answer>$x = 4$</answer>", "x = 4"),
+        ("<answer>The answer is \\boxed{7}.</answer>", "7"),
+        ("\\boxed{1} <answer>2</answer>", "2"),
+        ("<answer>unfinished", None),
+        ("<answer></answer>", None),
+    ],
+)
+def test_the_last_closed_tag_counts(text, answer):
+    assert final_answer(text, "tag") == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Therefore we get $\\frac{\\sqrt{3}}{2}$.", "\\frac{\\sqrt{3}}{2}"),
+        ("Hence $x = 2$ or $x = 3$.", "x = 2, x = 3"),
+        ("Therefore $x \\geq 5$ is the solution.", "x \\geq 5"),
+        ("So\n\\[\nx = 5\n\\]\n", "x = 5"),
+        ("The value of $f(x)$ is 19.", "19"),
+        ("We get $a$: $$b = 2.$$ Therefore it grows by 100%.", "100%"),
+        ("The result is -\\frac{5 \\pi}{12}, -\\frac{\\pi}{12}.", "-\\frac{5 \\pi}{12}, -\\frac{\\pi}{12}"),
+        ("The point is (3, 4).", "(3, 4)"),
+        ("The temperature is \u22123 degrees.", "\u22123 degrees"),
+        ("The roots are 10 and 20.", "10 and 20"),
+        ("10 and 20 are the roots", "10 and 20"),
+        ("5 + 13 = 18 apples", "18 apples"),
+        ("So the result is 2x + y = 10.", "2x + y = 10"),
+        ("It grows 2x + y = 10 for her", None),
+        ("She pays $5 and gets $10 back", "$10 back"),
+        ("Because of 3 rows, it is 18.", "18"),
+        ("So the day is Monday.", "Monday"),
+        ("I think it is Monday. I hope it is correct.", "Monday"),
+        ("Adding gives 7 first.\n\n**\\frac{1}{2}**", "\\frac{1}{2}"),
+        ("**Step 2:** add 3 to it.\nThe total is **18**.", "18"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+        ("x^2 - 42xy + 9 = 0", "x^2 - 42xy + 9 = 0"),
+        ("$21,16$ or $11$", "21,16 or 11"),
+        ("Monday", "Monday"),
+        ("y = 2x", "y = 2x"),
+        ("no idea", None),
+        ("We have 2xy apples", None),
+    ],
+)
+def test_what_the_last_sentences_conclude_with_is_the_answer(text, answer):
+    assert final_answer(text) == answer
 
 
 def test_auto_prefers_box_then_hash_then_words_then_number():
@@ -92,18 +172,57 @@ def test_reasoning_is_no_answer():
     assert final_answer("<think>\\boxed{17}</think> \\boxed{18}") == "18"
     assert final_answer("\\boxed{17}</think> 18") == "18"
     assert final_answer("<think>\\boxed{17}, but") is None
-    assert final_answer("<think>a</think>b<think>\\boxed{17}") is None
-    assert after_thinking("plain") == "plain"
+    assert final_answer("Wrap thoughts in <think> tags. The answer is 5.") == "5"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        'print("a</think>b")',
+        "re.sub(r'<think>.*?</think>', '', text)",
+        'call: {"code": "end = \\"</think>\\""}',
+        "It ends with `</think>` then",
+    ],
+)
+def test_a_quoted_mark_ends_no_thought(text):
+    assert after_thinking(text) == text
+    assert after_thinking(f"<think>{text}</think>{text}") == text
+    assert after_thinking(f"{text}</think>{text}") == text
+
+
+def test_thoughts_end_at_the_first_mark():
+    assert after_thinking("<think>it's \"odd</think> b</think> c") == " b</think> c"
+    assert after_thinking(" \n<think>a") == ""
 
 
 def test_an_answer_over_the_limit_stays_over_the_limit():
-    boxes = ["\\boxed{" + "1" * 1000 + "}", "\\boxed{18" + " " * 1000 + "}"]
+    boxes = ["\\boxed{" + "1" * 1000 + "}", "\\boxed{18" + " " * 1000 + "19}"]
     for text in [*boxes, "#### " + "1" * 5000, "#### " + "1 " * 5000]:
         assert len(final_answer(text, max_chars=50)) > 50
 
 
 @pytest.mark.parametrize(
-    "unit", ["\\boxed{", "\\boxed{1}", "answer", "answer is ", "#### ", "1,", "<think>", "{", "$"]
+    "unit",
+    [
+        "\\boxed{",
+        "\\boxed{1}",
+        "\\(a",
+        "=1",
+        "is 1 ",
+        "**1",
+        "1 and ",
+        "x=",
+        '"</think>',
+        "<answer>",
+        "answer",
+        "answer is ",
+        "#### ",
+        "1,",
+        "<think>",
+        "{",
+        "$",
+    ],
 )
 def test_hostile_repetition_is_read_without_harm(unit):
     text = unit * (2_000_000 // len(unit))

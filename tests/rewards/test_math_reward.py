@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import math
 import os
 import random
 import signal
@@ -15,14 +16,18 @@ from pathlib import Path
 import pytest
 from bombs import BOMBS, hostile
 
+from rl4llm.compose.environments import readable_rows
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, DataError, RewardError
+from rl4llm.data.load import load_rows
 from rl4llm.rewards import math as math_module
 from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.replies import as_sample
 from rl4llm.rewards.scoring import score
+from rl4llm.rewards.truths import accepted_answers
+from rl4llm.rewards.wrappers import Scale
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +143,7 @@ def test_neither_sympy_nor_math_verify_is_loaded_by_the_trainer():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("extract", ["auto", "boxed", "hash", "answer", "last_number"])
+@pytest.mark.parametrize("extract", ["auto", "tag", "boxed", "hash", "answer", "last_number"])
 def test_the_examples_hold_for_every_way_of_extraction(extract):
     reward = MathReward(extract=extract)
     check_examples([reward])
@@ -165,6 +170,9 @@ def test_the_examples_hold_for_every_way_of_extraction(extract):
         ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
         ("413_5", "413_{5}"),
         ("\\frac{\\pi}{2}", "\\pi/2"),
+        ("\\frac{1}{e^{40}}", "e^{-40}"),
+        ("\\sqrt{17}", "4.123105625617661"),
+        ("6 \\text{ and } 8x", "8x, 6"),
     ],
 )
 def test_equal_answers_are_right_however_they_are_written(reward, answer, gold):
@@ -186,6 +194,15 @@ def test_equal_answers_are_right_however_they_are_written(reward, answer, gold):
         ("18x", "18"),
         ("18 million", "18"),
         ("\\emptyset", "0"),
+        ("\\frac{1}{2^{59}}", "\\frac{1}{2^{60}}"),
+        ("\\frac{1}{21!}", "\\frac{1}{20!}"),
+        ("e^{-41}", "e^{-40}"),
+        (
+            "\\begin{pmatrix} -3 & 7 \\\\ 0 & -3 \\end{pmatrix}",
+            "\\begin{pmatrix} -3 & 0 \\\\ 0 & -3 \\end{pmatrix}",
+        ),
+        ("a_{k=6}", "k=6"),
+        ("x = 7 = 11", "11"),
         ("x = x", "5"),
         ("2y+1", "2x+1"),
     ],
@@ -205,7 +222,7 @@ def test_different_answers_are_wrong_however_close_they_look(reward, answer, gol
         (
             "".join(f"\\boxed{{{n}}} " for n in range(19)),
             "18",
-            {"last": 1.0, "first": 0.0, "all": 0.0, "none": 0.0},
+            {"last": 0.0, "first": 0.0, "all": 0.0, "none": 0.0},
         ),
         ("\\boxed{18}", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
         ("The answer is 18.", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
@@ -271,13 +288,81 @@ def test_ground_truth_may_be_string_number_solution_or_list(reward, gold):
     assert grade(reward, "19", gold) == 0.0
 
 
-@pytest.mark.parametrize("gold", [None, "", "  ", [], [None], True, {"answer": 1}, "####", "x" * 5000])
+NO_ANSWERS = [None, "", "  ", [], [None], True, {"answer": 1}, "####", "x" * 5000, math.nan, "1) 2; 2) 3"]
+NO_ANSWERS.append("Natalia sold 24 clips in May and 72 clips in 2 months.")
+
+
+@pytest.mark.parametrize("gold", NO_ANSWERS)
 def test_an_invalid_ground_truth_fails_its_sample_alone(reward, gold):
     with pytest.raises(DataError, match="ground_truth="):
         grade(reward, "18", gold)
     samples = [finished("\\boxed{18}", gold), finished("\\boxed{18}", "18")]
     assert score(samples, [reward]).reward.tolist()[1] == 1.0
     assert "ground_truth=" in samples[0].failure
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        ("\\boxed 5", ["5"]),
+        ("The solutions are $\\boxed{1}$ and $\\boxed{-2}$.", ["1, -2"]),
+        ("$21,16$ or $11$", ["21,16 or 11"]),
+        ("First we add 9 and 9 to the total of all. Final Answer: The answer is $18$.", ["18"]),
+        ("None", ["None"]),
+        (
+            "\\text{the set of all points that are not on the line}",
+            ["\\text{the set of all points that are not on the line}"],
+        ),
+        ([0.5, "1/2"], ["0.5", "1/2"]),
+    ],
+)
+def test_an_answer_is_found_in_a_ground_truth(gold, answers):
+    assert accepted_answers(gold) == answers
+
+
+def test_a_row_without_an_answer_is_refused_or_skipped_with_its_place():
+    rows = load_rows([{"prompt": "a", "ground_truth": "5"}, {"prompt": "b", "ground_truth": math.nan}])
+    with pytest.raises(DataError, match=r"dataset\[1\].*ground_truth=nan.*data\.bad_rows=skip"):
+        readable_rows(rows, [Scale(MathReward(), 2.0)], skip=False)
+    kept = readable_rows(rows, [MathReward()], skip=True)
+    assert len(kept) == 1 and "ground_truth=nan" in kept.skipped[0]
+
+
+FORMS = (
+    "So it is $\\boxed{%s}$.", "<think>a</think>\n<answer>%s</answer>", "<answer>$%s$</answer>", "Therefore we get $%s$.",
+    "Final Answer: %s", "We add them up.\nSo the result is %s.", "It follows.\n\n**%s**", "The result is **%s**.", "%s",
+    "$%s$", "The answer is %s.", "Thus \\(%s\\)", "Hence\n\\[\n%s\n\\]", "9*2\n#### %s", "<answer>\\boxed{%s}</answer>",
+)  # fmt: skip
+PAIRS = [  # a ground truth, and wrong answers made from it: a sign, a digit, half a list, another unit, an inner number
+    ("\\frac{3}{4}", ["4", "3", "-\\frac{3}{4}", "\\frac{3}{5}", "2^{\\frac{3}{4}}"]),
+    ("-12", ["12", "-13", "x^{-12}", "2x + y = -12", "x \\geq -12"]),
+    ("1,234", ["234", "1,235", "1, 234", "1.234"]),
+    ("2\\sqrt{3}", ["3", "2", "2\\sqrt{5}", "\\sqrt{3}"]),
+    ("(3, -1)", ["-1", "(3, 1)", "(-1, 3)", "-(3, -1)", "[3, -1]"]),
+    ("2, 5, 7", ["2", "7", "2, 5", "2, 5, 8"]),
+    ("x^2 + 1", ["1", "x^2", "x^2 - 1", "x^3 + 1"]),
+    ("(-\\infty, 2]", ["2", "(-\\infty, 2)", "[2, \\infty)"]),
+    ("12\\text{ cm}^2", ["12\\text{ cm}^3", "12\\text{ m}^2", "2", "13\\text{ cm}^2"]),
+    ("64\\%", ["64000", "6.4\\%", "65\\%"]),
+    ("\\text{Friday}", ["\\text{Monday}", "\\text{day}"]),
+    ("3:4", ["3", "4", "4:3"]),
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", ["2", "\\begin{pmatrix} 1 \\\\ 3 \\end{pmatrix}"]),
+    ("6.5 \\times 10^{-7}", ["10^{-7}", "6.5 \\times 10^{-8}", "7"]),
+    ("y = 2x", ["2", "y = 3x"]),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_a_reply_changes_no_score(reward, form):
+    right = [finished(form % gold, gold) for gold, _ in PAIRS]
+    assert reward.score_batch(right) == [1.0] * len(PAIRS)
+    wrong = [finished(form % answer, gold) for gold, answers in PAIRS for answer in answers]
+    paid = [
+        sample.messages[1].content
+        for sample, score in zip(wrong, reward.score_batch(wrong), strict=True)
+        if score
+    ]
+    assert paid == []
 
 
 def test_equal_questions_are_asked_once():

@@ -54,6 +54,19 @@ ANSWERS = {
         "18",
         [["####"], ["#### <answer>"], ["#### " * 100], ["#### the number of eggs"], ["Answer:"], ["The answer is"]],
     ),
+    "last-number": (
+        "3",
+        [
+            ["x^3 grows"], ["So it is $2^{3}$."], ["We get \\frac{1}{3} here"], ["It is \u22123."], ["The point is (2, 3)."],
+            ["2x = 3 for her"], ["Either 17 or 3"], ["<answer>x^3</answer>"], ["The answer is a_3"], ["It is 12 003."],
+        ],
+    ),
+    "half-lists": ("1, -2", [*boxed("-2", "1"), ["$x=\\boxed{1}$"], ["The roots are 1 and 2."], ["<answer>-2</answer>"]]),
+    "quoted-thoughts": (
+        "18",
+        [["<think>\\boxed{17} \"</think>\" \\boxed{18}"], ["<think>It ends with '</think>', so \\boxed{18}"]],
+    ),
+    "units": ("18\\text{ hours}", boxed("18\\text{ minutes}", "18^\\circ", "\\$18", "18\\text{ hours}^2")),
     "giants": (
         "18",
         boxed("9" * 300, "1e999", "9^{9^9}", "100000000!", "\\infty", "10^{10^{10}}", "0." + "9" * 200, "1/0"),

@@ -3,7 +3,7 @@
 import pytest
 from published import ADD, PICKLED, ROWS, STDIN, packed
 
-from rl4llm.compose.environments import check_rows, without_faulty_rows
+from rl4llm.compose.environments import readable_rows, without_faulty_rows
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.core.types import ChatMessage
@@ -347,4 +347,4 @@ def test_a_row_that_cannot_be_read_is_refused_with_its_place():
     with pytest.raises(
         DataError, match=r"dataset\[1\] \(prompt '\w+'\): ground_truth=.* the key 'x' of a test is unknown"
     ):
-        check_rows(rows, [wrapped])
+        readable_rows(rows, [wrapped], skip=False)
