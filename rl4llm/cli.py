@@ -34,6 +34,7 @@ COMMANDS: Registry[Any] = Registry(
         "recipe": "rl4llm.extensions.recipes.command",
         "eval": "rl4llm.extensions.evaluate.command",
         "collect": "rl4llm.extensions.evaluate.collect_command",
+        "grade": "rl4llm.extensions.inspect.grade.command",
         "export": "rl4llm.extensions.export.command",
         "view": "rl4llm.extensions.view.command",
         "play": "rl4llm.extensions.view.play.command",

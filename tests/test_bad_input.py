@@ -41,6 +41,7 @@ wrong path      | train small.yaml model.path=./nowhere            | nowhere
 wrong path      | train .                                          | '.' is a directory
 wrong path      | eval small.yaml --out nowhere/x.json             | the directory nowhere does not exist
 wrong path      | eval small.yaml --compare nowhere.json           | --compare nowhere.json cannot be read
+wrong path      | grade nowhere.jsonl                              | The dataset 'nowhere.jsonl' does not exist
 wrong path      | export nowhere --out x                           | nowhere is not a run
 wrong path      | view nowhere                                     | 'nowhere' does not exist
 wrong path      | play nowhere.yaml                                | There is no configuration file nowhere.yaml

@@ -110,6 +110,21 @@ class MathReward(BaseRewardFunction):
         """Raise DataError for a ground truth that is no answer."""
         accepted_answers(ground_truth)
 
+    def answers_in(self, reply: str) -> tuple[list[str], str | None]:
+        """Return the answers of a reply that count; if there are none, also the reason, as in the notes."""
+        answer = final_answer(reply, self.extract, self.prefilter.max_chars)
+        if answer is None:
+            return [], "no_answer"
+        boxes = self._different_boxes(reply)
+        answers = boxes if answer in boxes[-1:] else [answer]  # a tag may hold another answer
+        chosen = {
+            "last": [answer],
+            "first": answers[:1],
+            "all": answers if len(answers) <= MAX_BOXES else [],
+            "none": answers if len(answers) == 1 else [],
+        }[self.several_boxed]
+        return chosen, None if chosen else f"several_answers: {len(answers)} different boxed answers"
+
     def examples(self) -> Sequence[RewardExample]:
         """Return numbers and, if expressions can be extracted, a pair that only a worker can compare."""
         pairs = [("18", "18", 1.0), ("18", "17", 0.0)]
@@ -137,18 +152,8 @@ class MathReward(BaseRewardFunction):
     def _settle(self, reply: str, ground_truth: Any) -> list[Grade | list[Question]]:
         """For each answer that counts, a grade where none of the workers is needed, else the questions for them."""
         golds = accepted_answers(ground_truth)
-        answer = final_answer(reply, self.extract, self.prefilter.max_chars)
-        if answer is None:
-            return [(0.0, "no_answer")]
-        answers = self._different_boxes(reply) or [answer]
-        chosen = {
-            "last": [answer],
-            "first": answers[:1],
-            "all": answers if len(answers) <= MAX_BOXES else [],
-            "none": answers if len(answers) == 1 else [],
-        }
-        several = f"several_answers: {len(answers)} different boxed answers"
-        return [self._settle_one(item, golds) for item in chosen[self.several_boxed]] or [(0.0, several)]
+        answers, reason = self.answers_in(reply)
+        return [self._settle_one(item, golds) for item in answers] or [(0.0, reason)]
 
     def _settle_one(self, answer: str, golds: list[str]) -> Grade | list[Question]:
         if len(answer) > self.prefilter.max_chars:
