@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rl4llm.rewards.notation import MAX_CHARS, rewritten
-from rl4llm.rewards.quantities import Number, equal, number
-from rl4llm.rewards.units import Unit, agree, unit
+from rl4llm.rewards.quantities import Number, Unit, agree, equal, number, unit
 
 MAX_ITEMS = 40
 _TEXT = (

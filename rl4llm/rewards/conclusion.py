@@ -1,13 +1,117 @@
-"""Read what the last sentences of a text conclude with, where no mark says what the answer is."""
+"""Find boxes and formulas in a text, and what its last sentences conclude with where no mark says what the answer is."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
-from rl4llm.rewards.formulas import WRAPPED, Piece, formulas, joined, without_dollars
 from rl4llm.rewards.notation import rewritten
-from rl4llm.rewards.units import unit
+from rl4llm.rewards.quantities import unit
+
+_FORMULA_CHARS = 600
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\\?[A-Za-z0-9]))")
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_FORMULA = re.compile(
+    rf"\$\$(.{{1,{_FORMULA_CHARS}}}?)\$\$"
+    rf"|(?<![\\$])\$(?!\$)((?=\S)(?:\\\$|[^$]){{0,{_FORMULA_CHARS}}}?(?<![\s\\])|\s(?:\\\$|[^$]){{1,{_FORMULA_CHARS}}}?\s)\$(?!\d)"
+    rf"|\\\((.{{1,{_FORMULA_CHARS}}}?)\\\)|\\\[(.{{1,{_FORMULA_CHARS}}}?)\\\]",
+    re.DOTALL,
+)
+_PROSE = re.compile(r"(?:(?<![\\A-Za-z])[A-Za-z]{3,}[ ,]+){3}")
+WRAPPED = re.compile(r"\\(?:begin|end|text\w*|math[a-z]+|mbox|operatorname)\s?\{[^{}]*\}|\\[A-Za-z]+")
+_JOIN = re.compile(
+    r"(?:[\s$,;&~]|\\[()\[\],;:!\\ ]|\\q?quad|\\text\w*\s?\{\s*(?:,|and|or)?\s*\}|\b(?:and|or)\b"
+    r"|\b[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=(?!=))*",
+)  # fmt: skip
+_LINKED = re.compile(r"(?:\\text\w*\s?\{)?[^.:=!?\n]{0,40}\b(?:and|or)\b[^.:=!?\n]{0,20}")
+_NO_LINK = re.compile(
+    r"\b(?:is|are|was|so|no|not|but|then|thus|hence|that|which|wait|actually|final|answer|therefore|gets?|gives?|since|because"
+    r"|simpl\w+|rather|equals?|first|correct\w*)\b",
+    re.IGNORECASE,
+)
+
+
+class Piece(NamedTuple):
+    """A box or a formula: where it begins and ends, with its marks, and what it contains."""
+
+    start: int
+    end: int
+    text: str
+
+
+def boxes(text: str, max_chars: int) -> list[Piece]:
+    """Return every complete ``\\boxed{...}`` in order of their starts; longer contents come cut, but still longer."""
+    closing = _closing_braces(text)
+    found: list[Piece] = []
+    for match in _BOX.finditer(text):
+        if match[2]:
+            found.append(Piece(match.start(), match.end(), match[2]))
+            continue
+        start, limit = match.end(), match.end() + max_chars + 1
+        end = closing.get(start - 1, limit if limit <= len(text) else start)
+        found.append(
+            Piece(match.start(), end + 1, text[start : min(end, limit + 2000)].strip()[: max_chars + 1])
+        )
+    return [box for box in found if box.text]
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return the position of the closing brace of each opening brace, if it is closed."""
+    opened, closing = [], {}
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif opened:
+            closing[opened.pop()] = match.start()
+    return closing
+
+
+def formulas(text: str) -> list[Piece]:
+    """Return what stands between dollars or LaTeX's brackets, except prose between two prices."""
+    return [
+        Piece(match.start(), match.end(), content)
+        for match in _FORMULA.finditer(text)
+        if (content := _content(match)) and _PROSE.search(WRAPPED.sub("", content)) is None
+    ]
+
+
+def without_dollars(text: str) -> str:
+    """Return the content of a text that is one formula; other text as it is."""
+    found = _FORMULA.fullmatch(text)
+    return _content(found) if found else text
+
+
+def leading_formula(text: str) -> str | None:
+    """Return the content of the formula that a text begins with, None if it begins with none."""
+    found = _FORMULA.match(text)
+    return _content(found) if found else None
+
+
+def _content(match: re.Match[str]) -> str:
+    inside = next(group for group in match.groups() if group is not None)
+    return inside.strip().rstrip(".,").strip()
+
+
+def joined(text: str, pieces: Sequence[Piece]) -> list[str]:
+    """Return what pieces contain; those that are one list are joined, without repeats, by commas."""
+    lists: list[list[str]] = [[pieces[0].text]] if pieces else []
+    for before, piece in pairwise(pieces):
+        if piece.start >= before.end and _links(text[before.end : piece.start]):
+            lists[-1].append(piece.text)
+        else:
+            lists.append([piece.text])
+    return [", ".join(dict.fromkeys(items)) for items in lists]
+
+
+def _links(between: str) -> bool:
+    if len(between) > 80:
+        return False
+    return _JOIN.fullmatch(between) is not None or (
+        _LINKED.fullmatch(between) is not None and _NO_LINK.search(between) is None
+    )
+
 
 MAX_CHARS = 4000
 MAX_SENTENCES = 8

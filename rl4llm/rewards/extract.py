@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from rl4llm.core.thoughts import after_thinking
-from rl4llm.rewards.conclusion import concluded, first_sentence, last_number
-from rl4llm.rewards.formulas import boxes, joined, leading_formula
+from rl4llm.rewards.conclusion import boxes, concluded, first_sentence, joined, last_number, leading_formula
 
 Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
 
