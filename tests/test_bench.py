@@ -1,6 +1,7 @@
 """The scripts of `scripts/bench` start; what they measure needs time, other programs or a GPU."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -36,3 +37,53 @@ def test_update_counts_products_of_layers_with_a_bias(monkeypatch):
     with profile(activities=[ProfilerActivity.CPU], with_flops=True) as trace:
         layer(x)
     assert sum(event.flops for event in trace.key_averages() if event.key in PRODUCTS) == 2 * 4 * 8 * 16
+
+
+GRADED = [json.loads(line) for line in (BENCH / "graders.jsonl").read_text("utf-8").splitlines()]
+REWARDS_PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
+
+
+@pytest.fixture
+def graders(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    import graders
+
+    return graders
+
+
+def test_answers_for_graders_are_distinct_and_judged():
+    assert len({(row["reply"], row["ground_truth"]) for row in GRADED}) == len(GRADED)
+    assert all(type(row["right"]) is bool and row["ground_truth"] and row["kind"] for row in GRADED)
+
+
+def test_graders_table_counts_both_kinds_of_mistake(graders):
+    rights = [True, True, False, False, False, True]
+    rows = [{"kind": "a", "right": right} for right in rights[:5]] + [
+        {"kind": graders.CHOICE, "right": rights[5]}
+    ]
+    lines = graders.table(
+        rows, {"one": ("1.2", [True, False, True, True, False, False]), "two": ("3", rights)}
+    )
+    assert lines == [
+        "| kind | right, wrong | one 1.2 | two 3 |",
+        "|---|---|---|---|",
+        "| a | 2, 3 | 1, 2 |  |",
+        "| matter of choice | 1, 0 | 1, 0 |  |",
+        "| all but matters of choice | 2, 3 | 1, 2 |  |",
+    ]
+    assert graders.table(rows, {"one": ("1.2", [None] * 6)})[-1] == "| without a verdict | | 6 |"
+
+
+def test_rewards_page_has_our_verdicts(graders):
+    verdicts = graders.by_rl4llm(GRADED)
+    page = REWARDS_PAGE.read_text("utf-8").splitlines()
+    for line in graders.table(GRADED, {"rl4llm": ("", verdicts)})[2:]:
+        assert [other for other in page if other.startswith(line)], line
+    listed = [line.split("`")[1::2] for line in page if line.startswith("- refused: ")]
+    listed += [line.split("`")[1::2] for line in page if line.startswith("- accepted: ")]
+    kept = [
+        row["reply"]
+        for row, verdict in zip(GRADED, verdicts, strict=True)
+        if verdict is not row["right"] and row["kind"] != graders.CHOICE
+    ]
+    assert sorted(reply for replies in listed for reply in replies) == sorted(kept)
