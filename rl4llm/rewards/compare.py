@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rl4llm.rewards.notation import MAX_CHARS, rewritten
-from rl4llm.rewards.quantities import Number, Unit, agree, equal, number, unit
+from rl4llm.rewards.quantities import MAX_ANSWER_CHARS, Number, Unit, agree, equal, number, rewritten, unit
 
 MAX_ITEMS = 40
 _TEXT = (
@@ -60,7 +59,7 @@ def same(gold: str, answer: str) -> bool | None:
     wanted, given = tidy(gold), tidy(answer)
     if wanted.text and wanted.text == given.text:
         return True
-    if len(gold) > MAX_CHARS or len(answer) > MAX_CHARS:
+    if len(gold) > MAX_ANSWER_CHARS or len(answer) > MAX_ANSWER_CHARS:
         return None
     if not agree(_with_unit(gold)[1], _with_unit(answer)[1]):
         return False
@@ -98,7 +97,7 @@ class Tidy:
 def tidy(text: str) -> Tidy:
     """Return an answer in one notation, without text commands, dollars and a full stop; longer ones come back unread."""
     text = text.strip()
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_ANSWER_CHARS:
         return Tidy(text, False)
     text = _first_value(_unwrapped(rewritten(text)))
     wrapped = _WRAPPED_WORDS.fullmatch(text) is not None
@@ -240,7 +239,7 @@ def _at_top(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
 
 
 def named(item: str) -> tuple[str, str]:
-    """Return the name before a single "=" and the value after it; the name is "" where there is none."""
+    """Return the name before a single "=" and the value after it; the name is "" without one."""
     found = _NAME.fullmatch(item)
     return (re.sub(r"[{} ]", "", found[1]), found[2].strip()) if found and "=" not in found[2] else ("", item)
 

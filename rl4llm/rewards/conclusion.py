@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from rl4llm.rewards.notation import rewritten
-from rl4llm.rewards.quantities import unit
+from rl4llm.rewards.quantities import rewritten, unit
 
 _FORMULA_CHARS = 600
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\\?[A-Za-z0-9]))")
@@ -146,7 +145,7 @@ _OPERAND = re.compile(r"[\d)}\]] *$|(?:^|[^A-Za-z])[A-Za-z] *$")
 _NUMBERS = re.compile(rf"{_ALONE}(?:(?: ?, ?| ?,? and | ?,? or ){_ALONE}){{0,20}}", re.IGNORECASE)
 _NOTATION_BEFORE = re.compile(
     rf"[\w!.^_{{}}\\/*+=<>()\[\]|{_MINUS}]$|[\d+*/=^<>(\u00d7\u00f7≤≥≠{_MINUS}] +$"
-    r"|[\w)}\]],$|[\d)}\]], +$|\\[A-Za-z]+ *$|\d: *$"
+    r"|[\w)}\]],$|[\d)}\]], +$|\\[A-Za-z]+ *$|\d: *$|(?:\b(?:not|than|least|most)|n't) +$"
 )
 _NOTATION_AFTER = re.compile(
     rf"[\w^_{{}}\\(\[/*+=<>|]|!\S|[.:]\d|,\S| ?[*+/^=<>\\(\u00d7\u00f7{_MINUS}] ?[\w\\(]| \d"
@@ -175,7 +174,7 @@ def concluded(text: str) -> str | None:
 
 
 def only_mathematics(text: str) -> str | None:
-    """Return the formulas that a text consists of, as they stand; None if it has none or says anything else."""
+    """Return the formulas that a text consists of; None if it has none or anything else."""
     pieces = _pieces(text)
     return _whole(text, pieces) if pieces else None
 
@@ -274,7 +273,7 @@ def _after_verb(sentence: str, verbs: Sequence[int], pieces: Sequence[Piece]) ->
 
 
 def _verbs(sentence: str, pieces: Sequence[Piece]) -> Iterator[int]:
-    """Yield where each verb ends, and each "=" after words or plain arithmetic; 2x = 18 says nothing about 18."""
+    """Yield where each verb ends, and each "=" after words or plain arithmetic; 2x = 18 does not make 18 an answer."""
     inside = _mask(sentence, pieces)
     for match in _VERB.finditer(sentence):
         equation = match[0][0] == "=" and _is_equation(sentence[max(0, match.start() - 200) : match.start()])

@@ -16,6 +16,7 @@ Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
 
 _SEARCHED_CHARS = 20_000
 _LINE_CHARS = 1000
+_MINUS = re.compile(r"\b(?:minus|negative) (?=[$\d\\])", re.IGNORECASE)
 _ANNOUNCED = re.compile(r"s?[*_\s]*(?:(?:is|are|was)\b|[:=])[*_\s:]*")
 
 
@@ -28,7 +29,7 @@ def final_answer(text: str, extraction: Extraction = "auto", max_chars: int = 40
     conclude with: a formula, the words after the verb, or a number that stands alone. A number inside other notation is
     never taken out of it. Thoughts hold no answer. An answer longer than `max_chars` comes cut, but still longer than that.
     """
-    text = after_thinking(text)[-_SEARCHED_CHARS:]
+    text = _MINUS.sub("-", after_thinking(text)[-_SEARCHED_CHARS:])
     extractors = _AUTO if extraction == "auto" else (_EXTRACTORS[extraction],)
     found = (extractor(text, max_chars) for extractor in extractors)
     return next((answer for answer in found if answer is not None), None)

@@ -216,7 +216,7 @@ def test_hostile_repetition_is_compared_without_harm(unit):
     assert same("18", unit * (480 // len(unit))) is not True
 
 
-def test_items_of_a_list_are_told_from_digits_in_groups():
+def test_items_of_a_list_differ_from_digits_in_groups():
     assert split("81, 256") == ["81", "256"] and split("1,234") == ["1,234"]
     assert split("(1, 2) or (3, 4)") == ["(1, 2)", "(3, 4)"]
 
