@@ -18,7 +18,6 @@ from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.lengths import dropped, fitting_rows, place, too_long
 from rl4llm.data.load import load_rows
-from rl4llm.data.overlap import overlap_warnings
 from rl4llm.data.pack import Batching, BatchPlan, plan_batches
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.read import has_splits
@@ -184,7 +183,10 @@ def fit_datasets(
 
     They count the rows that were left out, and the held-out prompts that are also in the training data.
     """
-    warnings = overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval") if held_out else []
+    warnings = []
+    if held_out:
+        overlap_warnings = load("rl4llm.data.overlap:overlap_warnings", "eval")
+        warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
     for one, where in ((env, "data"), (held_out, "eval")):
         if one is not None:
             rows = one.dataset

@@ -1,4 +1,4 @@
-"""A message of a conversation, and the forms in which data sets write one.
+"""A message of a conversation, the forms in which data sets write one, and the thoughts before a reply.
 
 Every key of a stored message is read, is metadata, or is refused by name. A key whose value is empty is absent: files with
 columns fill missing keys with null.
@@ -7,6 +7,7 @@ columns fill missing keys with null.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,9 @@ METADATA = frozenset((
 
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 
+THOUGHT_ENDS = "</think>"
+_MAX_QUOTED = 200
+_QUOTE = re.compile(r"(?<!\\)(?:\"|(?<!`)`(?!`)|(?<!\w)'|'(?!\w))")
 _ROLE_NAMES = {role: role for role in ROLES} | {
     "developer": "system",
     "function": "tool",
@@ -271,3 +275,33 @@ def _of_pairs(items: Any) -> Any:
     if all(isinstance(item, Mapping) and {*item} == {"key", "value"} for item in items):
         return {item["key"]: item["value"] for item in items}
     return items
+
+
+def after_thinking(text: str) -> str:
+    """Return the reply after its thoughts: "" if it begins with a thought that never ends.
+
+    Thoughts begin a reply, with ``<think>`` or, where the prompt opened them, without it. They end at the first
+    ``</think>`` outside quotes. A mark that a program, an argument or a sentence quotes is text like any other.
+
+    >>> after_thinking("<think>a</think> b"), after_thinking('say("</think>")'), after_thinking("<think>a")
+    (' b', 'say("</think>")', '')
+    """
+    start = 0
+    for _ in range(_MAX_QUOTED):
+        found = text.find(THOUGHT_ENDS, start)
+        if found < 0:
+            break
+        start = found + len(THOUGHT_ENDS)
+        if not _quoted(text, found, start):
+            return text[start:]
+    return "" if text.lstrip().startswith("<think>") else text
+
+
+def _quoted(text: str, start: int, end: int) -> bool:
+    """Return whether a quotation that opened on the same line is still open at `start`, and ends after `end`."""
+    line = text[max(text.rfind("\n", 0, start) + 1, start - 2000) : start]
+    rest = text[end : end + 2000].partition("\n")[0]
+    opened = ""
+    for quote in _QUOTE.findall(line):
+        opened = "" if quote == opened else opened or quote
+    return bool(opened) and opened in rest

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import EnvError
+from rl4llm.core.message import after_thinking
 from rl4llm.core.schema import Count, Positive, checked
-from rl4llm.core.thoughts import after_thinking
 from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
 from rl4llm.data.template import decode
 from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes

@@ -307,7 +307,10 @@ def _whole(text: str, pieces: Sequence[Piece]) -> str | None:
     only_unit = len(around) == 1 and not around[0].strip() and unit(_stripped(text[start:]))
     if around and not words <= {"and", "or"} and not only_unit:
         return None
-    return whole if _is_bare(whole) and (around or "\n" not in whole) else None
+    if not _is_bare(whole) or ("\n" in whole and not around):
+        return None
+    left, _, right = whole.rpartition("=")
+    return right.strip() if re.fullmatch(r"[^A-Za-z\\^]*\d[^A-Za-z\\^]*", left) else whole
 
 
 def _of_tail(tail: str, *, words: bool) -> str | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from rl4llm.core.thoughts import after_thinking
+from rl4llm.core.message import after_thinking
 from rl4llm.rewards.conclusion import boxes, concluded, first_sentence, joined, last_number, leading_formula
 
 Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]

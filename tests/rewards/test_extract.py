@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl4llm.core.thoughts import after_thinking
+from rl4llm.core.message import after_thinking
 from rl4llm.rewards.extract import boxed_answers, final_answer
 
 

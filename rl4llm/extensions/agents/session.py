@@ -14,7 +14,7 @@ import xxhash
 
 from rl4llm.core.base_env import LLM, SampleState
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
-from rl4llm.core.thoughts import after_thinking
+from rl4llm.core.message import after_thinking
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 from rl4llm.data.render import Renderer
 from rl4llm.envs.tools.formats import CallFormat, ToolCall, call_format

@@ -259,7 +259,8 @@ def _plain(text: str) -> str:
 
 
 def _message(item: ChatMessage) -> Any:
-    message = MESSAGES["Message"](role=item.role, content=item.content, failed=item.failed)
+    told = {"failed": item.failed, "reasoning": item.reasoning}
+    message = MESSAGES["Message"](role=item.role, content=item.content, **told)
     message.tool_calls.extend(json.dumps(dict(call)) for call in item.tool_calls or ())
     if item.tool_call_id is not None:
         message.tool_call_id = item.tool_call_id
@@ -269,7 +270,9 @@ def _message(item: ChatMessage) -> Any:
 def _chat_message(message: Any) -> ChatMessage:
     calls = tuple(json.loads(call) for call in message.tool_calls) or None
     call_id = message.tool_call_id if message.HasField("tool_call_id") else None
-    return ChatMessage(message.role, message.content, calls, call_id, message.failed)
+    return ChatMessage(
+        message.role, message.content, calls, call_id, message.reasoning, failed=message.failed
+    )
 
 
 def _span(item: TokenSpan) -> Any:

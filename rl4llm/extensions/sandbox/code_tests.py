@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl4llm.core.errors import DataError
-from rl4llm.core.thoughts import after_thinking
+from rl4llm.core.message import after_thinking
 from rl4llm.extensions.sandbox import Calls, Program, Stdin
 from rl4llm.extensions.sandbox.layouts import ACCEPTED, Tests, function_name, read_tests
 

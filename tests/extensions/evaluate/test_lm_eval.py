@@ -23,13 +23,6 @@ FILTERS = {
     "code": "accuracy",
 }
 IFEVAL = {"strict": "prompt_level_strict_acc", "loose": "prompt_level_loose_acc"}
-EXPLAINED = {
-    "math500": {
-        "So $\\text{June 20}$.": 0.0,  # nothing is boxed or announced; math-verify reads any formula
-        "\\boxed{3} \\boxed{18}": 1.0,  # the last box counts; math-verify takes two as two answers
-    }
-}
-"""Answers whose score differs from lm-eval's, with ours."""
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
@@ -104,7 +97,7 @@ def test_the_verdicts_equal_those_of_lm_eval(name, graders):
             seen.add(expected)
             if score != expected:
                 differ[item["answer"]] = score
-    assert differ == EXPLAINED.get(name, {})
+    assert differ == {}
     assert seen == {0.0, 1.0}
 
 

@@ -533,9 +533,9 @@ def test_a_host_tells_what_a_success_is(host, remote):
     )
 
 
-def test_message_of_a_failed_call_stays_failed_on_its_way():
-    for failed in (False, True):
-        message = ChatMessage("tool", "Error: no", failed=failed)
+def test_a_message_stays_the_same_on_its_way():
+    messages = [ChatMessage("tool", "Error: no", failed=failed) for failed in (False, True)]
+    for message in (*messages, ChatMessage("assistant", "4", reasoning="2 + 2")):
         assert wire._chat_message(wire._message(message)) == message
 
 

@@ -23,8 +23,8 @@ from itertools import product
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, TemplateError
+from rl4llm.core.message import after_thinking
 from rl4llm.core.registry import Registry
-from rl4llm.core.thoughts import after_thinking
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.template import ChatTemplate, decode, opening
 from rl4llm.envs.tools.formats.calls import MAX_CALL_CHARS, CallFormat, ToolCall, as_call, not_a_call

@@ -11,10 +11,9 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.read import read_rows
-from rl4llm.rewards.math import MathReward
+from rl4llm.rewards.math import MathReward, accepted_answers
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.replies import as_sample, final_reply
-from rl4llm.rewards.truths import accepted_answers
 
 
 @dataclass(frozen=True, slots=True)
