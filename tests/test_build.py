@@ -42,7 +42,7 @@ from rl4llm.extensions.servers.sync.wrappers import ClaimingPublisher
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
 
-ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
+ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": "4"} for i in range(4)]
 WAYS = {
     "local": ("memory",),
     "sglang": ("filesystem", "tensor", "distributed", "lora"),

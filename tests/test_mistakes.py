@@ -145,7 +145,7 @@ rewards=math                                       | rewards='math' is not accep
 "rewards=['mine:wants']" | asks for 'level', which the dataset does not have. It can get: completions
 "rewards=['mine:nan']"                             | reward 'nan' returned nan, not a finite number
 "rewards=['mine:text']"                            | reward 'text' returned 'good', not a finite number
-rewards=[] rollout.group_size=2                    | Pass at least one reward, such as rewards=[math]
+rewards=[] rollout.group_size=2                    | Set rewards, for example rewards=[math]
 env.name=mine:Env env.max_steps=2                  | KeyError: 'nothing' (mine.py:
 env.name=mine:Words env.max_steps=2 | Words.respond must return a list of ChatMessage ([] ends the episode), not 'Well done.'
 env.name=mine:one                                  | Accepted: a subclass of BaseMDPEnv

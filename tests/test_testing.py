@@ -125,8 +125,8 @@ ROWS = [
 ]
 
 
-def environment(env_class, tokenizer, **options):
-    return env_class(ROWS, tokenizer, [Always("always")], batch_size=1, group_size=1, **options)
+def environment(env_class, tokenizer, rows=ROWS, **options):
+    return env_class(rows, tokenizer, [Always("always")], batch_size=1, group_size=1, **options)
 
 
 NEED_MORE = {
@@ -143,7 +143,8 @@ def test_every_bundled_environment_keeps_the_contract(tokenizer, name):
     if name == "code" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
-    check_env(environment(ENVIRONMENTS[name], tokenizer), ["85", call])
+    tests = {"ground_truth": "assert double(4) == 8"} if name == "code" else {}
+    check_env(environment(ENVIRONMENTS[name], tokenizer, [row | tests for row in ROWS]), ["85", call])
 
 
 class Hints(BaseMDPEnv):

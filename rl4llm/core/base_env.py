@@ -242,8 +242,9 @@ class BaseMDPEnv(Player):
             )
 
     def _may_reward_turns(self) -> bool:
-        """Return whether a subclass has code that could call `reward_turn`."""
-        return any(getattr(type(self), name) is not getattr(BaseMDPEnv, name) for name in _EPISODE_CODE)
+        """Return whether the class has code of an episode that could call `reward_turn`; that of rl4llm.envs does not."""
+        modules = (getattr(type(self), name).__module__ for name in _EPISODE_CODE)
+        return not all(module.startswith(("rl4llm.core.", "rl4llm.envs.")) for module in modules)
 
 
 _EPISODE_CODE = ("respond", "_run_interaction_loop", "_run_episode", "end_episode")

@@ -8,6 +8,8 @@ without it the two suites of answers are left out. Three suites and two figures:
 
 - each answer, in a box, against itself, and with other markup that means the same: how many are right;
 - each answer against that of another problem: how many are right, and of these, how many are not the same text;
+- a thousand answers in each form of a reply: how many are right, and which wrong answers made from them are paid: another
+  sign, digit or unit, half of a list, a number of a formula, the answer inside a power, a pair, an equation or a list;
 - 60 answers made to hang or crash a grader, in the main thread, in another thread and in an event loop: how many are not
   exactly 0.0, and how long the slowest took;
 - 128 answers, a fifth of them such bombs: seconds, with 2 workers;
@@ -26,6 +28,7 @@ import gzip
 import json
 import os
 import random
+import re
 import runpy
 import statistics
 import subprocess
@@ -43,6 +46,17 @@ BOMBS_FILE = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "rewards" 
 BOMBS = BOMBS_FILE["BOMBS"]
 TOO_SLOW_S = 2.5
 GOLD = "2\\sqrt{3}"
+FORMS = {
+    "boxed": "So it is $\\boxed{%s}$.",
+    "tag": "<think>a</think>\n<answer>%s</answer>",
+    "tag and $": "<answer>$%s$</answer>",
+    "formula": "Therefore we get $%s$.",
+    "announced": "Final Answer: %s",
+    "sentence": "We add them up.\nSo the result is %s.",
+    "bold": "It follows.\n\n**%s**",
+    "plain": "%s",
+}
+UNITS = (("hours", "minutes"), ("cm", "m"), ("inches", "feet"), ("square", "cubic"), ("^2", "^3"))
 OTHER_MARKUP = (("\\frac{", "\\dfrac{"), ("(", "\\left("), (")", "\\right)"), (",", ", "), ("+", " + "))
 
 
@@ -62,7 +76,9 @@ def main() -> int:
     reward = MathReward()
     reward.pool.warm_up()
     if options.math:
-        grade_answers(reward, read_answers(options.math, options.answers))
+        answers = read_answers(options.math, options.answers)
+        grade_answers(reward, answers)
+        grade_forms(reward, answers[:1000])
     places = {"main thread": run_here, "a thread": run_in_thread, "an event loop": run_in_loop}
     harmless = [throw_bombs(reward, place, run) for place, run in places.items()]
     reward.close()
@@ -105,6 +121,47 @@ def grade_answers(reward: MathReward, answers: Sequence[str]) -> None:
     )
     print(f"  right with another text: {len(texts)} ({len(texts) / len(answers):.2%}): {texts}")
     print(f"  {time.perf_counter() - start:.0f} s in all; {dict(reward.pool.counts)}")
+
+
+def grade_forms(reward: MathReward, answers: Sequence[str]) -> None:
+    rng = random.Random(0)
+    wrong = [(gold, answer) for gold in answers for answer in made_wrong(gold, rng)]
+    for name, form in FORMS.items():
+        right = sum(grade_replies(reward, [(form % answer, answer) for answer in answers]))
+        scores = grade_replies(reward, [(form % answer, gold) for gold, answer in wrong])
+        paid = [pair for pair, score in zip(wrong, scores, strict=True) if score == 1.0]
+        print(
+            f"as {name}: {right:.0f} of {len(answers)} right; {len(paid)} of {len(wrong)} wrong ones paid: {paid}"
+        )
+
+
+def grade_replies(reward: MathReward, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    return reward.score_batch(
+        [as_sample([ChatMessage("assistant", reply)], gold, {}) for reply, gold in pairs]
+    )
+
+
+def made_wrong(gold: str, rng: random.Random) -> Iterator[str]:
+    """Make answers that look like the right one."""
+    digits = [place for place, char in enumerate(gold) if char.isdigit()]
+    if digits and (numbers := re.findall(r"\d+", gold)):
+        place = rng.choice(digits)
+        yield f"{gold[:place]}{(int(gold[place]) + rng.randint(1, 8)) % 10}{gold[place + 1 :]}"
+        if re.search(r"[\\^/()]", gold) and not re.search(r"circ|%|text|\$|frac", gold):
+            yield numbers[-1]
+    if re.fullmatch(r"-?[1-9][\d.]*", gold):
+        yield gold[1:] if gold[0] == "-" else f"-{gold}"
+        yield from (
+            f"2^{{{gold}}}",
+            f"a_{{{gold}}}",
+            f"(3, {gold})",
+            f"2x + y = {gold}",
+            f"x \\geq {gold}",
+            f"7777, {gold}",
+        )
+    if "," in gold and not re.search(r"[(\[\\]|\d,\d{3}", gold):
+        yield gold.rpartition(",")[2]
+    yield from (gold.replace(*units) for units in UNITS if "\\text" in gold and units[0] in gold)
 
 
 def rewritten(answer: str) -> str:

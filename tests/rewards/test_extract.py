@@ -46,6 +46,8 @@ def test_hash_marks_announce_the_rest_of_their_line(text, answer):
     [
         ("The answer is 18.", "18"),
         ("The answer is 18. Thank you.", "18"),
+        ("The answer is minus 5.", "-5"),
+        ("The answer is not 5.", "not 5"),
         ("Answer: 18", "18"),
         ("ANSWER:18", "18"),
         ("**Answer:** 18", "18"),

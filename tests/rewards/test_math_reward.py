@@ -202,6 +202,7 @@ def test_equal_answers_are_right_however_they_are_written(reward, answer, gold):
         ),
         ("a_{k=6}", "k=6"),
         ("x = 7 = 11", "11"),
+        ("18 \\approx 17.5", "18"),
         ("x = x", "5"),
         ("2y+1", "2x+1"),
     ],
@@ -225,6 +226,11 @@ def test_different_answers_are_wrong_however_close_they_look(reward, answer, gol
         ),
         ("\\boxed{18}", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
         ("The answer is 18.", "18", {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0}),
+        (
+            "\\boxed{17} then \\boxed{16} <answer>18</answer>",
+            "18",
+            {"last": 1.0, "first": 1.0, "all": 1.0, "none": 1.0},
+        ),
     ],
 )
 def test_different_boxed_answers_follow_the_policy(policies, reply, gold, expected):

@@ -7,6 +7,9 @@ from rl4llm import GRPOTrainer
 from rl4llm.extensions.view.run import find_runs
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {n}."}], "ground_truth": str(n)} for n in range(16)]
+HELD_OUT = [
+    {"messages": [{"role": "user", "content": f"Say no {n}."}], "ground_truth": "no"} for n in range(2)
+]
 EXTRAS = [name for name in ("wandb", "mlflow") if importlib.util.find_spec(name)]
 
 
@@ -22,7 +25,7 @@ def test_equal_rewards_raise_an_alert_and_episodes_are_logged(model_dir, tmp_pat
         model=model_dir,
         dataset=ROWS,
         reward_functions=[lambda completions, **columns: [0.0] * len(completions)],
-        eval_dataset=ROWS[:2],
+        eval_dataset=HELD_OUT,
         max_steps=5,
         rollout={"prompts": 16, "group_size": 2, "max_tokens": 2},
         eval={"every": 5},

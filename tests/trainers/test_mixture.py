@@ -195,9 +195,9 @@ BAD_ROWS = {
         '{"prompt": "é", "ground_truth": "b"}\n'.encode("latin-1"),
         r"bad\.jsonl:1: byte 12.*is not UTF-8",
     ),
-    "twice": (
-        b'{"id": 1, "prompt": "a", "ground_truth": "b"}\n' * 2,
-        r"bad\.jsonl:2: the prompt_id '1' is already used by",
+    "picture": (
+        b'{"prompt": "a", "ground_truth": "b", "image": "a.png"}\n',
+        r"bad\.jsonl:1: .*image.*data\.bad_rows=skip",
     ),
     "missing": (b'{"prompt": "a"}\n', r"bad\.jsonl:1 .*has no ground truth"),
 }
