@@ -455,7 +455,7 @@ def test_an_environment_that_rewards_no_turns_needs_a_reward(model_dir, tmp_path
         """Plays a single turn."""
 
     with pytest.raises(
-        ConfigError, match=r"Plain: there is no reward, and this .* rewards no turns\. Set rewards"
+        ConfigError, match=r"Plain: no reward is set, and this .* rewards no turns\. Set rewards"
     ):
         GRPOTrainer(str(model_dir), ROWS, env=Plain, output={"dir": str(tmp_path / "run")}, rollout=SMALL)
 

@@ -122,16 +122,9 @@ class Task:
 
     def rollout(self, **played: Any) -> Rollout:
         own = self.config.rollout
-        sampling = {name: getattr(own, name) for name in ("max_tokens", "top_p", "top_k")} | {
-            "stop": tuple(own.stop)
-        }
-        return Rollout(
-            self.env,
-            renderer=self.renderer,
-            part=self.part,
-            sampling=sampling if self.part else None,
-            **played,
-        )
+        options = {name: getattr(own, name) for name in ("max_tokens", "top_p", "top_k")}
+        sampling = options | {"stop": tuple(own.stop)} if self.part else None
+        return Rollout(self.env, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def measuring(self, held_out: BaseMDPEnv, **played: Any) -> Rollout:
         own = self.config.rollout
@@ -147,8 +140,8 @@ class Task:
                 asked = env.reward_functions, f"{prefix}{where}", all_ranks(self.config)
                 env.dataset, told = without_faulty_rows(env.dataset, *asked)
                 warnings += told
-        fitted = self.renderer, context_length, self.config
-        return [*warnings, *fit_datasets(self.env, self.held_out, *fitted, prefix)]
+        fitted = self.renderer, context_length, self.config, prefix
+        return warnings + fit_datasets(self.env, self.held_out, *fitted)
 
 
 def _task(

@@ -225,7 +225,7 @@ class BaseMDPEnv(Player):
         names = [reward.name for reward in self.reward_functions]
         if not names and not self._may_reward_turns():
             raise ConfigError(
-                f"{where}: there is no reward, and this environment rewards no turns. Set rewards, for example "
+                f"{where}: no reward is set, and this environment rewards no turns. Set rewards, for example "
                 "rewards=[math], or pass reward_functions."
             )
         if len(set(names)) < len(names):

@@ -195,7 +195,7 @@ class Rollout:
         )
 
     def _warn_of_no_reward(self, samples: Sequence[SampleState]) -> None:
-        """Log once if there is no reward and the environment rewarded no turn of any sample."""
+        """Log once if no reward is set and the environment rewarded no turn of any sample."""
         if self._warned or self.env.reward_functions or not samples:
             return
         self._warned = not any(sample.turn_rewards for sample in samples)

@@ -495,7 +495,7 @@ def test_bad_input_is_refused_before_anything_is_written(model_dir, tmp_path):
         ({"dataset": []}, DataError, "empty"),
         ({"dataset": [{"messages": rows()[0]["messages"]}]}, DataError, "ground_truth"),
         ({"dataset": [{"messages": [], "ground_truth": ""}]}, DataError, "empty"),
-        ({"reward_functions": [], "env": {"name": "tool"}}, ConfigError, "there is no reward"),
+        ({"reward_functions": [], "env": {"name": "tool"}}, ConfigError, "no reward is set"),
         ({"reward_functions": [Vowels(), Vowels("more")]}, ConfigError, "reward_transform_fn"),
         ({"env.max_stepz": 3}, ConfigError, "Did you mean 'max_steps'"),
         ({"inference.name": "slgang"}, ConfigError, "inference.name"),
