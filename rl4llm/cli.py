@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import select
-import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -188,14 +187,15 @@ def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that answers the options of other projects with the command to type."""
+    """A parser that answers configuration keys that are given as options."""
 
     def __init__(self, *args: Any, given: Sequence[str] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.given = given
 
     def error(self, message: str) -> NoReturn:
-        super().error(elsewhere("command", shlex.join(self.given)) or message)
+        dotted = (word[2:].partition("=")[0] for word in self.given if word.startswith("--") and "." in word)
+        super().error(next(filter(None, (elsewhere("key", name) for name in dotted)), message))
 
 
 def _add_refused(commands: Any, name: str, why: str) -> None:

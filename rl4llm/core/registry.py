@@ -18,7 +18,6 @@ EXTENSIONS = "rl4llm.extensions."
 ELSEWHERE = {
     "key": "rl4llm.extensions.migration.answers:of_key",
     "name": "rl4llm.extensions.migration.names:of_name",
-    "command": "rl4llm.extensions.migration.commands:of_command",
 }
 
 
@@ -176,8 +175,7 @@ def missing_extension(module: str) -> str | None:
 def elsewhere(kind: str, name: str) -> str:
     """Return a sentence about a name that another project has; "" for other names.
 
-    `kind` is "key" for configuration keys, "name" for what Python imports, and "command" for a line of a shell. The
-    extension `migration` has the tables.
+    `kind` is "key" for configuration keys and "name" for what Python imports. The extension `migration` has the tables.
     """
     if missing_extension(ELSEWHERE[kind]):
         return ""

@@ -9,7 +9,6 @@ from rl4llm.core.registry import missing_extension
 from rl4llm.extensions.migration.original import ORIGINAL
 from rl4llm.extensions.migration.projects import PROJECTS, TRL, trl
 from rl4llm.extensions.migration.row import Row
-from rl4llm.extensions.migration.small import MRL
 
 
 def of_key(given: str) -> str:
@@ -42,7 +41,7 @@ def _found(name: str) -> Iterator[tuple[str, Row]]:
     places = [(project, [*project.prepare({name: None})][-1]) for project in PROJECTS if "." in name]
     if missing_extension(f"{TRL}.table") is None:
         places += [(trl(algorithm), last) for algorithm in ("grpo", "dpo", "sft")]
-    places += [(MRL, name), (ORIGINAL, f"method.{last}"), *((project, name) for project in PROJECTS)]
+    places += [(ORIGINAL, f"method.{last}"), *((project, name) for project in PROJECTS)]
     for project, candidate in places:
         if row := project.row(candidate):
             yield project.name, row

@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
         "rl4llm import 'python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=M'",
         "rl4llm import configs/grpo_config.yaml --out grpo.yaml",
     )
-    about = "convert a command or configuration of verl, TRL, MRLM, mithrl, MRL or michaelnny/rl4llm"
+    about = "convert a command or configuration of verl, TRL or michaelnny/rl4llm"
     command = add_command(commands, "import", run, about, examples)
     command.add_argument(
         "source", metavar="COMMAND_OR_YAML", help="a YAML file, a script, or a quoted command"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 _CHAT = "use `rl4llm.envs.ChatEnv`, which works with every engine, or no environment: a dataset and rewards are enough"
-_TASKS = "set `data.path`, for example to `arithmetic`, which generates problems"
-_STEPPED = "a class with `reset` and `step` works unchanged: `env.name=stepped env.task=package.module:Class`"
-_PLAIN = "environments and rewards exchange `rl4llm.ChatMessage`, and rewards are numbers"
 _BUILT = "`GRPOTrainer` and `PPOTrainer` of rl4llm take a model, a dataset and rewards, and build it"
 _OPTIONS = "the trainer takes the options as keywords"
 _CRITIC = "PPO with `algorithm.critic_warmup_steps` at `max_steps` trains the critic alone"
 _EXPLORES = "set `algorithm.name=explore_grpo` in a file for `rl4llm train`"
 _AHEAD = "use `GRPOTrainer` with `rollout.one_step_off_policy`, which samples with a server while the trainer learns"
-_KEYS = "write a YAML file for `rl4llm train`, or pass its keys to a trainer: `PPOTrainer(model, dataset, training={...})`"
 
 NAMES: dict[str, str] = {
     # michaelnny/rl4llm
@@ -44,33 +40,9 @@ NAMES: dict[str, str] = {
     "AsyncGRPOTrainer": f"of TRL: {_AHEAD}.",
     "AsyncGRPOConfig": f"of TRL: {_AHEAD}.",
     "RichProgressCallback": "of TRL: there are no callbacks; `output.console` chooses how progress is shown.",
-    # mithrl
-    "Environment": f"of mithrl: {_STEPPED}, and so does a factory with `create`.",
-    "EnvironmentFactory": "of mithrl: a factory works unchanged: `env.name=stepped env.task=package.module:Factory`.",
-    "MithrlConfig": f"of mithrl: {_KEYS}. `rl4llm import FILE` converts a file.",
     # RL-MAX
     "Rewarder": "of RL-MAX: list rewards in `rewards`, each with a `weight`.",
     "ThinkFormatReward": "of RL-MAX: use the reward `format`, which wants think and answer tags.",
-    # MRLM
-    "LLMEnvironment": "of MRLM: the policy is `model.path`, and the engine is `inference.name`.",
-    "EnvironmentMode": "of MRLM: an environment on another machine is `env.remote`, hosted by `rl4llm serve-env`.",
-    "MathReasoningEnvironment": f"of MRLM: use `env.name=chat rewards=[math]`, and {_TASKS}.",
-    "MathProblemGenerator": f"of MRLM: {_TASKS}.",
-    "CodeExecutionEnvironment": "of MRLM: use `env.name=code`, `rl4llm.CodeEnv`, with the reward `code`.",
-    "CodeProblemGenerator": "of MRLM: set `data.path` to problems, for example of HumanEval: configs/humaneval_grpo.yaml.",
-    "DebateEnvironment": "of MRLM: use `env.name=debate`, `rl4llm.DebateEnv`: configs/debate_grpo.yaml.",
-    "RuleBasedJudge": "of MRLM: the reward `winner` compares answers with the ground truth, `llm_judge` asks a model.",
-    "ToolUseEnvironment": "of MRLM: use `env.name=tool env.tools=[calculator, python, search, workspace]`.",
-    "create_default_tool_registry": "of MRLM: use `env.tools=[calculator, python, search, workspace]`.",
-    "SimulatedEnvironment": f"of MRLM: {_STEPPED}.",
-    "Message": f"of MRLM: {_PLAIN}.",
-    "Observation": f"of MRLM: {_PLAIN}.",
-    "Reward": f"of MRLM: {_PLAIN}.",
-    "ExperimentConfig": f"of MRLM: {_KEYS}.",
-    "TrainingConfig": f"of MRLM: {_KEYS}.",
-    # MRL
-    "MRLTrainer": "of MRL: `GRPOTrainer` takes the same call, except for GPUs and workers: `rl4llm launch --on modal`.",
-    "OrchestratorConfig": f"of MRL: {_KEYS}.",
     # verl
     "RayPPOTrainer": f"of verl: {_BUILT}. `rl4llm import run.sh` converts a command.",
     "DataProto": "of verl: a batch is `rl4llm.core.types.TrainBatch`.",
@@ -83,7 +55,7 @@ NAMES: dict[str, str] = {
 def of_name(name: str) -> str:
     """Return what to import or to write instead of a name of another project; "" for other names.
 
-    >>> of_name("MRLTrainer")
-    "of MRL: `GRPOTrainer` takes the same call ..."
+    >>> of_name("rl4llm.utils.set_seed")
+    "of michaelnny/rl4llm: set `seed`, which every run and trainer applies."
     """
     return NAMES.get(name.rpartition(".")[2], "")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rl4llm.core.registry import load
-from rl4llm.extensions.migration.mrlm import MRLM
 from rl4llm.extensions.migration.original import ORIGINAL
 from rl4llm.extensions.migration.row import Project, Row, Rule, joint, key, none
-from rl4llm.extensions.migration.small import MITHRL, MRL
 from rl4llm.extensions.migration.verl import VERL
 
-PROJECTS = (VERL, MRLM, ORIGINAL, MITHRL, MRL)
+PROJECTS = (VERL, ORIGINAL)
 TRL = "rl4llm.extensions.trl"
 OF_COMMAND: dict[str, Row] = {
     "model_name_or_path": key("model.path"),

@@ -15,12 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rl4llm.config import flatten
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import missing_extension
-from rl4llm.extensions.migration.mrlm import MRLM
 from rl4llm.extensions.migration.original import ORIGINAL
 from rl4llm.extensions.migration.projects import PROJECTS, TRL, trl
 from rl4llm.extensions.migration.row import Project
 from rl4llm.extensions.migration.shell import commands
-from rl4llm.extensions.migration.small import MITHRL, MRL
 from rl4llm.extensions.migration.verl import VERL
 
 Values = dict[str, Any]
@@ -84,18 +82,13 @@ def _of_commands(text: str, where: str) -> Source:
         for mark, project in MARKS:
             if any(re.search(mark, word) for word in words):
                 return _of_words(words, project)
-    known = (
-        "verl.trainer.main_ppo, trl grpo, scripts/run_train_grpo.py, mrlm train, src.rl.train, MRL/train.py"
-    )
+    known = "verl.trainer.main_ppo, trl grpo, scripts/run_train_grpo.py"
     raise ConfigError(f"{where} contains no command of a project that is known here, such as {known}.")
 
 
 MARKS: tuple[tuple[str, Project | None], ...] = (
     (r"^verl\.|/main_ppo\.py$", VERL),
     (r"run_train_\w+(\.py)?$", ORIGINAL),
-    (r"^mrlm$|^mrlm\.", MRLM),
-    (r"^src\.rl\.train$|src/rl/train\.py$", MITHRL),
-    (r"MRL/\w+\.py", MRL),
     (r"^trl$|(^|/)(grpo|rloo|dpo|kto|sft|reward)\w*\.py$", None),
 )
 """What a word of a command looks like, by project; TRL's names depend on the trainer."""
@@ -116,11 +109,6 @@ def _of_words(words: Sequence[str], project: Project | None) -> Source:
         own: Values = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
         own |= {"launch.nproc": gpus} if gpus != 1 else {}
         return Source(ORIGINAL, _method_of(words, values) | own)
-    if project is MRLM:
-        own = {"output_dir": flags["output"]} if "output" in flags else {}
-        return Source(MRLM, values | own)
-    if project is not None:
-        return Source(project, values | flags)
     trainer = next(
         (name for word in words for name in TRAINERS if re.match(rf"(.*/)?{name}\w*(\.py)?$", word)), "grpo"
     )

@@ -20,7 +20,6 @@ def add(commands: Any) -> None:
     command = add_command(commands, "serve-env", run, about, examples)
     command.add_argument(
         "--env",
-        "--environments",
         required=True,
         help="environments to host, named as in env.name: tool,chat,package.module:Class",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from typing import Any
 
 
@@ -17,10 +16,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rl4llm.core.errors import ConfigError
-    from rl4llm.core.registry import elsewhere
     from rl4llm.extensions.servers.launch import serve
 
-    if answer := elsewhere("command", shlex.join(["serve", *arguments.flags])):
-        raise ConfigError(answer)
     return serve(arguments.flags)

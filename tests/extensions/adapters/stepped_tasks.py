@@ -22,7 +22,7 @@ class Reward:
 
 
 class Guess:
-    """Reset and step, with classes for observations, rewards and messages, as MRLM has them."""
+    """Reset and step, with classes for observations, rewards and messages."""
 
     def __init__(self, most=9):
         self.most = most
@@ -49,7 +49,7 @@ class Plain:
 
 
 class Sum:
-    """An object of a factory, as mithrl has it."""
+    """An object that a factory creates."""
 
     system_prompt = "Add."
 

@@ -21,18 +21,11 @@ from rl4llm.extensions.migration.names import NAMES, of_name
         ("data.train_batch_size", "a key of verl: here it is `rollout.prompts`"),
         ("+actor_rollout_ref.rollout.n", "a key of verl: here it is `rollout.group_size`"),
         ("actor_rollout_ref.rollout.enforce_eager", "no counterpart: an option of the server"),
-        ("training.algorithm", "a key of MRLM: here it is `algorithm.name`"),
-        ("training.batch_size", "a key of MRLM: here it is `rollout.prompts`"),
-        ("experiment_name", "a key of MRLM: here it is `output.dir`"),
         ("model.flash_attention", "a key of michaelnny/rl4llm: it has no counterpart"),
         ("log_config.output_dir", "a key of michaelnny/rl4llm: here it is `output.dir`"),
         ("grpo.train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
         ("train_rollout_size", "a key of michaelnny/rl4llm: here it is `rollout.prompts`"),
         ("value_net_config.max_steps", "a key of michaelnny/rl4llm: here it is `max_steps`"),
-        (
-            "rollout.n_rollouts",
-            "a key of mithrl: here it is `rollout.prompts`, `rollout.group_size` (the groups",
-        ),
         (
             "num_generation",
             "Did you mean 'num_generations'? It is a key of TRL: here it is `rollout.group_size`",
@@ -40,7 +33,6 @@ from rl4llm.extensions.migration.names import NAMES, of_name
         ("train_rollout_siz", "Did you mean 'train_rollout_size'? It is a key of michaelnny/rl4llm"),
         ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
         ("training.num_generations", "a key of TRL: here it is `rollout.group_size`"),
-        ("actor_gpu", "a key of MRL: here it is `launch.gpu`"),
     ],
 )
 def test_unknown_key_of_another_project_is_answered(key, said, tmp_path):
@@ -94,10 +86,6 @@ def test_suggestion_weighs_the_whole_path(key, meant):
             "'model.path=m' is a key, but the first argument is a configuration file",
         ),
         ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
-        (
-            "serve --environments code,math,debate --port=5",
-            "rl4llm serve-env --env code,math,debate --port 5",
-        ),
         ("eval --model", "argument --model: expected one argument"),
     ],
 )
@@ -113,7 +101,7 @@ def test_import_of_a_foreign_name_is_answered(name):
         pytest.skip("rl4llm has this name")
     with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'rl4llm'. The name is of "):
         exec(f"from rl4llm import {name}")
-    assert of_name(f"mrlm.core.{name}") == NAMES[name] != ""
+    assert of_name(f"theirs.core.{name}") == NAMES[name] != ""
 
 
 @pytest.mark.parametrize(
@@ -162,9 +150,7 @@ def test_modules_of_the_originals_trainers_work():
     assert found == (rl4llm.GRPOConfig, rl4llm.GRPOTrainer, rl4llm.PPOTrainer, rl4llm.DAPOTrainer)
 
 
-def test_trainer_with_the_arguments_of_mrlm_is_answered():
-    with pytest.raises(ConfigError, match=r"'policy_env' is a key of MRLM: .* the policy is `model`"):
-        rl4llm.PPOTrainer(policy_env=object(), eval_envs=[object()], config=object())
+def test_trainer_with_arguments_of_another_project_is_answered():
     with pytest.raises(ConfigError, match="Did you mean 'num_generations'"):
         rl4llm.GRPOTrainer("model", num_generation=4)
     with pytest.raises(ConfigError, match=r"model\.path is not set"):

@@ -35,17 +35,6 @@ EXPECTED = {
         "algorithm.clip_high": 0.28, "backend.name": "deepspeed", "backend.zero_stage": 3,
         "backend.offload_optimizer": True, "eval.every": 20, "max_steps": 200, "model.autocast": "bfloat16",
     },
-    "mrlm.yaml": {
-        "model.path": "Qwen/Qwen2.5-1.5B-Instruct", "algorithm.name": "grpo", "rollout.prompts": 8,
-        "rollout.group_size": 4, "training.updates_per_rollout": 4, "training.epochs": 4, "training.lr": 1e-5,
-        "rollout.max_tokens": 512, "rollout.temperature": 0.7, "env.name": "math", "data.path": "arithmetic",
-        "output.dir": "outputs/math_grpo", "eval.every": 5, "max_steps": 50, "model.autocast": "bfloat16",
-    },
-    "mithrl.yaml": {
-        "model.path": "Qwen/Qwen2.5-3B", "max_steps": 1000, "training.epochs": 4, "training.lr": 1e-5,
-        "rollout.prompts": 6, "rollout.group_size": 8, "algorithm.kl_coef": 0.04, "env.name": "stepped",
-        "env.task": "stepped_tasks:SumFactory", "inference.name": "vllm",
-    },
     "trl.yaml": {
         "model.path": "Qwen/Qwen2.5-0.5B-Instruct", "data.path": "rows.jsonl", "training.lr": 1e-5,
         "rollout.group_size": 4, "rollout.prompts": 2, "rollout.max_tokens": 64, "max_steps": 20,
@@ -169,9 +158,6 @@ def converted_words(words):
          "--infer-cohost-mode", "michaelnny/rl4llm", "inference.url", "http://h:30000"),
         ("deepspeed --num_gpus=4 scripts/run_train_grpo.py --config-file {original}", "michaelnny/rl4llm",
          "rollout.prompts", 8),
-        ("mrlm train --config {mrlm} --output runs/x", "MRLM", "output.dir", "runs/x"),
-        ("python -m src.rl.train --config {mithrl}", "mithrl", "rollout.prompts", 6),
-        ("modal run MRL/train.py::main --max-steps 5 --num-generations 2", "MRL", "rollout.group_size", 2),
         ("trl grpo --config {trl} --learning_rate 3e-6", "TRL", "training.lr", 3e-6),
         ("trl dpo --model_name_or_path m --beta 0.3 --max_steps 4", "TRL", "algorithm.beta", 0.3),
     ],
@@ -206,9 +192,9 @@ def test_long_values_stay_on_one_line():
 
 
 def test_existing_file_is_not_overwritten(tmp_path, capsys):
-    shutil.copy(SOURCES / "mrlm.yaml", tmp_path / "mrlm.yaml")
-    assert main(["import", str(tmp_path / "mrlm.yaml"), "--out", str(tmp_path / "mrlm.yaml")]) == 2
-    assert "mrlm.yaml exists. Next: remove it" in " ".join(capsys.readouterr().err.split())
+    shutil.copy(SOURCES / "trl.yaml", tmp_path / "trl.yaml")
+    assert main(["import", str(tmp_path / "trl.yaml"), "--out", str(tmp_path / "trl.yaml")]) == 2
+    assert "trl.yaml exists. Next: remove it" in " ".join(capsys.readouterr().err.split())
 
 
 def test_script_words_have_variables_arrays_and_quotes(monkeypatch):
