@@ -10,36 +10,28 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.recipes.recipe import FILLED, RECIPES, Recipe, changes, load, names
+from rl4llm.extensions.recipes.recipe import RECIPES, Recipe, changes, load, names
 from rl4llm.extensions.recipes.repeat import measured
-from rl4llm.extensions.recipes.results import Stored, directory, stored
+from rl4llm.extensions.recipes.results import Stored, stored
 from rl4llm.extensions.recipes.summary import COLUMNS, rows, spread
-from rl4llm.extensions.view.export import export
-from rl4llm.extensions.view.run import find_runs
 from rl4llm.tracking.curve import INK, style_axes
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes"
 BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
-EPISODES = 20
 KEPT = ("seed", "curve", "problems", "seconds", "cpu_seconds", "peak_memory_gb", "weights_sha256", "machine")
-READ = ("config.yaml", "run.json", "metrics.jsonl", "eval.jsonl", "alerts.jsonl")
-"""What the viewer reads of a run beside its episodes."""
 
 
 def store(recipe: Recipe, base: Path) -> None:
-    """Write results.json from all finished repetitions, and the log and episodes of each variant's first seed."""
+    """Write results.json from all finished repetitions."""
     variants = {
         variant: found for variant in recipe.variants if (found := repetitions(recipe, base, variant))
     }
@@ -54,9 +46,6 @@ def store(recipe: Recipe, base: Path) -> None:
         seeds = dict(kept.get(variant, {}).get("seeds", {})) | runs
         kept[variant] = {"fingerprint": recipe.fingerprint(variant), "seeds": dict(sorted(seeds.items()))}
         check_models(recipe, Stored(variant, **kept[variant]))
-    for variant, runs in variants.items():
-        if min(runs) == min(kept[variant]["seeds"]):
-            store_run(recipe, variant, directory(base, recipe, variant, min(runs)))
     ordered = {variant: kept[variant] for variant in recipe.variants if variant in kept}
     (recipe.path / "results.json").write_text(json.dumps({"variants": ordered}, indent=1) + "\n")
 
@@ -85,34 +74,6 @@ def check_models(recipe: Recipe, results: Stored) -> None:
         )
 
 
-def store_run(recipe: Recipe, variant: str, work: Path) -> None:
-    """Write the log and the newest episodes of a run, without the paths of this machine."""
-    run = work / "run"
-    log = gzip.compress((run / "metrics.jsonl").read_bytes(), mtime=0)
-    (recipe.path / f"{variant}.metrics.jsonl.gz").write_bytes(log)
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / f"{recipe.name}-{variant}"
-        shutil.copytree(run / "episodes", copy / "episodes")
-        for name in READ:
-            if (run / name).exists():
-                (copy / name).write_text(without_paths(recipe, work, (run / name).read_text()))
-        page = recipe.path / f"{variant}.html"
-        export(find_runs([copy]), page, EPISODES)
-        text = page.read_text()
-        page.write_text(text.replace(scratch, "runs"))
-
-
-def without_paths(recipe: Recipe, work: Path, text: str) -> str:
-    """Return the text of a file of a run with the paths of the recipe's configuration in place of this machine's."""
-    from rl4llm.config import flatten, load_config
-
-    given, shipped = flatten(load_config(work / "run" / "config.yaml", of_run=True)), flatten(recipe.config())
-    for key in FILLED:
-        if given[key] and str(work) not in given[key]:  # otherwise it is replaced below
-            text = text.replace(given[key], str(shipped[key]))
-    return text.replace(str(work), f"runs/recipes/{recipe.name}/{work.parent.name}/{work.name}")
-
-
 def page() -> str:
     """Return what the page has of all recipes."""
     recipes = [load(name) for name in names()]
@@ -133,8 +94,6 @@ def section(recipe: Recipe) -> str:
     if results := stored(recipe):
         parts += [f"![held-out {recipe.metric} of {recipe.name} by training step](recipes/{recipe.name}.png)"]
         parts += [results_table(recipe, results)]
-        files += [f"[{file.name}]({home}/{file.name})" for file in sorted(recipe.path.glob("*.html"))]
-        files += [f"[{file.name}]({home}/{file.name})" for file in sorted(recipe.path.glob("*.gz"))]
         files += [f"[results.json]({home}/results.json)"]
     else:
         parts += [f"**Not run here.** It needs {recipe.needs}." if recipe.needs else "**Not run here.**"]
