@@ -183,7 +183,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                 parts = [
                     model.forward_backward(batch, **objective, last=batch is last) for batch in update.batches
                 ]
-                metrics = self.ranks.merge(of_update(parts)) | model.optim_step()
+                metrics = of_update(parts, self.ranks) | model.optim_step()
                 self.watch(update, metrics)
         return self.after_update(update, step, metrics)
 

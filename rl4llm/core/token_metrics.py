@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.types import TrainBatch
+from rl4llm.runtime.ranks import Ranks
 
 MAX, WEIGHTED = "/max", "/weighted"
 
@@ -37,17 +38,25 @@ def of_batch(loss: Tensor, metrics: TokenMetrics, batch: TrainBatch) -> dict[str
     return dict(zip(names, torch.stack([value.double() for value in values]).tolist(), strict=True))
 
 
-def of_update(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of one optimizer step from those of its micro-batches; "tokens" becomes "update/tokens"."""
+def of_update(parts: Sequence[dict[str, float]], ranks: Ranks) -> dict[str, float]:
+    """Return the metrics of an optimizer step from this rank's micro-batches, the same on all ranks.
+
+    The micro-batches of all ranks count as if one rank had them. "tokens" becomes "update/tokens".
+    """
+    total = _merged(ranks.everyone(_merged(parts)))
+    names = {"tokens": "update/tokens"}
+    return {names.get(name, name.removesuffix(WEIGHTED)): value for name, value in total.items()}
+
+
+def _merged(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of several micro-batches together, as those of a single one."""
     tokens = sum(part["tokens"] for part in parts)
-    merged = {"loss": sum(part["loss"] for part in parts), "update/tokens": tokens}
-    for name in parts[0]:
-        if name in ("loss", "tokens"):
-            continue
+
+    def merge(name: str) -> float:
         if name.endswith(MAX):
-            merged[name] = max(part[name] for part in parts)
-        elif name.endswith(WEIGHTED):
-            merged[name.removesuffix(WEIGHTED)] = sum(part[name] for part in parts)
-        else:
-            merged[name] = sum(part[name] * part["tokens"] for part in parts) / max(tokens, 1)
-    return merged
+            return max(part[name] for part in parts)
+        if name in ("loss", "tokens") or name.endswith(WEIGHTED):
+            return sum(part[name] for part in parts)
+        return sum(part[name] * part["tokens"] for part in parts) / max(tokens, 1)
+
+    return {name: merge(name) for name in parts[0]}

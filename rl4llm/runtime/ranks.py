@@ -55,6 +55,10 @@ class Ranks:
         """Return the values of all ranks, by rank, on the first rank; an empty list on the others."""
         return [value]
 
+    def everyone(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on every rank."""
+        return [value]
+
     def wait(self) -> None:
         """Wait until all ranks have called this."""
 
@@ -79,14 +83,6 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the process group."""
-
-    def merge(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Combine the metrics of an optimizer step over all ranks; ranks may lack some.
-
-        "loss" and "update/tokens" are added, names that end in "/max" take the maximum, all others are means over the
-        policy's tokens.
-        """
-        return dict(metrics)
 
 
 class DistributedRanks(Ranks):
@@ -120,6 +116,11 @@ class DistributedRanks(Ranks):
         self._speak(dist.gather_object, value, box)
         return box or []
 
+    def everyone(self, value: T) -> list[T]:
+        box: list[Any] = [None] * self.size
+        self._speak(dist.all_gather_object, box, value)
+        return box
+
     def wait(self) -> None:
         self._speak(dist.barrier)
 
@@ -136,25 +137,6 @@ class DistributedRanks(Ranks):
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def merge(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        everyone: list[dict[str, float]] = [{}] * self.size
-        self._speak(dist.all_gather_object, everyone, dict(metrics))
-        tokens = [metrics.get("update/tokens", 0.0) for metrics in everyone]
-        merged: dict[str, float] = {}
-        for name in dict.fromkeys(name for found in everyone for name in found):
-            there = [
-                (found[name], count) for found, count in zip(everyone, tokens, strict=True) if name in found
-            ]
-            if name in ("loss", "update/tokens"):
-                merged[name] = sum(value for value, _ in there)
-            elif name.endswith("/max"):
-                merged[name] = max(value for value, _ in there)
-            else:
-                merged[name] = sum(value * count for value, count in there) / max(
-                    sum(count for _, count in there), 1e-9
-                )
-        return {name: merged[name] for name in (*metrics, *(name for name in merged if name not in metrics))}
 
     def _speak(self, call: Any, *args: Any) -> None:
         self.waits = True

@@ -60,7 +60,7 @@ class DatasetTrainer(BaseTrainer[Step]):
 
     def report(self, step: Step) -> None:
         tokens = sum(trajectory.num_tokens for trajectory in step.trajectories)
-        self.tracker.step(self.step, (), (), step.metrics, tokens=tokens, counts=_special_tokens(step))
+        self.tracker.step(self.step, (), (), step.metrics, tokens=tokens, counts=self._special_tokens(step))
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -68,13 +68,14 @@ class DatasetTrainer(BaseTrainer[Step]):
         if not self.held_out:
             return
         with self.clock("evaluate"):
-            groups = [self._group(self.held_out, row) for row in range(len(self.held_out))]
+            rows = range(self.ranks.rank, len(self.held_out), self.ranks.size)
+            groups = [self._group(self.held_out, row) for row in rows]
             parts = [
                 self.backend.forward_backward(batch, **self.objective(update))
                 for update in self.measuring.prepare(groups, self.step).updates
                 for batch in update.batches
             ]
-        self.tracker.measured(self.step, of_update(parts))
+        self.tracker.measured(self.step, of_update(parts, self.ranks))
 
     def close(self) -> None:
         self.tracker.close()
@@ -100,9 +101,9 @@ class DatasetTrainer(BaseTrainer[Step]):
     def _group(self, rows: Sequence[dict[str, Any]], row: int) -> Group:
         return self.read(rows[row], str(rows[row].get("prompt_id", row)))
 
-
-def _special_tokens(step: Step) -> dict[str, float]:
-    """Return the mean of the special tokens in the texts of rows that have any, for the log."""
-    noted = (trajectory.extras.get("metrics", {}) for trajectory in step.trajectories)
-    counts = [metrics["special_tokens"] for metrics in noted if "special_tokens" in metrics]
-    return {"env/special_tokens": sum(counts) / len(counts)} if counts else {}
+    def _special_tokens(self, step: Step) -> dict[str, float]:
+        """Return the mean of the special tokens in the texts of rows that have any, for the log."""
+        noted = (trajectory.extras.get("metrics", {}) for trajectory in step.trajectories)
+        counts = [metrics["special_tokens"] for metrics in noted if "special_tokens" in metrics]
+        total, rows = self.ranks.total(torch.tensor([sum(counts), len(counts)])).tolist()
+        return {"env/special_tokens": total / rows} if rows else {}

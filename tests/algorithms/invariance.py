@@ -19,6 +19,7 @@ from torch import Tensor
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.token_metrics import of_batch, of_update
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.runtime.ranks import Ranks
@@ -135,17 +136,18 @@ def look_up(numbers: Tensor, batch: TrainBatch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Loss and gradients of all optimizer steps of a rollout."""
+    """Loss, metrics and gradients of all optimizer steps of a rollout."""
 
     losses: Tensor
+    metrics: Tensor
     gradient: Tensor
     value_gradient: Tensor
 
     def distance(self, other: Outcome) -> float:
         """Return the largest difference, relative to the largest number."""
-        pairs = [
-            (getattr(self, name), getattr(other, name)) for name in ("losses", "gradient", "value_gradient")
-        ]
+        names = "losses", "gradient", "value_gradient"
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        pairs += zip(self.metrics, other.metrics, strict=True)  # each relative to itself
         return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
 
 
@@ -169,9 +171,10 @@ def outcome(make: Callable[[], BaseAlgorithm], arrangement: Arrangement, updates
     for error in sorted(broken, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     results = [future.result() for future in futures]
-    return Outcome(
-        *(sum(getattr(one, name) for one in results) for name in ("losses", "gradient", "value_gradient"))
-    )
+    assert all(torch.equal(one.metrics, results[0].metrics) for one in results)  # every rank logs the same
+    added = (sum(getattr(one, name) for one in results) for name in ("losses", "gradient", "value_gradient"))
+    losses, *gradients = added
+    return Outcome(losses, results[0].metrics, *gradients)
 
 
 class Exchange:
@@ -179,7 +182,7 @@ class Exchange:
 
     def __init__(self, ranks: int):
         self.barrier = threading.Barrier(ranks, timeout=RANK_TIMEOUT_S)
-        self.slots: list[Tensor | None] = [None] * ranks
+        self.slots: list[Any] = [None] * ranks
 
     def __enter__(self) -> Exchange:
         return self
@@ -188,11 +191,11 @@ class Exchange:
         if kind is not None:  # the others must not wait for a rank that failed
             self.barrier.abort()
 
-    def everyone(self, rank: int, tensor: Tensor) -> Tensor:
-        """Concatenate what all ranks gave."""
-        self.slots[rank] = tensor
+    def everyone(self, rank: int, value: Any) -> list[Any]:
+        """Return what all ranks gave."""
+        self.slots[rank] = value
         self.barrier.wait()
-        gathered = torch.stack(self.slots)
+        gathered = list(self.slots)
         self.barrier.wait()
         return gathered
 
@@ -205,10 +208,13 @@ class ThreadRanks(Ranks):
         self._exchange = exchange
 
     def total(self, tensor: Tensor) -> Tensor:
-        return self._exchange.everyone(self.rank, tensor).sum(0)
+        return torch.stack(self.everyone(tensor)).sum(0)
 
     def largest(self, number: int) -> int:
-        return int(self._exchange.everyone(self.rank, torch.tensor(number)).max())
+        return max(self.everyone(int(number)))
+
+    def everyone(self, value: Any) -> list[Any]:
+        return self._exchange.everyone(self.rank, value)
 
 
 def arranged(found: list[Group], arrangement: Arrangement) -> list[Group]:
@@ -270,7 +276,7 @@ def _of_rank(
         ),
         ranks=ranks,
     )
-    losses = []
+    losses, metrics = [], []
     mismatched = algorithm.needs().mismatched
     for update in preparation.prepare(own, AFTER_WARMUP).updates:
         assert not mismatched or all(
@@ -281,26 +287,34 @@ def _of_rank(
             parts = [_value_loss(algorithm, batch, new_values) for batch in update.batches]
         else:
             parts = [_loss(algorithm, batch, logprobs) for batch in update.batches]
-        losses.append(sum(parts, torch.zeros((), dtype=torch.float64)))
+        losses.append(sum((loss for loss, _ in parts), torch.zeros((), dtype=torch.float64)))
+        metrics += of_update([metrics for _, metrics in parts], ranks).values()
     made = torch.stack(losses)
     gradients = torch.autograd.grad(
         made.sum() + 0 * (logprobs.sum() + new_values.sum()), [logprobs, new_values]
     )
-    return Outcome(made.detach(), *gradients)
+    return Outcome(made.detach(), torch.tensor(metrics, dtype=torch.float64), *gradients)
 
 
-def _loss(algorithm: BaseAlgorithm, batch: TrainBatch, logprobs: Tensor) -> Tensor:
+def _loss(algorithm: BaseAlgorithm, batch: TrainBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, float]]:
     needs = algorithm.needs()
     entropy_BT = (
         look_up(table(6, center=2.0), batch) * look_up(logprobs, batch).exp() if needs.entropy else None
     )
-    losses_BT, _ = algorithm.token_losses(batch, look_up(logprobs, batch), entropy_BT)
-    return (losses_BT * batch.weights_BT).sum()
+    return _summed(batch, *algorithm.token_losses(batch, look_up(logprobs, batch), entropy_BT))
 
 
-def _value_loss(algorithm: BaseAlgorithm, batch: TrainBatch, new_values: Tensor) -> Tensor:
-    losses_BT, _ = algorithm.value_losses(batch, look_up(new_values, batch))
-    return (losses_BT * batch.weights_BT).sum()
+def _value_loss(
+    algorithm: BaseAlgorithm, batch: TrainBatch, new_values: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    return _summed(batch, *algorithm.value_losses(batch, look_up(new_values, batch)))
+
+
+def _summed(
+    batch: TrainBatch, losses_BT: Tensor, metrics: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, float]]:
+    loss = (losses_BT * batch.weights_BT).sum()
+    return loss, of_batch(loss.detach(), metrics, batch)
 
 
 def invariance_error(method: str, options: Mapping[str, Any], exempt: Mapping[str, str]) -> float:

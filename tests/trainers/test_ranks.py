@@ -163,9 +163,63 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, single, model_dir, tmp_path, 
     one = single(name)
     assert_close(two, one.weights, atol=2e-4)
     for ours, theirs in zip(metrics(tmp_path / "two"), one.metrics, strict=True):
-        for key in ("reward/mean", "loss", "update/tokens", "trajectories", "grad_norm"):
-            if key in theirs:
-                assert ours[key] == pytest.approx(theirs[key], abs=2e-4), (ours["step"], key)
+        assert measured(ours) == pytest.approx(measured(theirs), abs=3e-4), ours["step"]
+
+
+def measured(row):
+    """Return the metrics of a step without those of time, memory and rounding errors."""
+    apart = ("time/", "memory/", "resources/", "tokens/s", "mismatch/")
+    return {name: value for name, value in row.items() if not name.startswith(apart)}
+
+
+SAID = [
+    f"{name} {name * 3}" * length for name, length in zip("abcdefgh", (1, 4, 2, 1, 3, 1, 5, 2), strict=True)
+]
+ANSWERS = [
+    {"prompt": f"Say {row}.", "chosen": text, "rejected": text[::-1] + "!"} for row, text in enumerate(SAID)
+]
+LEARNED = {
+    "sft": [
+        {
+            "messages": [
+                {"role": role, "content": text} for role, text in (("user", "Go."), ("assistant", said))
+            ]
+        }
+        for said in SAID
+    ],
+    "kto": [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": row["prompt"] > "Say 3"}
+        for row in ANSWERS
+    ],
+    **dict.fromkeys(("dpo", "reward_model"), ANSWERS),
+}
+
+
+class Learner(PolicyTrainer):
+    """Of whatever dataset and algorithm the test names."""
+
+    algorithm = "sft"
+
+
+def learned(ranks, model_dir, directory):
+    """Train and measure with every method that learns from a dataset."""
+    for name, rows in LEARNED.items():
+        Learner(
+            str(model_dir), rows[:4], eval_dataset=rows[3:], algorithm={"name": name}, output={"dir": str(directory / name)},
+            max_steps=2, deterministic=True,
+            **{"rollout.prompts": 4 // ranks.size, "training.max_tokens_per_batch": 64 // ranks.size, "training.lr": 3e-3,
+               "eval.every": 1, "checkpoint.every": 0, "timeout_s": 60},
+        ).train()  # fmt: skip
+
+
+def test_two_ranks_measure_what_one_measures(on_ranks, alone, model_dir, tmp_path):
+    learned(alone, model_dir, tmp_path / "one")
+    on_ranks(learned, model_dir, tmp_path / "two")
+    for name in LEARNED:
+        for ours, theirs in zip(
+            metrics(tmp_path / "two" / name), metrics(tmp_path / "one" / name), strict=True
+        ):
+            assert measured(ours) == pytest.approx(measured(theirs), rel=1e-3, abs=3e-4), (name, ours["step"])
 
 
 @pytest.fixture(scope="module")
