@@ -20,7 +20,8 @@
     │   └── EnginesDownError    no server is reachable; the run stops and can be resumed
     ├── WeightsError       a version of the weights is damaged, incomplete or not finite
     ├── CheckpointError    a checkpoint is damaged or belongs to another run
-    ├── NotFiniteError     losses or gradients were NaN or infinite several times in a row
+    ├── DivergedError      training broke the policy
+    │   └── NotFiniteError      losses or gradients were NaN or infinite several times in a row
     ├── RanksError         a process that trains with others lost them
     └── RunDirError        the output directory cannot be used
 
@@ -130,7 +131,11 @@ class CheckpointError(RL4LLMError):
     """A checkpoint is damaged or belongs to another run."""
 
 
-class NotFiniteError(RL4LLMError):
+class DivergedError(RL4LLMError):
+    """Training diverged: the policy's log-probs are not finite, or a step moved them too far for engines to follow."""
+
+
+class NotFiniteError(DivergedError):
     """Losses or gradients were not finite several times in a row. Training stops and keeps the last step for replay."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import EngineError, MismatchError, StaleWeightsError, UnreachableError
+from rl4llm.core.errors import DivergedError, EngineError, MismatchError, StaleWeightsError, UnreachableError
 from rl4llm.core.types import SamplingParams, TrainBatch, WeightRef
 from rl4llm.runtime.seeds import derive_seed
 
@@ -29,6 +29,10 @@ FLOORS = {"float32": 1e-5, "bfloat16": 0.01, "float16": 1.25e-3}
 """A mean difference of unlikely tokens (nats) that is rounding in any model, though an engine was closer at first."""
 FACTOR = 3.0
 """How much an engine's difference may grow. In a real model of 30 layers in bf16, two swapped layers give 7 times it."""
+LEAP = 1.0
+"""A mean change of the trainer's log-probs (nats) in one step that shows divergence: steps that learn move them by 0.1 at
+most. Logits that large differ by rounding alone, so an engine with the right weights is beyond its tolerance too."""
+PEAK = 10.0  # how often the bound of the mean a single token may differ
 LEAST_UNCERTAINTY = 0.1  # below it, rounding does not shrink any more
 NOISE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-4}
 """A mean change of the trainer's log-probs (nats) that must show in an engine, if only in the last bit. In bf16 the
@@ -99,8 +103,18 @@ class Canary:
         return token_ids_BT
 
     def expected(self, backend: BaseBackend) -> Tensor:
-        """Return the trainer's log-probs (sequences, length - 1); call this while its model is on its device."""
-        return backend.forward(_batch(self.token_ids_BT))[:, 1:].cpu()
+        """Return the trainer's log-probs (sequences, length - 1); call this while its model is on its device.
+
+        Raises DivergedError if they are not finite.
+        """
+        expected_BT = backend.forward(_batch(self.token_ids_BT))[:, 1:].cpu()
+        if not expected_BT.isfinite().all():
+            raise DivergedError(
+                "The policy's log-probs are not finite (NaN or infinite), so its weights are of no use. If steps were "
+                "taken, training diverges: lower training.lr, and resume from an earlier checkpoint. If not, check the "
+                "weights in model.path and model.dtype."
+            )
+        return expected_BT
 
     async def verify(self, backend: BaseBackend, client: BaseClient, weight_ref: WeightRef) -> float:
         """Call `compare` with the backend's current log-probs."""
@@ -109,7 +123,8 @@ class Canary:
     async def compare(self, expected_BT: Tensor, client: BaseClient, weight_ref: WeightRef) -> float:
         """Return the largest of all engines' mean differences in nats; the first call calibrates their tolerances.
 
-        Raises StaleWeightsError when an engine exceeds the tolerance or reports another version than was published.
+        Raises StaleWeightsError when an engine exceeds the tolerance or reports another version than was published, and
+        DivergedError when it follows a policy that moved too far in one step.
         The fleet handles engines that cannot be reached, but at least one must answer: while there is none, this waits as
         `client` does, and raises UnreachableError after a few attempts.
         """
@@ -159,6 +174,14 @@ class Canary:
         scored_BT = torch.tensor([await engine.score(row) for row in self.token_ids_BT.tolist()])
         difference = (scored_BT - expected_BT).abs().mean().item()
         if not difference <= tolerance:  # NaN is beyond any tolerance
+            _, before_BT = self._last.get(str(engine), (None, expected_BT))
+            moved = (expected_BT - before_BT).abs().mean().item()
+            if moved > LEAP and difference < moved / 2:  # the engine did follow
+                raise DivergedError(
+                    f"Training diverges: the step to version {version} moved the policy's log-probs of the canary's tokens "
+                    f"by {moved:.3g} nats on average, and {engine} differs by {difference:.3g} through rounding. Lower "
+                    "training.lr, and resume from a checkpoint before the change."
+                )
             raise StaleWeightsError(
                 f"{engine} does not hold version {version}: its log-probs of the canary's tokens differ from "
                 f"the trainer's by {difference:.3g} nats on average, more than {tolerance:.3g}. Training stops; check how "
@@ -223,6 +246,21 @@ def check_mismatch(metrics: Mapping[str, float], stop_above: float | None) -> No
             f"{stop_above:g} (largest {metrics[PREFIX + 'max']:.3g}). Training stops before this step is saved. Next: give "
             "both the same dtype, check the engine's kernels and quantization, or raise the limit."
         )
+
+
+def mismatch_warning(metrics: Mapping[str, float], bound: float) -> str:
+    """Return a warning if a step's mismatch is more than rounding, else "".
+
+    Its mean may be as large as `bound` nats, the canary's, and that of one token 10 times as large.
+    """
+    mean, largest = metrics.get(PREFIX + "mean", 0.0), metrics.get(PREFIX + "max", 0.0)
+    if mean <= bound and largest <= PEAK * bound:
+        return ""
+    return (
+        f"Log-probs of engine and trainer differ by {mean:.3g} nats on average, by {largest:.3g} at most. Rounding explains "
+        f"{bound:g} and {PEAK * bound:g}. Samples of another distribution bias every step. Next: check the engine's "
+        "sampling options, kernels and dtype; mismatch.stop_above stops a run on it."
+    )
 
 
 def _uncertainty(logprobs_BT: Tensor) -> float:

@@ -21,7 +21,7 @@ from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.sync.inference import Inference
-from rl4llm.sync.verify import check_mismatch, summarize_mismatch, token_mismatch
+from rl4llm.sync.verify import check_mismatch, mismatch_warning, summarize_mismatch, token_mismatch
 from rl4llm.tracking.episodes import TrainedTokens
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.prepare import Preparation
@@ -83,6 +83,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             from rl4llm.trainers.ahead import Ahead  # noqa: PLC0415 - off by default
 
             self._ahead = Ahead()
+        self._warned = False  # of a mismatch, once per start
         self._closed = False
 
     def collect(self) -> RLStep:
@@ -147,6 +148,10 @@ class RLTrainer(BaseTrainer[RLStep]):
         else:
             metrics = summarize_mismatch(metrics)
             check_mismatch(metrics, self.inference.stop_above)
+            canary = self.inference.canary
+            if canary and not self._warned and (warning := mismatch_warning(metrics, canary.bound)):
+                self._warned = True
+                self.warn(f"Step {self.step + 1}: {warning}")
             step.moved = step.moved or bool(update.batches)
         self.algorithm.after_step(metrics | step.counts)
         return metrics

@@ -7,7 +7,7 @@ import torch
 
 from rl4llm.core.errors import MismatchError
 from rl4llm.core.types import TrainBatch
-from rl4llm.sync.verify import check_mismatch, summarize_mismatch, token_mismatch
+from rl4llm.sync.verify import BOUNDS, check_mismatch, mismatch_warning, summarize_mismatch, token_mismatch
 
 
 def batch(sampled_BT):
@@ -59,6 +59,17 @@ def test_k3_estimates_the_divergence_of_trainer_and_engine():
     other = (trainer_V.exp() * (trainer_V - engine_V)).sum().item()
     assert found["mismatch/k3"] == pytest.approx(exact, rel=0.03)
     assert abs(exact - other) > 0.1 * exact
+
+
+@pytest.mark.parametrize("dtype", sorted(BOUNDS))
+def test_a_mismatch_beyond_rounding_is_a_warning(dtype):
+    bound = BOUNDS[dtype]
+    assert mismatch_warning({"mismatch/mean": 0.9 * bound, "mismatch/max": 9 * bound}, bound) == ""
+    assert mismatch_warning({}, bound) == ""
+    for mean, largest in ((1.1 * bound, bound), (0.1 * bound, 2.8)):
+        assert f"by {mean:.3g} nats on average, by {largest:.3g} at most" in mismatch_warning(
+            {"mismatch/mean": mean, "mismatch/max": largest}, bound
+        )
 
 
 @pytest.mark.parametrize("mean", [0.0101, math.inf, math.nan])

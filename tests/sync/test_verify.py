@@ -11,7 +11,7 @@ from fault_server import FaultServer, small_model, write_weights
 from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import EnginesDownError, StaleWeightsError, UnreachableError
+from rl4llm.core.errors import DivergedError, EnginesDownError, StaleWeightsError, UnreachableError
 from rl4llm.core.types import TrainBatch, WeightRef
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
@@ -190,6 +190,33 @@ def test_the_tolerance_follows_how_likely_the_tokens_are(engine):
     asyncio.run(seen.compare(likely(0.5), engine, REF))
     for probability, limit in ((0.5, 0.06), (0.25, 0.09), (1e-6, 0.12), (0.7, 0.036), (0.99, 0.012)):
         assert seen.tolerance(engine, likely(probability)) == pytest.approx(limit, rel=1e-4)
+
+
+def test_a_policy_that_leaps_diverges_a_left_engine_is_stale(backend, engine):
+    seen = canary(engine)
+    verify(seen, backend, engine)
+    start = seen.expected(backend)
+    for leap, error in ((9.0, DivergedError), (0.5, StaleWeightsError)):
+        expected_BT = start - leap
+
+        async def scores(token_ids, expected_BT=expected_BT):
+            row = seen.token_ids_BT.tolist().index(token_ids)
+            return (expected_BT[row] + 1e-3).tolist()  # what rounding adds where logits are large
+
+        engine.score = scores
+        with pytest.raises(
+            error, match="Training diverges: .* 9 nats" if leap == 9 else "does not hold version 4"
+        ):
+            asyncio.run(seen.compare(expected_BT, engine, REF))
+    del engine.score  # it has the weights before
+    with pytest.raises(StaleWeightsError, match=r"does not hold version 4: .* by 9 nats"):
+        asyncio.run(seen.compare(start - 9.0, engine, REF))
+
+
+def test_a_policy_without_finite_log_probs_reaches_no_engine(backend, engine):
+    next(iter(backend.model.parameters())).data.fill_(math.nan)
+    with pytest.raises(DivergedError, match=r"not finite .* lower training\.lr"):
+        verify(canary(engine), backend, engine)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
