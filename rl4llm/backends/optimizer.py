@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,9 @@ class Optimizer:
 
     A parameter of 16 bits has a float32 copy in `masters`, which takes the steps, so that no small one is rounded away
     (Micikevicius et al. 2018, section 3.1). After each step the parameter is the rounded master. Whoever writes into such a
-    parameter writes into its master too. Without `masters` whoever takes the steps must keep them, as DeepSpeed does.
+    parameter writes into its master too. Each backward pass adds the parameter's gradient to the master's, in float32: in 16
+    bits the sum of 1,000 micro-batches loses a quarter. Without `masters` whoever takes the steps must keep them and add
+    up the gradients, as DeepSpeed does.
 
     Where parameters are sharded, so are gradients, masters and moments, and every method but `to` needs every rank.
     """
@@ -78,10 +81,12 @@ class Optimizer:
             for name, parameter in self.parameters.items()
             if masters and parameter.dtype.itemsize < 4
         }
-        self._stepped = self.parameters | self.masters
+        for name, master in self.masters.items():
+            self.parameters[name].register_post_accumulate_grad_hook(partial(_add_to, master))
+        self.stepped = self.parameters | self.masters  # what has gradients and takes the steps
         self.step_number = 0  # of optimizer steps taken
-        decayed = [parameter for parameter in self._stepped.values() if parameter.ndim > 1]
-        others = [parameter for parameter in self._stepped.values() if parameter.ndim <= 1]
+        decayed = [parameter for parameter in self.stepped.values() if parameter.ndim > 1]
+        others = [parameter for parameter in self.stepped.values() if parameter.ndim <= 1]
         groups = [
             {"params": params, "weight_decay": decay}
             for params, decay in ((decayed, options.weight_decay), (others, 0.0))
@@ -93,10 +98,7 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Clip, step, zero the gradients; non-finite gradients are discarded and counted as "skipped"."""
         lr = self.options.lr_at(self.step_number)
-        for name, master in self.masters.items():
-            gradient, self.parameters[name].grad = self.parameters[name].grad, None
-            master.grad = None if gradient is None else gradient.float()
-        gradients = [parameter.grad for parameter in self._stepped.values() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.stepped.values() if parameter.grad is not None]
         norm = _norm(gradients)
         metrics = {"grad_norm": norm.item(), "lr": lr}
         if math.isfinite(metrics["grad_norm"]):
@@ -115,7 +117,7 @@ class Optimizer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the moments by name, and how many steps each parameter has taken."""
-        states = {name: self.adam.state[p] for name, p in self._stepped.items() if self.adam.state.get(p)}
+        states = {name: self.adam.state[p] for name, p in self.stepped.items() if self.adam.state.get(p)}
         moments = {f"{name}.{moment}": state[moment] for name, state in states.items() for moment in MOMENTS}
         return moments, {name: int(state["step"].item()) for name, state in states.items()}
 
@@ -143,7 +145,7 @@ class Optimizer:
         self.check(moments, steps)
         self.adam.state.clear()
         for name, step in steps.items():
-            parameter = self._stepped[name]
+            parameter = self.stepped[name]
             self.adam.state[parameter] = {
                 "step": torch.tensor(float(step), device=parameter.device),
                 **{
@@ -164,6 +166,16 @@ class Optimizer:
     def _round(self) -> None:
         for name, master in self.masters.items():
             part(self.parameters[name]).copy_(part(master))
+
+
+def _add_to(master: nn.Parameter, parameter: Tensor) -> None:
+    """Move a parameter's gradient into its master's."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None  # autograd calls this after it has written one
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad += gradient
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:

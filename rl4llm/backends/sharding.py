@@ -6,10 +6,13 @@ Either averages gradients over the ranks, while a step's loss is the sum over th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -26,7 +29,8 @@ from rl4llm.runtime.ranks import Ranks
 class Replicated(Alone):
     """DistributedDataParallel: every rank has all of the model; gradients meet in the last backward pass of a step.
 
-    Parameters that do not train are no part of it, and every other one takes part in every pass.
+    Parameters that do not train are no part of it, and every other one takes part in every pass. It would add up
+    gradients of 16 bits in 16 bits. Those of such a model are therefore added up in float32, and meet after that pass.
     """
 
     waits = True
@@ -38,18 +42,33 @@ class Replicated(Alone):
         super().__init__(module, ranks, device)
         self.gradient_scale = float(ranks.size)
         module.always_runs = True
+        self._ddp: DistributedDataParallel | None = None
+        if _trains_16_bits(module):
+            _bring(module, ranks, device)
+            return
         with warnings.catch_warnings():  # the new name of the first option does not exist in every version
             warnings.simplefilter("ignore", FutureWarning)
             # Buffers are constants here. Gradients that are views of what is sent need no memory of their own.
-            self._trained = DistributedDataParallel(
-                module, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            self._ddp = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return (self._trained if torch.is_grad_enabled() else self.module)(batch, temperature, entropy)
+        run = self._ddp if self._ddp is not None and torch.is_grad_enabled() else self.module
+        found: tuple[Tensor, Tensor | None] = run(batch, temperature, entropy)
+        return found
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self._trained.no_sync()
+        return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+
+    def meet(self, stepped: Iterable[torch.nn.Parameter]) -> None:
+        if self._ddp is not None:
+            return
+        parameters = list(stepped)
+        for parameter in parameters:  # what no token of this rank used counts too
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for sent in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+            sent.wait()
+        torch._foreach_div_(gradients, self.gradient_scale)
 
 
 class Sharded(Alone):
@@ -76,9 +95,11 @@ class Sharded(Alone):
             "mesh": init_device_mesh(device.type, (ranks.size,)),
             "offload_policy": offload,
         }
-        # Hidden states between layers keep their dtype, as they do under autocast.
-        precision = MixedPrecisionPolicy(module.autocast, torch.float32, cast_forward_inputs=False)
-        of_layers = options | ({"mp_policy": precision} if module.autocast else {})
+        # Hidden states between layers keep their dtype, as they do under autocast. Ranks add up in float32.
+        precision = partial(MixedPrecisionPolicy, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if _trains_16_bits(module):
+            options["mp_policy"] = precision()
+        of_layers = options | ({"mp_policy": precision(module.autocast)} if module.autocast else {})
         for layer in _layers(module):
             _bring(layer, ranks, device)
             fully_shard(layer, **of_layers)
@@ -94,6 +115,10 @@ class Sharded(Alone):
         if not torch.is_grad_enabled():
             self._sharded.reshard()  # FSDP2 keeps what is outside the layers for a backward pass, which does not come
         return found
+
+
+def _trains_16_bits(module: torch.nn.Module) -> bool:
+    return any(each.requires_grad and each.dtype.itemsize < 4 for each in module.parameters())
 
 
 def _bring(module: torch.nn.Module, ranks: Ranks, device: torch.device) -> None:

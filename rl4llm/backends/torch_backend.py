@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +51,9 @@ class Alone:
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Enclose a forward and its backward pass; `last` is whether it is the last one of an optimizer step."""
         return nullcontext()
+
+    def meet(self, stepped: Iterable[torch.nn.Parameter]) -> None:
+        """Average over the ranks the gradients that no backward pass has averaged."""
 
 
 SHARDS: Registry[type[Alone]] = Registry(
@@ -143,7 +146,10 @@ class TorchBackend(ModelBackend):
         if ranks == 1:
             return whole
         if options.get("shard") != "fsdp2":
-            return _in_buckets(whole, shape, precision)
+            if precision.weights < FP32 and not shape.adapter:
+                return whole  # the masters have the gradients
+            # DDP's buckets, of which the gradients are views, exist from the start to the end of a run.
+            return replace(whole, gradients=0, buckets=whole.gradients)
         sizes = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
         kept, host = {name: part_of(size, ranks) for name, size in sizes.items()}, 0
         if options.get("cpu_offload"):
@@ -180,7 +186,14 @@ class TorchBackend(ModelBackend):
                     (nothing_of(numbers_BT) + loss * self._shared.gradient_scale).backward()
                 elif loss.requires_grad:
                     loss.backward()
+                if last:
+                    self._shared.meet(self.stepped.values())
         return of_batch(loss.detach(), metrics, batch)
+
+    @property
+    def stepped(self) -> dict[str, torch.nn.Parameter]:
+        """Return by name what has the gradients and takes the steps: parameters, or their float32 masters."""
+        return self._optimizer.stepped
 
     def optim_step(self) -> dict[str, float]:
         return self._optimizer.step()
@@ -251,16 +264,6 @@ class TorchBackend(ModelBackend):
         self._module.to(device)
         self._optimizer.to(device)
         torch.cuda.empty_cache()
-
-
-def _in_buckets(whole: ModelMemory, shape: ModelShape, precision: Precision) -> ModelMemory:
-    """Return the memory under DDP: gradients are views of its buckets, which exist from the start to the end of a run.
-
-    Masters of 16-bit weights have fp32 gradients beside them.
-    """
-    masters = precision.weights < FP32 and not shape.adapter
-    buckets = whole.gradients * precision.weights // FP32 if masters else whole.gradients
-    return replace(whole, gradients=whole.gradients if masters else 0, buckets=buckets)
 
 
 def shared_by(

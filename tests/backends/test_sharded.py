@@ -84,8 +84,7 @@ def split(batches, of_first):
 
 
 def gradients(backend):
-    named = {**dict(backend.model.named_parameters()), **backend._named_parameters()}
-    return {name: whole(item.grad).clone() for name, item in named.items() if item.requires_grad}
+    return {name: whole(item.grad).clone() for name, item in backend.stepped.items()}
 
 
 def step(backend, batches, **options):
@@ -249,6 +248,29 @@ def test_bf16_comes_close_to_that_of_one_rank(on_ranks, build, trajectories, sha
         )
         assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.999
         assert one.norm().item() == pytest.approx(other.norm().item(), rel=0.02)
+
+
+def many_times(ranks, model, parts, shard, times=100):
+    """Return the gradient of a step after its first micro-batch, and after the last of `times` equal ones."""
+    backend, found = backend_of(ranks, model, shard, dtype="bfloat16"), []
+    for count in (1, times):
+        for number in range(1, count + 1):
+            backend.forward_backward(parts[ranks.rank], losses, last=number == count)
+        found.append(gradients(backend))
+        for item in backend.stepped.values():
+            item.grad = None
+    return found
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_ranks_add_up_micro_batches_of_bf16_in_fp32(on_ranks, build, trajectories, shard):
+    batches = packed(trajectories)
+    for once, summed in on_ranks(many_times, build(), batches[:2], shard):
+        assert_close(summed, {name: 100 * grad for name, grad in once.items()}, 1e-5)
+        assert any(grad.abs().max() > 1e-2 for grad in once.values())
+    found, _ = on_ranks(many_times, build(), batches[:2], shard, 1)
+    alone = [many_times(Ranks(), build(), [batch], "none", 1)[0] for batch in batches[:2]]
+    assert_close(found[0], {name: alone[0][name] + alone[1][name] for name in alone[0]}, 5e-3)
 
 
 def masters_of(backend):

@@ -40,8 +40,8 @@ def packed(trajectories, layout="shared", budget=64, aggregation="sequence"):
     )
 
 
-def backend_of(model, **options):
-    return TorchBackend(load_model(model), **{"lr": 1e-3, **options})
+def backend_of(model, dtype="float32", **options):
+    return TorchBackend(load_model(model, dtype=dtype), **{"lr": 1e-3, **options})
 
 
 def gradients(backend, batches, **options):
@@ -414,6 +414,18 @@ def test_a_gradient_that_is_not_finite_skips_the_step(build, trajectories):
     train(backend, packed(trajectories), 1)  # the broken gradient is gone
     assert all(tensor.isfinite().all() for _, tensor in backend.weights())
     assert any(not torch.equal(before[name], tensor) for name, tensor in backend.weights())
+
+
+def test_bf16_weights_add_up_micro_batches_in_fp32(build, trajectories):
+    """In bf16 the sum of equal numbers stops at 256 times the first."""
+    backend, batch = backend_of(build(), dtype="bfloat16"), packed(trajectories)[0]
+    backend.forward_backward(batch, policy_gradient)
+    once = {name: item.grad.clone() for name, item in backend.stepped.items()}
+    for _ in range(299):
+        backend.forward_backward(batch, policy_gradient)
+    for name, item in backend.stepped.items():
+        torch.testing.assert_close(item.grad, 300 * once[name], rtol=1e-4, atol=0)
+    assert all(parameter.grad is None for parameter in backend.model.parameters())
 
 
 def test_a_critic_is_a_backend_with_a_value_head(build, trajectories):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rl4llm.compose.engines import build_canary, computed_in
 from rl4llm.compose.trainer import AnyTrainer
+from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError, StaleWeightsError
 from rl4llm.core.types import Completion, Group, TrainBatch, Trajectory, Update
@@ -289,7 +290,8 @@ def _gradient(trainer: AnyTrainer, batches: Sequence[TrainBatch]) -> tuple[Tenso
     The second value is the sum of the norms of what each micro-batch added. The gradients of good and bad samples may cancel
     out, but the rounding errors of a computation in bf16 do not, so this is what they compare with.
     """
-    parameters = [item for item in trainer.backend.model.parameters() if item.requires_grad]
+    assert isinstance(trainer.backend, TorchBackend)  # see `Bench`
+    parameters = list(trainer.backend.stepped.values())
     objective = trainer.objective(Update(batches))
     gradient, norms = torch.zeros(1), 0.0
     for number, batch in enumerate(batches, 1):
