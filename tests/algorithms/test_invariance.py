@@ -124,6 +124,37 @@ def test_numbers_on_the_environments_tokens_change_no_advantage(algorithm):
     torch.testing.assert_close(advantages(0.0), advantages(1e4), atol=0, rtol=0)
 
 
+def adapted(name):
+    """Return a method with an adaptive penalty of 0.2 in the reward, after a step far above and one far below the target."""
+    algorithm = ALGORITHMS[name](kl_coef=0.2, kl_target=0.1, kl_horizon=1, kl_in="reward", whiten=False)
+    algorithm.after_step({"kl": 9.0})
+    algorithm.after_step({"kl": 9.0})
+    algorithm.after_step({"kl": 0.0})
+    return algorithm, 0.2 * 1.2 * 1.2 * 0.8
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dapo"])
+def test_the_penalty_in_a_trajectorys_reward_adapts(name):
+    algorithm, coefficient = adapted(name)
+    assert algorithm.needs().reward_kl[0] == pytest.approx(coefficient)
+
+
+@pytest.mark.parametrize("name", ["ppo", "vapo", "reinforce_pp"])
+def test_the_penalty_in_a_tokens_reward_adapts(name):
+    algorithm, coefficient = adapted(name)
+
+    def advantages(algorithm):
+        batch = one_batch(groups())
+        for number, field in enumerate(("old_logprobs_BT", "ref_logprobs_BT", "values_BT")):
+            setattr(batch, field, (batch.token_ids_BT.double() * (0.37 + number)).sin())
+        algorithm.assign([batch], lambda tensor: tensor)
+        return batch.advantages_BT[batch.mask_BT]
+
+    fixed = ALGORITHMS[name](kl_coef=coefficient, kl_in="reward", whiten=False)
+    torch.testing.assert_close(advantages(algorithm), advantages(fixed))
+    assert not torch.allclose(advantages(algorithm), advantages(replace(fixed, kl_coef=0.2)), atol=1e-3)
+
+
 SMALL_VOCABULARY = 300
 
 

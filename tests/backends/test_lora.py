@@ -225,6 +225,12 @@ def test_a_value_head_trains_and_is_saved_with_the_adapter(build, trajectories, 
     assert torch.equal(other.value_head.linear.weight, backend.value_head.linear.weight)
 
 
+def test_alpha_is_twice_the_rank_by_default(build, tmp_path):
+    adapted(build()).write_adapter(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+
+
 def test_only_named_layers_are_adapted_and_listed_in_the_file(build, tmp_path):
     backend = adapted(build(), targets=["v_proj", "q_proj"], alpha=3)
     backend.write_adapter(tmp_path)

@@ -87,6 +87,26 @@ def differ(left, right):
 PPO = {"name": "ppo", "critic_lr": 1e-2, "kl_coef": 0.1, "kl_target": 0.01, "critic_epochs": 2}
 
 
+def test_critic_lr_trains_the_critic_and_is_logged(model_dir, tmp_path):
+    """A first step of Adam moves the weights by the learning rate."""
+    algorithm = {"name": "ppo", "critic_lr": 7e-3}
+    run = trainer(model_dir, tmp_path, algorithm, max_steps=1)
+    models = {"critic/": run.trainer.critic, "": run.trainer.backend}
+    before = {
+        name: [parameter.detach().clone() for parameter in model.stepped.values()]
+        for name, model in models.items()
+    }
+    run.train()
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name, lr in (("critic/", 7e-3), ("", 3e-3)):
+        assert row[f"{name}lr"] == lr
+        moved = [
+            (new.detach() - old).abs().max().item()
+            for new, old in zip(models[name].stepped.values(), before[name], strict=True)
+        ]
+        assert max(moved) == pytest.approx(lr, rel=0.02)
+
+
 def test_in_the_warm_up_only_the_critic_learns(model_dir, tmp_path):
     run = trainer(model_dir, tmp_path, PPO | {"critic_warmup_steps": 2}, max_steps=2).trainer
     policy, critic = weights(run.backend), weights(run.critic)
