@@ -223,6 +223,23 @@ def test_held_out_rows_are_measured_and_train_nothing(model_dir, tmp_path):
     assert not torch.equal(weights["first"], weights["other rows"])
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "ipo", "reward_model"])
+def test_held_out_loss_is_the_mean_of_single_rows(name, model_dir, tmp_path):
+    kind, rows, options = KINDS[name]
+    if name == "sft":
+        options = {"algorithm": {"aggregation": "sequence"}}
+    run = make(kind, model_dir, rows, tmp_path, eval_dataset=rows, eval={"every": 1}, **options)
+    with run.trainer as loop:
+        move(loop.backend, 0.06)
+        held_out, found = loop.held_out, []
+        loop.tracker.measured = lambda step, metrics: found.append(metrics["loss"])
+        for measured in (held_out, *([row] for row in held_out)):
+            loop.held_out = measured
+            loop.evaluate()
+    assert found[0] == pytest.approx(sum(found[1:]) / len(held_out), rel=1e-5)
+    assert max(found) - min(found) > 1e-3
+
+
 def test_dpo_prefers_the_chosen_answers_of_pairs_it_has_not_seen(model_dir, tmp_path):
     options = {
         "rollout": {"prompts": 16},

@@ -17,7 +17,14 @@ from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.base_trainer import Schedule
-from rl4llm.core.errors import ConfigError, DataError, RunDirError, StaleWeightsError, TooManyFailuresError
+from rl4llm.core.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    RunDirError,
+    StaleWeightsError,
+    TooManyFailuresError,
+)
 from rl4llm.core.types import WeightRef
 from rl4llm.tracking.episodes import read_episodes
 
@@ -186,6 +193,29 @@ def test_log_probs_use_the_temperature_of_the_samples(model_dir, tmp_path, old_l
     assert row["ratio/max"] == pytest.approx(1, abs=1e-5)
     assert row["kl"] == pytest.approx(0, abs=1e-6)
     assert row["mismatch/max"] < 1e-4
+
+
+def test_log_probs_that_the_engine_misstates_are_told_at_step_1(model_dir, tmp_path, capsys):
+    """The canary scores tokens, which is right here; only what is returned with samples is wrong."""
+    run = trainer(model_dir, tmp_path, max_steps=2)
+    client = run.trainer.inference.client
+    generate = client.generate
+
+    async def misstated(*args, **options):
+        completion = await generate(*args, **options)
+        return replace(completion, logprobs=tuple(number - 2.8 for number in completion.logprobs))
+
+    client.generate = misstated
+    run.train()
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert shown.count("Log-probs of engine and trainer differ by 2.8 nats on average") == 1
+    assert "Step 1: Log-probs of engine" in shown
+
+
+def test_a_run_that_diverges_is_called_diverging(model_dir, tmp_path):
+    options = {"model.dtype": "bfloat16", "training": {"lr": 3.0}}
+    with pytest.raises(DivergedError, match=r"Training diverges: .* Lower training\.lr"):
+        trainer(model_dir, tmp_path, max_steps=4, **options).train()
 
 
 def gradient(run):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.engines import build_canary, computed_in
 from rl4llm.compose.trainer import AnyTrainer
-from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError, StaleWeightsError
 from rl4llm.core.types import Completion, Group, TrainBatch, Trajectory, Update
