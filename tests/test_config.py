@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from rl4llm import config
 from rl4llm.compose import build_algorithm
@@ -28,8 +29,8 @@ def test_every_configuration_file_is_valid(path):
         ("training.lr=fast", "training.lr='fast' is not accepted: a finite number, 0 or above."),
         ("rollout.prompts=2.5", "rollout.prompts=2.5 is not accepted: a whole number, 1 or above."),
         ("rollout.prompts=0", "rollout.prompts=0 is not accepted: a whole number, 1 or above."),
-        ("training.lr=.inf", "training.lr=inf is not accepted: a finite number"),
-        ("training.max_grad_norm=.nan", "training.max_grad_norm=nan is not accepted: a finite number"),
+        ("training.lr=.inf", "training.lr='.inf' is not accepted: a finite number"),
+        ("training.max_grad_norm=.nan", "training.max_grad_norm='.nan' is not accepted: a finite number"),
         (
             "training.schedule=cosin",
             "training.schedule='cosin' is not accepted: constant, linear or cosine. Did you mean 'cosine'?",
@@ -40,12 +41,26 @@ def test_every_configuration_file_is_valid(path):
         ),
         (
             "training.betas=[0.9,.nan]",
-            "training.betas=[0.9, nan] is not accepted: a list, each item a finite number, at least 0, below 1.",
+            "training.betas=[0.9, '.nan'] is not accepted: a list, each item a finite number, at least 0, below 1.",
         ),
         ("data.limit=few", "data.limit='few' is not accepted: a whole number, 1 or above, or null."),
         ("model=${data}", "model='${data}' is not accepted. Accepted: a mapping of keys"),
         ("training=5", "training=5 is not accepted. Accepted: a mapping of keys"),
-        ("env=tool", "env='tool' is not accepted. Accepted: a mapping of keys"),
+        ("env=tool", "env='tool' is not accepted. Accepted: a mapping of keys. Did you mean env.name=tool?"),
+        ("algorithm=dapo", "Did you mean algorithm.name=dapo?"),
+        (
+            "training.betas={a: 1}",
+            "training.betas={'a': 1} is not accepted. Accepted: a list, as it is so far.",
+        ),
+        ("data=rows.jsonl", "Did you mean data.path=rows.jsonl?"),
+        ("rollout.prompts=12:30", "rollout.prompts='12:30' is not accepted: a whole number, 1 or above."),
+        ("rewards=[{name: math, name: format}]", "is not valid YAML: a mapping has a key twice"),
+        (
+            "data.path=C:\\data",
+            "is a path of Windows, which this system cannot open. Next: write its path here; under WSL",
+        ),
+        ("output.dir=$NOT_SET/x", "output.dir='$NOT_SET/x': $NOT_SET is not set or unknown on this machine"),
+        ("output.dir=~nobody-here/x", "~nobody-here is not set or unknown on this machine"),
         ("max_steps", "'max_steps' is not an override"),
     ],
 )
@@ -103,9 +118,90 @@ def test_overrides_win_over_the_file_and_mappings_nest():
     assert config.rollout.group_size == load_config(CONFIGS / "quickstart.yaml").rollout.group_size
 
 
-def test_a_tilde_in_the_output_directory_is_the_home_directory():
-    config = load_config(overrides=["model.path=m", "data.path=d", "output.dir=~/runs/x"])
-    assert config.output.dir == str(Path.home() / "runs" / "x")
+TEXTS = [
+    "#### (.*)",
+    "run #2",
+    "{prompt}",
+    "2024_11_02",
+    "010",
+    "1.10",
+    "1e5",
+    "no",
+    "true",
+    "a: b",
+    "[x",
+    "'tis",
+    "!",
+    "-",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "key", ["data.system_prompt", "output.dir", "tracking.project", "data.answer_column"]
+)
+def test_a_text_key_takes_its_text_unchanged(key, text):
+    assert flatten(load_config(overrides=[*NEEDED, f"{key}={text}"]))[key] == text
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.system_prompt=null", None), ("data.system_prompt=", None), ("data.system_prompt='null'", "null"),
+        ('data.system_prompt="a\\nb"', "a\nb"), ('data.system_prompt="a" or "b"', '"a" or "b"'),
+        ("rollout.stop=[010, 1.10, '#']", ["010", "1.10", "#"]), ("training.betas.1=0.99", [0.9, 0.99]),
+        ("rollout.prompts=010", 10), ("data.limit=null", None), ("training.lr=1e-4", 1e-4), ("tracking.wandb=yes", True),
+        ("curriculum=level #2", "level #2"), ("env.level=010", "010"), ("env.level=1.5", 1.5), ("env.level=#5", "#5"),
+        ("env.level={a: 010}", {"a": "010"}), ("env.level=[1, no, true]", [1, "no", True]), ("env.level=12:30", "12:30"),
+    ],
+)  # fmt: skip
+def test_the_type_of_a_key_decides_how_its_value_is_read(override, value):
+    key = override.partition("=")[0].removesuffix(".1")
+    assert flatten(load_config(overrides=[*NEEDED, override])).get(key, value) == value
+    if isinstance(value, dict):
+        assert load_config(overrides=[*NEEDED, override]).env["level"] == value
+
+
+@pytest.mark.parametrize("key", ["output.dir", "data.answer_column", "model.autocast", "rollout.stop"])
+@pytest.mark.parametrize("text", ["010", "no", "1.10"])
+def test_a_text_of_a_file_that_yaml_reads_as_a_number_is_refused(key, text, tmp_path):
+    section, name = key.split(".")
+    (tmp_path / "c.yaml").write_text(f"{section}: {{{name}: {f'[{text}]' if name == 'stop' else text}}}")
+    with pytest.raises(ConfigError, match=r"In a YAML file, write text in quotes"):
+        load_config(tmp_path / "c.yaml", NEEDED)
+
+
+def test_an_item_of_a_list_is_set_by_its_number(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("rewards: [math, {name: length, max_length: 5}]\nparts: {sums: {rewards: [math]}}\n")
+    words = ["rewards.1.max_length=7", "rewards[0].weight=2", "parts.sums.rewards.0.weight=3"]
+    config = load_config(path, [*NEEDED, *words])
+    assert config.rewards == [{"name": "math", "weight": 2}, {"name": "length", "max_length": 7}]
+    assert config.parts["sums"]["rewards"] == [{"name": "math", "weight": 3}]
+    assert load_config(path, [*NEEDED, "rewards=[math]", "rewards.0=format"]).rewards == ["format"]
+    with pytest.raises(ConfigError, match=r"rewards.2 is not an item: rewards has 2, counted from 0"):
+        load_config(path, [*NEEDED, "rewards.2.weight=1"])
+    with pytest.raises(ConfigError, match=r"rewards={'0': .* is not accepted: a list or null"):
+        load_config(overrides=[*NEEDED, "rewards.0.weight=1"])
+
+
+@pytest.mark.parametrize("form", ["file", "words"])
+def test_paths_may_begin_with_the_home_directory_or_a_variable(form, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    given = {
+        "model.path": "~/m", "data.path": "$SCRATCH/d", "eval.path": "$HOME/e", "sync.dir": "~/w", "output.dir": "~/o",
+        "env.corpus": "~/docs", "algorithm.critic_path": "$SCRATCH/c", "rewards": [{"name": "model", "path": "~/r"}],
+    }  # fmt: skip
+    words = [f"{key}={value}" for key, value in given.items() if key != "rewards"]
+    if form == "file":
+        (tmp_path / "c.yaml").write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist(words)))
+    file = tmp_path / "c.yaml" if form == "file" else None
+    config = load_config(file, ["rewards=[{name: model, path: ~/r}]", *([] if file else words)])
+    found = [config.model.path, config.data.path, config.eval.path, config.sync.dir, config.output.dir]
+    assert found == ["/home/me/m", "/scratch/d", "/home/me/e", "/home/me/w", "/home/me/o"]
+    options = [config.env["corpus"], config.algorithm["critic_path"], config.rewards[0]["path"]]
+    assert options == ["/home/me/docs", "/scratch/c", "/home/me/r"]
 
 
 def test_another_name_does_not_inherit_the_options_of_the_first(tmp_path):

@@ -15,15 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
 from rl4llm.config.keys import FREE, PART_KEYS, RENAMED, Config, LaunchConfig, TrackingConfig
-from rl4llm.config.references import hide_unset, references_in, variables, written
+from rl4llm.config.overrides import annotation, layer_of, whole_lists
+from rl4llm.config.references import expand_paths, hide_unset, references_in, variables, written
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.registry import elsewhere
-from rl4llm.core.schema import check_fields, hints_of, refusal
+from rl4llm.core.schema import check_fields, hint_in, hints_of, is_text, refusal, takes
 
 __all__ = [
     "CONFIGS", "Config", "LaunchConfig", "TrackingConfig", "annotation_of", "as_written", "by_part", "flatten",
@@ -54,10 +54,11 @@ def load_config(
     merged = OmegaConf.structured(Config)
     for file in files:
         try:
-            merged = _merge(merged, _renamed(_read(file)))
+            merged = _merge(merged, _renamed(_plain(_read(file))))
         except ConfigError as error:
             raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
-    merged = _merge(merged, _renamed(_layer(overrides)))
+    merged = _merge(merged, _renamed(layer_of(overrides, Config)))
+    expand_paths(merged)
     if of_run:
         hide_unset(merged)
     return _checked(merged)
@@ -99,7 +100,7 @@ def _part(name: str, part: Any, whole: DictConfig) -> Config:
                     f"{unknown(f'{where}.{section}: the key', str(key), accepted)} Other keys are set once for all parts."
                 )
     try:
-        return _checked(_merge(whole, OmegaConf.create(keys)))
+        return _checked(_merge(whole, keys))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -123,8 +124,12 @@ def variables_of(config: Config) -> dict[str, bool]:
 
 
 def _container(config: Config) -> dict[str, Any]:
-    values = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(values, dict)  # as a dataclass becomes
+    return _plain(OmegaConf.structured(config))
+
+
+def _plain(layer: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(layer)
+    assert isinstance(values, dict)  # as the layers are
     return {str(name): value for name, value in values.items()}
 
 
@@ -144,7 +149,9 @@ def _read(path: Path) -> DictConfig:
     try:
         layer = OmegaConf.load(path)
     except Exception as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        escape = "unknown escape" in str(error)
+        hint = " In double quotes a backslash begins an escape: use single quotes." if escape else ""
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.{hint}") from error
     if not isinstance(layer, DictConfig):
         raise ConfigError(f"{path} must be a mapping of keys, not a list.")
     return layer
@@ -174,43 +181,15 @@ def _is_file(text: str) -> bool:
     return "=" not in text and text.endswith((".yaml", ".yml"))
 
 
-def _layer(overrides: Sequence[str] | Mapping[str, Any]) -> DictConfig:
-    layer, text = OmegaConf.create(), ""
-    try:
-        if isinstance(overrides, Mapping):
-            for key, value in overrides.items():
-                OmegaConf.update(layer, key, value, force_add=True)
-            return layer
-        for text in overrides:
-            if "=" not in text or text.startswith("="):
-                raise ConfigError(
-                    f"{text!r} is not an override. Accepted: key.sub=value, for example training.lr=1e-5."
-                )
-            layer.merge_with_dotlist([text])
-        return layer
-    except (yaml.YAMLError, UnicodeError) as error:
-        key, reason = text.partition("=")[0], " ".join(str(error).split())
-        raise ConfigError(
-            f"The value of {key} is not valid YAML: {reason}. Next step: quote it, as in '{key}=\"a: b\"'."
-        ) from None
-    except OmegaConfBaseException as error:
-        key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(
-            f"An override's value cannot be read: {key}{str(error).splitlines()[0]}. Accepted: a YAML value."
-        ) from None
-
-
-def _renamed(layer: DictConfig) -> DictConfig:
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the layer with today's name of each key; log a line for an earlier one."""
-    values: Any = OmegaConf.to_container(layer)
-    earlier = [key for key in RENAMED if key in flatten(values)]
-    for key in earlier:
+    for key in [key for key in RENAMED if key in flatten(values)]:
         section, name = key.split(".")
         if RENAMED[key] in flatten(values):
             raise ConfigError(f"{key} is the earlier name of {RENAMED[key]}, and both are set. Remove {key}.")
         values[section][RENAMED[key].removeprefix(f"{section}.")] = values[section].pop(name)
         _notice(key)
-    return OmegaConf.create(values) if earlier else layer
+    return values
 
 
 @cache
@@ -235,7 +214,7 @@ def _checked(merged: DictConfig) -> Config:
         ) from None
     assert isinstance(config, Config)  # it is what everything was merged into
     config.references = references_in(merged)
-    config.output.dir = str(Path(config.output.dir).expanduser())
+    config.output.dir = str(Path(config.output.dir))
     check_fields(config)
     for part in FREE:
         if not isinstance(getattr(config, part).get("name"), str):
@@ -254,15 +233,20 @@ def _checked(merged: DictConfig) -> Config:
     return config
 
 
-def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
-    given = OmegaConf.to_container(layer)
-    known = OmegaConf.to_container(config)
-    assert isinstance(given, dict) and isinstance(known, dict)  # as the layers are
+def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
+    known = _plain(config)
+    given = whole_lists(known, given)
     for name, value in given.items():
         if isinstance(known.get(name), Mapping) and not isinstance(value, Mapping):
-            raise ConfigError(f"{name!s}={value!r} is not accepted. Accepted: a mapping of keys.")
+            raise ConfigError(
+                f"{name!s}={value!r} is not accepted. Accepted: a mapping of keys.{_first_key(name, value)}"
+            )
+        if isinstance(value, Mapping) and takes(annotation_of(name), list):
+            raise ConfigError(refusal(name, value, annotation_of(name)))
     _check_keys(flatten(given), config)
+    _check_texts(flatten(given))
     try:
+        layer = OmegaConf.create(given)
         merged = OmegaConf.merge(config, layer)
         assert isinstance(merged, DictConfig)
     except ValidationError as error:
@@ -271,18 +255,32 @@ def _merge(config: DictConfig, layer: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     for part in FREE:  # another name has other options, so earlier ones are dropped
-        named = layer[part].get("name") if part in layer and layer[part] is not None else None
+        named = given[part].get("name") if given.get(part) is not None else None
         if named not in (None, config[part].get("name")):
             merged[part] = layer[part]
     return merged
 
 
+def _check_texts(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a number or yes/no of a YAML file in a key for text, where it would lose its form (010 is 8)."""
+    for key, value in given.items():
+        hint = annotation_of(key)
+        listed = isinstance(value, list)
+        for item in value if listed else [value]:
+            if is_text(hint_in(hint, "0") if listed else hint) and not isinstance(item, str | Path | None):
+                raise ConfigError(f"{refusal(key, value, hint)} In a YAML file, write text in quotes: '...'.")
+
+
+def _first_key(section: str, value: Any) -> str:
+    """Return a sentence with the key that was meant by a text in place of a section; "" if there is none."""
+    first = "name" if section in FREE else next(iter(hints_of(annotation_of(section))), "")
+    fitting = isinstance(value, str) and (section in FREE or is_text(annotation_of(f"{section}.{first}")))
+    return f" Did you mean {section}.{first}={value}?" if fitting else ""
+
+
 def annotation_of(key: str) -> Any:
     """Return the annotation of a dotted key of `Config`; Any for the options of a name."""
-    kind: Any = Config
-    for name in key.split("."):
-        kind = hints_of(kind).get(name, Any)
-    return kind
+    return annotation(Config, key.split("."))
 
 
 def _check_keys(given: Iterable[str], config: DictConfig) -> None:

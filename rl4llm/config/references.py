@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, ValidationError
 
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import HIDDEN, is_secret_name, redacted
 
 Path = tuple[str | int, ...]
 References = dict[Path, tuple[str, Any]]
 """The text of each reference and the value that it stands for, by the path of keys and indices to it."""
+
+PATH_KEY = re.compile(r"(.+_)?(path|dir|ca)|cache|config|corpus")
+"""Names of keys and options for paths, in which ``~`` and ``$NAME`` are expanded."""
 
 VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
 
@@ -28,12 +33,40 @@ def references_in(merged: DictConfig) -> References:
     return {path: (text, _at(values, path)) for path, text in texts.items()}
 
 
+def expand_paths(merged: DictConfig) -> None:
+    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`. Raises ConfigError for an unset variable or a Windows path."""
+    for path, text in _leaves(OmegaConf.to_container(merged)):
+        if isinstance(text, str) and PATH_KEY.fullmatch(str(path[-1])):
+            _holder(merged, path)[path[-1]] = _expanded(".".join(map(str, path)), text)
+
+
+def _expanded(key: str, text: str) -> str:
+    if re.match(r"[A-Za-z]:[\\/\w]", text) and os.name == "posix":
+        drive, rest = text[0].lower(), text[2:].replace("\\", "/").lstrip("/")
+        raise ConfigError(
+            f"{key}={text!r} is a path of Windows, which this system cannot open. Next: write its path here; under "
+            f"WSL it is /mnt/{drive}/{rest} if the shell kept all backslashes."
+        )
+    found = os.path.expanduser(os.path.expandvars(text))
+    if unset := re.match(r"~[^/]*|.*?(\$\w+)", found):
+        raise ConfigError(
+            f"{key}={text!r}: {unset[1] or unset[0]} is not set or unknown on this machine. Next: set it, or write the path "
+            "without it."
+        )
+    return found
+
+
+def _holder(merged: DictConfig, path: Path) -> Any:
+    holder: Any = merged
+    for name in path[:-1]:
+        holder = holder[name]
+    return holder
+
+
 def hide_unset(merged: DictConfig) -> None:
     """Replace references that cannot be resolved with `HIDDEN`."""
     for path in _texts(merged):
-        holder: Any = merged
-        for name in path[:-1]:
-            holder = holder[name]
+        holder = _holder(merged, path)
         try:
             holder[path[-1]]
         except InterpolationResolutionError:

@@ -225,6 +225,34 @@ def in_words(hint: Any) -> str:
     return WHAT.get(kind, "an object")
 
 
+def takes(hint: Any, kind: type) -> bool:
+    """Return whether an annotation names a type, alone or among others; items of lists do not count."""
+    return kind in _types(hint)
+
+
+def is_text(hint: Any) -> bool:
+    """Return whether an annotation accepts strings and nothing else, except perhaps null."""
+    return str in (kinds := _types(hint)) and kinds <= {str, types.NoneType}
+
+
+def hint_in(hint: Any, name: str) -> Any:
+    """Return the annotation of a field of a dataclass or of an item of a list; Any for what is not annotated."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return hints_of(hint).get(name, Any)
+    lists = (get_args(one) for one in (hint, *get_args(hint)) if _kind(one) is list)
+    return next((inner[0] for inner in lists if inner), Any)
+
+
+def _types(hint: Any) -> set[Any]:
+    """Return the types of an annotation: members of unions, and the types of choices."""
+    kind, inner = _kind(hint), get_args(hint)
+    if kind is Literal:
+        return {type(one) for one in inner}
+    if kind is Annotated:
+        return _types(inner[0])
+    return set().union(*map(_types, inner)) if kind is Union else {kind}
+
+
 def choices_of(hint: Any) -> list[str]:
     """Return the strings that an annotation lists as the only choices."""
     if _kind(hint) is Literal:

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import transformers
-import yaml
 from models import (
     PROMPTS,
     SHAPES,
@@ -38,6 +37,9 @@ from models import (
     load_model,
     word_prompts,
 )
+
+from rl4llm.config import Config, flatten
+from rl4llm.config.overrides import layer_of
 
 HERE = Path(__file__).parent
 SAMPLES, NEW_TOKENS, LEARNING_RATE = 8, 64, 1e-6
@@ -312,7 +314,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    overrides = {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in options.set)}
+    overrides = flatten(layer_of(options.set, Config))
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     with ExitStack() as stack:

@@ -194,10 +194,8 @@ def _short(text: str) -> str:
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
     """Return the configuration keys that options stand for."""
-    from json import dumps
-
     given = {"model.path": arguments.model, "eval.limit": arguments.limit}
-    return [f"{key}={dumps(value)}" for key, value in given.items() if value is not None]
+    return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
 def _numbers(text: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -65,7 +64,7 @@ def load(path: str, overrides: Sequence[str]) -> Config:
     """Return the configuration of a file. The config.yaml of a run means that run, even if its directory has moved."""
     beside = RunDir(Path(path).parent)
     if Path(path) == beside.config_file and beside.run_file.is_file():
-        overrides = [f"output.dir={json.dumps(str(beside.path))}", *overrides]
+        overrides = [f"output.dir={beside.path}", *overrides]
     return load_config(path, overrides)
 
 

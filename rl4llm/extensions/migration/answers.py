@@ -36,12 +36,16 @@ def _undotted() -> list[str]:
 
 
 def _found(name: str) -> Iterator[tuple[str, Row]]:
-    """Yield projects that have a key: first those with the whole key, then those with its last part."""
-    last = name.rpartition(".")[2]
-    places = [(project, [*project.prepare({name: None})][-1]) for project in PROJECTS if "." in name]
-    if missing_extension(f"{TRL}.table") is None:
-        places += [(trl(algorithm), last) for algorithm in ("grpo", "dpo", "sft")]
-    places += [(ORIGINAL, f"method.{last}"), *((project, name) for project in PROJECTS)]
-    for project, candidate in places:
-        if row := project.row(candidate):
+    """Yield projects that have a key: the whole one, or its last part if our key for it is in the section that was given."""
+    section, _, last = name.rpartition(".")
+    whole = [(project, [*project.prepare({name: None})][-1]) for project in PROJECTS]
+    words = (
+        []
+        if missing_extension(f"{TRL}.table")
+        else [(trl(algorithm), last) for algorithm in ("grpo", "dpo", "sft")]
+    )
+    words.append((ORIGINAL, f"method.{last}"))
+    for project, candidate in (*(whole if section else ()), *words, *whole):
+        row = project.row(candidate)
+        if row and ((project, candidate) in whole or not section or f"`{section}." in row.ours):
             yield project.name, row

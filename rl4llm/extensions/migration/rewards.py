@@ -82,7 +82,7 @@ class ComputeScore(BaseRewardFunction):
     @checked("rewards.{name}")
     def __init__(self, name: str = "compute_score", *, path: str, function: str = "compute_score"):
         super().__init__(name)
-        self.function = _function(name, Path(path).expanduser(), function)
+        self.function = _function(name, Path(path), function)
         self.accepted = inspect.signature(self.function).parameters
         if "solution_strs" in self.accepted:
             raise ConfigError(

@@ -32,7 +32,7 @@ class HostedEnvironment:
 
         self.options = {name: value for name, value in options.items() if name not in NOT_OPTIONS}
         self.__name__ = self.__qualname__ = self.name = options["name"]
-        authority = Path(str(options["remote_ca"])).expanduser() if options.get("remote_ca") else None
+        authority = Path(str(options["remote_ca"])) if options.get("remote_ca") else None
         self.hosts = Hosts(_addresses(options["remote"]), read_token(os.environ), authority=authority)
         offer = self.hosts.offer(self.name)
         self.default_rewards = json.loads(offer.default_rewards)

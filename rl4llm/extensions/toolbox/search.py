@@ -63,7 +63,7 @@ def _import_bm25s() -> Any:
 
 def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Title and text of each document."""
-    path = Path(corpus).expanduser() if isinstance(corpus, str) else Path()
+    path = Path(corpus) if isinstance(corpus, str) else Path()
     there = isinstance(corpus, str) and path.is_dir()
     files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if there else []
     for file in files:

@@ -32,7 +32,7 @@ from rl4llm.extensions.migration.names import NAMES, of_name
         ),
         ("train_rollout_siz", "Did you mean 'train_rollout_size'? It is a key of michaelnny/rl4llm"),
         ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
-        ("training.num_generations", "a key of TRL: here it is `rollout.group_size`"),
+        ("rollout.num_generations", "a key of TRL: here it is `rollout.group_size`"),
     ],
 )
 def test_unknown_key_of_another_project_is_answered(key, said, tmp_path):
@@ -54,7 +54,16 @@ def test_option_of_another_project_is_answered(key, said):
 
 
 @pytest.mark.parametrize(
-    "key", ["algorithm.gamma", "rollout.max_token", "training.lrr", "nonsense", "data.pathh"]
+    "key",
+    [
+        "algorithm.gamma",
+        "sync.delta",
+        "training.num_generations",
+        "rollout.max_token",
+        "training.lrr",
+        "nonsense",
+        "data.pathh",
+    ],
 )
 def test_other_keys_have_no_answer(key):
     assert of_key(key) == ""

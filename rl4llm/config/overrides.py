@@ -1,0 +1,148 @@
+"""Overrides such as ``key.sub=value``. The type of a key decides how its value is read:
+
+- A text is taken as it is. Only ``null``, an empty value, which is null too, and a text in quotes are read as YAML.
+- A list or mapping is YAML. What is in it is read by its own type.
+- A number, ``true``, ``false`` and ``null`` are what they look like. Any other value of an option is text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import hint_in, is_text, takes
+
+WORDS = {"null": None, "": None, "true": True, "false": False}
+WHOLE = re.compile(r"[-+]?(0|[1-9]\d*)")
+DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+
+
+def layer_of(overrides: Sequence[str] | Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return overrides as nested mappings; `config` is the class of the configuration, whose types decide about texts.
+
+    ``key.0.sub=value`` and ``key[0].sub=value`` are an item of a list.
+
+    >>> layer_of(["output.dir=010", "data.limit=10"], Config)
+    {'output': {'dir': '010'}, 'data': {'limit': 10}}
+    """
+    layer: dict[str, Any] = {}
+    given = (
+        overrides.items() if isinstance(overrides, Mapping) else (_pair(text, config) for text in overrides)
+    )
+    for key, value in given:
+        for name in reversed(_names(key)):
+            value = {name: value}
+        layer = laid_over(layer, value)
+    return layer
+
+
+def _names(key: str) -> list[str]:
+    return re.sub(r"\[(\d+)\]", r".\1", key).split(".")
+
+
+def _pair(text: str, config: Any) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or "" in _names(key):
+        raise ConfigError(
+            f"{text!r} is not an override. Accepted: key.sub=value, for example training.lr=1e-5."
+        )
+    try:
+        return key, _value(value, annotation(config, _names(key)))
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ConfigError(
+            f"The value of {key} is not valid YAML: {' '.join(str(error).split())}. "
+            f"Next step: quote it, as in '{key}=\"a: b\"'."
+        ) from None
+
+
+def annotation(config: Any, names: Sequence[str]) -> Any:
+    """Return the annotation of a key of a configuration class; Any for the options of a name."""
+    names = names[2:] if names[0] == "parts" else names  # the keys of a part are those of the run
+    hint = config
+    for name in names:
+        hint = hint_in(hint, name)
+    return hint if names else Any
+
+
+def _value(text: str, hint: Any) -> Any:
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if not quoted and (is_text(hint) or not (text.startswith(("[", "{")) or _of_keys(hint))):
+        return _scalar(text, hint)
+    try:
+        return _built(yaml.compose(text, yaml.SafeLoader), hint)
+    except yaml.YAMLError:
+        if not (quoted and is_text(hint)):
+            raise
+        return text  # such as "yes" or "no"
+
+
+def _of_keys(hint: Any) -> bool:
+    """Return whether a key is a section or a mapping, whose value is YAML of any form."""
+    return takes(hint, dict) or dataclasses.is_dataclass(hint)
+
+
+def _built(node: yaml.Node | None, hint: Any) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [_built(item, hint_in(hint, str(number))) for number, item in enumerate(node.value)]
+    if isinstance(node, yaml.MappingNode):
+        pairs = {key.value: item for key, item in node.value}
+        if len(pairs) < len(node.value):
+            raise yaml.YAMLError("a mapping has a key twice")
+        return {key: _built(item, hint_in(hint, str(key))) for key, item in pairs.items()}
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    return _scalar(node.value, hint) if node.style is None else node.value
+
+
+def _scalar(text: str, hint: Any) -> Any:
+    if is_text(hint):
+        return None if text in ("", "null") else text
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if DECIMAL.fullmatch(text) and not re.match(r"[-+]?0\d", text) else text
+
+
+def laid_over(below: Any, above: Any, where: str = "") -> Any:
+    """Return a value with another one laid over it: keys of mappings, and items of a list by number, are set one by one."""
+    if isinstance(below, list) and _numbers(above):
+        items = list(below)
+        for number, value in above.items():
+            if int(number) >= len(items):
+                raise ConfigError(
+                    f"{where}.{number} is not an item: {where} has {len(items)}, counted from 0. Next: set the whole list."
+                )
+            item = items[int(number)]
+            named = isinstance(item, str) and isinstance(value, Mapping)  # as in rewards=[math]
+            items[int(number)] = laid_over({"name": item} if named else item, value, f"{where}.{number}")
+        return items
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {
+        **below,
+        **{name: laid_over(below.get(name), above[name], f"{where}.{name}".lstrip(".")) for name in above},
+    }
+
+
+def whole_lists(known: Any, given: Any, where: str = "") -> Any:
+    """Return what is given, with whole lists in place of single items of the lists that are known."""
+    if isinstance(known, list) and _numbers(given):
+        return laid_over(known, given, where)
+    for one, other in ((list, Mapping), (Mapping, list)):
+        if isinstance(known, one) and isinstance(given, other):
+            what = "a list" if one is list else "a mapping of keys"
+            raise ConfigError(f"{where}={given!r:.200} is not accepted. Accepted: {what}, as it is so far.")
+    if not isinstance(given, Mapping):
+        return given
+    inner = known if isinstance(known, Mapping) else {}
+    return {name: whole_lists(inner.get(name), given[name], f"{where}.{name}".lstrip(".")) for name in given}
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(str(name).isdecimal() for name in value)
