@@ -7,6 +7,8 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from opcode import opmap
+from types import FrameType
 from typing import Any, Generic, TypeVar, cast, overload
 
 from rl4llm.core.errors import ConfigError, unknown
@@ -186,18 +188,29 @@ def elsewhere(kind: str, name: str) -> str:
 def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package that imports its names on first use; `homes` are their modules.
 
-    A name that another project has raises ImportError with its counterpart: ``from package import name`` hides the message
-    of an AttributeError.
+    A name that is unknown, or needs a missing package, raises AttributeError; ``from package import name``, which would hide
+    its message, raises ImportError with the same one.
     """
 
     def attribute(name: str) -> Any:
-        if name not in homes and not name.startswith("_") and (said := elsewhere("name", name)):
-            raise ImportError(f"cannot import name {name!r} from {module!r}. The name is {said}")
-        if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return load(f"{homes[name]}:{name}", f"{module}.{name}")
+        known = name in homes or name.startswith("_")
+        said = "" if known or not (other := elsewhere("name", name)) else f"The name is {other}"
+        missing: Exception | None = None
+        if name in homes:
+            try:
+                return load(f"{homes[name]}:{name}", f"{module}.{name}")
+            except (ImportError, ConfigError) as error:
+                said, missing = f"{name} cannot be imported: {error}", error
+        if said and _is_import(sys._getframe(1)):
+            raise ImportError(f"cannot import name {name!r} from {module!r}. {said}") from missing
+        raise AttributeError(f"module {module!r} has no attribute {name!r}. {said}".rstrip()) from missing
 
     return attribute
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Return whether a frame is at the instruction of ``from module import name``."""
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def imported(where: str, name: str, accepted: str = "'package.module:function'") -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -11,6 +12,7 @@ from rl4llm.cli import main
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import lazy
 from rl4llm.extensions.migration.answers import of_key
 from rl4llm.extensions.migration.names import NAMES, of_name
 
@@ -164,6 +166,27 @@ def test_trainer_with_arguments_of_another_project_is_answered():
         rl4llm.GRPOTrainer("model", num_generation=4)
     with pytest.raises(ConfigError, match=r"model\.path is not set"):
         rl4llm.PPOTrainer(max_steps=1)
+
+
+@pytest.mark.parametrize("name", ["MRLTrainer", "nothing_like_this", "__wrapped__"])
+def test_unknown_attribute_is_missing_and_not_an_error_of_imports(name):
+    assert not hasattr(rl4llm, name) and getattr(rl4llm, name, None) is None
+    with pytest.raises(AttributeError, match=f"module 'rl4llm' has no attribute '{name}'"):
+        getattr(rl4llm, name)
+
+
+@pytest.mark.parametrize("home", ["rl4llm.extensions.no_such_extension.x", "no_such_package.x"])
+def test_name_whose_package_is_missing_is_missing_with_the_reason(home, tmp_path, monkeypatch):
+    module = ModuleType("needs_more")
+    module.__getattr__ = lazy("needs_more", {"Thing": home})
+    monkeypatch.setitem(sys.modules, "needs_more", module)
+    assert not hasattr(module, "Thing")
+    with pytest.raises(
+        AttributeError, match=r"has no attribute 'Thing'. Thing cannot be imported: .*no_such_"
+    ):
+        module.Thing  # noqa: B018
+    with pytest.raises(ImportError, match=r"cannot import name 'Thing' from 'needs_more'. .*no_such_"):
+        exec("from needs_more import Thing")
 
 
 def test_ordinary_attributes_are_missing_as_usual():
