@@ -121,8 +121,9 @@ class DeepSpeedBackend(ModelBackend):
         given = options.get("config")
         if isinstance(given, str | Path) and not Path(given).is_file():
             return  # the machine that trains may have it
-        zero = zero_section(given, ZeroOptions.of(options), trained=0)
-        check_precision(dtype, zero["stage"], trains=True)
+        demands = Demands(dtype == "bfloat16", max_grad_norm=None, trained=0)
+        settings = engine_config(given, ZeroOptions.of(options), demands)
+        check_precision(dtype, settings["zero_optimization"]["stage"], trains=True)
 
     @classmethod
     def check_leaves(cls, options: Mapping[str, Any], dtype: str, *, reference: bool) -> None:

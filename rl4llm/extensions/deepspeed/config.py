@@ -25,10 +25,12 @@ OURS = {
     "amp": "model.autocast",
     "torch_autocast": "model.autocast",
     "activation_checkpointing": "model.gradient_checkpointing",
-    "zero_allow_untested_optimizer": "nothing",
-    "zero_force_ds_cpu_optimizer": "nothing",
+    "zero_force_ds_cpu_optimizer": "nothing: the optimizer is always rl4llm's",
 }
-"""Sections that duplicate a key of rl4llm, and that key. "auto" and disabled sections are ignored."""
+"""Sections that duplicate a key of rl4llm, and that key. Those that leave everything to the trainer are ignored."""
+
+AS_OURS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupLR",)}
+"""Types of sections whose values may all be "auto", and mean what rl4llm does."""
 
 STAYS = {
     1: "With zero_stage=1 a bf16 model cannot leave the device between updates. Set backend.zero_stage to 2 or 3.",
@@ -62,10 +64,13 @@ class ZeroOptions:
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What the model and the optimizer options require of the engine; `trained` is the number of values that train."""
+    """What the model and the optimizer options require of the engine; `trained` is the number of values that train.
+
+    `max_grad_norm` is None where a configuration is only checked, without a model.
+    """
 
     bf16: bool
-    max_grad_norm: float
+    max_grad_norm: float | None
     trained: int
 
 
@@ -73,13 +78,12 @@ def engine_config(
     given: Mapping[str, Any] | str | Path | None, zero: ZeroOptions, demands: Demands
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`. Raises ConfigError if it contradicts rl4llm's keys."""
-    config = _without_auto(_read(given))
-    _check_ours(config)
-    config["zero_optimization"] = _zero(config.get("zero_optimization", {}), zero, demands.trained)
-    config["bf16"] = _bf16(config.pop("bfloat16", None) or config.get("bf16", {}), demands.bf16)
-    clipping = config.get("gradient_clipping", demands.max_grad_norm)
-    if clipping != demands.max_grad_norm:
-        _refuse("gradient_clipping", clipping, f"training.max_grad_norm, which is {demands.max_grad_norm}")
+    given = _read(given)
+    config = _without_auto({key: value for key, value in given.items() if not _is_ours_to_set(key, value)})
+    bf16 = config.pop("bfloat16", None) or config.get("bf16", {})
+    _check_agreement(config, bf16, zero, demands)
+    config["zero_optimization"] = _zero(_section(config), zero, demands.trained)
+    config["bf16"] = {"check_grad_overflow": True} | bf16 | {"enabled": demands.bf16}
     if demands.bf16:  # sums of micro-batches, and of ranks, in fp32
         config["data_types"] = {"grad_accum_dtype": "fp32"} | config.get("data_types", {})
     return config | {
@@ -98,7 +102,7 @@ def zero_section(
     """Return the section `zero_optimization` that `engine_config` will use. Raises ConfigError if options contradict
     it.
     """
-    return _zero(_without_auto(_read(given)).get("zero_optimization", {}), zero, trained)
+    return _zero(_section(_without_auto(_read(given))), zero, trained)
 
 
 def check_leaves(zero: Mapping[str, Any], dtype: str, reference: bool) -> None:
@@ -148,13 +152,52 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_ours(config: dict[str, Any]) -> None:
-    for key, instead in OURS.items():
-        value = config.get(key)
-        if isinstance(value, dict) and (not value or value.get("enabled") is False):
-            del config[key]
-        elif value is not None:
-            _refuse(key, value, instead)
+def _is_ours_to_set(key: str, value: Any) -> bool:
+    """Return whether a setting that duplicates a key of rl4llm is off, or leaves its values to the trainer."""
+    if key not in OURS or not isinstance(value, dict):
+        return key == "zero_force_ds_cpu_optimizer" and value is False
+    if key in AS_OURS:
+        return not value or (value.get("type") in AS_OURS[key] and not _without_auto(value.get("params", {})))
+    return value.get("enabled", any(_without_auto(value).values())) in (False, "auto")
+
+
+def _check_agreement(
+    config: Mapping[str, Any], bf16: Mapping[str, Any], zero: ZeroOptions, demands: Demands
+) -> None:
+    """Raise ConfigError with all settings that contradict keys of rl4llm."""
+    dtype = "bfloat16" if demands.bf16 else "float32"
+    stage = _section(config).get("stage", zero.stage)
+    agree = {
+        "bf16.enabled": (bf16.get("enabled", demands.bf16), demands.bf16, f"model.dtype, which is {dtype}"),
+        "gradient_clipping": (
+            clipping := config.get("gradient_clipping", demands.max_grad_norm),
+            clipping if demands.max_grad_norm is None else demands.max_grad_norm,
+            f"training.max_grad_norm, which is {demands.max_grad_norm}",
+        ),
+        "zero_optimization.stage": (
+            stage,
+            stage if zero.stage is None else zero.stage,
+            f"zero_stage, which is {zero.stage}",
+        ),
+    }
+    refused = {key: (config[key], instead) for key, instead in OURS.items() if config.get(key) is not None}
+    refused |= {key: (given, instead) for key, (given, ours, instead) in agree.items() if given != ours}
+    if refused:
+        given = ", ".join(f"{key}={value!r}" for key, (value, _) in refused.items())
+        raise ConfigError(
+            f"The DeepSpeed configuration sets {given}, which rl4llm sets itself. Next: remove "
+            f"{', '.join(refused)} from it, and set {'; '.join(dict.fromkeys(instead for _, instead in refused.values()))}."
+        )
+
+
+def _section(config: Mapping[str, Any]) -> dict[str, Any]:
+    section = config.get("zero_optimization", {})
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"zero_optimization={section!r} in the DeepSpeed configuration is not accepted. Accepted: a section, such as "
+            '{"stage": 2}.'
+        )
+    return section
 
 
 def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str, Any]:
@@ -176,25 +219,9 @@ def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str,
 
 def _stage(section: dict[str, Any], given: int | None) -> int:
     stage = section.get("stage", 2 if given is None else given)
-    if given not in (None, stage):
-        _refuse("zero_optimization.stage", stage, f"zero_stage, which is {given}")
     if stage not in STAGES:
         raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
     return stage
-
-
-def _bf16(section: dict[str, Any], wanted: bool) -> dict[str, Any]:
-    if section.get("enabled", wanted) != wanted:
-        _refuse(
-            "bf16.enabled", section["enabled"], f"model.dtype, which is {'bfloat16' if wanted else 'float32'}"
-        )
-    return {"check_grad_overflow": True} | section | {"enabled": wanted}
-
-
-def _refuse(key: str, value: Any, instead: str) -> None:
-    raise ConfigError(
-        f"{key}={value!r} in the DeepSpeed configuration is not accepted, because rl4llm sets it. Next: set {instead}."
-    )
 
 
 def check_precision(dtype: str, stage: int, trains: bool) -> None:

@@ -7,8 +7,10 @@ import pytest
 
 from rl4llm.compose import build_algorithm
 from rl4llm.compose.choices import check_choices
+from rl4llm.compose.models import check_backend
 from rl4llm.compose.tables import Given
 from rl4llm.config import load_config
+from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.deepspeed.config import OURS, Demands, ZeroOptions, engine_config
 
@@ -22,7 +24,7 @@ FP32, BF16 = (
 def test_section_with_a_key_of_rl4llm_is_refused(key):
     with pytest.raises(ConfigError) as told:
         engine_config({key: 1}, ZeroOptions(), FP32)
-    assert str(told.value).startswith(f"{key}=1 in the DeepSpeed configuration is not accepted")
+    assert str(told.value).startswith(f"The DeepSpeed configuration sets {key}=1, which rl4llm sets itself")
     assert OURS[key] in str(told.value)
 
 
@@ -31,6 +33,82 @@ def test_auto_and_disabled_sections_change_nothing():
     found = engine_config(dict.fromkeys(OURS, "auto") | silent, ZeroOptions(2), BF16)
     assert found == engine_config(None, ZeroOptions(2), BF16)
     assert found["gradient_clipping"] == 1.0 and found["bf16"]["enabled"] is True
+
+
+AUTO = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+FILES = {  # in the styles that files of other projects have
+    "all auto": AUTO
+    | {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
+    "fp16 off": AUTO | {"fp16": {"enabled": False, "loss_scale": 0}, "zero_optimization": {"stage": 3}},
+    "untested": AUTO | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
+    "optimizer": AUTO
+    | {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}},
+    "scheduler": AUTO
+    | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, "steps_per_print": 1e5},
+    "checkpointing off": AUTO
+    | {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_leaves_our_settings_to_the_trainer_is_accepted(name, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(FILES[name]))
+    found = engine_config(tmp_path / "ds.json", ZeroOptions(), BF16)
+    assert found["bf16"]["enabled"] is True and not {"fp16", "optimizer", "scheduler"} & found.keys()
+    assert found["zero_allow_untested_optimizer"] is True
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16"),
+        ({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}, "optimizer"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}, "scheduler"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing"),
+        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
+        ({"train_batch_size": 8}, "train_batch_size"),
+        ({"zero_optimization": True}, "zero_optimization=True .* Accepted: a section"),
+    ],
+)
+def test_a_file_that_sets_our_settings_is_refused(section, named):
+    for given in (AUTO | section, section):
+        words = {
+            "model.path": "m",
+            "model.dtype": "bfloat16",
+            "backend": {"name": "deepspeed", "config": given},
+        }
+        with pytest.raises(ConfigError, match=named):
+            check_backend(load_config(overrides=words), Needs())
+
+
+def test_all_contradictions_of_a_file_are_named_at_once():
+    given = {
+        "train_batch_size": 8,
+        "fp16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 1},
+    }
+    with pytest.raises(ConfigError) as told:
+        engine_config(given, ZeroOptions(2), BF16)
+    for text in (
+        "train_batch_size, fp16, gradient_clipping, zero_optimization.stage",
+        "rollout.prompts",
+        "max_grad_norm",
+    ):
+        assert text in str(told.value)
 
 
 def test_what_both_say_alike_is_accepted():
