@@ -160,8 +160,11 @@ def refusal(look_up: Any) -> Exception | None:
 
     try:
         look_up()
-    except ConfigError as error:
-        return error
+    except (
+        ConfigError,
+        AttributeError,
+    ) as error:  # a module of lazy names raises AttributeError from the ConfigError
+        return error.__cause__ if isinstance(error.__cause__, ConfigError) else error
     return None
 
 

@@ -132,6 +132,11 @@ rewards=math                                       | rewards='math' is not accep
 'rewards=[{math: 1}]'                               | A reward needs 'name', one of: ... clip, code,
 'rewards=[{name: math, weight: much}]'             | weight='much' of 'math' is not accepted. Accepted: a finite number
 'rewards=[{name: math, extract: box}]'             | extract='box' is not accepted ... Did you mean 'boxed'
+env.template_arg={}                                | env option='template_arg' is unknown ... Did you mean 'template_args'
+env.thoughts=dorp                                  | env.thoughts='dorp' is not accepted: keep, drop or refuse. Did you mean
+env.template_args=5                                | env.template_args=5 is not accepted: a mapping or null
+env.remot=localhost:5                              | env option='remot' is unknown ... Did you mean 'remote'
+env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not accepted: keep, drop or refuse
 "rewards=['mine:nothing']" | module 'mine' has no attribute 'nothing'. Accepted: a registered name
 "rewards=['nowhere:f']" | 'nowhere:f' cannot be imported: No module named 'nowhere'. Accepted: a registered name
 "rewards=['broken:f']"                             | 'broken:f' cannot be imported: No module named 'nothing_like_this'

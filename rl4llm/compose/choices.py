@@ -13,14 +13,14 @@ from rl4llm.algorithms import ALGORITHMS
 from rl4llm.backends.models import check_model_path
 from rl4llm.compose.data import GENERATED
 from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
-from rl4llm.compose.environments import check_env_options, weighed
+from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
 from rl4llm.compose.models import check_backend, demand_device, device_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.registry import load
-from rl4llm.core.schema import with_options
+from rl4llm.core.schema import check_values, with_options
 from rl4llm.data.read import check_source
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import check_reward
@@ -76,8 +76,8 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
     _check_mixture(config, given, needs.learns_from)
     for name, part in by_part(config).items():
         # Hosts have their own environments and rewards.
-        if not (part.env.get("remote") or config.launch.env_hosts):
-            in_part(name, _check_part, part, given)
+        hosted = part.env.get("remote") or config.launch.env_hosts
+        in_part(name, *((check_values, "env", EnvKeys, part.env) if hosted else (_check_part, part, given)))
     check_sync(config, needs)
     check_engine(config)
     if "lora" in (config.sync.name, config.sync.fallback):

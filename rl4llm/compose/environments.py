@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from rl4llm.compose.models import all_ranks, device_of
 from rl4llm.compose.tables import Given
@@ -26,8 +26,22 @@ from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.ranks import Ranks
 
-NOT_OPTIONS = ("name", "remote", "remote_ca", "reward_transform_fn", "template_args", "thoughts")
-"""Keys of ``env`` that are not options of an environment: they select it, or the trainer uses them."""
+
+@dataclass(frozen=True, slots=True)
+class EnvKeys:
+    """Keys of ``env`` that every environment has, besides the options of its class; see docs/environments.md."""
+
+    name: str = "chat"
+    remote: str | list[str] | None = None
+    remote_ca: str | None = None
+    reward_transform_fn: Any = None
+    template_args: Mapping[str, Any] | None = None
+    thoughts: Literal["keep", "drop", "refuse"] = "keep"
+
+
+COMMON = frozenset(EnvKeys.__annotations__)
+OF_TRAINER = COMMON - {"template_args", "thoughts"}
+"""Those that a host of environments does not need."""
 
 FIXED = (
     "dataset", "tokenizer", "reward_functions", "batch_size", "group_size", "rank", "world_size", "seed", "shuffle_dataset",
@@ -84,13 +98,20 @@ def build_env(
     }
     own = environment_of(config, given), config.env, provided
     hosted = given.hosted and partial(given.hosted, opponents=provided.get("opponents"))
-    env = hosted(**fixed) if hosted else make_env(*own, **fixed)  # hosts were asked with its options
+    env = (
+        _rendered_by(hosted(**fixed), config.env) if hosted else make_env(*own, **fixed)
+    )  # hosts have its options
     env.special_tokens = config.data.special_tokens
     env.pool_column = config.curriculum if isinstance(config.curriculum, str) else None
-    env.template_args = config.env.get("template_args") or {}
     if not env.tool_schemas and (example := example_of_calls(dataset, tokenizer, env.template_args)):
         env.call_example = example
-    env.thoughts = config.env.get("thoughts", env.thoughts)
+    return env
+
+
+def _rendered_by(env: BaseMDPEnv, options: Mapping[str, Any]) -> BaseMDPEnv:
+    """Give an environment the options that change how its prompts are written."""
+    env.template_args = options.get("template_args") or env.template_args
+    env.thoughts = options.get("thoughts", env.thoughts)
     return env
 
 
@@ -260,25 +281,28 @@ def make_env(
     of_prompts = (
         accepted_options(env_class.prompts) - accepted_options(env_class) if env_class.prompts else ()
     )
-    own = {name: value for name, value in options.items() if name not in (*NOT_OPTIONS, *of_prompts)}
+    own = {name: value for name, value in options.items() if name not in (*COMMON, *of_prompts)}
     accepted = accepted_options(env_class)
     made = {name: provided[name] for name in provided if name in accepted}
     if "provided" in accepted:  # tools get what all environments share; opponents belong to one environment
         shared = (name for name in provided if name != "opponents")
         made["provided"] = Provided({name: partial(provided.__getitem__, name) for name in shared})
     own = {name: value for name, value in own.items() if name not in made}
-    return with_options("env", env_class, own, **fixed, **made)
+    return _rendered_by(with_options("env", env_class, own, **fixed, **made), options)
 
 
 def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that neither an environment nor its prompts accept; make nothing."""
     of_prompts = accepted_options(env_class.prompts) - {"split", "limit"} if env_class.prompts else set()
     of_env = accepted_options(env_class) - {*FIXED, "sandbox", "provided"}
-    own = {name: value for name, value in options.items() if name not in NOT_OPTIONS}
-    for name in own:
-        if name not in of_env | of_prompts:
-            known = unknown("env option", name, of_env | of_prompts) + _with_option(name)
+    for name in options:
+        if name not in of_env | of_prompts | COMMON:
+            known = unknown("env option", name, of_env | of_prompts | (COMMON - {"name"})) + _with_option(
+                name
+            )
             raise ConfigError(elsewhere("key", f"env.{name}") or known)
+    check_values("env", EnvKeys, options)
+    own = {name: value for name, value in options.items() if name not in COMMON}
     for make in filter(None, (env_class, env_class.prompts)):
         check_values("env", make, own)
 

@@ -179,7 +179,6 @@ def _shown_tools(config: Config, tokenizer: Any, dataset: Any) -> tuple[Any, str
     row = {"messages": dataset[0]["messages"], "ground_truth": None}
     fixed = {"dataset": [row], "tokenizer": tokenizer, "reward_functions": make_rewards(["tool_use"], {})}
     env = make_env(env_class, config.env, {"sandbox": None}, **fixed)  # no tool runs, and nothing is scored
-    env.template_args = config.env.get("template_args") or {}
     try:
         return env.tool_schemas, env.call_example if env.tool_schemas else ""
     finally:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.backends.models import load_tokenizer
-from rl4llm.compose.environments import NOT_OPTIONS, Provided, make_env, make_prompts, make_rewards
+from rl4llm.compose.environments import (
+    OF_TRAINER,
+    Provided,
+    check_env_options,
+    make_env,
+    make_prompts,
+    make_rewards,
+)
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.envs import ENVIRONMENTS
@@ -29,8 +36,7 @@ class HostedEnvironment:
     """
 
     def __init__(self, options: Mapping[str, Any]):
-
-        self.options = {name: value for name, value in options.items() if name not in NOT_OPTIONS}
+        self.options = {name: value for name, value in options.items() if name not in OF_TRAINER}
         self.__name__ = self.__qualname__ = self.name = options["name"]
         authority = Path(str(options["remote_ca"])) if options.get("remote_ca") else None
         self.hosts = Hosts(_addresses(options["remote"]), read_token(os.environ), authority=authority)
@@ -82,6 +88,7 @@ class Hosting:
 
     def make(self, wanted: Any, tokenizer: Path) -> BaseMDPEnv:
         """Build an environment for one trainer. Raises an RL4LLMError if it cannot work."""
+        check_env_options(self.classes[wanted.name], wanted.options)
         provided = Provided({"sandbox": self._sandbox})
         rewards = make_rewards(wanted.rewards, provided)
         check_examples(rewards)

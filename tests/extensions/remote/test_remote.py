@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import hosted_envs
 import pytest
@@ -23,7 +24,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.remote import hosts as trainer_side
 from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.env import LOST
-from rl4llm.extensions.remote.hosted import HostedEnvironment
+from rl4llm.extensions.remote.hosted import HostedEnvironment, Hosting
 from rl4llm.extensions.remote.rpc import HostChannel, LostError
 from rl4llm.extensions.remote.serve_env import _leave_within
 from rl4llm.extensions.remote.token import kept, new_token, token_of_start
@@ -198,6 +199,17 @@ def test_roles_on_a_host_keep_the_contract(host, remote, name, specs, options):
     env = remote([host], name, rows("How many are 37 and 48?", "And 1?"), specs, **options)
     check_env(env, ["Answer: 85", CALL])
     assert env.roles == tuple(options.get("roles", ("pro", "con")))
+
+
+def test_a_host_writes_prompts_as_the_trainer_does(host, remote, tokenizer, tmp_path):
+    options = {"template_args": {"enable_thinking": False}, "thoughts": "drop"}
+    tokenizer.save_pretrained(tmp_path)
+    sent = HostedEnvironment({"name": "chat", "remote": host.address, **options})
+    sent.hosts.close()
+    assert sent.options == options
+    wanted = SimpleNamespace(name="chat", options=sent.options, rewards=["math"], row=rows("Hi")[0], seed=1)
+    made = Hosting(["chat"], lambda: None).make(wanted, tmp_path)
+    assert (made.template_args, made.thoughts) == ({"enable_thinking": False}, "drop")
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen": ["con"], "instructions": {"con": "Be {role}."}}])
@@ -503,6 +515,13 @@ def test_reward_that_breaks_its_contract_on_a_host_stops_the_run(host, remote, p
             "env.name='tol' is unknown. Known: chat, debate, hosted_envs:Duel, .* Did you mean 'tool'",
         ),
         ("tool", {"tols": []}, ["math"], "env option='tols' is unknown. .*Did you mean 'tools'"),
+        ("chat", {"template_arg": {}}, ["math"], "Did you mean 'template_args'"),
+        (
+            "chat",
+            {"thoughts": "dorp"},
+            ["math"],
+            "env.thoughts='dorp' is not accepted: .* Did you mean 'drop'",
+        ),
         ("tool", {"tools": ["calculater"]}, ["math"], "Did you mean 'calculator'"),
         ("chat", {}, ["mth"], "Did you mean 'math'"),
         ("debate", {"frozen": ["cno"]}, ["winner"], "env.frozen='cno' is unknown. .*Did you mean 'con'"),
