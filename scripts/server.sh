@@ -3,6 +3,13 @@
 # Should it die it is started again, and the trainer gives it the newest weights before it asks it anything. It is stopped
 # when the script that sources this ends, however it ends.
 
+# model_of CONFIG [key.sub=value ...] prints the model.path of a run with these arguments.
+
+model_of() {
+  python -c 'import sys; from rl4llm.config import load_config
+print(load_config(sys.argv[1], [word for word in sys.argv[2:] if not word.startswith("-")]).model.path)' "$@"
+}
+
 start_server() {
   local engine="$1" port="$2" model="$3"
   shift 3

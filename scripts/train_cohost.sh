@@ -15,8 +15,7 @@ set --
 . "$root/scripts/server.sh"
 cd "$here"
 config="${CONFIG:-$root/configs/gsm8k_24gb_full.yaml}" port="${PORT:-30000}"
-path_in='import sys; from rl4llm.config import load_config; print(load_config(sys.argv[1]).model.path)'
-model="${MODEL:-$(python -c "$path_in" "$config")}"
+model="$(model_of "$config" ${MODEL:+model.path="$MODEL"} ${keys[@]+"${keys[@]}"})"
 saver=()  # frees memory on CUDA only; on a CPU the same requests are answered and do nothing
 command -v nvidia-smi > /dev/null 2>&1 && saver=(--enable-memory-saver --mem-fraction-static "${SHARE:-0.7}")
 

@@ -4,7 +4,7 @@
 #   scripts/train_gsm8k_grpo.sh [key.sub=value ...]                    # keys of the configuration
 #   MODEL=models/small scripts/train_gsm8k_grpo.sh data.path=DIRECTORY_WITH_train.jsonl_AND_test.jsonl max_steps=3
 #
-#   MODEL         a Hugging Face directory or name (default: Qwen/Qwen2.5-0.5B-Instruct)
+#   MODEL         a Hugging Face directory or name, as model.path=MODEL (default: Qwen/Qwen2.5-0.5B-Instruct)
 #   ENGINE, PORT  sglang or vllm (default: sglang), and where it listens (default: 30000)
 #   SERVER_FLAGS  further flags of the server, such as "--tp 2"
 #   NPROC         processes that train together, such as one per GPU (default: 1); a run of several whose process dies is
@@ -19,8 +19,10 @@ case " $* " in *" backend.name=deepspeed "*) set -- deepspeed ;; *) set -- ;; es
 cd "$here"
 train=(rl4llm train)
 [ "${NPROC:-1}" = 1 ] || train=(rl4llm launch --nproc "$NPROC" --restarts 3)
-model="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" engine="${ENGINE:-sglang}" port="${PORT:-30000}"
+config="${CONFIG:-$root/configs/gsm8k_grpo.yaml}" default="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}"
+model="$(model_of "$config" model.path="$default" ${keys[@]+"${keys[@]}"})"
+engine="${ENGINE:-sglang}" port="${PORT:-30000}"
 
 start_server "$engine" "$port" "$model" ${SERVER_FLAGS:-}
-"${train[@]}" "${CONFIG:-$root/configs/gsm8k_grpo.yaml}" model.path="$model" \
+"${train[@]}" "$config" model.path="$model" \
   inference.name="$engine" inference.url="http://127.0.0.1:$port" ${keys[@]+"${keys[@]}"}

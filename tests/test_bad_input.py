@@ -110,6 +110,11 @@ no address      | train small.yaml inference.name=sglang inference.url=3 | infer
 no class        | serve-env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
 wrong key       | launch small.yaml algorithm.clip_hi=1            | Did you mean 'clip_high'?
 wrong key       | launch small.yaml env.step=1 --on local          | env option='step' is unknown
+wrong value     | launch small.yaml backend.shard=zero3            | backend.shard='zero3' is unknown
+wrong value     | launch small.yaml env.max_steps=0                | env.max_steps=0 is not accepted: a whole number, 1
+wrong value     | launch small.yaml env.name=tool env.tools=[calc] | env.tools='calc' is unknown
+wrong value     | launch small.yaml training.updates_per_rollout=9 | Use at most one per prompt (1)
+wrong value     | launch small.yaml output.dir=small.yaml          | output.dir='small.yaml' is a file, not a directory
 wrong key       | launch small.yaml backend.shards=ddp --on slurm  | Did you mean 'shard'?
 wrong path      | launch small.yaml model.path=./nowhere           | model.path='./nowhere' does not exist
 wrong path      | launch small.yaml data.path=smal.yaml            | The dataset 'smal.yaml' does not exist

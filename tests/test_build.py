@@ -16,7 +16,7 @@ from conftest import TEXTS
 from vowels import Vowels
 
 from rl4llm.algorithms import ALGORITHMS
-from rl4llm.api import GRPOTrainer
+from rl4llm.api import DPOTrainer, GRPOTrainer
 from rl4llm.backends.lora import FrozenModel
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer
@@ -93,6 +93,36 @@ def test_temperature_0_is_refused_where_answers_are_compared(model_dir, tmp_path
     greedy = {"algorithm": {"name": "reinforce_pp"}, "rollout": {**SMALL, "temperature": 0}}
     GRPOTrainer(str(model_dir), ROWS, [Vowels()], output={"dir": str(tmp_path)}, **greedy).trainer.close()
     assert "rollout.temperature=0: every episode is" in capsys.readouterr().out
+
+
+PAIR = {"prompt": "Say 1.", "chosen": "1", "rejected": "2"}
+FEW = "rows, but a step takes 5 (rollout.prompts=5)"
+
+
+@pytest.mark.parametrize(
+    ("make", "keys", "text"),
+    [
+        (GRPOTrainer, {"rollout.prompts": 5}, f"data has 4 {FEW}"),
+        (DPOTrainer, {"rollout.prompts": 5}, f"data has 3 {FEW}"),
+        (
+            GRPOTrainer,
+            {"rollout.max_tokens": 4096},
+            "rollout.max_tokens=4096 does not fit into the context of the model",
+        ),
+        (
+            GRPOTrainer,
+            {"env": {"name": "tool", "tools": []}},
+            "env.tools=[] gives the policy no tool to call",
+        ),
+    ],
+)
+def test_a_run_begins_with_a_warning_of_what_it_cannot_use(make, keys, text, model_dir, tmp_path, capsys):
+    given = (ROWS, [Vowels()]) if make is GRPOTrainer else ([PAIR] * 3,)
+    for more, expected in ((keys, 1), ({}, 0)):
+        rows = {f"rollout.{name}": number for name, number in SMALL.items()} | more
+        made = make(str(model_dir), *given, output={"dir": str(tmp_path / f"{expected}")}, **rows)
+        made.trainer.close()
+        assert " ".join(capsys.readouterr().out.split()).count(text) == expected
 
 
 def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, tmp_path):

@@ -160,7 +160,7 @@ env.name=tool env.tools=[calculatr]                | Did you mean 'calculator'
 env.name=tool "env.tools=['mine:untyped']" | x is missing a type hint in function untyped. Next step
 env.name=tool "env.tools=['mine:silent']"          | it has no docstring. Next step
 env.name=reasoning_gym rewards=null                | has its own prompts. Remove data.path
-env.max_steps=0                                    | max_steps=0 is not accepted. Accepted: a whole number, at least 1
+env.max_steps=0                                    | env.max_steps=0 is not accepted: a whole number, 1 or above
 """
 COMMANDS = """
 train                                              | required: config

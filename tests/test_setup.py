@@ -1,5 +1,6 @@
 """What an index shows of the package: its description, addresses and extras."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -98,6 +99,31 @@ def test_pages_name_the_torch_that_tests_run_with():
         run, _, warn = text.partition(" A run with ")
         assert set(TESTED_TORCH) <= set(re.findall(r"2\.1\d", run))
         assert set(re.findall(r"2\.1\d", warn.split(" warns")[0])) == minors - set(TESTED_TORCH)
+
+
+@pytest.mark.parametrize("script", ["train_gsm8k_grpo.sh", "train_tool_dapo.sh", "train_cohost.sh"])
+def test_script_serves_the_model_that_it_trains(script, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    sum_of = "cat setup.py scripts/lock/*.txt | cksum"
+    installed = subprocess.run(["sh", "-c", sum_of], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    (tmp_path / "rl4llm-installed").write_text(f"deepspeed {installed}\n")
+    programs = {
+        "pip": "exit 0",
+        "python": f'case "$*" in *urllib*) exit 0 ;; esac; exec {sys.executable} "$@"',  # the server is healthy
+        "rl4llm": f'echo "$@" >> {tmp_path}/ran',
+    }
+    for name, text in programs.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    environ = os.environ | {"RL4LLM_VENV": str(tmp_path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    words = [f"model.path={tmp_path}/mine", "max_steps=3", "--force"]
+    done = subprocess.run([ROOT / "scripts" / script, *words], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ran = (tmp_path / "ran").read_text()
+    assert (
+        f"--model-path {tmp_path}/mine" in ran and f"model.path={tmp_path}/mine" in ran and "--force" in ran
+    )
 
 
 def test_image_has_the_torch_of_the_scripts():

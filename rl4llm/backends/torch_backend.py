@@ -133,6 +133,11 @@ class TorchBackend(ModelBackend):
         return ranks.size > 1 and options.get("shard") == "fsdp2"
 
     @classmethod
+    def check_trains(cls, options: Mapping[str, Any], dtype: str) -> None:
+        if options.get("shard") is not None:
+            SHARDS[options["shard"]]  # refuses an unknown name
+
+    @classmethod
     def memory(
         cls,
         shape: ModelShape,

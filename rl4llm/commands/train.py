@@ -88,7 +88,7 @@ def train(config: Any, force: bool) -> int:
     from rl4llm.runtime.cpu import set_aside_what_stays
 
     with build_trainer(config, force=force) as trainer:
-        if trainer.ranks.is_first and (missed := nobody_starts(config)):
+        if trainer.ranks.is_first and (missed := nobody_starts(config, trainer.ranks.size)):
             say(missed)
         set_aside_what_stays()
         trainer.train()

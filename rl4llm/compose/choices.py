@@ -24,6 +24,7 @@ from rl4llm.core.schema import check_values, with_options
 from rl4llm.data.read import check_source
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import check_reward
+from rl4llm.runs.run_dir import RunDir
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ def check_config(config: Config, *, here: bool) -> None:
             raise
     if not here:
         return
+    RunDir(config.output.dir).check()
     demand_device(device_of(config))
     check_model_path(config.model.path)
     for name, part in by_part(config).items():
@@ -83,6 +85,11 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)
     _check_temperature(config, needs)
+    updates, prompts = config.training.updates_per_rollout, config.rollout.prompts
+    if needs.learns_from == "episodes" and updates > prompts:
+        raise ConfigError(
+            f"training.updates_per_rollout={updates} is not accepted. Use at most one per prompt ({prompts})."
+        )
 
 
 def warnings_of(config: Config, needs: Needs) -> list[str]:
@@ -90,6 +97,12 @@ def warnings_of(config: Config, needs: Needs) -> list[str]:
     untested = untested_torch(torch.__version__)
     if needs.learns_from != "episodes":
         return untested
+    without = [name for name, part in by_part(config).items() if part.env.get("tools") == []]
+    untested += [
+        f"{f'parts.{name}.' if name else ''}env.tools=[] gives the policy no tool to call. Name tools, such as "
+        "env.tools=[calculator], or use an environment without them, such as env.name=chat."
+        for name in without
+    ]
     prompts, updates = config.rollout.prompts, config.training.updates_per_rollout
     uneven = [
         f"rollout.prompts={prompts} cannot be divided by training.updates_per_rollout={updates}: some optimizer steps train "
@@ -120,8 +133,8 @@ def untested_torch(version: str) -> list[str]:
     ]
 
 
-def nobody_starts(config: Config) -> str:
-    """Return a warning if the section `launch` asks for processes that this trainer does not start; "" if it does not."""
+def nobody_starts(config: Config, ranks: int) -> str:
+    """Return a warning if the section `launch` asks for processes that this trainer of `ranks` does not have; "" if not."""
     remote = [
         config.env.get("remote"),
         *(part.get("env", {}).get("remote") for part in config.parts.values()),
@@ -129,10 +142,11 @@ def nobody_starts(config: Config) -> str:
     asked = {
         "servers": config.launch.servers if not config.inference.get("url") else 0,
         "env_hosts": config.launch.env_hosts if not any(remote) else 0,
+        "nproc": config.launch.nproc if ranks == 1 and config.launch.nproc > 1 else 0,
     }
     missed = ", ".join(f"launch.{name}={count}" for name, count in asked.items() if count)
     return (
-        f"{missed} has no effect here: only `rl4llm launch CONFIG --on LAUNCHER` starts these processes."
+        f"{missed} has no effect here: only `rl4llm launch CONFIG` starts these processes, with --on LAUNCHER all of them."
         if missed
         else ""
     )

@@ -192,7 +192,24 @@ def fit_datasets(
             rows = one.dataset
             one.dataset = fitting_prompts(rows, one, renderer, context_length, config, where)
             warnings += dropped(rows, one.dataset, f"{prefix}{where}")
-    return warnings
+    if config.rollout.max_tokens >= context_length:
+        warnings.append(
+            f"{prefix}rollout.max_tokens={config.rollout.max_tokens} does not fit into the context of the model, "
+            f"{context_length} tokens with the prompt: a turn ends where the context does. Set it lower."
+        )
+    return warnings + ([] if prefix else few_rows(config, env.dataset))
+
+
+def few_rows(config: Config, rows: Any) -> list[str]:
+    """Return a warning if a step trains on more prompts than there are rows."""
+    asked = config.rollout.prompts * (ranks := all_ranks(config).size)
+    if len(rows) >= asked:
+        return []
+    on = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return [
+        f"data has {len(rows)} rows, but a step takes {asked} (rollout.prompts={config.rollout.prompts}{on}): some are in "
+        "a step twice. Set rollout.prompts lower, or use more data."
+    ]
 
 
 def fitting_prompts(

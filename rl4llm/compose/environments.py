@@ -305,6 +305,8 @@ def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
     own = {name: value for name, value in options.items() if name not in COMMON}
     for make in filter(None, (env_class, env_class.prompts)):
         check_values("env", make, own)
+    for item in own.get("tools") or ():
+        load("rl4llm.envs.tools.tool:check_tool", "env.tools")(item)
 
 
 def _with_option(option: str) -> str:

@@ -20,6 +20,7 @@ from rl4llm.core.base_reward import BaseRewardFunction, RewardExample, RewardTra
 from rl4llm.core.errors import ConfigError, DataError, EnvError, unknown
 from rl4llm.core.player import LLM, Player, are_messages
 from rl4llm.core.sample import EnvState, EpisodeState, Line, SampleState, Special, messages_of
+from rl4llm.core.schema import Count
 from rl4llm.core.types import ChatMessage, SamplingParams
 
 __all__ = [
@@ -92,7 +93,7 @@ class BaseMDPEnv(Player):
         reward_functions: Sequence[BaseRewardFunction],
         batch_size: int = 1,
         group_size: int = 1,
-        max_steps: int = 1,
+        max_steps: Count = 1,
         tool_schemas: Sequence[Mapping[str, Any]] | None = None,
         rank: int = 0,
         world_size: int = 1,

@@ -209,14 +209,10 @@ def plan_batches(
 ) -> BatchPlan:
     """Return how prompts x samples x roles become micro-batches if every trajectory is as long as it may be.
 
-    Raises ConfigError if a trajectory would exceed `max_tokens_per_batch`, or a step would train on no prompt.
+    Raises ConfigError if a trajectory would exceed `max_tokens_per_batch`.
     """
     longest = max_prompt_tokens + max_new_tokens
     _check_budget(longest, max_tokens_per_batch)
-    if updates > prompts:
-        raise ConfigError(
-            f"training.updates_per_rollout={updates} is not accepted. Use at most one per prompt ({prompts})."
-        )
     groups = math.ceil(prompts * roles / updates)
     lengths = np.full(groups * samples, longest, np.int64)
     owners = np.repeat(np.arange(groups), samples)

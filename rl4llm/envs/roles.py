@@ -10,6 +10,7 @@ from rl4llm.core.base_opponent import OPPONENTS, BaseOpponent
 from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.message import after_thinking
 from rl4llm.core.player import contained
+from rl4llm.core.schema import Count
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.runtime.seeds import derive_seed
 from rl4llm.runtime.threads import call_off_loop
@@ -58,7 +59,7 @@ class RolesEnv(BaseMDPEnv):
         instructions: Mapping[str, str] | None = None,
         frozen: Sequence[str] | None = None,
         opponents: Mapping[str, BaseOpponent | Reply] | None = None,
-        max_steps: int = 2,
+        max_steps: Count = 2,
         **kwargs: Any,
     ):
         for key, names in (("roles", roles), ("frozen", frozen)):

@@ -76,7 +76,7 @@ class ToolMDPEnv(BaseMDPEnv):
         *args: Any,
         tools: Sequence[str | Mapping[str, Any] | Callable[..., Any] | ToolSet] = ("calculator",),
         format: str = "auto",
-        max_steps: int = 4,
+        max_steps: Count = 4,
         max_reply_chars: Count = 2000,
         max_calls: Count = 4,
         budget: Count | None = None,

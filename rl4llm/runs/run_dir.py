@@ -168,6 +168,12 @@ class RunDir:
         write_atomically(self.path / name, text, mode=PRIVATE if private else None)
         return self.path / name
 
+    def check(self) -> None:
+        """Raise RunDirError for a path that is not a directory, or one with other files; write nothing."""
+        with self._usable():
+            if self.path.exists():
+                self._refuse_foreign()
+
     def make_logs(self) -> None:
         """Make the directory for logs of other processes of the run, before the trainer opens the run."""
         with self._usable():

@@ -345,8 +345,6 @@ def test_impossible_batch_sizes_are_refused_before_anything_runs():
     sizes = {"prompts": 2, "samples": 4, "max_prompt_tokens": 20, "max_new_tokens": 30, "layout": "shared"}
     with pytest.raises(ConfigError, match="max_tokens_per_batch=49"):
         plan_batches(**sizes, max_tokens_per_batch=49)
-    with pytest.raises(ConfigError, match="updates_per_rollout=3"):
-        plan_batches(**sizes, max_tokens_per_batch=500, updates=3)
 
 
 def test_dtypes_are_those_the_model_and_the_losses_want():

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.schema import accepted_options, with_options
+from rl4llm.core.schema import accepted_options, check_options, with_options
 from rl4llm.envs.tools.registry import TOOLS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,12 +136,7 @@ def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
     `provided` has objects of the run, such as its sandbox, for classes that have a parameter of that name.
     Raises ConfigError for unknown names and options.
     """
-    options: dict[str, Any] = {}
-    if isinstance(item, Mapping):
-        options = {option: value for option, value in item.items() if option != "name"}
-        item = item.get("name")
-    if isinstance(item, str):
-        item = TOOLS[item]
+    item, options = _named(item)
     if inspect.isclass(item) and issubclass(item, ToolSet):
         provided = provided or {}
         wanted = accepted_options(item) - set(options)
@@ -152,6 +147,24 @@ def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
             f"env.tools: {item!r} is not accepted. Accepted: a function without options, a ToolSet, or the name of one."
         )
     return item if isinstance(item, ToolSet) else Functions(item)
+
+
+def check_tool(item: Any) -> None:
+    """Raise ConfigError for what `as_toolset` refuses; a set of tools is not made, since that may start something."""
+    found, options = _named(item)
+    if inspect.isclass(found) and issubclass(found, ToolSet):
+        check_options(f"env.tools: {found.__name__}", found, options)
+    else:
+        as_toolset(item)
+
+
+def _named(item: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what an item of `env.tools` names, and its options."""
+    options: dict[str, Any] = {}
+    if isinstance(item, Mapping):
+        options = {option: value for option, value in item.items() if option != "name"}
+        item = item.get("name")
+    return TOOLS[item] if isinstance(item, str) else item, options
 
 
 def homes(toolsets: Sequence[ToolSet]) -> dict[str, ToolSet]:

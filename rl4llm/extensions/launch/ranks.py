@@ -46,7 +46,7 @@ class Nodes:
 
     def torchrun(self) -> list[str]:
         """Return the words that start this number of processes of the command that follows."""
-        words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.nproc}"]
+        words = [sys.executable, "-m", "rl4llm.extensions.launch.torchrun", f"--nproc-per-node={self.nproc}"]
         if self.nnodes == 1 or self.rendezvous is None:
             return [*words, "--standalone"]
         place = [f"--nnodes={self.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}"]

@@ -494,11 +494,15 @@ def test_nothing_starts_where_its_logs_cannot_be_written(written, cluster, tmp_p
 
 def test_trainer_started_alone_names_options_without_effect():
     section = ["model.path=m", "inference.name=sglang", "launch.servers=2", "launch.env_hosts=1"]
-    assert nobody_starts(load_config(overrides=section)).startswith(
+    assert nobody_starts(load_config(overrides=section), 1).startswith(
         "launch.servers=2, launch.env_hosts=1 has no effect"
     )
+    many = load_config(overrides=["model.path=m", "launch.nproc=8"])
+    assert nobody_starts(many, 1).startswith("launch.nproc=8 has no effect here") and not nobody_starts(
+        many, 8
+    )
     known = ["inference.url=http://a:1", "env.remote=b:2"]
-    assert nobody_starts(load_config(overrides=[*section, *known])) == ""
+    assert nobody_starts(load_config(overrides=[*section, *known]), 1) == ""
 
 
 def test_slurm_options_about_processors_replace_the_usual_ones(written):

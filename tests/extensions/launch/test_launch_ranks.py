@@ -164,6 +164,13 @@ def test_impossible_numbers_of_processes_are_refused(flags, capsys):
     assert main(["launch", "configs/quickstart.yaml", *flags]) == 2
 
 
+def test_a_rank_that_fails_ends_torchrun_with_its_code_and_one_line(tmp_path):
+    (tmp_path / "rank.py").write_text("import sys; sys.exit('no model')")
+    done = subprocess.run([*Nodes().torchrun(), str(tmp_path / "rank.py")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["no model", "Rank 0 exited with code 1; see its output above."]
+
+
 @pytest.fixture
 def config(model_dir, tmp_path):
     """A run of twelve steps, with a checkpoint after every second one."""
@@ -203,7 +210,7 @@ def launched(config, kills, *flags):
             for child in psutil.Process(process.pid).children(recursive=True)
             if "train" in child.cmdline()
         ]
-        ranks = [child for child in ranks if "torch.distributed.run" not in child.cmdline()]
+        ranks = [child for child in ranks if "rl4llm.extensions.launch.torchrun" not in child.cmdline()]
         sorted(ranks, key=lambda child: child.environ()["RANK"])[kills].kill()
         code = process.wait(timeout=200)
         said.seek(0)
