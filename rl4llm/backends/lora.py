@@ -23,6 +23,7 @@ from rl4llm.runs.tensor_file import tensor_bytes
 from rl4llm.runtime.seeds import derive_seed
 
 NAME = "default"  # PEFT's for the only adapter of a model
+MATRICES = ("lora_A", "lora_B")
 CONFIG = "adapter_config.json"
 
 
@@ -39,6 +40,11 @@ class LoraAdapter(BaseAdapter):
         layer_type = _import_peft().tuners.lora.LoraLayer
         self._layers = {
             name: module for name, module in model.named_modules() if isinstance(module, layer_type)
+        }
+        # By the plain name of the parameter that each adapts: a layer's weight, or a tensor of fused experts.
+        self._adapted = {
+            f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
+            for name, layer in self._layers.items()
         }
         self._digest: str | None = None
 
@@ -78,15 +84,35 @@ class LoraAdapter(BaseAdapter):
 
     @torch.no_grad()
     def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of the equivalent plain model, one at a time; they are sharded if the model is."""
+        """Yield the parameters of the equivalent plain model, one at a time.
+
+        In a sharded model those that the adapter leaves as they are stay sharded, and all ranks must iterate.
+        """
         for name, parameter in self.base_parameters():
-            layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-            yield (
-                name,
-                parameter
-                if layer is None
-                else (parameter + layer.get_delta_weight(NAME)).to(parameter.dtype),
+            layer = self._adapted.get(name)
+            if layer is not None:
+                matrices = {
+                    f"layer.{own}.{NAME}.weight": whole(tensor)
+                    for own, tensor in zip(MATRICES, self.beside(name), strict=True)
+                }
+                change = torch.func.functional_call(_Change(layer), matrices, ())
+                parameter = (whole(parameter) + change).to(parameter.dtype)
+            yield name, parameter
+
+    def check_merges(self) -> None:
+        """Raise ConfigError if a layer adapts what is not a parameter of the plain model, or two adapt the same one."""
+        lost = self._adapted.keys() - {name for name, _ in self.base_parameters()}
+        if lost or len(self._adapted) < len(self._layers):
+            what = min(lost, default="a parameter that two layers adapt")
+            raise ConfigError(
+                f"model.lora cannot be merged into {type(self.model).__name__}: PEFT adapts {what}. Next: name other layers "
+                "in model.lora.targets, or train the whole model (model.lora.rank=0)."
             )
+
+    def beside(self, name: str) -> list[Tensor]:
+        """Return A and B that adapt the base parameter of this name; none where it stays as it is."""
+        layer = self._adapted.get(name)
+        return [] if layer is None else [getattr(layer, own)[NAME].weight for own in MATRICES]
 
     def base_digest(self) -> str:
         """Return the xxh3 of the frozen parameters; an adapter belongs to exactly these."""
@@ -111,7 +137,19 @@ class LoraAdapter(BaseAdapter):
     def _is_own(self, name: str) -> bool:
         """Whether a parameter is the adapter's: its layer's name, lora_A or lora_B, the adapter's name, weight."""
         layer, _, matrix = name.removesuffix(f".{NAME}.weight").rpartition(".")
-        return matrix in ("lora_A", "lora_B") and layer in self._layers
+        return matrix in MATRICES and layer in self._layers
+
+
+class _Change(nn.Module):
+    """What an adapted layer adds to its parameter, computed from whatever A and B it is called with."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        change: Tensor = self.layer.get_delta_weight(NAME)
+        return change
 
 
 class FrozenModel:
@@ -157,6 +195,7 @@ def add_adapter(
             raise ConfigError(f"model.lora.targets={list(targets)}: {error} {accepted}") from error
     adapter = LoraAdapter(model, options)
     _check_inner(model, targets, accepted)
+    adapter.check_merges()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(adapter._is_own(name))
         if parameter.requires_grad and parameter.dtype.itemsize < 4:  # small steps vanish in 16 bits
@@ -165,15 +204,13 @@ def add_adapter(
 
 
 def adapter_size(model: PreTrainedModel, rank: int, targets: Sequence[str] = ()) -> int:
-    """Return how many numbers `add_adapter` would add: A (rank, in) and B (out, rank) beside each chosen layer.
+    """Return how many numbers `add_adapter` would add: A (rank, in) and B (out, rank) beside each chosen layer or expert.
 
-    Hu et al. 2021, section 4.1.
+    Hu et al. 2021, section 4.1. Needs no memory, and leaves the model as it is.
     """
-    return sum(
-        rank * (layer.in_features + layer.out_features)
-        for name, layer in _inner_layers(model).items()
-        if not targets or name.rpartition(".")[2] in targets
-    )
+    with torch.device("meta"):
+        adapter = add_adapter(type(model)(model.config), rank=rank, targets=targets)
+    return sum(tensor.numel() for _, tensor in adapter.parameters())
 
 
 def _check(model: PreTrainedModel, rank: int) -> None:

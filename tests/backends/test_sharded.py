@@ -30,6 +30,7 @@ KINDS = {
     "adapted critic": {"critic": True, "rank": 4},
     "checkpointed": {"checkpointing": True},
     "checkpointed adapter": {"checkpointing": True, "rank": 4},
+    "adapter of experts": {"rank": 4},
 }
 M_MMAP_THRESHOLD = -3
 LARGE = {
@@ -118,7 +119,7 @@ def assert_close(found, expected, tolerance):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_take_the_steps_of_one(on_ranks, build, trajectories, kind):
-    model = build("qwen2" if "adapter" in kind else "llama")
+    model = build("qwen3_moe" if "experts" in kind else "qwen2" if "adapter" in kind else "llama")
     batches = packed(trajectories)
     alone = trained(Ranks(), model, [batches], "none", KINDS[kind])
     of_two = [on_ranks(trained, model, split(batches, 4), shard, KINDS[kind]) for shard in SHARDS]

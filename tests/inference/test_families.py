@@ -4,6 +4,7 @@ import asyncio
 from functools import cache
 
 import pytest
+import torch
 from families import (
     BEGIN,
     END,
@@ -12,13 +13,19 @@ from families import (
     PROMPT,
     build,
     cut_conversation,
+    difference,
     generated,
     greedy_tokens,
     measure,
+    own_logprobs,
+    trajectory_of,
 )
+from safetensors.torch import load_file
 
+from rl4llm.backends.lora import adapter_size, add_adapter
+from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.types import SamplingParams
+from rl4llm.core.types import SamplingParams, TokenSpan
 from rl4llm.inference.local import LocalClient
 
 RECURRENT = ("Qwen3-Next", "Qwen3.5 text", "LFM2")
@@ -47,6 +54,30 @@ def test_the_page_of_families_has_the_measured_row(name):
     table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     row = next(line for line in table.splitlines() if line.startswith(f"| {name} |"))
     assert tuple(row.strip("| ").split(" | "))[: len(measured(name).facts)] == measured(name).facts
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_adapted_family_is_published_and_exported_merged(name, tokenizer, tmp_path):
+    model, planned = build(name), adapter_size(build(name), 2)
+    backend = TorchBackend(model, adapter=add_adapter(model, rank=2), lr=0.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(parameter.numel() for parameter in trained) == planned
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    params = SamplingParams(max_tokens=9, seed=3, ignore_eos=True)
+    [found] = LocalClient(model, tokenizer).generate_batch([PROMPT], [params])
+    spans = TokenSpan.context(PROMPT), TokenSpan(found.token_ids, "policy", found.logprobs, 0)
+    sampled = trajectory_of(0, spans)
+    backend.export(tmp_path)
+    merged = load_model(tmp_path, device="cpu")
+    with torch.no_grad():
+        assert difference(own_logprobs(merged, sampled), sampled) <= 10 * LIMIT
+        assert difference(own_logprobs(build(name), sampled), sampled) > 0.1
+    published = dict(backend.weights())
+    for file, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(published.pop(file), tensor), file
+    assert not published
 
 
 def test_a_window_hides_tokens_but_does_not_shorten_the_context(tokenizer):

@@ -70,10 +70,6 @@ class GatheredAdapter(BaseAdapter):
     def merged(self, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
         """Yield each frozen parameter with the adapter merged into it."""
         inner = self._inner.merged_parameters()
-        for name, parameter in named.items():
-            if parameter.requires_grad:
-                continue
-            layer = name.removesuffix("base_layer.weight")
-            beside = [own for other, own in named.items() if own.requires_grad and other.startswith(layer)]
-            with self._gathered([parameter, *beside]):
+        for name, parameter in self.frozen(named).items():
+            with self._gathered([parameter, *self._inner.beside(name)]):
                 yield next(inner)

@@ -452,21 +452,22 @@ def published(ranks, model, trajectories, directory):
     return adapter, [backend.forward(batch) for batch in batches], frozen, train(backend, batches, 1)
 
 
-def test_an_adapter_is_exported_merged_and_published_alone(on_ranks, build, trajectories, tmp_path):
+@pytest.mark.parametrize("family", sampled(["qwen3", "qwen3_moe"], ["qwen3_moe"]))
+def test_an_adapter_is_exported_merged_and_published_alone(on_ranks, build, trajectories, tmp_path, family):
     for name in ("model", "adapter"):
         (tmp_path / name).mkdir()
-    (adapter, numbers, frozen, told), _ = on_ranks(published, build("qwen3"), trajectories, tmp_path)
+    (adapter, numbers, frozen, told), _ = on_ranks(published, build(family), trajectories, tmp_path)
     assert_same_tensors(adapter, load_file(tmp_path / "adapter" / "adapter_model.safetensors"), 0.0)
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is type(build("qwen3"))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is type(build(family))
     exported, plain = (
         TorchBackend(load_model(tmp_path / "model"), lr=0.0),
-        TorchBackend(load_model(build("qwen3")), lr=0.0),
+        TorchBackend(load_model(build(family)), lr=0.0),
     )
     for batch, numbers_BT, frozen_BT in zip(share(trajectories, 0, 2), numbers, frozen, strict=True):
         torch.testing.assert_close(exported.forward(batch), numbers_BT, atol=1e-5, rtol=0)
         torch.testing.assert_close(plain.forward(batch), frozen_BT, atol=1e-5, rtol=0)
-    expected = train(torch_backend(build("qwen3"), "lora"), share(trajectories), 3)
+    expected = train(torch_backend(build(family), "lora"), share(trajectories), 3)
     assert told[0]["grad_norm"] == pytest.approx(
         expected[2]["grad_norm"], rel=1e-5
     )  # the frozen passes left no trace

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.engines import build_canary, computed_in
 from rl4llm.compose.trainer import AnyTrainer
@@ -19,7 +20,7 @@ from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError
 from rl4llm.core.types import Completion, Group, TrainBatch, Trajectory, Update
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded, PlayedEpisodes, Recorded
-from rl4llm.sync.verify import Canary
+from rl4llm.sync.verify import BOUNDS, Canary
 from rl4llm.trainers.prepare import Preparation
 from rl4llm.trainers.rl import RLTrainer
 
@@ -220,13 +221,65 @@ def _moved(
     )
 
 
+@torch.no_grad()
+def merge(bench: Bench) -> str:
+    """Check that a model with a trained adapter and the merged model, which is published and saved, compute the same."""
+    trainer = _trainer(bench)
+    backend, adapter = trainer.backend, trainer.backend.adapter
+    if not isinstance(backend, TorchBackend) or not isinstance(adapter, LoraAdapter):
+        raise NotNeeded("the whole model trains, so nothing is merged")
+    batches = _pack(trainer.preparation, [item for group in _groups(bench) for item in group.trajectories])
+
+    def numbers() -> Tensor:
+        return torch.cat([backend.forward(batch).cpu()[batch.mask_BT.cpu()] for batch in batches])
+
+    accepted, before_N = BOUNDS[computed_in(bench.config)], numbers()
+    heads = () if backend.value_head is None else backend.value_head.parameters()
+    trained = [item for item in (*backend.model.parameters(), *heads) if item.requires_grad]
+    kept = [(item, item.detach().clone()) for item in trained]
+    try:
+        for attempt in range(ATTEMPTS):
+            _add_noise(kept, 0.05 * 3**attempt)
+            adapted_N = numbers()
+            if (moved := _apart(adapted_N, before_N)) > 4 * accepted:
+                break
+        kept += _merge(adapter)
+        with adapter.off():
+            apart = _apart(numbers(), adapted_N)
+    finally:
+        _add_noise(kept, 0.0)
+    text = f"an adapter that moves the model's numbers by {moved:.2g} on average; merged they differ by {apart:.2g}"
+    if not apart <= accepted:
+        raise MismatchError(
+            f"{text}; accepted: {accepted:g}. What is published and saved would lack a part of what was learned. Next: "
+            "name other layers in model.lora.targets, or train the whole model (model.lora.rank=0)."
+        )
+    return text
+
+
+def _add_noise(kept: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+    """Set each tensor to its old value, with noise of this scale."""
+    for item, old in kept:
+        _put(item, old + scale * torch.randn(old.shape).to(old))
+
+
+def _merge(adapter: LoraAdapter) -> list[tuple[Tensor, Tensor]]:
+    """Write what is published into the frozen model; return each tensor that has changed, and its old value."""
+    base, replaced = dict(adapter.base_parameters()), []
+    for name, tensor in adapter.merged_parameters():
+        if adapter.beside(name):
+            replaced.append((base[name], base[name].cpu().clone()))
+            _put(base[name], tensor)
+    return replaced
+
+
 def _apart(one_BT: Tensor, other_BT: Tensor) -> float:
     """Return the mean difference of log-probs, in nats."""
     return (one_BT - other_BT).abs().mean().item()
 
 
 @torch.no_grad()
-def _put(parameter: nn.Parameter, value: Tensor) -> None:
+def _put(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 

@@ -52,6 +52,7 @@ CHECKS = (
     Check("mask", laws.mask, ("model", "episodes")),
     Check("log-probs", laws.logprobs, ("episodes",)),
     Check("publish", laws.publish, ("episodes",)),
+    Check("merge", laws.merge, ("model", "episodes")),
     Check("loss", laws.loss, ("model", "episodes")),
 )
 """Cheap checks come first."""

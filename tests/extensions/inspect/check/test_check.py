@@ -15,6 +15,7 @@ import pytest
 import torch
 from broken_parts import REWRITES_HISTORY, Lies, Talks, misspelled
 
+from rl4llm.backends.lora import LoraAdapter
 from rl4llm.cli import main
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, EnvError
@@ -100,7 +101,7 @@ def failed(result, *words):
 def test_a_setup_that_is_whole_passes_and_nothing_is_left_of_it(bench, small):
     _, results = bench
     statuses = {name: result.status for name, result in results.items()}
-    assert statuses.pop("servers") == statuses.pop("sandbox") == "skipped"
+    assert {statuses.pop(name) for name in ("servers", "sandbox", "merge")} == {"skipped"}
     assert set(statuses.values()) == {"passed"}, results
     assert not Path(small().output.dir).exists()
 
@@ -114,7 +115,7 @@ def test_a_dataset_is_checked_without_an_engine(model_dir, small, tmp_path):
     config = small({"algorithm.name": "sft", "data.path": str(tmp_path), "data.limit": None, "rewards": None})
     results = {result.name: result for result in check(config)}
     skipped = {name for name, result in results.items() if result.status == "skipped"}
-    assert skipped == {*OF_EPISODES, "servers", "sandbox"}
+    assert skipped == {*OF_EPISODES, "servers", "sandbox", "merge"}
     assert {results[name].status for name in NAMED.keys() - skipped} == {"passed"}, results
 
 
@@ -228,6 +229,31 @@ def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small):
     results = {result.name: result for result in check(config)}
     assert failed(results["loss"], "micro-batches", "token_losses")
     assert results["log-probs"].status == "passed"
+
+
+@pytest.mark.parametrize("lost", ["", "layers.1.mlp.down_proj"])
+def test_adapter_that_is_not_merged_whole_fails(small, lost, monkeypatch):
+    merged = LoraAdapter.merged_parameters
+
+    def without(self):
+        base = dict(self.base_parameters())
+        return ((name, base[name] if lost and lost in name else tensor) for name, tensor in merged(self))
+
+    monkeypatch.setattr(LoraAdapter, "merged_parameters", without)
+    names = (
+        "data",
+        "tokenizer",
+        "rewards",
+        "environment",
+        "template",
+        "model",
+        "episodes",
+        "merge",
+        "publish",
+    )
+    results = on(small({"model.lora.rank": 2}), *names)
+    assert failed(results["merge"], "model.lora.targets") if lost else results["merge"].status == "passed"
+    assert results["publish"].status == "passed"  # all weights are as they were
 
 
 def test_equal_samples_skip_the_check_of_the_loss(small):
