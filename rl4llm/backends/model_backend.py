@@ -21,6 +21,7 @@ from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
 from rl4llm.backends.models import without_progress_bars
 from rl4llm.backends.runner import TokenNumbers
+from rl4llm.backends.source_form import SourceForm
 from rl4llm.backends.vision_language import WEIGHTS as MODEL
 from rl4llm.backends.vision_language import whole_checkpoint
 from rl4llm.core.base_backend import ADAPTER_WEIGHTS, AUTOCAST, BaseBackend
@@ -57,6 +58,7 @@ class ModelBackend(BaseBackend):
         if autocast not in AUTOCAST:
             raise ConfigError(unknown("model.autocast", autocast, AUTOCAST))
         self.model = model
+        self._form = SourceForm(model)
         place = next(model.parameters()).device if device is None else device
         self.device = torch.empty(0, device=place).device  # with its index
         if self.device.type != "cpu":
@@ -93,6 +95,7 @@ class ModelBackend(BaseBackend):
             whole.write_config(directory, self.model)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(directory)
+        self._form.keep(directory)
 
     def write_adapter(self, directory: Path) -> None:
         """Write the adapter alone as an ordinary PEFT directory; raises ConfigError where the whole model trains."""
@@ -122,8 +125,13 @@ class ModelBackend(BaseBackend):
             if self._ranks.is_first:
                 # A copy, since safetensors refuses tensors that share storage, and engines fuse weights in place.
                 tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        with without_progress_bars():
-            self._on_first(lambda: self.model.save_pretrained(directory, state_dict=tensors))
+
+        def write() -> None:
+            with without_progress_bars():
+                self.model.save_pretrained(directory, state_dict=tensors)
+            self._form.keep(directory)
+
+        self._on_first(write)
 
     def info(self) -> dict[str, Any]:
         parameters = list(self._named_parameters().values())

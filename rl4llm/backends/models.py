@@ -157,7 +157,7 @@ def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrained
     Raise ModelError when there is no tokenizer, or it has no pad token.
     """
     path = str(model_directory(path))
-    tokenizer = _stored_tokenizer(path)
+    tokenizer = stored_tokenizer(path)
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ModelError(
@@ -218,7 +218,7 @@ def _stored_vocabulary(name: str) -> dict[str, int]:
     if not any((here / file).is_file() for file in TOKENIZER_FILES) and (here.is_dir() or "/" not in name):
         return {}
     try:
-        return dict(_stored_tokenizer(name).get_vocab())
+        return dict(stored_tokenizer(name).get_vocab())
     except ModelError:
         return {}
 
@@ -235,8 +235,8 @@ def _vocabulary_of(model: str | Path | PreTrainedModel) -> tuple[str, int | None
     return path, getattr(config.get_text_config(), "vocab_size", None)
 
 
-def _stored_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer as it was saved, with a pad token or without."""
+def stored_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer as it was saved, with a pad token or without; raise ModelError when it cannot be read."""
     _check_directory(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_from(path))

@@ -36,7 +36,7 @@ class WholeCheckpoint:
     """The checkpoint around a text model: its config, and the names of its tensors by file."""
 
     def __init__(self, path: str, config: PretrainedConfig, **hub: Any):
-        self._path, self._config, self._hub = path, config, hub
+        self._path, self.config, self._hub = path, config, hub
 
     @cached_property
     def _places(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ class WholeCheckpoint:
 
         Raises ModelError for a quantised checkpoint, whose tensors the text model would read as they are.
         """
-        quantised = getattr(self._config, "quantization_config", None)
+        quantised = getattr(self.config, "quantization_config", None)
         if quantised:
             method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
             raise ModelError(
@@ -66,8 +66,8 @@ class WholeCheckpoint:
                 f"{method}), which cannot train. Accepted: float32, bfloat16 or float16 weights. Use the checkpoint that "
                 "was quantised, such as the name without -FP8."
             )
-        text = copy.deepcopy(self._config.get_text_config())
-        text.tie_word_embeddings = self._config.tie_word_embeddings
+        text = copy.deepcopy(self.config.get_text_config())
+        text.tie_word_embeddings = self.config.tie_word_embeddings
         return text
 
     def key_mapping(self) -> dict[str, str]:
@@ -76,7 +76,7 @@ class WholeCheckpoint:
         if len(prefixes) != 1:
             found = ", ".join(sorted(prefixes)) or "none"
             raise ModelError(
-                f"model.path={self._path!r} is a {type(self._config).__name__} whose text model was not found: it must have "
+                f"model.path={self._path!r} is a {type(self.config).__name__} whose text model was not found: it must have "
                 f"exactly one {EMBEDDING}; found behind: {found}. Use a checkpoint of the text model alone."
             )
         outputs = {name for name in self._places if name.endswith("." + OUTPUT)}
@@ -112,7 +112,7 @@ class WholeCheckpoint:
 
     def write_config(self, directory: Path, model: PreTrainedModel) -> None:
         """Write the config of the whole model, and those of its processors."""
-        config = copy.deepcopy(self._config)
+        config = copy.deepcopy(self.config)
         config.dtype = model.dtype
         config.save_pretrained(directory)
         for name in PROCESSORS:

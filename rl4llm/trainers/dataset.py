@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_trainer import BaseTrainer, Step
 from rl4llm.core.token_metrics import of_update
 from rl4llm.core.types import Group, Update
@@ -83,7 +84,7 @@ class DatasetTrainer(BaseTrainer[Step]):
     def export(self, directory: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""
         if self.ranks.is_first:
-            self.tokenizer.save_pretrained(directory)
+            save_tokenizer(self.tokenizer, directory)
         self.backend.export(directory)
 
     def state(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_trainer import BaseTrainer, Step
@@ -221,7 +222,7 @@ class RLTrainer(BaseTrainer[RLStep]):
         for place, model in exported.items():
             if self.ranks.is_first:
                 place.mkdir(exist_ok=True)
-                self.tokenizer.save_pretrained(place)
+                save_tokenizer(self.tokenizer, place)
             model.export(place)
 
     def models(self) -> dict[str, BaseBackend]:

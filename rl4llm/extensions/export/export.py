@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 import rl4llm
 from rl4llm.backends.models import check_model_path, load_tokenizer
+from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.compose import build_algorithm, build_model
 from rl4llm.config import Config, as_written, by_part, load_config
 from rl4llm.core.errors import ConfigError, ModelError, RunDirError
@@ -51,7 +52,7 @@ def export(
     model.load(checkpoint.path / "model")
 
     def write(directory: Path) -> None:
-        tokenizer.save_pretrained(directory)
+        save_tokenizer(tokenizer, directory)
         model.export(directory)
         card = model_card(config, checkpoint.step, read_jsonl(run.eval_file))
         (directory / "README.md").write_text(card, encoding="utf-8")

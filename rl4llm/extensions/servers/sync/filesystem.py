@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import TakesWeights
 from rl4llm.core.base_publisher import BasePublisher
@@ -101,7 +103,7 @@ class LoraPublisher(FilesystemPublisher):
 
 def over_filesystem(client: TakesWeights, store: Callable[[], WeightStore], tokenizer: Any) -> BasePublisher:
     """Make the publisher of sync.name=filesystem."""
-    return FilesystemPublisher(client, store(), tokenizer.save_pretrained)
+    return FilesystemPublisher(client, store(), partial(save_tokenizer, tokenizer))
 
 
 def over_adapter(client: TakesWeights, store: Callable[[], WeightStore], tokenizer: Any) -> BasePublisher:
