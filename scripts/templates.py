@@ -102,7 +102,7 @@ def main() -> None:
     files = sorted(path.glob("*.jinja")) if not (path / "tokenizer_config.json").exists() else []
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = dict(pool.map(named_row, files))
-    rows = rows or {path.name: template_row(AutoTokenizer.from_pretrained(path))}
+    rows = rows or {path.name: template_row(AutoTokenizer.from_pretrained(path, trust_remote_code=False))}
     summary = ", ".join(f"{number} {what}" for what, number in counts(rows).items()) + "."
     if "--write" in sys.argv[2:]:
         before, _, rest = PAGE.read_text().partition(BEGIN)

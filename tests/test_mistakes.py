@@ -85,7 +85,7 @@ backend.name=accelerate                            | backend.name='accelerate' i
 backend.shard=zero3                                | backend.shard='zero3' is unknown. Known: ddp, fsdp2, none
 model.path=nowhere/model                           | nor does the hub have it
 model.path=rows.jsonl                              | is a file. Accepted: a Hugging Face model directory
-model.path=empty                                   | 'empty' has no tokenizer.json ... Copy the tokenizer's files
+model.path=empty                                   | 'empty' has no config.json
 model.path=bare | 'bare' has no tokenizer.json and no tokenizer_config.json ... Copy the tokenizer's files
 model.path=foreign | does not match the model 'foreign': its token ids go up to ... Use the tokenizer that was saved with
 model.path=null                                    | model.path=None is not accepted: a string. Set a value

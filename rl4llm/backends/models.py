@@ -24,10 +24,20 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
+from rl4llm.backends.model_files import (
+    AGAIN,
+    adapter_message,
+    check_directory,
+    check_kind,
+    check_model_path,
+    check_weights,
+    model_directory,
+)
 from rl4llm.backends.vision_language import ATTRIBUTE, WholeCheckpoint, is_around_text, without_reports
 from rl4llm.core.errors import ModelError, unknown
 from rl4llm.core.types import TensorSpec
@@ -64,6 +74,7 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
+        _check_finite(model, model.name_or_path or type(model).__name__)
     elif shared_by is None:
         model = _from_files(path_or_model, dtype, attn_implementation)
     else:
@@ -74,16 +85,27 @@ def load_model(
         use_fast_linear(model)
     use_fast_norms(model)
     if gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"model.gradient_checkpointing=true is not accepted: {type(model).__name__} does not support it. "
-                "Remove it, or lower training.max_tokens_per_batch to save memory."
-            )
-        with warnings.catch_warnings():  # its new name does not exist in every version that is supported
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers checkpoints only in training mode, which is the same without dropout
+        _checkpoint(model)
     return model
+
+
+def _checkpoint(model: PreTrainedModel) -> None:
+    """Have the layers of a model keep only their inputs for the backward pass; raise ModelError where they cannot.
+
+    transformers checkpoints layers in training mode. All modules inside them stay in evaluation mode, since a router adds
+    noise in the other one. The model is marked as training, so that its engine looks for such layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not (model.supports_gradient_checkpointing and layers):
+        raise ModelError(
+            f"model.gradient_checkpointing=true is not accepted: {type(model).__name__} does not support it. "
+            "Remove it, or lower training.max_tokens_per_batch to save memory."
+        )
+    with warnings.catch_warnings():  # its new name does not exist in every version that is supported
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in (model, *layers):
+        module.training = True
 
 
 def empty_model(
@@ -106,39 +128,6 @@ def empty_model(
         raise ModelError(_unreadable("config of the model", path, error)) from error
 
 
-def model_directory(path: str | Path) -> str | Path:
-    """Return where the model is: `model/` for the directory of a finished run, otherwise the path itself."""
-    if not (Path(path) / "run.json").is_file():
-        return path
-    if not (Path(path) / "model").is_dir():
-        raise ModelError(
-            f"model.path={str(path)!r} is a run that has not finished: it has no model/ yet. Finish the run first."
-        )
-    return Path(path) / "model"
-
-
-def check_model_path(path: str | Path) -> str:
-    """Return where the model is; raise ModelError for a path without one. This does not contact the hub."""
-    path = str(model_directory(path))
-    _check_directory(path)
-    directory = Path(path)
-    config = directory / "config.json"
-    if not directory.is_dir():
-        return path
-    if not config.is_file():
-        raise ModelError(
-            f"model.path={str(directory)!r} has no config.json, so it is no Hugging Face model directory. Accepted: what "
-            "`save_pretrained` wrote."
-        )
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{config} is not valid JSON: {error}. Copy the directory again from its source."
-        ) from error
-    return path
-
-
 def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHead:
     """Return the value head that was exported with a model, or a new one; raise ModelError when it does not fit."""
     head = ValueHead(model.config.get_text_config().hidden_size)
@@ -156,7 +145,6 @@ def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrained
 
     Raise ModelError when there is no tokenizer, or it has no pad token.
     """
-    path = str(model_directory(path))
     tokenizer = stored_tokenizer(path)
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
@@ -235,13 +223,14 @@ def _vocabulary_of(model: str | Path | PreTrainedModel) -> tuple[str, int | None
     return path, getattr(config.get_text_config(), "vocab_size", None)
 
 
-def stored_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer as it was saved, with a pad token or without; raise ModelError when it cannot be read."""
-    _check_directory(path)
+def stored_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer as it was saved, with a pad token or without; raise ModelError when there is none."""
+    path = str(model_directory(path))
+    check_directory(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_from(path))
         return (
-            PreTrainedTokenizerFast.from_pretrained(path)
+            PreTrainedTokenizerFast.from_pretrained(path, **_from(path))
             if _cuts_otherwise(tokenizer, Path(path))
             else tokenizer
         )
@@ -300,6 +289,7 @@ def _is_dropout(attribute: str, value: Any) -> bool:
 
 def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
     path = check_model_path(path)
+    check_weights(path)
     try:
         config, whole = _configs(path)
         with without_progress_bars(), without_reports() if whole else nullcontext():
@@ -310,10 +300,13 @@ def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str |
                 attn_implementation=attn_implementation,
                 output_loading_info=True,
                 key_mapping=whole.key_mapping() if whole else None,
+                use_safetensors=True,
                 **_from(path),
             )
     except UNREADABLE as error:
         raise ModelError(_unreadable("model", path, error)) from error
+    if getattr(model, "peft_config", None):  # of a name on the hub
+        raise ModelError(adapter_message(path, beside=False))
     # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
     report["unexpected_keys"] = whole.of_text(report["unexpected_keys"]) if whole else ()
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -323,6 +316,7 @@ def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str |
                 f"The weights in {path!r} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:3])}"
                 f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Copy the directory again from its source."
             )
+    _check_finite(model, path)
     setattr(model, ATTRIBUTE, whole)
     if whole:
         own = [TensorSpec.of(*named) for named in model.named_parameters()]
@@ -330,10 +324,19 @@ def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str |
     return model
 
 
+def _check_finite(model: nn.Module, name: str) -> None:
+    """Raise ModelError for a weight with a NaN or an infinity, which would make every log-prob one."""
+    for key, tensor in model.named_parameters():
+        if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
+            raise ModelError(f"The model {name!r} has a NaN or an infinity in {key}. {AGAIN}")
+
+
 def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
     """The config of a model and, where a text model is only a part of it, its whole checkpoint."""
     config = AutoConfig.from_pretrained(path, **_from(path))
-    return config, WholeCheckpoint(path, config, **_from(path)) if is_around_text(config) else None
+    whole = WholeCheckpoint(path, config, **_from(path)) if is_around_text(config) else None
+    check_kind(path, config if whole is None else whole.text_config)
+    return config, whole
 
 
 def _from_first(
@@ -358,20 +361,8 @@ def _hollow(path: str, dtype: torch.dtype, attn_implementation: str | None) -> P
 
 
 def _from(path: str) -> dict[str, bool]:
-    """Whether transformers may ask the hub: of a directory it need not, and without a network only its cache can help."""
-    return {"local_files_only": Path(path).is_dir() or not hub_answers()}
-
-
-def _check_directory(path: str) -> None:
-    """Something that looks like a path must be a directory; anything else may be a hub name."""
-    here = Path(path)
-    if here.is_dir() or (not here.exists() and path.count("/") <= 1 and not path.startswith((".", "/", "~"))):
-        return
-    what = "is a file" if here.exists() else "does not exist"
-    raise ModelError(
-        f"model.path={path!r} {what}. Accepted: a Hugging Face model directory (config.json, *.safetensors, tokenizer "
-        "files) or a name on the hub such as 'Qwen/Qwen2.5-0.5B-Instruct'."
-    )
+    """What transformers may do: ask the hub only for a name and with a network, and never run code that it finds."""
+    return {"local_files_only": Path(path).is_dir() or not hub_answers(), "trust_remote_code": False}
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -388,6 +379,9 @@ def _unreadable(what: str, path: str, error: BaseException) -> str:
     if what == "tokenizer" and missing and Path(path).is_dir():
         step = "Copy the tokenizer's files from the model that it was made from."
         return f"model.path={path!r} has no {' and no '.join(missing)}, so its tokenizer cannot be loaded. {step}"
+    if "trust_remote_code" in str(error):
+        step = "Code of a model directory never runs. Use a model whose architecture transformers has."
+        return f"The {what} model.path={path!r} needs custom code (auto_map). {step}"
     if Path(path).is_dir():
         step = "Check that all files are present and complete, or copy the directory again from its source."
     else:

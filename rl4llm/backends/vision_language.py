@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -54,18 +54,7 @@ class WholeCheckpoint:
 
     @property
     def text_config(self) -> PretrainedConfig:
-        """The config of the text model, which ties its embeddings as the whole model does.
-
-        Raises ModelError for a quantised checkpoint, whose tensors the text model would read as they are.
-        """
-        quantised = getattr(self.config, "quantization_config", None)
-        if quantised:
-            method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
-            raise ModelError(
-                f"model.path={self._path!r} is a quantised vision-language checkpoint (quantization_config, method "
-                f"{method}), which cannot train. Accepted: float32, bfloat16 or float16 weights. Use the checkpoint that "
-                "was quantised, such as the name without -FP8."
-            )
+        """The config of the text model, which ties its embeddings as the whole model does."""
         text = copy.deepcopy(self.config.get_text_config())
         text.tie_word_embeddings = self.config.tie_word_embeddings
         return text

@@ -10,7 +10,7 @@ import torch
 
 from rl4llm import TESTED_TORCH
 from rl4llm.algorithms import ALGORITHMS
-from rl4llm.backends.models import check_model_path
+from rl4llm.backends.model_files import check_weights
 from rl4llm.compose.data import GENERATED
 from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
@@ -53,7 +53,7 @@ def check_config(config: Config, *, here: bool) -> None:
         return
     RunDir(config.output.dir).check()
     demand_device(device_of(config))
-    check_model_path(config.model.path)
+    check_weights(config.model.path)
     for name, part in by_part(config).items():
         for source, split in ((part.data.path, part.data.split), (part.eval.path, part.eval.split)):
             if source is not None and source not in GENERATED:

@@ -14,7 +14,7 @@ from rl4llm.compose.tables import BACKENDS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend, TokenScorer
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
 from rl4llm.runtime.ranks import Ranks, join_ranks
@@ -109,6 +109,13 @@ def build_policy(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBa
         from rl4llm.backends.lora import add_adapter  # noqa: PLC0415 - most runs have no adapter
 
         adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
+    if not any(
+        item.requires_grad for part in (model, value_head) if part is not None for item in part.parameters()
+    ):
+        raise ModelError(
+            f"None of the parameters of {config.model.path} trains: requires_grad is False for all. Next: set it with "
+            "model.requires_grad_(True), or set model.lora.rank to train an adapter."
+        )
     critic = algorithm.needs().critic
     steps = config.max_steps - (critic.warmup_steps if critic else 0)  # in which the policy learns
     options = _optimizer(config, config.training.epochs, steps)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rl4llm.backends.model_files import check_weights
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.compose.choices import build_algorithm, check_choices, in_part, warnings_of
 from rl4llm.compose.data import (
@@ -93,6 +94,8 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     check_choices(config, given, algorithm.needs())
     refuse_hidden(config)
     check_installed(_trackers(config))
+    if given.model is None:
+        check_weights(config.model.path)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     check_tokenizer(tokenizer, given.model or config.model.path, given=given.tokenizer is not None)
     learns_from = algorithm.needs().learns_from

@@ -301,7 +301,7 @@ def change_text(directory, change):
     index.write_text(json.dumps(listed))
 
 
-def test_a_quantised_vision_model_is_refused_by_name(around):
+def test_a_quantized_vision_model_is_refused_by_name(around):
     _, directory = around("Gemma3")
     change_text(directory, lambda name, tensor: {name: tensor.to(torch.float8_e4m3fn)})
     config = json.loads((directory / "config.json").read_text())
@@ -309,7 +309,7 @@ def test_a_quantised_vision_model_is_refused_by_name(around):
     (directory / "config.json").write_text(json.dumps(config))
     for load in (load_model, empty_model):
         with pytest.raises(
-            ModelError, match=r"quantised .*method fp8\).*Use the checkpoint that was quantised"
+            ModelError, match=r"quantized .*method fp8\).*Use the checkpoint that was quantized"
         ):
             load(directory)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from rl4llm.backends.models import empty_model, load_model, load_tokenizer, without_dropout
 from rl4llm.core.errors import ModelError
@@ -46,6 +46,21 @@ def test_dropout_is_off_even_with_gradient_checkpointing(build, tmp_path):
     assert torch.equal(first, second)
 
 
+def test_checkpointing_recomputes_layers_without_router_noise():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=61, num_key_value_heads=2, router_jitter_noise=0.5, **sizes)
+    model, ids = MixtralForCausalLM(config), torch.tensor([[5, 6, 7, 8]])
+    plain = load_model(model)(input_ids=ids).logits
+    load_model(model, gradient_checkpointing=True)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    logits = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(logits, plain)
+    logits.sum().backward()
+    assert len(calls) == 2  # a second time for the backward pass
+
+
 def test_dropout_that_was_on_is_named(build):
     assert any("attn" in name for name in without_dropout(build("gpt2")))
     assert without_dropout(build("llama")) == []
@@ -77,7 +92,7 @@ def test_a_broken_config_is_named(directory):
 def test_truncated_weights_are_an_error(directory):
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="damaged or incomplete"):
         load_model(directory)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import rl4llm
-from rl4llm.backends.models import check_model_path, load_tokenizer
+from rl4llm.backends.model_files import check_model_path
+from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.compose import build_algorithm, build_model
 from rl4llm.config import Config, as_written, by_part, load_config

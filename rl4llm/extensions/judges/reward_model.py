@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from rl4llm.backends.heads import VALUE_HEAD_FILE
-from rl4llm.backends.models import load_model, load_tokenizer, load_value_head, model_directory
+from rl4llm.backends.model_files import model_directory
+from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import DataError, ModelError, TemplateError

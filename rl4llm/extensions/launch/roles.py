@@ -184,7 +184,7 @@ def _url(role: str, host: str, number: int) -> str:
 
 
 def _server(config: Config) -> list[str]:
-    from rl4llm.backends.models import model_directory  # noqa: PLC0415 - imports torch
+    from rl4llm.backends.model_files import model_directory  # noqa: PLC0415 - imports torch
 
     engine, launch, model = config.inference["name"], config.launch, str(model_directory(config.model.path))
     named = [model] if engine == "vllm" else ["--model-path", model]

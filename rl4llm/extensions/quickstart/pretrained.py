@@ -122,7 +122,9 @@ def _write_from_hub(directory: Path) -> None:
 def _convert(file: Path, directory: Path) -> None:
     """Write the model and the tokenizer of a GGUF file as a Hugging Face directory in float32."""
     with without_progress_bars(), redirect_stderr(io.StringIO()):  # the reader of GGUF files has its own bar
-        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        read = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
         if hasattr(read.config, "quantization_config"):
             del read.config.quantization_config
         model = LlamaForCausalLM(read.config)
@@ -132,4 +134,6 @@ def _convert(file: Path, directory: Path) -> None:
             model.save_pretrained(directory)
         except SafetensorError as error:  # it wraps the system's error
             raise OSError(errno.ENOSPC if is_full(error) else errno.EIO, str(error)) from error
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, trust_remote_code=False
+        ).save_pretrained(directory)

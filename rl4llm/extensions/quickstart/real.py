@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rl4llm.backends.models import check_model_path
+from rl4llm.backends.model_files import check_model_path
 from rl4llm.compose import build_trainer
 from rl4llm.core.errors import ModelError
 from rl4llm.extensions.quickstart.directory import mark_directory

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
-from rl4llm.backends.models import empty_model, load_tokenizer, model_directory
+from rl4llm.backends.models import empty_model, load_tokenizer, stored_tokenizer
 from rl4llm.commands.output import Facts
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.types import TensorSpec
@@ -103,8 +103,8 @@ def _tokenizer(path: str) -> Iterator[tuple[str, str]]:
     except RL4LLMError as error:
         yield "tokenizer", str(error)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_directory(path))
-        except (OSError, ValueError):
+            tokenizer = stored_tokenizer(path)
+        except RL4LLMError:
             return
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     try:

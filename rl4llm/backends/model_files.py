@@ -1,0 +1,140 @@
+"""What a model directory must be before anything of it is loaded: whole safetensors of a plain model, and no adapter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from rl4llm.backends.vision_language import INDEX, WEIGHTS
+from rl4llm.core.errors import ModelError
+
+ADAPTER = "adapter_config.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$")
+AGAIN = "Copy the directory again from its source."
+
+
+def model_directory(path: str | Path) -> str | Path:
+    """Return where the model is: `model/` for the directory of a finished run, otherwise the path itself."""
+    if not (Path(path) / "run.json").is_file():
+        return path
+    if not (Path(path) / "model").is_dir():
+        raise ModelError(
+            f"model.path={str(path)!r} is a run that has not finished: it has no model/ yet. Finish the run first."
+        )
+    return Path(path) / "model"
+
+
+def check_model_path(path: str | Path) -> str:
+    """Return where the model is; raise ModelError for a path without one that can train. This does not contact the hub."""
+    path = str(model_directory(path))
+    check_directory(path)
+    directory = Path(path)
+    config = directory / "config.json"
+    if not directory.is_dir():
+        return path
+    if (directory / ADAPTER).is_file():
+        raise ModelError(adapter_message(path, beside=config.is_file()))
+    if not config.is_file():
+        raise ModelError(
+            f"model.path={str(directory)!r} has no config.json, so it is no Hugging Face model directory. Accepted: what "
+            "`save_pretrained` wrote."
+        )
+    refuse_quantized(path, read_json(config))
+    return path
+
+
+def check_weights(path: str | Path) -> None:
+    """Raise ModelError unless the weights of a model directory are complete safetensors; a hub name is not checked."""
+    directory = Path(check_model_path(path))
+    if not directory.is_dir():
+        return
+    files: set[Any] = {WEIGHTS} if (directory / WEIGHTS).is_file() else set()
+    if (directory / INDEX).is_file():
+        places = read_json(directory / INDEX).get("weight_map")
+        files |= set(places.values()) if isinstance(places, dict) else {None}
+    if not files:
+        pickled = sorted(file.name for kind in PICKLED for file in directory.glob(kind))
+        found = f", only {pickled[0]}, a pickle, which can run code and is not read" if pickled else ""
+        raise ModelError(
+            f"model.path={str(directory)!r} has no {WEIGHTS}{found}. Save the model with `save_pretrained`, which writes "
+            "safetensors."
+        )
+    for name in sorted(files, key=str):
+        if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_file():
+            raise ModelError(
+                f"{directory / INDEX} names {name!r}, which is not a file in the directory. {AGAIN}"
+            )
+        try:
+            with safe_open(directory / name, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{directory / name} is damaged or incomplete: {error}. {AGAIN}") from error
+
+
+def check_kind(path: str, config: PretrainedConfig) -> None:
+    """Raise ModelError for a config of anything but an unquantized causal language model."""
+    refuse_quantized(path, config.to_dict())
+    saved = (config.architectures or [type(config).__name__])[0]
+    if type(config) not in AutoModelForCausalLM._model_mapping or ANOTHER_HEAD.search(saved):
+        raise ModelError(
+            f"model.path={path!r} is a {saved}, not a causal language model. Accepted: checkpoints of a ...ForCausalLM."
+        )
+
+
+def refuse_quantized(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a config whose weights are quantized, in the whole model or in its text part."""
+    configs = [config, config.get("text_config")]
+    found = [
+        one[name]
+        for one in configs
+        if isinstance(one, Mapping)
+        for name in ("quantization_config", "compression_config")
+        if one.get(name)
+    ]
+    if found:
+        method = found[0].get("quant_method", "unknown") if isinstance(found[0], Mapping) else found[0]
+        raise ModelError(
+            f"model.path={path!r} is quantized (quantization_config, method {method}), which cannot train. Accepted: "
+            "float32, bfloat16 or float16 weights. Use the checkpoint that was quantized, such as the name without -FP8, "
+            "-AWQ, -GPTQ or -bnb-4bit."
+        )
+
+
+def adapter_message(path: str, *, beside: bool) -> str:
+    """Return the error for a PEFT adapter, alone or `beside` the weights of its base."""
+    without = f", or remove {ADAPTER} to train the weights beside it" if beside else ""
+    merge = f"AutoPeftModelForCausalLM.from_pretrained({path!r}).merge_and_unload().save_pretrained('merged')"
+    return (
+        f"model.path={path!r} holds a PEFT adapter ({ADAPTER}), which is not read. Merge it into its base with PEFT, "
+        f"`{merge}`, and use that directory with the tokenizer's files{without}."
+    )
+
+
+def check_directory(path: str) -> None:
+    """Raise ModelError for something that looks like a path but is not a directory; anything else may be a hub name."""
+    here = Path(path)
+    if here.is_dir() or (not here.exists() and path.count("/") <= 1 and not path.startswith((".", "/", "~"))):
+        return
+    what = "is a file" if here.exists() else "does not exist"
+    raise ModelError(
+        f"model.path={path!r} {what}. Accepted: a Hugging Face model directory (config.json, *.safetensors, tokenizer "
+        "files) or a name on the hub such as 'Qwen/Qwen2.5-0.5B-Instruct'."
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model directory; raise ModelError for anything else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}. {AGAIN}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} holds a {type(value).__name__}, not an object. {AGAIN}")
+    return value
