@@ -63,7 +63,7 @@ def check_engine(config: Config) -> None:
     options = dict(config.inference)
     engine, fixed = ENGINES[options.pop("name")], {"model", "tokenizer", "deterministic", "autocast"}
     if engine.is_server:
-        fixed = {"base_url", "tokenizer", "vocab_size"}
+        fixed = {"base_url", "tokenizer", "vocab_size", "ends"}
         options = {name: value for name, value in options.items() if name not in ("cohost", "router", "url")}
         server_urls(config)
     check_options("inference", engine, options, fixed)

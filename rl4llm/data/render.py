@@ -202,7 +202,7 @@ class Renderer:
         return list(token_ids[self._sampled_end(token_ids, by) :] if ended else token_ids)
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
-        """Return whether a completion ended its turn; a token limit or a stop string leaves it open."""
+        """Return whether a completion ended its turn; a token limit, a stop string or another eos id leaves it open."""
         return bool(token_ids) and token_ids[-1] in self.stop_token_ids
 
     def content(self, completion_text: str) -> str:

@@ -60,6 +60,24 @@ def generate(client, prompts, params, sessions=None):
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", ["fast", "graph", "model"])
+def test_any_eos_id_of_the_model_ends_and_padding_is_never_sampled(build, tokenizer, path):
+    model = build("qwen3")
+    model.resize_token_embeddings(len(tokenizer) + 64)
+    model.lm_head.weight.data.zero_()  # all tokens are equally likely
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(100, 140)]
+    client = LocalClient(model, tokenizer, path=path)
+    params = [SAMPLED.replace(seed=seed, max_tokens=60, ignore_eos=False) for seed in range(16)]
+    found = generate(client, [PROMPTS[0]] * 16, params)
+    ends = set(model.generation_config.eos_token_id)
+    assert all(ends.isdisjoint(one.token_ids[:-1]) for one in found)
+    assert sum(one.finish_reason == "stop" for one in found) > 8
+    assert all(token < len(tokenizer) for one in found for token in one.token_ids)
+    loglikelihood = -torch.log(torch.tensor(len(tokenizer) + 64.0)).item()
+    assert found[0].logprobs == pytest.approx([loglikelihood] * len(found[0].token_ids))
+    assert generate(client, PROMPTS[:1], [params[0].replace(ignore_eos=True)])[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize(("name", "path"), BOTH_PATHS)
 @pytest.mark.parametrize("share_from", [1, 10**9])
 def test_greedy_and_seeded_tokens_equal_a_plain_forward_loop(

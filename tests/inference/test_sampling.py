@@ -5,7 +5,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.embedded import sampling
-from rl4llm.inference.embedded.sampling import CANDIDATES, LARGE, Sampler, draw, keep_likely, uniforms
+from rl4llm.inference.embedded.sampling import (
+    CANDIDATES,
+    LARGE,
+    Kind,
+    Sampler,
+    StaticSampler,
+    draw,
+    keep_likely,
+    uniforms,
+)
 
 
 def one_by_one(seed, token):
@@ -262,3 +271,32 @@ def test_filtering_waits_for_a_gpu_once(spread, monkeypatch):
     with Reads() as reads:
         keep_likely(probs, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.9, dtype=torch.float64))
     assert (lists, reads.count) == ([(4,)], 0)
+
+
+@pytest.mark.parametrize("vocabulary", [320, LARGE])
+@pytest.mark.parametrize("static", [False, True])
+def test_absent_ids_are_never_sampled_and_leave_logprobs_alone(vocabulary, static):
+    absent_A = torch.tensor([0, 7, *range(vocabulary - 100, vocabulary)])
+    logits = torch.randn(4, vocabulary)
+    logits[:, absent_A] += 6  # nearly all of the probability
+    whole_BV = logits.log_softmax(-1)
+    params = [SamplingParams(temperature=0.0)] + [SamplingParams(seed=seed) for seed in range(3)]
+    if static:
+        sampler = StaticSampler(Kind.of(params), 4, torch.device("cpu"), absent_A)
+        sampler.set(params, [0] * 4)
+    else:
+        params[2:] = [SamplingParams(seed=1, top_k=5), SamplingParams(seed=2, top_p=0.5)]
+        sampler = Sampler(params, [0] * 4, torch.device("cpu"), absent_A)
+    for _ in range(50):
+        tokens_B, logprobs_B = sampler(logits.clone())
+        assert not torch.isin(tokens_B, absent_A).any()
+        torch.testing.assert_close(logprobs_B, whole_BV.gather(1, tokens_B[:, None])[:, 0])
+        if static:
+            sampler.place_1.add_(1)
+    logits[1, 5] = torch.nan
+    assert not sampler(logits.clone())[1][1].isfinite()  # an engine detects it
+
+
+def test_a_target_that_rounding_made_the_whole_sum_is_in_the_sum():
+    weights = torch.tensor([[0.25, 0.3, 0.0, 0.0]], dtype=torch.float64)
+    assert draw(weights, torch.ones(1, 1, dtype=torch.float64)).item() == 1

@@ -19,7 +19,14 @@ from rl4llm.core.errors import EngineError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
 from rl4llm.inference.embedded.rows import Decoding, Fill, Newcomer, PrefixTable, Request, Row, RowTable
-from rl4llm.inference.embedded.stops import CONTINUES, STOP_TOKEN, StopRules, text_of
+from rl4llm.inference.embedded.stops import (
+    CONTINUES,
+    STOP_TOKEN,
+    StopRules,
+    absent_tokens,
+    end_tokens,
+    text_of,
+)
 from rl4llm.inference.paths import Path, choose_decoder, context_limit
 
 PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
@@ -62,7 +69,9 @@ class Engine:
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self._device = next(model.parameters()).device
         self._tokenizer = tokenizer
-        self._stops = StopRules(tokenizer, self.vocab_size, self._device)
+        self._stops = StopRules(tokenizer, self.vocab_size, self._device, end_tokens(model))
+        absent = sorted(absent_tokens(tokenizer, self.vocab_size))
+        self._absent_A = torch.tensor(absent, device=self._device) if absent else None
         self._counters = Counters()
         self._batch: Decoding | None = None
         self._ended: list[Row] = []  # whose requests are over, while the batch still computes them
@@ -187,6 +196,7 @@ class Engine:
         self._decoder, self._reason = choose_decoder(
             self._model, self._path, self.context_length, self._autocast
         )
+        self._decoder.absent_A = self._absent_A
         dtype = self._autocast or next(self._model.parameters()).dtype
         self._prefix_cache = KVCache(dtype, self._device)
         self._cache = self._decoder.cache(dtype, self._device, self._prefix_cache)

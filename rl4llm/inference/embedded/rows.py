@@ -117,12 +117,14 @@ class Decoder(ABC):
     """A decoding path: fills a cache, decodes one token per row, and computes logits at every position.
 
     `reads_prefixes` is whether it can attend to a `SharedPrefix` in place; else each row holds a copy. `recurrent` is
-    whether rows have states, so that neither a window may have padding nor a row be cut.
+    whether rows have states, so that neither a window may have padding nor a row be cut. `absent_A` are the ids that are
+    never sampled.
     """
 
     name: str
     reads_prefixes = False
     recurrent = False
+    absent_A: Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -213,7 +215,10 @@ class Batch:
     ):
         self._decoder, self._cache, self._window, self._stops = decoder, cache, window, stops
         self._sampler = Sampler(
-            [item.params for item in requests], [len(item.logprobs) for item in requests], cache.device
+            [item.params for item in requests],
+            [len(item.logprobs) for item in requests],
+            cache.device,
+            decoder.absent_A,
         )
         self._tokens_B = torch.tensor([item.token_ids[-1] for item in requests], device=cache.device)
         self._steps: list[tuple[Tensor, Tensor]] = []

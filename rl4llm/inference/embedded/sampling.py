@@ -116,9 +116,7 @@ def draw(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     ends = cdf_BP.gather(-1, slice_B1), F.pad(cdf_BP, (1, 0)).gather(-1, slice_B1)
     share_B1 = (targets_B1 - ends[1]) / (ends[0] - ends[1])  # of the slice, in [0, 1)
     inner_BS = _running_sums(slices_BPS.gather(1, slice_B1[:, :, None].expand(-1, 1, size))[:, 0])
-    last_B1 = inner_BS[:, -1:]
-    targets_B1 = torch.minimum(share_B1 * last_B1, last_B1.nextafter(torch.zeros_like(last_B1)))
-    return slice_B1 * size + _invert(inner_BS, targets_B1)
+    return slice_B1 * size + _invert(inner_BS, share_B1 * inner_BS[:, -1:])
 
 
 def _running_sums(x: Tensor) -> Tensor:
@@ -137,7 +135,10 @@ def _fixed_point_sums(x: Tensor) -> Tensor:
 
 
 def _invert(cdf_BN: Tensor, targets_B1: Tensor) -> Tensor:
-    """Return the first place where the function exceeds the target; the last one where it never does, as if it is NaN."""
+    """Return the first place where the function exceeds the target, which rounding may have made its end; the last place
+    where it is NaN."""
+    last_B1 = cdf_BN[:, -1:]
+    targets_B1 = torch.minimum(targets_B1, last_B1.nextafter(torch.zeros_like(last_B1)))
     return torch.searchsorted(cdf_BN, targets_B1, right=True).clamp_(max=cdf_BN.shape[-1] - 1)
 
 
@@ -156,11 +157,21 @@ def choose(
     return torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens_B1)
 
 
-def heated(logits_BV: Tensor, heat_B1: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return logits divided by the temperatures, and their probabilities in float32."""
+def heated(
+    logits_BV: Tensor, heat_B1: Tensor | None, absent_A: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return logits divided by the temperatures, which may overwrite them, and their probabilities in float32.
+
+    Absent ids, which have no token, get the probability 0 and the logit -inf. The others are not normalised again: their
+    log-probs stay those of the trainer's softmax over all logits, as with top-k and top-p.
+    """
     if heat_B1 is not None:
         logits_BV = logits_BV.float() / heat_B1
-    return logits_BV, logits_BV.softmax(-1, dtype=torch.float32)
+    probs_BV = logits_BV.softmax(-1, dtype=torch.float32)
+    if absent_A is not None:
+        logits_BV.index_fill_(-1, absent_A, -torch.inf)
+        probs_BV.index_fill_(-1, absent_A, 0.0)
+    return logits_BV, probs_BV
 
 
 class Kind(NamedTuple):
@@ -185,7 +196,14 @@ class Kind(NamedTuple):
 class Sampler:
     """Draws the next token of each row; rows may differ in every parameter. A change of rows needs a new sampler."""
 
-    def __init__(self, params: Sequence[SamplingParams], starts: Sequence[int], device: torch.device):
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        starts: Sequence[int],
+        device: torch.device,
+        absent_A: Tensor | None = None,
+    ):
+        self._absent_A = absent_A
         self._seeds = [item.seed for item in params]
         self._next = list(starts)
         self._uniforms_NB: Tensor | None = None
@@ -205,7 +223,7 @@ class Sampler:
 
     def __call__(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens (B,) and their log-probs (B,) by the temperature-scaled softmax; NaN logits give NaN."""
-        logits_BV, probs_BV = heated(logits_BV, self._heat_B1)
+        logits_BV, probs_BV = heated(logits_BV, self._heat_B1, self._absent_A)
         uniforms_B1 = self._uniform(probs_BV.device)[:, None] if self._kind.draws else None
         likely_BV = probs_BV
         if self._kind.filters:
@@ -229,8 +247,8 @@ class StaticSampler:
     `place` counts the steps since `refill`; the step increments it.
     """
 
-    def __init__(self, kind: Kind, rows: int, device: torch.device):
-        self._kind = kind
+    def __init__(self, kind: Kind, rows: int, device: torch.device, absent_A: Tensor | None = None):
+        self._kind, self._absent_A = kind, absent_A
         self._seeds: list[int] = []
         self._next: list[int] = []
         self.place_1 = torch.zeros(1, dtype=torch.long, device=device)
@@ -261,7 +279,7 @@ class StaticSampler:
     def __call__(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens (B,) and their log-probs (B,), as `Sampler` does."""
         kind = self._kind
-        logits_BV, probs_BV = heated(logits_BV, self._heat_B1 if kind.hot else None)
+        logits_BV, probs_BV = heated(logits_BV, self._heat_B1 if kind.hot else None, self._absent_A)
         uniforms_B1 = self._uniforms_NB.index_select(0, self.place_1).t() if kind.draws else None
         tokens_B1 = choose(logits_BV, probs_BV, uniforms_B1, self._greedy_B1 if kind.greedy else None)
         return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()

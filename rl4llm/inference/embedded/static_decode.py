@@ -47,7 +47,7 @@ class StaticStep:
         self._lanes_B = torch.arange(rows, device=device)
         queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.begins = queries, queries * cache.capacity
-        self._sampler = None if kind is None else StaticSampler(kind, rows, device)
+        self._sampler = None if kind is None else StaticSampler(kind, rows, device, decoder.absent_A)
         self._codes = (
             torch.zeros(rules * decoder.vocab_size, dtype=torch.int8, device=device) if rules else None
         )

@@ -27,10 +27,21 @@ class StopTable(NamedTuple):
         return self.codes.index_select(0, self.offsets_B + tokens_B)
 
 
-def stop_tokens(tokenizer: Any, params: SamplingParams) -> tuple[int, ...]:
-    """Return the tokens that end a completion: those given, the tokenizer's end token, special tokens in stop strings."""
-    end = tokenizer.eos_token_id
-    own = () if params.ignore_eos or end is None else (end,)
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """Return all tokens that end a completion by a model's generation config; chat models often have two or three."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def absent_tokens(tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Return the ids that have an embedding but no token: vocabularies are padded to a multiple of a power of two."""
+    return frozenset(range(vocab_size)).difference(tokenizer.get_vocab().values())
+
+
+def stop_tokens(tokenizer: Any, params: SamplingParams, ends: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the tokens that end a completion: those given, the model's `ends` and the tokenizer's, special tokens in stop
+    strings."""
+    own = () if params.ignore_eos else filter(lambda end: end is not None, (tokenizer.eos_token_id, *ends))
     special = tokenizer.all_special_tokens if params.stop else ()
     named = [tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
     return tuple(dict.fromkeys((*params.stop_token_ids, *own, *named)))
@@ -50,7 +61,8 @@ class StopRules:
     that is one of the tokenizer's special tokens counts as that token, since special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, device: torch.device):
+    def __init__(self, tokenizer: Any, vocab_size: int, device: torch.device, ends: Sequence[int] = ()):
+        self._ends = ends
         self._tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
         self._token_texts: list[str] | None = None
         self._tables: dict[Rule, Tensor] = {}
@@ -59,7 +71,7 @@ class StopRules:
         """Return what ends this request, apart from its length."""
         special = self._tokenizer.all_special_tokens
         strings = tuple(text for text in params.stop if text and text not in special)
-        return frozenset(stop_tokens(self._tokenizer, params)), strings
+        return frozenset(stop_tokens(self._tokenizer, params, self._ends)), strings
 
     def table(self, rules: Sequence[Rule]) -> StopTable | None:
         """Return the codes of all tokens for these requests; None if only their length ends them."""

@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from fault_server import (
@@ -29,6 +30,7 @@ from fault_server import (
     write_weights,
 )
 
+from rl4llm.compose.tables import ENGINES
 from rl4llm.core.errors import (
     ConfigError,
     EngineError,
@@ -40,6 +42,7 @@ from rl4llm.core.errors import (
 from rl4llm.core.types import SamplingParams, TensorSpec
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.clients.vllm import VLLMClient
+from rl4llm.extensions.servers.fleet.build import build_fleet
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 from rl4llm.extensions.servers.fleet.member import FleetLimits
 from rl4llm.extensions.servers.sync.store import WeightStore
@@ -400,6 +403,25 @@ def test_a_result_that_comes_twice_counts_once(play, undisturbed):
         assert scene.fleet.metrics()["fleet/doubles"] >= 1
 
     play(story, 1)
+
+
+def test_a_sampled_id_without_a_token_is_reported_once(play):
+    async def story(scene):
+        scene.fleet._absent = frozenset(range(320))  # whatever is sampled
+        for number in range(2):
+            await scene.fleet.generate(PROMPT, PARAMS, session=f"s{number}")
+        return scene.lines
+
+    (line,) = play(story)
+    assert "for which the tokenizer has no token (padded vocabulary)" in line
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_servers_are_told_all_end_tokens_of_the_model(model, tokenizer, name):
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 9, 10]
+    config = SimpleNamespace(inference={"name": name, "url": "http://127.0.0.1:1"})
+    (client,) = build_fleet(config, ENGINES[name], model, tokenizer).engines()
+    assert client._ends == (tokenizer.eos_token_id, 9, 10)
 
 
 def test_a_fleet_without_servers_warns_until_the_run_stops(play):

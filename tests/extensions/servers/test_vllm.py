@@ -454,9 +454,9 @@ def test_files_that_a_shared_file_system_shows_late_are_awaited(tokenizer):
 
 def test_special_tokens_in_stop_strings_are_sent_as_tokens(tokenizer):
     server = Server()
-    params = SAMPLED.replace(stop=("###", tokenizer.eos_token))
-    play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params))
-    assert server.bodies("/v1/completions")[0]["stop_token_ids"] == [tokenizer.eos_token_id]
+    params = SAMPLED.replace(stop=("###", tokenizer.eos_token), ignore_eos=False)
+    play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params), ends=(9, 10))
+    assert server.bodies("/v1/completions")[0]["stop_token_ids"] == [tokenizer.eos_token_id, 9, 10]
 
 
 def test_a_load_that_the_server_did_not_carry_out_is_an_error(tokenizer):

@@ -20,7 +20,7 @@ from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, ModelShape, Preci
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.together import Together
 from rl4llm.inference.embedded.kv_cache import KVCache
-from rl4llm.inference.embedded.stops import stop_tokens, text_of
+from rl4llm.inference.embedded.stops import absent_tokens, stop_tokens, text_of
 from rl4llm.runtime.transport import Retry, Transport
 
 NEVER_LOADED = -1
@@ -82,6 +82,7 @@ class ServerClient(BaseClient):
         tokenizer: decodes completions; the server's own text is not used, since every server trims it differently.
         vocab_size: token ids from here on are refused, since some servers crash on them.
         context_length: prompt plus completion, in tokens.
+        ends: further tokens that end a completion, those of the model's generation config.
         deadline_s: for one attempt of a generation.
         admin_deadline_s: for loading weights and other requests of the operator.
         attempts: how often a request is tried if it fails with an error that may be temporary.
@@ -105,6 +106,7 @@ class ServerClient(BaseClient):
         *,
         vocab_size: int,
         context_length: int,
+        ends: Sequence[int] = (),
         deadline_s: float = 600.0,
         admin_deadline_s: float = 600.0,
         attempts: int = 4,
@@ -122,7 +124,8 @@ class ServerClient(BaseClient):
         self.http = Transport(base_url, deadline_s=deadline_s, api_key=api_key)
         self.admin_deadline_s = admin_deadline_s
         self._visible_within_s = visible_within_s
-        self._tokenizer = tokenizer
+        self._tokenizer, self._ends = tokenizer, tuple(ends)
+        self.absent = absent_tokens(tokenizer, vocab_size)
         self.names = RequestNames()
         self.together = Together()  # a fleet has one for all its clients
         self._loading = asyncio.Lock()
@@ -166,7 +169,7 @@ class ServerClient(BaseClient):
         params = sampling_params.replace(
             max_tokens=min(sampling_params.max_tokens, room),
             stop_token_ids=stop_tokens(
-                self._tokenizer, sampling_params
+                self._tokenizer, sampling_params, self._ends
             ),  # the server may have another tokenizer
         )
         try:

@@ -10,6 +10,7 @@ from rl4llm.config import Config
 from rl4llm.core.schema import with_options
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
+from rl4llm.inference.embedded.stops import end_tokens
 from rl4llm.runtime.ports import KEY_VARIABLE
 
 
@@ -22,7 +23,8 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
     vocab_size = model.get_input_embeddings().num_embeddings
 
     def make(url: str) -> Any:
-        return with_options("inference", engine, options, url, tokenizer, vocab_size=vocab_size)
+        fixed = {"vocab_size": vocab_size, "ends": end_tokens(model)}
+        return with_options("inference", engine, options, url, tokenizer, **fixed)
 
     fleet = CohostedFleet if cohost else FleetClient
     return fleet([make(url) for url in server_urls(config)], router=make(router) if router else None)

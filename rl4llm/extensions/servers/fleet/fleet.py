@@ -91,6 +91,7 @@ class FleetClient(BaseClient):
         self._pool = self._upkeep.pool
         self._names = RequestNames()
         self._homes = Homes()
+        self._absent = members[0].absent
 
     def __str__(self) -> str:
         return f"FleetClient of {', '.join(map(str, self._servers))}"
@@ -107,6 +108,7 @@ class FleetClient(BaseClient):
             request_id = f"{name}/a{trip.attempts}"
             completion = await member.client.attempt(prompt_ids, sampling_params, request_id)
             self._check_version(member, before, completion)
+            self._warn_of_absent(completion)
             return completion
 
         try:
@@ -114,6 +116,16 @@ class FleetClient(BaseClient):
         finally:
             if not session:
                 self._homes.release(name)
+
+    def _warn_of_absent(self, completion: Completion) -> None:
+        """Warn, once, of sampled ids without a token. A bias that excludes them would change the servers' log-probs."""
+        found = self._absent.intersection(completion.token_ids)
+        if found:
+            self._absent = frozenset()
+            self._pool.warn(
+                f"A server sampled the id {min(found)}, for which the tokenizer has no token (padded vocabulary). It has no "
+                "text and trains like any other; the embedded engine never samples it."
+            )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         trip = Trip(self._names.next("", "score"))
