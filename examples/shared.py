@@ -3,7 +3,6 @@
 import argparse
 import json
 import random
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """Parse --model, --steps and --output; make the default model and output in a temporary directory."""
+    """Parse --model, --steps and --output; make the default model and output in a new temporary directory."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -20,10 +19,8 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output", default=None, help="where the run is written (default: a new directory)")
     options = parser.parse_args()
-    scratch = Path(tempfile.gettempdir()) / f"rl4llm-{Path(parser.prog).stem}"
     if options.output is None:
-        shutil.rmtree(scratch, ignore_errors=True)
-        options.output = str(scratch / "run")
+        options.output = str(Path(tempfile.mkdtemp(prefix=f"rl4llm-{Path(parser.prog).stem}-")) / "run")
     if options.model is None:
         options.model = str(Path(options.output).with_name("model"))
         tokenizer = build_tokenizer(

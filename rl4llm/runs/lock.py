@@ -1,4 +1,4 @@
-"""A lock on a directory, which ends with its process."""
+"""A lock on a directory, which ends with its process; and the directory of a user that no other user can enter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import socket
+import stat
+import tempfile
 import time
 import weakref
 from datetime import UTC, datetime
@@ -18,17 +20,37 @@ UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 PATIENCE_S = 1.0
 
 
+def private_directory(parent: Path | None = None) -> Path:
+    """Return the directory `rl4llm-UID` of this user; make it, with mode 700, if it does not exist.
+
+    It is in `parent`, by default XDG_RUNTIME_DIR if this user owns that, else the directory for temporary files. Everybody
+    may write to those, so raises PermissionError, before anything in it is opened, if another user could have filled it.
+    """
+    if parent is None:
+        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+        owned = runtime.is_dir() and runtime.stat().st_uid == os.getuid()
+        parent = runtime if owned else Path(tempfile.gettempdir())
+    directory = parent / f"rl4llm-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{directory} is not a directory that only this user may write to")
+    directory.chmod(0o700)
+    return directory
+
+
 class DirectoryLock:
     """Holds `<directory>/.lock` until `release` or the end of this process, however it ends.
 
     Child processes never hold it: one that outlives a killed trainer does not keep the directory locked. `supported` is
-    False on a filesystem that has no locks; then nothing is guarded.
+    False on a filesystem that has no locks; then nothing is guarded. A link in the place of the file is refused with an
+    OSError, since the file is written to.
     """
 
     def __init__(self, directory: Path):
         self.path = directory / ".lock"
         self.supported = True
-        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - open for as long as it is locked
+        self._file = open(self.path, "a+b", buffering=0, opener=_no_link)  # noqa: SIM115 - open while it is locked
         try:
             self._acquire()
         except BaseException:
@@ -75,6 +97,16 @@ class DirectoryLock:
                 raise
             self.supported = False
         return True
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file unless its name leads, as a symbolic or a hard link, to what may be a file of somebody else's choice."""
+    if not os.path.islink(path):  # for the message; O_NOFOLLOW guards
+        handle = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        if os.fstat(handle).st_nlink == 1:
+            return handle
+        os.close(handle)
+    raise OSError(errno.ELOOP, f"{path} is a link; remove it")
 
 
 def _owner(path: Path) -> str | None:

@@ -63,7 +63,7 @@ def once(directory: Path, make: Callable[[Path], None]) -> Path:
     """Return `directory`, which `make(scratch)` fills if it is missing; other processes wait for the one that makes it."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{directory}.lock", "w") as lock:
+        with open(f"{directory}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
             if not directory.is_dir():
                 for leftover in directory.parent.glob(f"{directory.name}.tmp-*"):

@@ -144,7 +144,10 @@ def test_a_directory_of_another_user_is_not_used(listening, memory, tmp_path, mo
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     weights = {"a": torch.zeros(2, 2)}
     ref = store.write(1, [TensorSpec.of("a", weights["a"])], iter(weights.items()))
-    assert ref.path == str(tmp_path / "weights" / "v000001") and "belongs to another user" in lines[0]
+    assert (
+        ref.path == str(tmp_path / "weights" / "v000001")
+        and "is not a directory that only this user" in lines[0]
+    )
     store.close()
 
 

@@ -16,7 +16,7 @@ from rl4llm.config.keys import SyncConfig
 from rl4llm.core.errors import RunDirError
 from rl4llm.extensions.servers.clients.neighbour import listener
 from rl4llm.extensions.servers.sync.store import WeightStore
-from rl4llm.runs.lock import DirectoryLock
+from rl4llm.runs.lock import DirectoryLock, private_directory
 
 SHARED = Path("/dev/shm")
 MARGIN = 2  # how often what the versions take must be free in the machine's memory
@@ -48,16 +48,12 @@ def open_store(
 
 def place_of(on_disk: Path) -> Path:
     """Return the directory in shared memory for a run, the same after a kill; remove those of runs that were killed."""
-    everyones = SHARED / f"rl4llm-{os.getuid()}"  # in a directory that everyone may write to
+    private = private_directory(SHARED)
     own = hashlib.sha256(str(on_disk.absolute()).encode()).hexdigest()[:16]
-    with suppress(OSError):
-        for directory in everyones.iterdir():
-            if directory.name != own:
-                _remove_if_abandoned(directory)
-    everyones.mkdir(mode=0o700, exist_ok=True)
-    if everyones.lstat().st_uid != os.getuid():
-        raise PermissionError(f"{everyones} belongs to another user")
-    return everyones / own / "weights"
+    for directory in private.iterdir():
+        if directory.name != own:
+            _remove_if_abandoned(directory)
+    return private / own / "weights"
 
 
 def unusable(urls: Sequence[str], needed: int) -> str | None:

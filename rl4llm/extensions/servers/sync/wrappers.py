@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,7 +14,7 @@ from rl4llm.core.errors import EngineError, EnginesDownError, RunDirError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
-from rl4llm.runs.lock import DirectoryLock
+from rl4llm.runs.lock import DirectoryLock, private_directory
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -30,14 +28,14 @@ class Claims:
 
     def __init__(self, urls: Sequence[str], root: Path | None = None):
         self._urls = urls
-        self._root = root or Path(tempfile.gettempdir()) / f"rl4llm-{os.getuid()}" / "servers"
+        self._root = root
         self._locks: list[DirectoryLock] = []
 
     def take(self) -> None:
         """Claim the servers that are not claimed yet; raise EngineError if another run has one of them."""
         for url in self._urls[len(self._locks) :]:
-            directory = self._root / _name(url)
             try:
+                directory = (self._root or private_directory() / "servers") / _name(url)
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._locks.append(DirectoryLock(directory))
             except RunDirError as error:
