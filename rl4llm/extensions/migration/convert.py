@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.redact import redacted
 from rl4llm.extensions.migration.row import Facts, Project, Rule
 
 SECTIONS = (
@@ -19,7 +20,9 @@ SECTIONS = (
 )  # fmt: skip
 
 SHOWN = 100  # characters of a value in a comment
-UNKNOWN = re.compile(r"\$[({A-Za-z_]")  # a variable that only a shell or another machine knows
+UNKNOWN = re.compile(
+    r"\$(\{(?!oc\.env:)|[(A-Za-z_])"
+)  # a variable that only a shell or another machine knows
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Converted:
 
 
 def convert(project: Project, values: Mapping[str, Any], facts: Facts) -> Converted:
-    """Convert every key, by its row or by the rules that read several of them."""
+    """Convert every key, by its row or by the rules that read several of them; secrets are left out and to be decided."""
     given = project.prepare(values)
     made = Converted({name: (value, f"as {project.name} has it") for name, value in project.base.items()})
     for name in [name for name, value in given.items() if isinstance(value, str) and UNKNOWN.search(value)]:
@@ -63,6 +66,11 @@ def convert(project: Project, values: Mapping[str, Any], facts: Facts) -> Conver
         row = project.row(name)
         if row is not None and row.keys is None and row.ours and name not in answered:
             made.without.append((_pair(name, given[name]), f"nothing to set with these values, see {row}"))
+    for key in [key for key, (value, _) in made.keys.items() if redacted({key: value}) != {key: value}]:
+        del made.keys[key]
+        made.open.append(
+            f"{key}: the secret is not written here. Set a variable, and {key}: ${{oc.env:NAME}}"
+        )
     return made
 
 
@@ -120,6 +128,7 @@ def _of(project: Project, said: str, given: bool) -> str:
 
 
 def _pair(name: str, value: Any) -> str:
+    value = redacted({name: value})[name]
     text = " ".join((value if isinstance(value, str) else _inline(value)).split())
     return f"{name.removeprefix('method.')}={text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}"
 

@@ -23,6 +23,7 @@ from rl4llm.extensions.migration.verl import VERL
 
 Values = dict[str, Any]
 FILES = ("config", "config_file")
+ENVIRONMENT = re.compile(r"\$\{(?=oc\.env:)")
 TRAINERS = {
     "grpo": "grpo",
     "rloo": "rloo",
@@ -67,13 +68,23 @@ def _of_yaml(path: Path) -> Values:
         raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(layer, DictConfig):
         raise ConfigError(f"{path} must be a mapping of keys.")
+    written = OmegaConf.to_container(layer)
     try:
-        values = flatten(OmegaConf.to_container(layer, resolve=True))
+        values = flatten(OmegaConf.to_container(OmegaConf.create(_escaped(written)), resolve=True))
     except OmegaConfBaseException:  # it refers to what only the other project knows
-        values = flatten(OmegaConf.to_container(layer))
+        values = flatten(written)
     return {
         name: value for name, value in values.items() if not name.endswith("_target_")
     }  # classes, of Hydra
+
+
+def _escaped(values: Any) -> Any:
+    """Return values in which references to the environment, which may hold secrets, resolve to their own text."""
+    if isinstance(values, Mapping):
+        return {name: _escaped(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [_escaped(value) for value in values]
+    return ENVIRONMENT.sub(r"\\${", values) if isinstance(values, str) else values
 
 
 def _of_commands(text: str, where: str) -> Source:
@@ -102,7 +113,7 @@ def _of_words(words: Sequence[str], project: Project | None) -> Source:
     values: Values = {}
     for name in FILES:
         if file := flags.pop(name, None):
-            values = _of_yaml(Path(str(file)).expanduser())
+            values = _of_yaml(Path(OmegaConf.create({"file": str(file)}).file).expanduser())
     if project is ORIGINAL:
         flags.pop("local_rank", None)
         gpus = flags.pop("num_gpus", 1)

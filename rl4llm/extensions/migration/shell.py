@@ -36,9 +36,10 @@ OPERATORS: Mapping[type[ast.operator], Any] = {
 def commands(text: str) -> list[list[str]]:
     """Return the words of each command outside of branches and loops, with variables replaced.
 
-    What only a shell knows, such as ``$(hostname)``, stays as it is written.
+    What only a shell knows, such as ``$(hostname)``, stays as it is written. Variables of the environment become references
+    of a configuration, ``${oc.env:NAME}``, since their values may be secret, and differ on other machines.
     """
-    script = _Script(dict(os.environ))
+    script = _Script({name: f"${{oc.env:{name}}}" for name in os.environ})
     return [words for line in _lines(text) if (words := script.run(line))]
 
 

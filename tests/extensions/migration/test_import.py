@@ -197,6 +197,49 @@ def test_existing_file_is_not_overwritten(tmp_path, capsys):
     assert "trl.yaml exists. Next: remove it" in " ".join(capsys.readouterr().err.split())
 
 
+VERL_YAML = """
+data: {train_files: "${oc.env:DATA}/x.parquet", train_batch_size: 64, custom: {token: hf-geheim}}
+actor_rollout_ref: {model: {path: "${oc.env:WORD}"}, actor: {ppo_mini_batch_size: "${data.train_batch_size}"}}
+trainer: {project_name: "${trainer.experiment_name}", experiment_name: "${oc.env:WORD}", total_training_steps: 5}
+"""
+VERL_SCRIPT = """
+NAME=${PROJECT:-$WORD}
+python3 -m verl.trainer.main_ppo data.train_files=$DATA/x.parquet actor_rollout_ref.model.path="$WORD" \\
+  data.train_batch_size=64 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.project_name=$NAME +data.custom.token=hf-geheim \\
+  trainer.total_training_steps=${STEPS:-5}
+"""
+
+
+@pytest.mark.parametrize(("suffix", "text"), [(".yaml", VERL_YAML), (".sh", VERL_SCRIPT)])
+def test_variables_stay_references_and_secrets_are_hidden(suffix, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORD", "geheim-1")
+    monkeypatch.setenv("DATA", "/geheim-2")
+    (tmp_path / f"source{suffix}").write_text(text)
+    out = tmp_path / "ours.yaml"
+    assert main(["import", str(tmp_path / f"source{suffix}"), "--out", str(out)]) == 0
+    assert "geheim" not in out.read_text()
+    found = flatten(yaml.safe_load(out.read_text()))
+    expected = {"data.path": "${oc.env:DATA}/x.parquet", "model.path": "${oc.env:WORD}", "max_steps": 5}
+    expected |= {"tracking.project": "${oc.env:WORD}", "rollout.prompts": 64 // 8}
+    assert {name: found[name] for name in expected} == expected
+    assert load_config(out).data.path == "/geheim-2/x.parquet"
+
+
+def test_secret_of_a_key_of_ours_is_left_out():
+    values = {"trainer.project_name": "sk-0123456789abcdef0123", "trainer.total_training_steps": 5}
+    found = convert(VERL, values, Facts())
+    assert "tracking.project: the secret is not written here" in found.open[-1]
+    assert "sk-" not in found.text("head")
+
+
+def test_variable_in_the_name_of_a_file_to_read_is_replaced(monkeypatch):
+    monkeypatch.setenv("FILES", str(SOURCES))
+    assert (
+        read("trl grpo --config $FILES/trl.yaml").values["model_name_or_path"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    )
+
+
 def test_script_words_have_variables_arrays_and_quotes(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     text = """A=${A:-x y}
@@ -215,10 +258,10 @@ F=2 run "${D[@]}" n=$N o=$(hostname) q=${U:-$HOME/x} \\
         "run",
         "k=x y",
         "l=$A",
-        "m=['8','/home/me']",
+        "m=['8','${oc.env:HOME}']",
         "n=8",
         "o=$(hostname)",
-        "q=/home/me/x",
+        "q=${oc.env:HOME}/x",
         "r=1e-6",
         "",
     ]
