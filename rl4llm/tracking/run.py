@@ -246,7 +246,7 @@ class RunTracker:
     def _open_alerts(self, step: int) -> None:
         """Open the file of alerts, and replay the steps before this start, whose alerts were already reported."""
         with self._tolerant("alerts.jsonl"):
-            self._alert_file = JsonlTracker(self._run.alerts_file, step)
+            self._alert_file = JsonlTracker(self._run.alerts_file, step, self.warn)
         with self._tolerant("metrics.jsonl"):
             for row in read_jsonl(self._run.metrics_file):
                 if "tokens/s" in row:  # a step, not an evaluation
@@ -258,8 +258,8 @@ class RunTracker:
         run = self._run
         given = run.path, self._project, run.run_id, self._config, self.warn
         known: dict[str, Callable[[], Tracker]] = {
-            "metrics.jsonl": lambda: JsonlTracker(run.metrics_file, step),
-            "eval.jsonl": lambda: JsonlTracker(run.eval_file, step),
+            "metrics.jsonl": lambda: JsonlTracker(run.metrics_file, step, self.warn),
+            "eval.jsonl": lambda: JsonlTracker(run.eval_file, step, self.warn),
             "tensorboard": lambda: load(TENSORBOARD, "tracking.tensorboard=true")(
                 run.path, step, self._config
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError, RunDirError
 from rl4llm.core.registry import load
+from rl4llm.runs.run_dir import write_atomically
 
 Row = Mapping[str, str | float]
 
@@ -40,22 +42,49 @@ class Tracker(ABC):
 class JsonlTracker(Tracker):
     """Appends ``{"step": 12, "reward/mean": 0.5, ...}``; a number that is not finite becomes null.
 
-    `resume_step` is the last step before training resumes (-1: none). Later lines and a torn last line are removed
-    first, so that no step is in the file twice.
+    `resume_step` is the last step before training resumes (-1: none). Later lines are removed first, so that no step is in
+    the file twice. Lines of earlier steps that are damaged, as after a power failure, move to the file NAME.damaged, and
+    `warn` gets their steps.
     """
 
-    def __init__(self, path: Path, resume_step: int = -1):
+    def __init__(self, path: Path, resume_step: int = -1, warn: Callable[[str], None] = lambda text: None):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
-        self._size = 0  # of the whole lines before the first one of a later step
-        with open(path, "rb") as file:
-            for line in file:
-                row = _parse(line)
-                if not line.endswith(b"\n") or (row is not None and row.get("step", -1) > resume_step):
-                    break
-                self._size += len(line)
+        self._size, damaged = self._resumed(resume_step)
         self._file.truncate(self._size)
+        if damaged:
+            self._set_aside([line for line, _ in damaged.values()], frozenset(damaged))
+            lost = ", ".join(lost for _, lost in damaged.values())
+            warn(f"{self} had {len(damaged)} damaged lines, now in {self}.damaged, so it lacks {lost}.")
+
+    def _resumed(self, resume_step: int) -> tuple[int, dict[int, tuple[bytes, str]]]:
+        """Return the size of the lines before the first one of a later step, and which of them are damaged, by index."""
+        size, step = 0, -1
+        damaged: dict[int, tuple[bytes, str]] = {}
+        with open(self.path, "rb") as file:
+            for index, line in enumerate(file):
+                row = _parse(line) if line.endswith(b"\n") else None
+                whole = row is not None and isinstance(row.get("step"), int)
+                named = [int(number) for number in re.findall(rb'\{"step": (\d+)[,}]', line)]
+                before, step = step, named[0] if named else step + (not whole)
+                if step > resume_step:
+                    break
+                if not whole:
+                    steps = " and ".join(map(str, named))
+                    damaged[index] = line, f"step {steps}" if named else f"what followed step {before}"
+                step, size = max([step, *named]), size + len(line)
+        return size, damaged
+
+    def _set_aside(self, lines: Sequence[bytes], indices: frozenset[int]) -> None:
+        """Move damaged lines to their file."""
+        with open(self.path, "rb") as file:
+            kept = b"".join(line for index, line in enumerate(file) if index not in indices)
+        with open(f"{self.path}.damaged", "ab") as aside:
+            aside.writelines(line.rstrip(b"\n") + b"\n" for line in lines)
+        self._file.close()
+        write_atomically(self.path, kept)
+        self._file, self._size = open(self.path, "ab", buffering=0), len(kept)  # noqa: SIM115 - as above
 
     def __str__(self) -> str:
         return self.path.name

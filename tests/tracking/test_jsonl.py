@@ -42,6 +42,41 @@ def test_a_resumed_log_has_every_step_once(tmp_path, resume_step, torn):
     assert steps(path) == list(range(12))
 
 
+DAMAGED = {
+    "garbage": (b"\xff garbage", "what followed step 2"),
+    "zeros": (b"\x00" * 30, "what followed step 2"),
+    "cut": (b'{"step": 3, "rewa', "step 3"),
+    "two in one": (b'{"step": 3, "rewa{"step": 4, "reward/mean": 0.4}', "step 3 and 4"),
+    "no step": (b'{"step": null}', "what followed step 2"),
+}
+
+
+@pytest.mark.parametrize("end", [b"\n", b""], ids=["line", "tail"])
+@pytest.mark.parametrize("line", DAMAGED)
+def test_damaged_line_is_set_aside_and_its_step_is_named(tmp_path, line, end):
+    path, (damage, lost), said = tmp_path / "m.jsonl", DAMAGED[line], []
+    write(path, range(3))
+    with open(path, "ab") as file:
+        file.write(damage + end)
+        file.write(b'{"step": 5}\n' if end else b"")
+    tracker = JsonlTracker(path, 5, said.append)
+    tracker.log(6, {})
+    assert steps(path) == ([0, 1, 2, 5, 6] if end else [0, 1, 2, 6])
+    assert (tmp_path / "m.jsonl.damaged").read_bytes() == damage + b"\n"
+    assert said == [f"m.jsonl had 1 damaged lines, now in m.jsonl.damaged, so it lacks {lost}."]
+    tracker.close()
+    JsonlTracker(path, 6, pytest.fail).close()
+
+
+def test_torn_line_of_a_step_that_comes_again_is_no_damage(tmp_path):
+    write(tmp_path / "m.jsonl", range(3))
+    for torn in (b'{"step": 3, "rew', b'{"st', b"\x00"):
+        with open(tmp_path / "m.jsonl", "ab") as file:
+            file.write(torn)
+        JsonlTracker(tmp_path / "m.jsonl", 2, pytest.fail).close()
+        assert steps(tmp_path / "m.jsonl") == [0, 1, 2]
+
+
 def test_several_rows_of_one_step_stay_together_over_a_resume(tmp_path):
     path = tmp_path / "m.jsonl"
     write(path, [1, 2, 2, 3])
