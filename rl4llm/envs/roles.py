@@ -18,7 +18,7 @@ from rl4llm.runtime.threads import call_off_loop
 Reply = Callable[[Sequence[ChatMessage]], Any]
 """A function that plays a role: it returns the next line of a conversation, in which its lines are the assistant's."""
 
-SILENCE = "(says nothing)"
+SILENCE = "(silence)"
 MAX_LINE_CHARS = 20_000  # of an opponent's line, which has no token limit
 
 

@@ -195,7 +195,7 @@ def test_lines_to_receive_must_be_strings(play):
         def hears(self, role, episode):
             return None
 
-    assert "hears('pro') must return a string, not None" in play(Mute).failed[0].failure
+    assert "('pro') must return a string, not None" in play(Mute).failed[0].failure
 
 
 # Opponents

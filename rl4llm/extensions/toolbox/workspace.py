@@ -138,7 +138,7 @@ class Workspace(ToolSet):
     def _file(self, path: str) -> Path:
         target = self._inside(path)
         if not target.is_file():
-            raise ToolError(f"there is no file {path[:100]!r}; list_files says which there are")
+            raise ToolError(f"the file {path[:100]!r} does not exist; list_files shows which there are")
         return target
 
     def _files(self) -> Iterator[Path]:

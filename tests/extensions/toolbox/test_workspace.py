@@ -116,5 +116,5 @@ def test_workspace_takes_lone_surrogates_and_limits_files(workspace):
     workspace.write_file("b", "x" * 80)
     with pytest.raises(ToolError, match="3 files"):
         workspace.write_file("c", "")
-    with pytest.raises(ToolError, match="there is no file 'c'"):
+    with pytest.raises(ToolError, match="the file 'c' does not exist"):
         workspace.read_file("c")

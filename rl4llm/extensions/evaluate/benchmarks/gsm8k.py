@@ -39,7 +39,7 @@ def _asked(row: Row) -> dict[str, str]:
     return {"role": "user", "content": f"Question: {row['question']}\nAnswer:"}
 
 
-class _Number(BaseRewardFunction):
+class _Extracted(BaseRewardFunction):
     """1.0 if the number in a reply is written as the one behind ``####`` in the solution, apart from commas and $."""
 
     success_at = 1.0
@@ -53,7 +53,7 @@ class _Number(BaseRewardFunction):
         raise NotImplementedError
 
 
-class Flexible(_Number):
+class Flexible(_Extracted):
     """The last number in a reply counts: lm-eval's `flexible-extract`."""
 
     def __init__(self, name: str = "flexible"):
@@ -67,7 +67,7 @@ class Flexible(_Number):
         return [_example("It is $1,018.", 1.0), _example("It is 1017", 0.0)]
 
 
-class Strict(_Number):
+class Strict(_Extracted):
     """The first number after ``####`` counts: lm-eval's `strict-match`."""
 
     def __init__(self, name: str = "strict"):
