@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import sympy.core.random
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr, FiniteSet, Float, MatrixBase, Max, Tuple, UnevaluatedExpr
 
 EXACT_DIGITS = 30
@@ -30,7 +30,8 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def _parsed(text: str) -> list[Any]:
-    return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+    """Return what is read as a whole, then the text; by default math-verify takes a number out of what it cannot read."""
+    return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
 
 
 def _differ(one: Any, other: Any) -> bool:

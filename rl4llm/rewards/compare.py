@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from rl4llm.rewards.quantities import MAX_ANSWER_CHARS, Number, Unit, agree, equal, number, rewritten, unit
 
@@ -42,6 +43,11 @@ _LAST_UNIT = re.compile(
 )
 _BRACKETED = re.compile(r"[(\[][^()\[\]]*(?:[(\[][^()\[\]]*[)\]][^()\[\]]*)*[)\]]")
 _ALLOWED_BEFORE = re.compile(r"(?:(?:[A-Za-z\\_{}(),;' ]|(?<=[_{])\d)*(?:=|\\in\b|:))?\s*")
+_MATRIX = re.compile(
+    r"[(\[]?\\begin\{((?:[pb]|small)?matrix|array)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}[)\]]?",
+    re.DOTALL,
+)
+_END_OF_ROW = re.compile(r"\\\\(?:\[[^\]]*\])?")
 _DECIMAL_COMMA = re.compile(r"([+-]?[$€£]?\d+),(\d.*)", re.ASCII)
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?: ?([ap])\.?m\.?)?", re.IGNORECASE | re.ASCII)
 
@@ -180,6 +186,8 @@ def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
 def _same_mathematics(
     wanted: str, given: str, number_wanted: Number | None, number_given: Number | None
 ) -> bool | None:
+    if (cells := _cells(wanted)) and (other_cells := _cells(given)):
+        return _same_cells(cells, other_cells)
     items, others = split(wanted), split(given)
     if number_wanted and len(others) == 2 and "." in wanted and _equal_with_comma(number_wanted, given):
         return True
@@ -280,7 +288,22 @@ def _same_tuple(wanted: str, given: str) -> bool | None:
         ):  # [1,2) is an interval
             return False
         return _all(map(same, items, others))
-    return None if re.search(r"\\cup|\\cap|\\begin|\\langle", given) else False
+    return None if re.search(r"\\cup|\\cap|\\begin", given) else False
+
+
+def _cells(text: str) -> list[list[str]] | None:
+    r"""Return the rows of a matrix or vector, None for anything else. A determinant (vmatrix) is a number."""
+    found = _MATRIX.fullmatch(text)
+    rows = _END_OF_ROW.split(found[2].replace("\\hline", "").strip()) if found else []
+    return [[cell.strip() for cell in row.split("&")] for row in rows if row.strip()] or None
+
+
+def _same_cells(wanted: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> bool | None:
+    if [*map(len, wanted)] != [*map(len, given)]:
+        return False
+    return _all(
+        cell == other or same(cell, other) for cell, other in zip(chain(*wanted), chain(*given), strict=True)
+    )
 
 
 def _same_named_tuple(wanted: Sequence[str], given: Sequence[str]) -> bool | None:

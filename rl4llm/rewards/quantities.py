@@ -22,6 +22,7 @@ _PLAIN = {
     "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "<=": "\\le ", ">=": "\\ge ", " != ": " \\ne ", "{,}": ",", "{:}": ":",
     "{.}": ".",
     "\\%": "%", "\\$": "$", "\\&": "&", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\colon": ":",
+    "\\langle": "(", "\\rangle": ")",
 }  # fmt: skip
 _COMMANDS = re.compile(r"\\\\|" + "|".join(
     re.escape(old) + (r"(?![A-Za-z])" if old[-1].isalpha() and old[0] == "\\" else "")
@@ -45,6 +46,7 @@ _PARTS = {
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _ROOT = re.compile("\u221a ?(?:\\(([^()]*)\\)|(\\w+))")
 _ESCAPED = re.compile(r"\\\\(?=[A-Za-z])")  # a backslash that was escaped twice
+_PHANTOM = re.compile(r"\\[hv]?phantom\s*(?:\{[^{}]*\}|[^\s\\{}]|\\[A-Za-z]+)")
 _SPREAD = re.compile(r",\s*\\!\s*(?=\d{3})")
 _ATTACHED = re.compile("(?<=\\d)(?=[a-z]{1,2}[\u00b2\u00b3])")  # 5cm\u00b2
 _GROUPS = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d,])(?!\.\d* \d)")
@@ -65,7 +67,9 @@ def rewritten(text: str) -> str:
         text = _without_unicode(text)
     if "&" not in text and "\\begin" not in text:
         text = _ESCAPED.sub("\\\\", text)
-    text = _COMMANDS.sub(lambda found: _PLAIN.get(found[0], found[0]), _SPREAD.sub(",", text))
+    text = _COMMANDS.sub(
+        lambda found: _PLAIN.get(found[0], found[0]), _SPREAD.sub(",", _PHANTOM.sub("", text))
+    )
     return _GROUPS.sub(lambda found: found[1] + found[2].replace(" ", ""), text).strip()
 
 

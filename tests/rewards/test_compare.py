@@ -97,6 +97,15 @@ from rl4llm.rewards.quantities import number
         ("11111111100", "11,\\! 111,\\! 111,\\! 100"),
         ("\\left( 1, 2 \\right)", "(1,2)"),
         ("$x$", "x"),
+        ("\\langle 1, 2\\rangle", "(1,2)"),
+        *(
+            ("\\begin{pmatrix} 1 & -1 \\\\ 1/2 & \\phantom -1,000 \\end{pmatrix}", form)
+            for form in (
+                "\\begin{bmatrix}1&-1\\\\0.5&1000\\end{bmatrix}",
+                "A = \\left[\\begin{array}{r|r} 1 & -1 \\\\[2pt] \\hline \\frac12 & 1000 \\\\ \\end{array}\\right]",
+                "(\\begin{smallmatrix} 1 & \\phantom{0}-1 \\\\ \\dfrac{1}{2} & 1000 \\end{smallmatrix})",
+            )
+        ),
     ],
 )
 def test_equal_numbers_and_words_are_equal_in_every_spelling(gold, answer):
@@ -156,6 +165,16 @@ def test_equal_numbers_and_words_are_equal_in_every_spelling(gold, answer):
         ("18", "18 million"),
         ("3", "3 and 4"),
         ("12\\text{ and }13", "12"),
+        (
+            "\\begin{pmatrix} 1 & \\phantom -1 \\end{pmatrix}",
+            "\\begin{pmatrix} 2 & \\phantom -1 \\end{pmatrix}",
+        ),
+        ("\\begin{pmatrix} 1 & \\phantom -1 \\end{pmatrix}", "\\begin{pmatrix} 1 & -1 \\end{pmatrix}"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\end{pmatrix}"),
+        (
+            "\\begin{pmatrix} 1 & x \\\\ 2 & y \\end{pmatrix}",
+            "\\begin{bmatrix} 1 & y \\\\ 3 & y \\end{bmatrix}",
+        ),
     ],
 )
 def test_different_numbers_and_words_are_different(gold, answer):
@@ -173,6 +192,8 @@ def test_different_numbers_and_words_are_different(gold, answer):
         ("\\pm 2", "2, -2"),
         ("3", "x \\approx \\pi"),
         ("2\\pi", "2"),
+        ("\\begin{vmatrix} 1 & 2 \\\\ 3 & 4 \\end{vmatrix}", "-2"),
+        ("\\begin{pmatrix} x+1 & 2 \\end{pmatrix}", "\\begin{bmatrix} 1+x & 2 \\end{bmatrix}"),
         ("1/0", "1"),
         ("", ""),
         ("18", ""),

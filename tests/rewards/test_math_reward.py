@@ -205,6 +205,10 @@ def test_equal_answers_are_right_however_they_are_written(reward, answer, gold):
         ("18 \\approx 17.5", "18"),
         ("x = x", "5"),
         ("2y+1", "2x+1"),
+        (
+            "\\therefore 2 & 7",
+            "\\therefore 3 & 7",
+        ),  # computer algebra reads neither, and takes no number out of it
     ],
 )
 def test_different_answers_are_wrong_however_close_they_look(reward, answer, gold):
