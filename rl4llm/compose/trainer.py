@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +64,7 @@ from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.rewards import check_examples
 from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.runner import Runner
 from rl4llm.sync.inference import Inference
 from rl4llm.tracking.run import RunTracker
 from rl4llm.tracking.tracker import check_installed
@@ -236,7 +236,7 @@ def _reinforced(
     beside = [one for one in (preparation.critic, preparation.reference) if isinstance(one, BaseBackend)]
     longest = [(task.env, task.renderer, task.config.rollout.max_tokens) for task in tasks]
     plan = micro_batch_plan(config, batching, longest, client.context_length).table()
-    runner = asyncio.Runner()
+    runner = Runner()
     played = {
         "client": client,
         "runner": runner,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 from rl4llm.core.model_memory import EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.runtime.runner import run
 
 
 class Generates(Protocol):
@@ -129,7 +130,7 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Return one completion per prompt, in order. This is the synchronous form for scripts outside an event loop."""
+        """Return one completion per prompt, in order. This is the synchronous form."""
 
         async def all_of_them() -> list[Completion]:
             pairs = zip(prompts, sampling_params, strict=True)
@@ -138,4 +139,4 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
             finally:
                 await self.disconnect()
 
-        return asyncio.run(all_of_them())
+        return run(all_of_them())

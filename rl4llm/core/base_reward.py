@@ -13,7 +13,7 @@ from torch import Tensor
 from rl4llm.core.errors import RewardError
 from rl4llm.core.sample import SampleState
 from rl4llm.core.types import ChatMessage
-from rl4llm.runtime.threads import awaited
+from rl4llm.runtime.runner import awaited
 
 Score = float | Sequence[float]
 """What a reward returns: a number, or with ``per_turn`` one for each turn of the policy."""

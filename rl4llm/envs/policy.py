@@ -15,6 +15,7 @@ from rl4llm.core.sample import SampleState, messages_of
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns
 from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import forked
+from rl4llm.runtime.runner import Runner
 from rl4llm.runtime.seeds import derive_seed
 
 NO_VERSION = -1
@@ -46,9 +47,7 @@ class PolicyLLM:
     template's rendering of the conversation, and earlier records become `forks` of the sample at the end.
     """
 
-    def __init__(
-        self, client: BaseClient, renderer: Renderer, runner: asyncio.Runner, *, seed: int, step: int
-    ):
+    def __init__(self, client: BaseClient, renderer: Renderer, runner: Runner, *, seed: int, step: int):
         self._client = client
         self._renderer = renderer
         self.run = runner.run  # runs a coroutine on the engine's event loop

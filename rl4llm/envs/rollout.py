@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from rl4llm.data.thoughts import kept_thoughts
 from rl4llm.envs.policy import PolicyLLM
 from rl4llm.rewards.scoring import score, successes
 from rl4llm.runtime.raised import raised
+from rl4llm.runtime.runner import Runner
 from rl4llm.runtime.seeds import derive_seed
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Rollout:
         env: BaseMDPEnv,
         client: BaseClient,
         renderer: Renderer | None = None,
-        runner: asyncio.Runner | None = None,
+        runner: Runner | None = None,
         *,
         seed: int | None = None,
         max_failed_share: float = 0.1,
@@ -76,7 +76,7 @@ class Rollout:
     ):
         self.env = env
         self.part = part
-        self.runner = runner or asyncio.Runner()
+        self.runner = runner or Runner()
         self.max_failed_share = max_failed_share
         self.playing: Sequence[SampleState] = ()  # what is being played now, for whoever shows progress
         self._owns_runner = runner is None

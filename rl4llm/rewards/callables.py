@@ -13,7 +13,7 @@ from rl4llm.core.schema import check_values
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.registry import REWARDS
 from rl4llm.rewards.replies import as_sample, final_reply, policy_messages
-from rl4llm.runtime.threads import all_together
+from rl4llm.runtime.runner import all_together
 
 RewardLike = BaseRewardFunction | type[BaseRewardFunction] | str | Mapping[str, Any] | Callable[..., Any]
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -8,7 +8,7 @@ import inspect
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import coroutine
@@ -94,29 +94,6 @@ async def call_off_loop(name: str, function: Callable[..., Any], *args: Any) -> 
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     return await in_own_thread(name, lambda: function(*args))
-
-
-def all_together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-    """Run coroutines concurrently in a separate event loop; return what each of them returned or raised.
-
-    This blocks, and may be called while an event loop runs.
-    """
-    results: list[list[T | Exception]] = []
-    thread = threading.Thread(target=lambda: results.append(asyncio.run(_gathered(coroutines))), daemon=True)
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def awaited(values: Sequence[Any]) -> list[Any]:
-    """Return values in their order, with what each coroutine among them returned or raised; see `all_together`."""
-    coroutines = [value for value in values if isinstance(value, Coroutine)]
-    results = iter(all_together(coroutines) if coroutines else [])
-    return [next(results) if isinstance(value, Coroutine) else value for value in values]
-
-
-async def _gathered(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-    return list(await asyncio.gather(*coroutines, return_exceptions=True))
 
 
 def _start(job: _Work) -> None:

@@ -7,7 +7,6 @@ each time, so the first rank announces every iteration and the end of them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.types import WeightRef
 from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.runner import Runner
 from rl4llm.sync.verify import Canary
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Inference:
     publisher: BasePublisher
     canary: Canary | None = None
     stop_above: float | None = None
-    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+    runner: Runner = field(default_factory=Runner)
     ranks: Ranks = field(default_factory=Ranks)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import SamplingParams
+from rl4llm.runtime.runner import run
 
 
 def check_client(
@@ -23,7 +24,7 @@ def check_client(
     """
     if len({tuple(prompt) for prompt in prompts}) < 2:
         raise EngineError("check_client needs at least two different prompts.")
-    asyncio.run(_check_all(client, [list(prompt) for prompt in prompts], tolerance, seeded))
+    run(_check_all(client, [list(prompt) for prompt in prompts], tolerance, seeded))
 
 
 async def _check_all(client: BaseClient, prompts: list[list[int]], tolerance: float, seeded: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +13,7 @@ from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout, RolloutResult, begin_episode
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools.trial import tool_failures
+from rl4llm.runtime.runner import Runner, run
 from rl4llm.testing.rehearsal import (
     Recorder,
     Rehearsal,
@@ -101,7 +101,7 @@ class _EnvCheck:
     ) -> Rehearsal:
         """One rollout in which each reply begins an episode of each prompt."""
         client = Recorder(self.env.tokenizer, self.replies, room, self.env.max_steps, silent)
-        with asyncio.Runner() as runner:
+        with Runner() as runner:
             runner.run(client.load(WeightRef(0)))
             env = env or self.env
             rollout = Rollout(env, client, self.renderer, runner, seed=env.seed, max_failed_share=1.0)
@@ -118,7 +118,7 @@ class _EnvCheck:
         if not isinstance(self.env, ToolMDPEnv) or not self.rows:
             return
         (sample,) = begin_episode(self.env, self.rows[0], 0, Special(), seed=self.env.seed, step=0)
-        failures = asyncio.run(tool_failures(self.env, sample))
+        failures = run(tool_failures(self.env, sample))
         law = "each tool, called with arguments made from its schema, answers or raises ToolError"
         self.demand(not failures, law, "; ".join(failures))
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from rl4llm.runtime.runner import Runner
+
 T = TypeVar("T")
 END_S = 30.0  # until cancelled episodes must have ended
 
 
 class Ahead(Generic[T]):
-    """At most one rollout, in a thread. From `start` to `wait` nothing else may use its event loop.
+    """At most one rollout, in a thread. From `start` to `wait` nothing else should use its runner.
 
     The thread lives until the end, since processes that it starts, such as tool servers, die with it.
     `cursor` is the state of the prompts before those of the current rollout.
@@ -52,22 +53,15 @@ class Ahead(Generic[T]):
         assert future is not None  # it was started
         return future.result()
 
-    def close(self, runner: asyncio.Runner) -> bool:
+    def close(self, runner: Runner) -> bool:
         """Cancel the current rollout; return False if it does not end."""
         if not self._thread.is_alive():
             return True
-        if self._future is not None:
-            loop = runner.get_loop()
-            loop.call_soon_threadsafe(_cancel_all, loop, self._future)
+        if self._future is not None and not self._future.done():
+            runner.cancel()
         self._jobs.put(None)
         self._thread.join(END_S)
         return not self._thread.is_alive()
-
-
-def _cancel_all(loop: asyncio.AbstractEventLoop, future: Future[T]) -> None:
-    if not future.done():  # otherwise the loop already runs something else
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
 
 
 def _play_all(jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:

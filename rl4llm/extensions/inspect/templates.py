@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools.formats import FORMATS, ToolCall, written_call
 from rl4llm.rewards import as_reward_function
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing.scripted import ClientCall, ScriptedClient
 
 FOLLOW_UPS = ("And then?", "Are you sure?\n")
@@ -142,7 +142,7 @@ def play(env: BaseMDPEnv, renderer: Renderer, turns: Sequence[Sequence[int]]) ->
     Raises EngineError unless the record holds what the engine got and sampled, and RL4LLMError if the episode failed.
     """
     client = Dictated(env.tokenizer, turns)
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         runner.run(client.load(WeightRef(0)))
         rollout = Rollout(env, client, renderer, runner, seed=0, max_failed_share=0.0)
         (trajectory,) = rollout.play(

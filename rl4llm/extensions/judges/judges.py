@@ -14,7 +14,7 @@ from rl4llm.core.schema import checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.ask import as_list, as_number
 from rl4llm.rewards.callables import RewardLike, as_reward_function
-from rl4llm.runtime.threads import awaited
+from rl4llm.runtime.runner import awaited
 
 Several = Literal["first", "all"]
 

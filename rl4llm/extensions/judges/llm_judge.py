@@ -17,7 +17,7 @@ from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.judges.chat_server import ChatServer
 from rl4llm.rewards import RewardFailure
-from rl4llm.runtime.threads import all_together
+from rl4llm.runtime.runner import all_together
 
 CORRECTNESS = "An answer is right when it says the same as the reference answer, in whatever words, and nothing against it."
 _EXAMPLES: tuple[Mapping[str, Any], ...] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.judges.chat_server import ChatServer
 from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.runner import run
 
 SEEDS = 2**31  # servers accept no larger seeds
 PROBE = (ChatMessage("user", "Say yes."),)
@@ -77,7 +77,7 @@ class ServerOpponent(BaseOpponent):
 
     def check(self) -> None:
         try:
-            asyncio.run(self._probe())
+            run(self._probe())
         except (UnreachableError, RefusedError) as error:
             raise ConfigError(
                 f"env.opponents: cannot reach model {self.server.model!r} at {self.url}: {error} Next step: start the "
@@ -141,5 +141,5 @@ def opponent_model(
     """Load a model from disk or the hub into a separate engine of this process; its weights never change."""
     tokenizer = load_tokenizer(path)
     client = LocalClient(load_model(path, dtype, device), tokenizer)
-    asyncio.run(client.load(WeightRef(0)))
+    run(client.load(WeightRef(0)))
     return EngineOpponent(client, tokenizer, template_args, special_tokens)

@@ -18,6 +18,7 @@ from rl4llm.core.types import SamplingParams
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools.tool import Functions, Tool, ToolSet, as_tool
 from rl4llm.runtime.raised import raised
+from rl4llm.runtime.runner import in_caller
 
 INSTANCE = "environment"
 """Where a sample's extras hold its object until it is scored."""
@@ -129,7 +130,7 @@ def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     @functools.wraps(function)
-    async def in_the_loop(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    async def in_main_thread(*args: Any, **kwargs: Any) -> Any:
+        return await in_caller(lambda: function(*args, **kwargs))
 
-    return in_the_loop
+    return in_main_thread

@@ -17,7 +17,7 @@ from rl4llm.extensions.trl.environment import INSTANCE
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.ask import as_list
 from rl4llm.rewards.callables import BatchCallable
-from rl4llm.runtime.threads import awaited
+from rl4llm.runtime.runner import awaited
 
 
 def reward_functions(

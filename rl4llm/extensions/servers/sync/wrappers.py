@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +14,7 @@ from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.runs.lock import DirectoryLock, private_directory
+from rl4llm.runtime.runner import run
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -172,7 +172,7 @@ def free_device(client: CohostedFleet, urls: Sequence[str]) -> None:
 
     claims.take()  # for this moment; the publisher of the run claims them again
     try:
-        asyncio.run(free())
+        run(free())
     finally:
         claims.release()
 
