@@ -256,9 +256,7 @@ def _same_list(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
     """Compare lists without order, except where names on one side tell what the places on the other mean."""
     if any("\\pm" in item or "\\mp" in item for item in (*wanted, *given)):
         return None
-    wanted, given = (
-        list({item.replace(" ", ""): item for item in side}.values()) for side in (wanted, given)
-    )
+    wanted, given = map(_without_repeats, (wanted, given))
     if len(wanted) != len(given):
         return _same_named_tuple(wanted, given) if 1 in (len(wanted), len(given)) else False
     if len(wanted) > MAX_ITEMS:
@@ -289,6 +287,15 @@ def _same_tuple(wanted: str, given: str) -> bool | None:
             return False
         return _all(map(same, items, others))
     return None if re.search(r"\\cup|\\cap|\\begin", given) else False
+
+
+def _without_repeats(items: Sequence[str]) -> list[str]:
+    """Return items without those that are the same text or number as an earlier one: "3/4, or 0.75" is one answer."""
+    kept: dict[object, str] = {}
+    for item in items:
+        read = number(item)
+        kept.setdefault((read.value, read.percent, read.unit) if read else item.replace(" ", ""), item)
+    return [*kept.values()]
 
 
 def _cells(text: str) -> list[list[str]] | None:

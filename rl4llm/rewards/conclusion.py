@@ -117,6 +117,8 @@ MAX_SENTENCES = 8
 MAX_SENTENCE_CHARS = 1200
 MAX_BARE_CHARS = 600
 MAX_VERBS = 20
+_EMPHASIS = re.compile(r"(?<![\w*_`\\)])(\*{1,3}|__?|`)(?=[^\s*_`])([^*`\n$]{0,199}[^\s*_`$])\1(?![\w*_`(])")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?: [A-Za-z'-]+){0,3}")
 _BOLD = re.compile(r"(?<![\w*)])\*\*(?=[^\s*])([^*\n]{1,200}?)(?<=\S)\*\*(?![\w*(])")
 _HEADING = re.compile(
     r"(?:step|part|case|example|problem|question|note|method|solution|option)\b", re.IGNORECASE
@@ -130,7 +132,17 @@ _VERB = re.compile(
     re.IGNORECASE,
 )
 _CLOSING = re.compile(
-    r"(?:I hope|Hope|Let me know|Please|Feel free|Thank|If you|Good luck|Great)\b", re.IGNORECASE
+    r"(?:I hope|Hope|Let me|Let's|Let us|Please|Feel free|Thank|If you|Good luck|Great)\b", re.IGNORECASE
+)
+_DECLINED = re.compile(
+    r"\b(?:(?:can|could|do|does|did)(?:n['\u2019]t| not|not) (?:\w+ )?"
+    r"(?:decide|determine|know|tell|say|figure|solve|find|conclude|calculate|compute|proceed|be \w+)"
+    r"|(?:not|n['\u2019]t) (?:\w+ )?(?:sure|certain|clear|enough|possible|able)|unable|impossible|unclear|unsure|uncertain"
+    r"|insufficient|(?:could|might|may) also be)\b",
+    re.IGNORECASE,
+)
+_LAST_CLAUSE = re.compile(
+    r".*(?:[,;] ?(?:so|thus|hence|therefore|but|and|which)|\b(?:thus|hence|therefore))\b", re.IGNORECASE
 )
 _REASON = re.compile(r",? (?:because|since)\b|, (?:as|so|which|where|with|hence|thus)\b", re.IGNORECASE)
 _BECAUSE = re.compile(r",? \b(?:because|since)\b", re.IGNORECASE)
@@ -145,7 +157,7 @@ _OPERAND = re.compile(r"[\d)}\]] *$|(?:^|[^A-Za-z])[A-Za-z] *$")
 _NUMBERS = re.compile(rf"{_ALONE}(?:(?: ?, ?| ?,? and | ?,? or ){_ALONE}){{0,20}}", re.IGNORECASE)
 _NOTATION_BEFORE = re.compile(
     rf"[\w!.^_{{}}\\/*+=<>()\[\]|{_MINUS}]$|[\d+*/=^<>(\u00d7\u00f7≤≥≠{_MINUS}] +$"
-    r"|[\w)}\]],$|[\d)}\]], +$|\\[A-Za-z]+ *$|\d: *$|(?:\b(?:not|than|least|most)|n't) +$"
+    r"|[\w)}\]],$|[\d)}\]], +$|\\[A-Za-z]+ *$|\d: *$|(?:\b(?:not|than|least|most)|n't|\d (?:in|to|out of)) +$"
 )
 _NOTATION_AFTER = re.compile(
     rf"[\w^_{{}}\\(\[/*+=<>|]|!\S|[.:]\d|,\S| ?[*+/^=<>\\(\u00d7\u00f7{_MINUS}] ?[\w\\(]| \d"
@@ -153,7 +165,17 @@ _NOTATION_AFTER = re.compile(
 _UNIT_AFTER = re.compile(r"[ -]?(?:[A-Za-z°€¥元]{1,14}(?:\^?[23]|[²³])?(?: per | ?/ ?| of )?[ -]?){1,4}")
 _BARE = re.compile(r"[-+]?[\w\\({\[|.$<>]")
 _FRACTION = r"[-+]?\\frac ?(?:\{\d+\}|\d) ?(?:\{\d+\}|\d)"
-_AMOUNT = re.compile(f"{_ALONE}|{_FRACTION}")
+_AMOUNT = re.compile(rf"\d{{1,2}}:\d\d(?: ?[AaPp]\.?[Mm]\b\.?)?|{_ALONE}|{_FRACTION}")
+_PLACE = r"at|in|from|with|over|on|by"
+_BESIDE = re.compile(  # 45 miles at the end of 4 hours, 15 laps in 5 minutes; not 1 in 6 or 5 to 8
+    rf"({_ALONE}(?: [a-z]+){{0,3}}?) (?:(?:for|every|after|if)|(?:{_PLACE}|to|when|during|within|before)(?= [a-z]))\b.*"
+    rf"|({_ALONE}(?: [a-z]+){{1,3}}?) (?:{_PLACE}|per|of) \d.*",
+    re.IGNORECASE,
+)
+_TIMES = re.compile(r"(\d) ?[x\u00d7] ?(?=[$\d])")
+_UNITS_INSIDE = re.compile(
+    r"(?<=\d)(?: ?/ ?[A-Za-z]{2,}| [A-Za-z]{2,}(?: ?/ ?[A-Za-z]{2,})?){1,4} ?(?=[-+*/\u00d7\u00f7\u2013=]|$)"
+)
 _OPERATOR = re.compile(r"[-+*/\u00d7\u00f7]")
 _KNOWN_WORDS = frozenset(
     ("and", "or", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "mod", "pi", "max", "min", "infty", "oo")
@@ -166,11 +188,21 @@ def concluded(text: str) -> str | None:
     >>> concluded("So it costs 3 dollars."), concluded("Hence $x = 2$ or $x = 3$."), concluded("x^3 grows")
     ('3 dollars', 'x = 2, x = 3', None)
     """
-    text = text[-MAX_CHARS:]
+    text = _EMPHASIS.sub(r"**\2**", text[-MAX_CHARS:])
     if whole := _whole(text, _pieces(text)):
         return whole
-    found = (_of_sentence(*sentence) for sentence in reversed(_sentences(text)))
-    return next((answer for answer in found if answer), None)
+    for sentence, own_line in reversed(_sentences(text)):
+        if declined := _DECLINED.search(_last_clause(sentence)):
+            return declined[0] if declined[0].endswith(" be determined") else None
+        if answer := _of_sentence(sentence, own_line):
+            return answer
+    return None
+
+
+def _last_clause(sentence: str) -> str:
+    """Return what follows the last "so", "but" or the like."""
+    found = _LAST_CLAUSE.match(sentence)
+    return sentence[found.end() :] if found else sentence
 
 
 def only_mathematics(text: str) -> str | None:
@@ -244,7 +276,7 @@ def _sentences(text: str, *, last: bool = True) -> list[tuple[str, bool]]:
 def _of_sentence(sentence: str, own_line: bool) -> str | None:
     sentence = sentence.strip()[-MAX_SENTENCE_CHARS:]
     pieces = _pieces(sentence)
-    if _CLOSING.match(sentence) and not pieces:
+    if (_CLOSING.match(sentence) and not pieces) or sentence.endswith("?"):
         return None
     whole = _whole(sentence, pieces)
     if whole and (not whole.isalpha() or pieces or own_line):
@@ -257,17 +289,26 @@ def _of_sentence(sentence: str, own_line: bool) -> str | None:
         return _of_sentence(sentence[: reason.start()], own_line)
     if answer := _after_verb(sentence.rstrip("!"), verbs, pieces):
         return answer
-    return joined(sentence, pieces)[-1] if pieces else last_number(sentence)
+    return joined(sentence, pieces)[-1] if pieces else last_number(sentence) or _emphasised(sentence)
+
+
+def _emphasised(sentence: str) -> str | None:
+    """Return the last few words in bold of a sentence without a number."""
+    words = [match[1] for match in _BOLD.finditer(sentence) if _WORDS.fullmatch(match[1])]
+    return words[-1] if words and not re.search(r"\d", _REASON.split(sentence, maxsplit=1)[0]) else None
 
 
 def _after_verb(sentence: str, verbs: Sequence[int], pieces: Sequence[Piece]) -> str | None:
     tails = [(place, _stripped(_REASON.split(sentence[place:], maxsplit=1)[0])) for place in verbs]
-    if not pieces and (bare := next((tail for _, tail in tails if _is_bare(tail)), None)):
-        return bare
+    words = not pieces and not re.search(r"\d", _last_clause(sentence))
+    if not pieces and (bare := next((tail for _, tail in tails if _is_answer(tail, words)), None)):
+        return _result(bare)
+    if words and (bold := _emphasised(sentence)):
+        return bold
     for place, tail in reversed(tails):
         if after := [piece for piece in pieces if piece.start >= place]:
             return joined(sentence, after)[-1]
-        if answer := _of_tail(tail, words=not pieces and not re.search(r"\d", sentence)):
+        if answer := _of_tail(tail, words=words):
             return answer
     return None
 
@@ -284,6 +325,7 @@ def _verbs(sentence: str, pieces: Sequence[Piece]) -> Iterator[int]:
 def _is_equation(before: str) -> bool:
     """Return whether what stands before "=" is an expression with letters rather than a name, a word or arithmetic."""
     side: list[str] = []
+    before = _UNITS_INSIDE.sub("", _TIMES.sub(r"\1*", before))
     for token in reversed(before.rpartition("=")[2].split()):
         if not re.search(r"[\d^\\(]", token) and not _OPERATOR.fullmatch(token) and len(token) > 1:
             break
@@ -307,19 +349,31 @@ def _whole(text: str, pieces: Sequence[Piece]) -> str | None:
     only_unit = len(around) == 1 and not around[0].strip() and unit(_stripped(text[start:]))
     if around and not words <= {"and", "or"} and not only_unit:
         return None
-    if not _is_bare(whole) or ("\n" in whole and not around):
-        return None
-    left, _, right = whole.rpartition("=")
-    return right.strip() if re.fullmatch(r"[^A-Za-z\\^]*\d[^A-Za-z\\^]*", left) else whole
+    return _result(whole) if _is_bare(whole) and ("\n" not in whole or around) else None
+
+
+def _result(text: str) -> str:
+    """Return what plain arithmetic equals, such as 18 for "9 * 2 = 18"; any other text as it is."""
+    left, _, right = text.rpartition("=")
+    plain = re.fullmatch(r"[^A-Za-z\\^]*\d[^A-Za-z\\^]*", _UNITS_INSIDE.sub("", left.rstrip()))
+    return right.strip() if plain else text
 
 
 def _of_tail(tail: str, *, words: bool) -> str | None:
     """What stands after a verb: an answer by itself, a number that stands alone in it, or, if `words`, a word or two."""
     if not tail:
         return None
-    if _is_bare(tail):
+    if _is_answer(tail, words):
         return tail
-    return last_number(tail) or (tail if words and len(tail.split()) <= 3 else None)
+    beside = _BESIDE.fullmatch(tail)
+    return last_number(beside[1] or beside[2] if beside else tail) or (
+        tail if words and len(tail.split()) <= 3 else None
+    )
+
+
+def _is_answer(tail: str, words: bool) -> bool:
+    """Return whether a tail is an answer by itself; beside numbers, a word such as "left" is none."""
+    return _is_bare(tail) and (words or not (tail.isalpha() and tail.islower()))
 
 
 def _is_bare(text: str) -> bool:

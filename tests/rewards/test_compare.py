@@ -98,6 +98,7 @@ from rl4llm.rewards.quantities import number
         ("\\left( 1, 2 \\right)", "(1,2)"),
         ("$x$", "x"),
         ("\\langle 1, 2\\rangle", "(1,2)"),
+        ("3/4", "3/4, or 0.75"),
         *(
             ("\\begin{pmatrix} 1 & -1 \\\\ 1/2 & \\phantom -1,000 \\end{pmatrix}", form)
             for form in (
@@ -165,6 +166,7 @@ def test_equal_numbers_and_words_are_equal_in_every_spelling(gold, answer):
         ("18", "18 million"),
         ("3", "3 and 4"),
         ("12\\text{ and }13", "12"),
+        ("3/4", "3/4, or 0.76"),
         (
             "\\begin{pmatrix} 1 & \\phantom -1 \\end{pmatrix}",
             "\\begin{pmatrix} 2 & \\phantom -1 \\end{pmatrix}",

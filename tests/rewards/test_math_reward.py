@@ -206,8 +206,8 @@ def test_equal_answers_are_right_however_they_are_written(reward, answer, gold):
         ("x = x", "5"),
         ("2y+1", "2x+1"),
         (
-            "\\therefore 2 & 7",
-            "\\therefore 3 & 7",
+            "\\bigoplus 5 \\parallel 7",
+            "\\bigoplus 6 \\parallel 7",
         ),  # computer algebra reads neither, and takes no number out of it
     ],
 )
