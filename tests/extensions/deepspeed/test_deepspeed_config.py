@@ -63,7 +63,7 @@ FILES = {  # in the styles that files of other projects have
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_leaves_our_settings_to_the_trainer_is_accepted(name, tmp_path):
+def test_a_file_that_leaves_settings_to_the_trainer_is_accepted(name, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(FILES[name]))
     found = engine_config(tmp_path / "ds.json", ZeroOptions(), BF16)
     assert found["bf16"]["enabled"] is True and not {"fp16", "optimizer", "scheduler"} & found.keys()

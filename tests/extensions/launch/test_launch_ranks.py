@@ -164,7 +164,7 @@ def test_impossible_numbers_of_processes_are_refused(flags, capsys):
     assert main(["launch", "configs/quickstart.yaml", *flags]) == 2
 
 
-def test_a_rank_that_fails_ends_torchrun_with_its_code_and_one_line(tmp_path):
+def test_torchrun_ends_with_the_code_of_a_rank_and_one_line(tmp_path):
     (tmp_path / "rank.py").write_text("import sys; sys.exit('no model')")
     done = subprocess.run([*Nodes().torchrun(), str(tmp_path / "rank.py")], capture_output=True, text=True)
     assert done.returncode == 1

@@ -169,14 +169,14 @@ def test_trainer_with_arguments_of_another_project_is_answered():
 
 
 @pytest.mark.parametrize("name", ["MRLTrainer", "nothing_like_this", "__wrapped__"])
-def test_unknown_attribute_is_missing_and_not_an_error_of_imports(name):
+def test_unknown_attribute_is_missing_without_an_import_error(name):
     assert not hasattr(rl4llm, name) and getattr(rl4llm, name, None) is None
     with pytest.raises(AttributeError, match=f"module 'rl4llm' has no attribute '{name}'"):
         getattr(rl4llm, name)
 
 
 @pytest.mark.parametrize("home", ["rl4llm.extensions.no_such_extension.x", "no_such_package.x"])
-def test_name_whose_package_is_missing_is_missing_with_the_reason(home, tmp_path, monkeypatch):
+def test_name_of_a_missing_package_is_missing_with_the_reason(home, tmp_path, monkeypatch):
     module = ModuleType("needs_more")
     module.__getattr__ = lazy("needs_more", {"Thing": home})
     monkeypatch.setitem(sys.modules, "needs_more", module)
