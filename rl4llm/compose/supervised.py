@@ -20,7 +20,7 @@ from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import ANSWER_COLUMNS
 from rl4llm.data.demonstrations import Read, demonstration_group, label_group, pair_group, valued_at_the_end
-from rl4llm.data.lengths import PATIENCE, dropped, fitting_rows, too_long
+from rl4llm.data.lengths import PATIENCE, context_limits, dropped, fitting_rows, too_long
 from rl4llm.data.overlap import overlap_warnings
 from rl4llm.data.render import Renderer
 from rl4llm.data.texts import Texts, hold_text, text_group
@@ -55,7 +55,7 @@ def build_supervised(
         Preparation, algorithm=algorithm, policy=backend, reference=reference, ranks=all_ranks(config)
     )
     batching = batching_of(config, algorithm, tokenizer)
-    context_length = backend.model.config.get_text_config().max_position_embeddings
+    context_length, _ = min(context_limits(backend.model.config))
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
     overlap = overlap_warnings(dataset, held_out, "eval", answered=answered)
     kept, kept_out = (

@@ -9,8 +9,25 @@ from typing import Any
 from rl4llm.core.errors import DataError
 from rl4llm.data.load import Rows
 
+ORIGINAL = "original_max_position_embeddings"
 SHOWN = 5  # rows that a message lists
 PATIENCE = 256  # after this number of consecutive rows that fit, longest text first, the rest is not read
+
+
+def context_limits(config: Any) -> list[tuple[int, str]]:
+    """Return the most tokens of a row that a model's config allows, each with the key that sets it.
+
+    A rope of the type longrope ends at its original length: behind it the factors of all rows in a pass change, so the
+    loss of a row would depend on its neighbours, and a cache would mix both.
+    """
+    text = config.get_text_config()
+    limits = [(getattr(text, "max_position_embeddings", None), "max_position_embeddings")]
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for part in (rope, *(item for item in rope.values() if isinstance(item, Mapping))):  # by kind of layer
+        if part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings")
+            limits.append((original or getattr(text, ORIGINAL, None), ORIGINAL))
+    return [(length, reason) for length, reason in limits if length]
 
 
 def too_long(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl4llm.core.errors import EngineError, unknown
 from rl4llm.core.registry import load
+from rl4llm.data.lengths import context_limits
 from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
 from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder, autocasting, evaluating
@@ -166,7 +167,7 @@ def context_limit(model: Any, asked: int | None) -> tuple[int, str]:
             f"{type(model).__name__} is an encoder-decoder model; the embedded engine only serves causal language models."
         )
     Layers(model)  # raises if one cannot be cached
-    limits = _limits(model.config.get_text_config())
+    limits = context_limits(model.config)
     if asked is not None:
         if asked < 2:
             raise EngineError(f"context_length={asked} is not accepted. Accepted: 2 or above.")
@@ -179,12 +180,3 @@ def context_limit(model: Any, asked: int | None) -> tuple[int, str]:
             f"context_length={asked} is not accepted: {reason} of the model allows at most {length}."
         )
     return length, reason
-
-
-def _limits(config: Any) -> list[tuple[int, str]]:
-    """Return lengths beyond which a cache would give wrong results, each with the key that sets it."""
-    limits = [(getattr(config, "max_position_embeddings", None), "max_position_embeddings")]
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type") == "longrope":
-        limits.append((rope.get("original_max_position_embeddings"), "original_max_position_embeddings"))
-    return [(length, reason) for length, reason in limits if length]

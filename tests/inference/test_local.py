@@ -61,7 +61,7 @@ def generate(client, prompts, params, sessions=None):
 
 
 @pytest.mark.parametrize("path", ["fast", "graph", "model"])
-def test_any_eos_id_of_the_model_ends_and_padding_is_never_sampled(build, tokenizer, path):
+def test_any_eos_id_ends_and_padding_is_never_sampled(build, tokenizer, path):
     model = build("qwen3")
     model.resize_token_embeddings(len(tokenizer) + 64)
     model.lm_head.weight.data.zero_()  # all tokens are equally likely

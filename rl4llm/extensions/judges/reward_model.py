@@ -17,6 +17,7 @@ from rl4llm.core.errors import DataError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage, Trajectory
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.demonstrations import demonstration, valued_at_the_end
+from rl4llm.data.lengths import context_limits
 from rl4llm.data.pack import pack
 from rl4llm.data.render import Renderer
 from rl4llm.rewards import RewardFailure
@@ -72,7 +73,7 @@ class LearnedReward(BaseRewardFunction):
             tokenizer, roles=(), template_args=template_args, special_tokens=special_tokens
         )
         self._pad_token_id = tokenizer.pad_token_id
-        self._context_length = model.config.get_text_config().max_position_embeddings
+        self._context_length, _ = min(context_limits(model.config))
         self._max_tokens_per_batch = max_tokens_per_batch
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:

@@ -417,7 +417,7 @@ def test_a_sampled_id_without_a_token_is_reported_once(play):
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_servers_are_told_all_end_tokens_of_the_model(model, tokenizer, name):
+def test_servers_stop_at_all_end_tokens_of_the_model(model, tokenizer, name):
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, 9, 10]
     config = SimpleNamespace(inference={"name": name, "url": "http://127.0.0.1:1"})
     (client,) = build_fleet(config, ENGINES[name], model, tokenizer).engines()

@@ -7,7 +7,9 @@ from typing import Any
 
 from rl4llm.compose.engines import server_urls
 from rl4llm.config import Config
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import with_options
+from rl4llm.data.lengths import ORIGINAL, context_limits
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 from rl4llm.inference.embedded.stops import end_tokens
@@ -19,7 +21,13 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
     options = {name: value for name, value in config.inference.items() if name not in ("name", "url")}
     cohost, router = options.pop("cohost", False), options.pop("router", None)
     options.setdefault("api_key", os.environ.get(KEY_VARIABLE))
-    options.setdefault("context_length", model.config.get_text_config().max_position_embeddings)
+    longest, reason = min(context_limits(model.config))
+    options.setdefault("context_length", longest)
+    if reason == ORIGINAL and options["context_length"] > longest:
+        raise ConfigError(
+            f"inference.context_length={options['context_length']} is not accepted: the longrope of the model changes after "
+            f"{ORIGINAL}={longest}, and rows of both kinds cannot train together. Accepted: {longest} or less."
+        )
     vocab_size = model.get_input_embeddings().num_embeddings
 
     def make(url: str) -> Any:
