@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl4llm.backends.dtensor import whole
+from rl4llm.backends.model_files import refuse_adapted
 from rl4llm.backends.vision_language import whole_checkpoint
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
@@ -218,10 +219,7 @@ def _check(model: PreTrainedModel, rank: int) -> None:
         raise ConfigError(
             f"model.lora.rank={rank} is not accepted for an adapter. Accepted: 1 or above, usually 8 to 64."
         )
-    if getattr(model, "peft_config", None):
-        raise ConfigError(
-            "The model already has an adapter. Pass a model without one; the run adds an adapter."
-        )
+    refuse_adapted(model)
 
 
 def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) -> None:

@@ -107,6 +107,17 @@ def refuse_quantized(path: str, config: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_adapted(model: Any) -> None:
+    """Raise ModelError for a PeftModel, or a model that PEFT put an adapter into."""
+    adapters = getattr(model, "peft_config", None)
+    if adapters:
+        rank = getattr(next(iter(adapters.values())), "r", 16)
+        raise ModelError(
+            f"The model has a PEFT adapter ({type(model).__name__}), which is not read. Pass the base model and "
+            f"model.lora.rank={rank} to train a new adapter, or `model.merge_and_unload()` to keep what it has learned."
+        )
+
+
 def adapter_message(path: str, *, beside: bool) -> str:
     """Return the error for a PEFT adapter, alone or `beside` the weights of its base."""
     without = f", or remove {ADAPTER} to train the weights beside it" if beside else ""

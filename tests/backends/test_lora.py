@@ -13,7 +13,7 @@ from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import CheckpointError, ConfigError
+from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.pack import pack
@@ -251,7 +251,7 @@ def test_what_cannot_be_adapted_is_refused_with_what_can(build, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.lora\.rank=0"):
         adapted(build(), rank=0)
     backend = adapted(build())
-    with pytest.raises(ConfigError, match="already has an adapter"):
+    with pytest.raises(ModelError, match="has a PEFT adapter"):
         add_adapter(copy.deepcopy(backend.model), rank=4)
     with pytest.raises(ConfigError, match="whole model and not an adapter"):
         TorchBackend(load_model(build()), lr=1e-3).write_adapter(tmp_path)

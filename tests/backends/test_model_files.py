@@ -147,6 +147,18 @@ def test_code_of_a_directory_never_runs_and_nobody_is_asked(directory, monkeypat
     assert check_model_path(directory) and not ran.exists()
 
 
+@pytest.mark.parametrize("peft_model", [True, False])
+def test_an_object_with_an_adapter_is_refused_by_name(model, tokenizer, tmp_path, peft_model):
+    options = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = get_peft_model(model, options) if peft_model else model
+    if not peft_model:
+        model.add_adapter(options)
+    with pytest.raises(
+        ModelError, match=r"model\.lora\.rank=2 to train a new adapter, or .*merge_and_unload"
+    ):
+        SFTTrainer(adapted, [], tokenizer=tokenizer, output={"dir": str(tmp_path)})
+
+
 @pytest.mark.parametrize("kind", [GRPOTrainer, SFTTrainer])
 def test_a_run_in_which_nothing_trains_does_not_start(model, tokenizer, tmp_path, kind):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
