@@ -22,13 +22,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from rl4llm.runtime.environment import short_environment
+
 MAX_MESSAGE_BYTES = 64 * 1024
 END_TIMEOUT_S = 10.0
 _ENDING = struct.Struct("2id")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WORKER_FILE = Path(__file__).with_name("_worker.py")
-# Verifiers need neither keys and tokens nor accelerators.
-_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 @dataclass(eq=False, slots=True)
@@ -206,9 +206,7 @@ class ForkServer:
         settings["path"] = [
             entry for entry in sys.path if isinstance(entry, str)
         ]  # Python ignores others, too
-        environment = {
-            key: value for key, value in os.environ.items() if key in _ENVIRONMENT or key.startswith("PYTHON")
-        }
+        environment = short_environment()
         # Results must not depend on the order in which a worker happens to iterate a set of strings.
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         try:

@@ -1,4 +1,4 @@
-"""The event loop of an engine, in a thread of its own, so that whoever waits for it may run in an event loop too."""
+"""The event loop of an engine, in a separate thread, so that whoever waits for it may run in an event loop too."""
 
 from __future__ import annotations
 

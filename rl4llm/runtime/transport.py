@@ -218,7 +218,7 @@ def _refusal(
 ) -> RefusedError | UnreachableError:
     text = f"{where} answered {status}: {_shown(content)}"
     if status not in MAY_PASS:
-        return RefusedError(text)
+        return RefusedError(text, status=status)
     try:
         retry_after_s = float(headers.get("Retry-After", 0))
     except ValueError:  # a date, which these servers do not send

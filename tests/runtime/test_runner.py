@@ -37,14 +37,14 @@ def runner():
 
 
 @pytest.mark.parametrize("call", [run, lambda it: awaited([it])[0], lambda it: all_together([it])[0]])
-def test_a_coroutine_runs_inside_a_running_event_loop_and_outside(call):
+def test_a_coroutine_runs_inside_and_outside_an_event_loop(call):
     async def notebook():
         return call(answer())
 
     assert call(answer()) == asyncio.run(notebook()) == 42
 
 
-def test_all_coroutines_share_a_thread_so_that_its_objects_can_be_kept(runner):
+def test_all_coroutines_share_a_thread(runner):
     kept = {}
 
     async def counted():
@@ -105,7 +105,7 @@ def test_the_loop_stands_still_between_two_coroutines(runner):
     assert len(ticks) > before
 
 
-def test_an_interrupt_lets_a_coroutine_clean_up_and_the_runner_continues(runner):
+def test_an_interrupt_lets_a_coroutine_clean_up(runner):
     ended = []
 
     async def waits():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from aiohttp import web
@@ -21,7 +22,16 @@ from rl4llm.extensions.agents.wire import MODEL, Answer, Asked, RequestError, du
 HOST = "127.0.0.1"
 MAX_BODY = 64 * 1024**2  # bytes
 BACKLOG = 1024  # connections that may wait: all agents of a rollout connect at once
+logger = logging.getLogger("rl4llm.agents")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _OneLine(logging.LoggerAdapter[logging.Logger]):
+    """Logs the error of a request, such as malformed HTTP, as one line without a traceback."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        error = kwargs.pop("exc_info", None)
+        return (f"{msg} ({type(error).__name__})" if isinstance(error, Exception) else msg), kwargs
 
 
 class AgentEndpoint:
@@ -40,7 +50,9 @@ class AgentEndpoint:
             app.router.add_post(f"{start}/chat/completions", self._complete)
             app.router.add_get(f"{start}/models", self._models)
             app.router.add_get(f"{start}/models/{{model}}", self._models)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None, logger=_OneLine(logger)
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0, backlog=BACKLOG).start()
         self._port = self._runner.addresses[0][1]
@@ -65,7 +77,7 @@ class AgentEndpoint:
         session = self._session(request)
         with session.serving():
             session.check_open()
-            asked, answer, entry = await _answered(session, await _body(request))
+            asked, answer, entry = await _answered(session, await _body(request, session))
             try:
                 return await _sent(request, asked, answer)
             except (
@@ -111,8 +123,10 @@ class AgentEndpoint:
         return self._sessions[named]
 
 
-async def _body(request: web.Request) -> Any:
-    text = (await request.read()).decode(errors="replace")
+async def _body(request: web.Request, session: AgentSession) -> Any:
+    content = await request.read()
+    session.check_size(content.count(b'"role"'))  # parsing a million messages would stop the event loop
+    text = content.decode(errors="replace")
     try:
         body = json.loads(text)
         if "\\ud" in text.lower():  # perhaps lone surrogates, which neither tokenizers nor answers accept
@@ -124,6 +138,8 @@ async def _body(request: web.Request) -> Any:
 
 async def _answered(session: AgentSession, body: Any) -> tuple[Asked, Answer, Entry]:
     try:
+        for name in ("messages", "tools") if isinstance(body, dict) else ():
+            session.check_size(len(body[name]) if isinstance(body.get(name), list) else 0)
         asked = read_request(body, session.params)
         return asked, *await session.answer(asked)
     except RequestError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -43,6 +43,7 @@ class AgentEnv(BaseMDPEnv):
 
     Args:
         command: starts a process for each episode, see `CommandAgent`.
+        env: further variables for the command, which gets none of the trainer's keys.
         agent: a function or "package.module:function", see `FunctionAgent`.
         max_steps: requests of an episode that are answered.
         timeout_s: seconds that an agent may take, including the policy's answers.
@@ -56,13 +57,14 @@ class AgentEnv(BaseMDPEnv):
         self,
         *args: Any,
         command: str | Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
         agent: str | Callable[..., Any] | None = None,
         max_steps: int = 32,
         timeout_s: Positive = 300.0,
         processes: Count = 16,
         **kwargs: Any,
     ):
-        self.agent = _agent_of(command, agent)
+        self.agent = _agent_of(command, agent, env)
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
         of_turns = [reward.name for reward in self.reward_functions if reward.per_turn]
         if of_turns:
@@ -179,9 +181,15 @@ class AgentEnv(BaseMDPEnv):
                 await opened.endpoint.stop()
 
 
-def _agent_of(command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None) -> Agent:
+def _agent_of(
+    command: str | Sequence[str] | None,
+    agent: str | Callable[..., Any] | None,
+    env: Mapping[str, str] | None,
+) -> Agent:
     if command is not None and agent is None:
-        return CommandAgent(command)
+        return CommandAgent(command, env)
+    if env:
+        raise ConfigError("env.env is only for a command; a function has the variables of the trainer.")
     if agent is not None and command is None:
         return FunctionAgent(agent)
     raise ConfigError('env.name=agent needs either env.command="..." or env.agent=package.module:function.')

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import imported
+from rl4llm.runtime.environment import short_environment
 from rl4llm.runtime.raised import raised
 from rl4llm.runtime.supervise import SUPERVISE
 from rl4llm.runtime.threads import in_own_thread
@@ -44,11 +45,16 @@ class Agent(Protocol):
 class CommandAgent:
     """A command: it reads the task as JSON from standard input and prints its output; exit code 0 is success.
 
-    The variables OPENAI_BASE_URL and OPENAI_API_KEY hold the policy's address and key. When it ends or is stopped, all
-    processes that it started are killed.
+    The variables OPENAI_BASE_URL and OPENAI_API_KEY hold the policy's address and key. Of the trainer's variables it sees
+    only those of `short_environment`, since the policy may read what the agent sees; `env` adds others. When it ends or is
+    stopped, all processes that it started are killed.
     """
 
-    def __init__(self, command: str | Sequence[str]):
+    def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None):
+        self.env = dict(env or {})
+        wrong = [name for name, value in self.env.items() if not isinstance(value, str)]
+        if wrong:
+            raise ConfigError(f"env.env: the value of {wrong[0]!r} must be a string. Put it in quotes.")
         self.words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
         if not self.words or shutil.which(self.words[0]) is None:
             raise ConfigError(
@@ -79,7 +85,7 @@ class CommandAgent:
         return AgentOutcome(output, crash)
 
     async def _start(self, base_url: str, api_key: str) -> asyncio.subprocess.Process:
-        no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
+        no_proxy = ",".join(filter(None, (self.env.get("NO_PROXY", os.environ.get("NO_PROXY")), "127.0.0.1")))
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S), *self.words),
@@ -87,7 +93,8 @@ class CommandAgent:
             stdout=pipe,
             stderr=pipe,
             env={
-                **os.environ,
+                **short_environment(),
+                **self.env,
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": api_key,
                 "NO_PROXY": no_proxy,

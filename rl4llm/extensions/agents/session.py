@@ -163,6 +163,14 @@ class AgentSession:
                 f"This episode is over and accepts no more requests{why}.", status=410, code="episode_over"
             )
 
+    def check_size(self, count: int) -> None:
+        """Refuse more messages or tools than tokens fit the context, before anything is built of them."""
+        if count > self._llm.context_length:
+            self._refuse(
+                "context",
+                f"The request has {count} messages or tools, but the context length is {self._llm.context_length} tokens.",
+            )
+
     def _placed(self, asked: Asked) -> tuple[Dialect, Continuation]:
         if self.requests >= self._max_requests:
             self._refuse(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl4llm.core.message import THOUGHTS
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 from rl4llm.envs.tools.formats import ToolCall
 
@@ -66,7 +67,10 @@ class Asked:
     @property
     def characters(self) -> int:
         """Approximate length of the prompt's text in characters, without rendering it."""
-        said = sum(len(message.content) + len(str(message.tool_calls or "")) for message in self.messages)
+        said = sum(
+            len(message.content) + len(message.reasoning) + len(str(message.tool_calls or ""))
+            for message in self.messages
+        )
         return said + len(dumps(list(self.tools)))
 
 
@@ -199,12 +203,19 @@ def read_message(row: Any, where: str = "message") -> ChatMessage:
     content = _text(row.get("content"), where)
     if role == "assistant":
         content = content.strip()  # agents trim it too
+    thoughts = {name: row[name] for name in THOUGHTS if row.get(name)}
+    reasoning = next(iter(thoughts.values()), "")
+    if thoughts and (
+        role != "assistant" or {str: reasoning} != {type(text): text for text in thoughts.values()}
+    ):
+        raise _wrong(f"{where}: {', '.join(thoughts)} must be one string, in a message of the assistant.")
     call_id = row.get("tool_call_id")
     return ChatMessage(
         role,
         content,
         tuple(_call(call, where) for call in calls) or None,
         None if role != "tool" or call_id is None else str(call_id),
+        reasoning.strip(),
     )
 
 

@@ -418,3 +418,21 @@ def test_agent_env_keeps_the_contract_and_check_finds_breaks(tokenizer):
     check_env(env(asks_three_times), ["Answer: 85"])
     with pytest.raises(EnvError, match="a group shares its prompt"):
         check_env(env(throws_dice))
+
+
+def test_a_command_sees_no_keys_of_the_trainer(play, command, monkeypatch):
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "RL4LLM_SERVER_KEY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "secret")
+    agent = command("ask({'role': 'user', 'content': 'Hi'}); print(json.dumps(dict(os.environ)))")
+    (trajectory,) = play(command=agent, env={"MODE": "test"})[0].trajectories
+    seen = json.loads(trajectory.messages[-1].content)
+    assert (
+        "secret" not in seen.values() and seen["MODE"] == "test" and {"PATH", "OPENAI_API_KEY"} <= seen.keys()
+    )
+
+
+def test_variables_of_a_function_are_refused(tokenizer):
+    with pytest.raises(ConfigError, match="only for a command"):
+        AgentEnv([], tokenizer, [], 1, 1, agent=print, env={"MODE": "test"})
+    with pytest.raises(ConfigError, match="'MODE' must be a string"):
+        AgentEnv([], tokenizer, [], 1, 1, command="true", env={"MODE": 1})

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from rl4llm.core.types import SamplingParams
+from rl4llm.extensions.agents import wire
 from rl4llm.testing import ScriptedClient
 
 TLS = ssl.create_default_context()  # made once, as that takes longer than most episodes here
@@ -348,3 +349,36 @@ def test_request_in_progress_is_cancelled_at_the_end(play, tokenizer):
     background, client = [], ScriptedClient(tokenizer, {"": ["Answer: 85"]}, delay_s=1.0)
     result, _ = play(agent, client=client, size=2)
     assert late == [None] and [trajectory.num_turns for trajectory in result.trajectories] == [1, 1]
+
+
+@pytest.mark.parametrize("key", ['"role"', '"r\\u006fle"'], ids=["plain", "escaped"])
+def test_too_many_messages_are_refused_before_they_are_built(play, monkeypatch, key):
+    built, read = [], wire.read_message
+    monkeypatch.setattr(wire, "read_message", lambda row, where="": built.append(row) or read(row, where))
+    many = b'{"messages": [' + b",".join([b'{%s: "user"}' % key.encode()] * 5000) + b"]}"
+    agent, found = asking(many)
+    play(agent)
+    assert error_of(found[0])["code"] == "context_length_exceeded" and len(built) == 1
+
+
+def test_malformed_http_is_one_line_in_the_log(play, caplog):
+    async def agent(task, base_url, api_key):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(base_url.split(":")[2].split("/")[0]))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nno header\r\n\r\n")
+        assert b"400" in await reader.readline()
+        writer.close()
+
+    with caplog.at_level("ERROR"):
+        play(agent)
+    found = [record for record in caplog.records if record.name == "rl4llm.agents"]
+    assert len(found) == 2  # the episode without an answer is played twice
+    assert not any(record.exc_info or "\n" in record.getMessage() for record in found)
+
+
+def test_a_thought_that_an_agent_sends_back_is_read_or_refused():
+    said = {"role": "assistant", "content": "85", "reasoning_content": " Add them. "}
+    assert wire.read_message(said).reasoning == "Add them."
+    assert wire.read_message(said | {"reasoning": " Add them. ", "thinking": None}).reasoning == "Add them."
+    for wrong in ({"role": "user"}, {"thinking": "Another."}, {"reasoning_content": ["Add."]}):
+        with pytest.raises(wire.RequestError, match="must be one string, in a message of the assistant"):
+            wire.read_message(said | wrong)
