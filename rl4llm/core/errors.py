@@ -116,7 +116,11 @@ class UnreachableError(EngineError):
 
 
 class RefusedError(EngineError):
-    """A server understood a request and refused it; a retry would not help."""
+    """A server understood a request and refused it; a retry would not help. `status` is that of HTTP, if there is one."""
+
+    def __init__(self, message: str, *, status: int = 0):
+        super().__init__(message)
+        self.status = status
 
 
 class EnginesDownError(EngineError):

@@ -31,6 +31,8 @@ GROWN, NOTICEABLE, LARGE = (
 MOST = 0.5  # of the attempts in one of several environments, or of the calls of a tool
 FEW_CALLS = 16  # of a step, of all tools together; fewer tell less of a policy that is learning to call
 LATE = 0.02  # of the attempts of a step; rollout.max_failed_share stops a run at 0.1 by default
+REFUSED = 0.05  # of the answers of a step
+_REFUSED = re.compile("(?:.*/)?model_faults/.+/refused")
 _RAISED = re.compile("((?:.*/)?tool/(.+))/raised/(.+)")
 
 
@@ -148,6 +150,19 @@ def failing_calls(row: Row, first: Sequence[Row]) -> str | None:
     return f"all {calls * _number(row, 'trajectories', below=0.0):.0f} tool calls return an error"
 
 
+def refusals(row: Row, first: Sequence[Row]) -> str | None:
+    """Return the sign if a judge refuses to read more answers than noticeable, and than in the first steps."""
+    for name in row:
+        if _REFUSED.fullmatch(name):
+            share = row[name] / max(1.0, _number(row, "trajectories", below=0.0))
+            before = [
+                early.get(name, 0.0) / max(1.0, _number(early, "trajectories", below=0.0)) for early in first
+            ]
+            if share > REFUSED and share > 2 * statistics.fmean(before or [0.0]):
+                return f"{name.split('/')[-2]} refused to read {share:.0%} of the answers"
+    return None
+
+
 def no_calls(row: Row, first: Sequence[Row]) -> str | None:
     """Return the sign if a policy that may call tools never does, and is not good without them."""
     if row.get("env/tool_calls") != 0.0 or _number(row, "accuracy", below=0.0) >= SUCCESS:
@@ -218,6 +233,14 @@ RULES = (
         weight=lambda row: min(
             1.0, _number(row, "env/tool_calls") * _number(row, "trajectories") / FEW_CALLS
         ),
+    ),
+    Rule(
+        "refused answers",
+        "model_faults/REWARD/KIND",
+        refusals,
+        "A judge that refuses does not judge: these answers score 0, whatever they say.",
+        "the answers with the note refused in `rl4llm view`, the judge's content filter, and on_refusal of the reward",
+        enough=3.0,
     ),
     Rule(
         "no calls",

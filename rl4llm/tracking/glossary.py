@@ -19,7 +19,7 @@ groups/zero_spread | Is the share of zero-variance groups, which teach a group-r
   groups | below 1
 groups/refills | Counts the resampling rounds of dynamic sampling in this step. | rounds |
 groups/dropped | Counts the groups that dynamic sampling dropped. | groups |
-model_faults/REWARD/KIND | Counts answers that got 0 for more than being wrong, such as math/timeout. | answers |
+model_faults/REWARD/KIND | Counts answers that got 0 for more than being wrong, such as math/timeout. | answers | near 0
 
 ## Episodes
 trajectories | Counts the finished trajectories. | trajectories |

@@ -44,6 +44,7 @@ SICK = {
     "broken tool": {"tool/sql/calls": 40.0, "tool/sql/raised/NameError at sql.py:9": 36.0},
     "failing calls": {"env/tool_calls": 0.25, "env/tool_errors": 0.25},
     "no calls": {"env/tool_calls": 0.0, "env/tool_errors": 0.0},
+    "refused answers": {"model_faults/llm_judge/refused": 20.0},
     "timeouts": {"failures/math/timeout": 2.0, "played_again/llm_judge/timeout": 3.0, "failures": 2.0},
 }
 

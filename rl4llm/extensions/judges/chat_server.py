@@ -12,6 +12,7 @@ from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.runtime.transport import Retry, Transport
 
 T = TypeVar("T")
+FILTERED = 400  # the HTTP status of content filters
 
 
 class ChatServer:
@@ -82,12 +83,18 @@ class ChatServer:
 
     def _text(self, reply: Any) -> str:
         try:
-            text = reply["choices"][0]["message"]["content"]
+            choice = reply["choices"][0]
+            text = choice["message"].get("content")
+            filtered = choice.get("finish_reason") == "content_filter" or bool(
+                choice["message"].get("refusal")
+            )
             self.counts["tokens"] += int((reply.get("usage") or {}).get("total_tokens", 0))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise UnreachableError(
                 f"the server did not return a valid chat completion: {reply!r:.200}"
             ) from error
+        if filtered:
+            raise RefusedError(f"the model refused to answer: {choice!r:.200}", status=FILTERED)
         if not isinstance(text, str):
             raise UnreachableError(f"the server did not return a valid chat completion: {reply!r:.200}")
         return text

@@ -7,15 +7,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.judges.chat_server import ChatServer
+from rl4llm.extensions.judges.chat_server import FILTERED, ChatServer
 from rl4llm.rewards import RewardFailure
 from rl4llm.runtime.runner import all_together
 
@@ -67,6 +67,10 @@ class LLMJudge(BaseRewardFunction):
     retried. After the last attempt, or without budget, the sample fails; it is never scored 0. Equal answers are judged
     once.
 
+    A judge may refuse to read an answer (a content filter's status 400). If it then accepts the same task with a harmless
+    answer, the policy's text was the cause, and the answer scores 0.0 with the note "refused": a policy must not choose
+    which of its answers are judged. Otherwise the task or the server is the cause, and the sample fails.
+
     Args:
         url: URL of the server, up to /v1.
         model: the model's name on the server.
@@ -83,6 +87,7 @@ class LLMJudge(BaseRewardFunction):
         max_tokens: maximum number of tokens of one verdict with its reasons.
         max_calls: maximum number of requests of this process, None for no limit; each rank has a separate budget.
         max_total_tokens: maximum number of tokens, read and written, that the server counts for this process.
+        on_refusal: "lowest" for this rule, or "mask": every refused sample fails.
         max_answer_chars: longer replies score 0.0 without being judged.
         cache: a file of verdicts that is read and extended, so that no answer is judged twice; None keeps them in memory.
     """
@@ -107,6 +112,7 @@ class LLMJudge(BaseRewardFunction):
         max_tokens: Count = 512,
         max_calls: int | None = None,
         max_total_tokens: int | None = None,
+        on_refusal: Literal["lowest", "mask"] = "lowest",
         max_answer_chars: int = 20_000,
         cache: str | None = None,
     ):
@@ -130,6 +136,8 @@ class LLMJudge(BaseRewardFunction):
         self.needs_ground_truth = rubric == CORRECTNESS
         self.lowest, self.highest = lowest, highest
         self.max_answer_chars = max_answer_chars
+        self._refused: set[str] = set()  # keys of answers that the judge refused to read
+        self._on_refusal = on_refusal
         self._shown = _EXAMPLES if examples is None and rubric == CORRECTNESS else examples or ()
         self._max_tokens = max_tokens
         self._cache = _Cache(Path(cache) if cache else None)
@@ -148,7 +156,11 @@ class LLMJudge(BaseRewardFunction):
         cases = [_case(sample) for sample in samples]
         settled = [self._settle(sample, case) for sample, case in zip(samples, cases, strict=True)]
         asked = {self._key(case): case for case, score in zip(cases, settled, strict=True) if score is None}
+        self._refused.clear()
         verdicts = dict(zip(asked, self._verdicts(asked), strict=True))
+        for sample, case in zip(samples, cases, strict=True) if self._refused else ():
+            if self._key(case) in self._refused:
+                sample.extras.setdefault("reward_notes", {})[self.name] = "refused"
         scores = [
             verdicts[self._key(case)] if known is None else known
             for case, known in zip(cases, settled, strict=True)
@@ -218,9 +230,23 @@ class LLMJudge(BaseRewardFunction):
                 lambda text: tuple(self._verdict(text, _label(mark, role)) for role in case.roles),
             )
         except (UnreachableError, RefusedError) as error:
+            if getattr(error, "status", 0) == FILTERED and await self._reads_others(case, mark):
+                self._refused.add(key)
+                return (0.0,) * len(case.roles)
             return RewardFailure(f"the judge gave no verdict: {error}")
         self._cache.put(key, scores)
         return scores
+
+    async def _reads_others(self, case: _Question, mark: str) -> bool:
+        """Return whether the judge reads the same task with a harmless answer, and refusals score the lowest."""
+        if self._on_refusal != "lowest":
+            return False
+        harmless = replace(case, lines=tuple((role, "I do not know.") for role, _ in case.lines))
+        request = self._request(harmless, mark)
+        try:
+            return bool(await self.server.ask(lambda attempt: request, lambda text: [text]))
+        except (UnreachableError, RefusedError):
+            return False
 
     def _request(self, case: _Question, mark: str) -> dict[str, Any]:
         alone = case.roles == ("",)

@@ -12,7 +12,7 @@ from aiohttp import web
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.extensions.judges.llm_judge import LLMJudge
-from rl4llm.rewards import as_reward_function, check_examples
+from rl4llm.rewards import RewardFailure, as_reward_function, check_examples
 from rl4llm.rewards.scoring import score
 from rl4llm.runtime.transport import Retry
 
@@ -245,3 +245,27 @@ def test_a_configuration_names_it_and_wrong_options_are_refused(monkeypatch):
     for option in ({"lowest": 10}, {"attempts": 0}, {"api_key_env": "NOT_SET"}, {"rubrik": "x"}):
         with pytest.raises(ConfigError, match=next(iter(option))):
             as_reward_function(where | option)
+
+
+FILTERED = {
+    "choices": [{"message": {"content": None, "refusal": "I cannot."}, "finish_reason": "content_filter"}]
+}
+
+
+@pytest.mark.parametrize("filtered", [FILTERED, 400])
+@pytest.mark.parametrize(
+    ("word", "on_refusal", "expected"),
+    [("bomb", "lowest", [0.0, 1.0]), ("bomb", "mask", [None, 1.0]), ("legs", "lowest", [None, None])],
+    ids=["the answer is the cause", "masked on request", "the task is the cause"],
+)
+def test_a_refused_answer_scores_lowest_if_it_is_the_cause(word, on_refusal, expected, filtered):
+    def reply(text, mark, number):
+        if word not in text:
+            return honest(text, mark, number)
+        return web.Response(status=400, text="content filter") if filtered == 400 else filtered
+
+    asked = samples("a bomb 8", "8")
+    with judged(reply, on_refusal=on_refusal) as (judge, _):
+        found = judge.score_batch(asked)
+    assert [None if isinstance(value, RewardFailure) else value for value in found] == expected
+    assert asked[0].extras.get("reward_notes", {}) == ({"llm_judge": "refused"} if expected[0] == 0.0 else {})
