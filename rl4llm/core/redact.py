@@ -6,6 +6,7 @@ A reference such as ``${oc.env:NAME}`` names a secret without holding it, so it 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ FORMS = re.compile(
     r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w\-]{35}|\beyJ[\w\-]{8,}\.[\w\-]{8,}(\.[\w\-]*)?"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END[A-Z ]*-----|\Z)"
 )
+_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 def redacted(config: Any) -> Any:
@@ -128,3 +130,8 @@ def _named(found: re.Match[str]) -> str:
     if plain or not is_secret_name(found["name"]) or PLACEHOLDER.fullmatch(found["value"]):
         return found[0]
     return found["before"] + _hidden(found["value"])
+
+
+def short_environment() -> dict[str, str]:
+    """Return the variables of this process that find programs, files and Python's modules."""
+    return {name: value for name, value in os.environ.items() if name in _PASSED or name.startswith("PYTHON")}

@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from rl4llm.runtime.environment import short_environment
+from rl4llm.core.redact import short_environment
 
 MAX_MESSAGE_BYTES = 64 * 1024
 END_TIMEOUT_S = 10.0

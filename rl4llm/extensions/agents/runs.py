@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.redact import short_environment
 from rl4llm.core.registry import imported
-from rl4llm.runtime.environment import short_environment
 from rl4llm.runtime.raised import raised
 from rl4llm.runtime.supervise import SUPERVISE
 from rl4llm.runtime.threads import in_own_thread
