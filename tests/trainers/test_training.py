@@ -195,7 +195,7 @@ def test_log_probs_use_the_temperature_of_the_samples(model_dir, tmp_path, old_l
     assert row["mismatch/max"] < 1e-4
 
 
-def test_log_probs_that_the_engine_misstates_are_told_at_step_1(model_dir, tmp_path, capsys):
+def test_log_probs_that_an_engine_misstates_warn_at_step_1(model_dir, tmp_path, capsys):
     """The canary scores tokens, which is right here; only what is returned with samples is wrong."""
     run = trainer(model_dir, tmp_path, max_steps=2)
     client = run.trainer.inference.client
