@@ -228,7 +228,12 @@ def test_held_out_loss_is_the_mean_of_single_rows(name, model_dir, tmp_path):
     kind, rows, options = KINDS[name]
     if name == "sft":
         options = {"algorithm": {"aggregation": "sequence"}}
-    run = make(kind, model_dir, rows, tmp_path, eval_dataset=rows, eval={"every": 1}, **options)
+    options = options | {
+        "training": {"max_tokens_per_batch": 128},
+        "eval_dataset": rows,
+        "eval": {"every": 1},
+    }
+    run = make(kind, model_dir, rows, tmp_path, **options)
     with run.trainer as loop:
         move(loop.backend, 0.06)
         held_out, found = loop.held_out, []
