@@ -101,9 +101,9 @@ class Watchdog:
 
 @contextmanager
 def stop_on_signals(requested: threading.Event, warn: Callable[[str], None]) -> Iterator[None]:
-    """Set `requested` and pass the signal's name to `warn` on the first Ctrl-C or SIGTERM inside.
+    """Set `requested` and pass the signal's name to `warn` on the first Ctrl-C, SIGTERM or SIGHUP inside.
 
-    The next one raises KeyboardInterrupt.
+    The next one raises KeyboardInterrupt, except SIGHUP: a terminal that closes sends it more than once.
     """
     if threading.current_thread() is not threading.main_thread():  # other threads cannot handle signals
         yield
@@ -111,13 +111,37 @@ def stop_on_signals(requested: threading.Event, warn: Callable[[str], None]) -> 
 
     def request_stop(number: int, frame: Any) -> None:
         if requested.is_set():
+            if number == signal.SIGHUP:
+                return
             raise KeyboardInterrupt
         requested.set()
         warn(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    with stop_signals(request_stop):
+        yield
+
+
+@contextmanager
+def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Let `handler` take Ctrl-C, SIGTERM and the SIGHUP of a terminal that closes, unless nohup switched that off.
+
+    After SIGHUP, output that went to a terminal is dropped, since writing to it would fail.
+    """
+    terminals = [output for output in (1, 2) if os.isatty(output)]
+
+    def hang_up(number: int, frame: Any) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in terminals:
+            os.dup2(nowhere, output)
+        os.close(nowhere)
+        handler(number, frame)
+
+    handlers = {signal.SIGINT: handler, signal.SIGTERM: handler}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = hang_up
+    before = {number: signal.signal(number, taken) for number, taken in handlers.items()}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

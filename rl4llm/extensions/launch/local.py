@@ -20,6 +20,7 @@ from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of,
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ports import free_port
 from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.runtime.watchdog import stop_signals
 
 HOST = "127.0.0.1"
 LAST_LINES, LONGEST_LINE, TAIL_BYTES = 40, 400, 65536  # how much of the log of a process that ended is shown
@@ -147,14 +148,13 @@ def _wait(
     died: dict[Assignment, int] = {}
     asked = 0
 
-    def ask(*_: object) -> None:
+    def ask(number: int, _: object) -> None:
         nonlocal asked
-        asked += 1
+        asked += not asked or number != signal.SIGHUP  # a terminal that closes sends it more than once
         if asked > 1:
             trainer.send_signal(signal.SIGINT)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stop_signals(ask):
         while trainer.poll() is None and not asked and not died:
             time.sleep(LOOK_S)
             for place, process in others.items():
@@ -166,9 +166,6 @@ def _wait(
         for place in died:  # after the trainer's last output
             say(f"{_name(place)} ended first. {last_words(place)}")
         return next(iter(died.values())) if died and code else code
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -24,6 +24,7 @@ from rl4llm.config import load_config
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.runs.checkpoint import latest_checkpoint
 from rl4llm.runtime.supervise import end_with_parent
+from rl4llm.runtime.watchdog import stop_signals
 
 STOPPED = 75
 LONGEST_WAIT_S = 60.0
@@ -83,12 +84,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the exit code: 0 if done, 75 if stopped and resumable, else that of the last attempt."""
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with stop_signals(self._stop):
             return self._run()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _run(self) -> int:
         in_vain = 0

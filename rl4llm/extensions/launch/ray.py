@@ -9,7 +9,6 @@ process and reports its address: tokens and weights never go through Ray. Option
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, roles
 from rl4llm.runtime.supervise import SUPERVISE
 from rl4llm.runtime.terminal import visible
+from rl4llm.runtime.watchdog import stop_signals
 
 OPTIONS = ("address",)
 RESTARTS = 3  # of an actor and its process
@@ -146,14 +146,11 @@ def _wait_for_room(ray: Any, group: Any, bundles: Sequence[Mapping[str, float]])
 def _wait(ray: Any, ends: dict[Any, tuple[Role, int]], trainers: Sequence[Any]) -> int:
     """Return the exit code of the first trainer once all have ended, or of another role that ended first.
 
-    Ctrl-C and SIGTERM are passed on to the trainers, which save.
+    Ctrl-C, SIGTERM and SIGHUP are passed on to the trainers, which save.
     """
     codes: dict[int, int] = {}
     stopped = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
+    with stop_signals(lambda *_: stopped.set()):
         while True:
             ended, _ = ray.wait(list(ends), timeout=LOOK_S)
             if stopped.is_set():
@@ -168,9 +165,6 @@ def _wait(ray: Any, ends: dict[Any, tuple[Role, int]], trainers: Sequence[Any]) 
                 codes[number] = code
                 if (code and code != STOPPED) or len(codes) == role.count:
                     return code
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _holder(ray: Any, group: Any, index: int, role: Role) -> Any:

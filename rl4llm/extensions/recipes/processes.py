@@ -14,6 +14,7 @@ from typing import Any, Self
 from rl4llm.commands.output import STOPPED, say
 from rl4llm.extensions.recipes.recipe import Recipe
 from rl4llm.runtime.supervise import end_with_parent
+from rl4llm.runtime.watchdog import stop_signals
 
 GB = 1e9
 
@@ -21,8 +22,8 @@ GB = 1e9
 class Processes:
     """Runs processes that can import a recipe's modules.
 
-    SIGTERM is passed on to the process that runs, which saves and ends; a terminal sends it Ctrl-C by itself. After either
-    signal no other process starts.
+    SIGTERM is passed on to the process that runs, which saves and ends; a terminal sends it Ctrl-C and SIGHUP by itself.
+    After these signals no other process starts.
     """
 
     def __init__(self, recipe: Recipe, stdout: Any):
@@ -33,14 +34,12 @@ class Processes:
         self._received: list[int] = []
 
     def __enter__(self) -> Self:
-        self._before = {
-            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._signals = stop_signals(self._stop)
+        self._signals.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._signals.__exit__(None, None, None)
 
     def run(self, command: Sequence[str], stage: dict[str, Any]) -> int:
         """Run a process, add its time and memory to `stage`, and return its exit code: 75 if a signal came before it."""
