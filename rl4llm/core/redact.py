@@ -28,18 +28,18 @@ ORDINARY_TOKEN = re.compile(  # a tokenizer's, or a count
 )
 LIKE_A_KEY = re.compile(r"(?=\S*\d)[\w\-+/=.]{16,}")  # unlike the name of a column in prompt_key, answer_key
 
-VALUE = r"(?:\$\{[^}]*\}|[^&\s'\",;])+"
+VALUE = r"(?:\$\{[^}]{0,200}\}|[^&\s'\",;])+"
 PLACEHOLDER = re.compile(r"[A-Z]{2,12}[.)]*|\$\(.*|\$\w+|\.\.\.")  # of a message that says what to do
 NAMED = (  # what a text gives to a name: --NAME VALUE, NAME=VALUE, and "NAME": "VALUE" of JSON or of Python's repr
     re.compile(rf"(?P<before>(?<![\w\-])--?(?P<name>[A-Za-z][\w.\-]*)[= ])(?!-)(?P<value>{VALUE})"),
     re.compile(rf"(?P<before>(?:^|(?<=[^\w.\-]))(?P<name>[A-Za-z][\w.\-]*)=)(?P<value>{VALUE})"),
     re.compile(r"(?P<before>(['\"])(?P<name>[\w.\-]+)\2: *(['\"]))(?P<value>[^'\"]+)"),
 )
-FORMS = re.compile(
+FORMS = re.compile(  # repetitions before a character that may be missing are bounded, so that time grows with the length
     r"(?<=://)[^/\s]+(?=@)"  # the user and password of a URL
     rf"|(?i:(?<=bearer )|(?<=authorization: basic )|(?<=api-key: )){VALUE}"
     r"|\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|nvapi-|gsk_)[A-Za-z0-9_\-]{16,}"
-    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w\-]{35}|\beyJ[\w\-]{8,}\.[\w\-]{8,}(\.[\w\-]*)?"
+    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w\-]{35}|\beyJ[\w\-]{8,2000}\.[\w\-]{8,}(\.[\w\-]*)?"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END[A-Z ]*-----|\Z)"
 )
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")

@@ -1,10 +1,11 @@
+import time
 import traceback
 
 import pytest
 
 from rl4llm.config import as_written, flatten, load_config
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.redact import redacted
+from rl4llm.core.redact import redacted, redacted_text
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -130,3 +131,10 @@ def test_a_reference_with_a_default_hides_the_default():
     assert KEY not in str(
         redacted({"api_key": f"${{oc.env:OWN,{KEY}}}", "note": f"--token ${{oc.env:OWN,{KEY}}}"})
     )
+
+
+@pytest.mark.parametrize("text", ["eyJ-", "key=${", "--key ", "://a@", "bearer "])
+def test_time_of_redaction_grows_with_the_length(text):
+    started = time.process_time()
+    redacted_text(text * (400_000 // len(text)))
+    assert time.process_time() - started < 10
