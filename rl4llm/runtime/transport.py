@@ -2,7 +2,7 @@
 
 Unreachable     no usable answer: connection reset, no response, incomplete body, 5xx, not JSON; may be temporary
 NotConnected    an Unreachable for which the server certainly never saw the request
-Refused         the server refused the request (4xx); a retry would not help
+Refused         the server refused the request (4xx) or sends it elsewhere (3xx); a retry would not help
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Transport:
             async with (
                 line,
                 asyncio.timeout(deadline_s),
-                session.request(method, self.base_url + path, data=data) as response,
+                session.request(method, self.base_url + path, data=data, allow_redirects=False) as response,
             ):
                 content = await response.read()
         except TimeoutError:
@@ -174,6 +174,11 @@ class Transport:
             raise _not_connected(where, error) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UnreachableError(f"{where} failed: {type(error).__name__}: {error}") from error
+        if 300 <= response.status < 400:  # perhaps to another host, which would get prompts and keys
+            place = response.headers.get("Location")
+            raise RefusedError(
+                f"{where} answered {response.status}, a redirect to {place}, which is not followed."
+            )
         if response.status >= 400:
             raise _refusal(where, response.status, response.headers, content)
         return content

@@ -8,6 +8,7 @@ import warnings
 from contextlib import contextmanager
 
 import pytest
+from aiohttp import web
 from fault_server import (
     FaultServer,
     free_port,
@@ -307,3 +308,18 @@ def test_too_many_open_files_is_not_a_lost_server(play, few_files):
         assert await transport.get("/model_info")
 
     play(scene)
+
+
+def test_redirects_are_not_followed(play):
+    async def scene(server, transport):
+        async def away(fault_server, request, answer):
+            return web.Response(status=307, headers={"Location": f"{server.url}/health"})
+
+        server.next("/model_info", away)
+        with pytest.raises(
+            RefusedError, match=r"answered 307, a redirect to .*/health, which is not followed"
+        ):
+            await transport.get("/model_info")
+        assert not server.calls["/health"]
+
+    play(scene, api_key="secret")
