@@ -73,7 +73,7 @@ class JsonlTracker(Tracker):
                 if not whole:
                     steps = " and ".join(map(str, named))
                     damaged[index] = line, f"step {steps}" if named else f"what followed step {before}"
-                step, size = max([step, *named]), size + len(line)
+                size += len(line)
         return size, damaged
 
     def _set_aside(self, lines: Sequence[bytes], indices: frozenset[int]) -> None:

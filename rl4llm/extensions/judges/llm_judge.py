@@ -277,7 +277,7 @@ class LLMJudge(BaseRewardFunction):
     def _verdict(self, text: str, label: str) -> float:
         """Return the score in the judge's text. Raises UnreachableError, which is retried, if there is none."""
         verdicts = re.findall(
-            rf"VERDICT-{label}\W{{0,8}}?(-?\d{{1,9}}(?:\.\d{{1,9}})?)[^\w\n]*$", text, re.MULTILINE
+            rf"VERDICT-{re.escape(label)}\W{{0,8}}?(-?\d{{1,9}}(?:\.\d{{1,9}})?)[^\w\n]*$", text, re.MULTILINE
         )
         if not verdicts or not self.lowest <= float(verdicts[-1]) <= self.highest:
             ending = f"a line 'VERDICT-{label}: N' with N from {self.lowest} to {self.highest}"

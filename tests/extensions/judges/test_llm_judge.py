@@ -269,3 +269,8 @@ def test_a_refused_answer_scores_lowest_if_it_is_the_cause(word, on_refusal, exp
         found = judge.score_batch(asked)
     assert [None if isinstance(value, RewardFailure) else value for value in found] == expected
     assert asked[0].extras.get("reward_notes", {}) == ({"llm_judge": "refused"} if expected[0] == 0.0 else {})
+
+
+def test_name_of_a_role_is_text_in_its_verdict():
+    judge = LLMJudge(url="http://127.0.0.1:9", model="judge")
+    assert judge._verdict("VERDICT-12-pro (a+): 10", "12-pro (a+)") == 1.0
