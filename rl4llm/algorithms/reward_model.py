@@ -20,8 +20,8 @@ class RewardModel(BaseAlgorithm):
     """Minimize -log sigmoid(reward of the chosen answer - reward of the rejected one - margin), the mean over pairs.
 
     Ouyang et al. 2022, equation 1; the margin is the pair's column "margin", by default 0 (Touvron et al. 2023, Llama 2,
-    equation 2). The reward is the value of the state after the last answer's end-of-turn token. The exported model is a
-    reward for later runs: ``rewards: [{name: reward_model, path: DIRECTORY}]``. Only differences between rewards are
+    equation 2). The reward is the value after the last token of the rendered conversation. The exported model is a reward
+    for later runs: ``rewards: [{name: reward_model, path: DIRECTORY}]``. Only differences between rewards are
     learned, so their zero is arbitrary, which does not affect group-relative methods.
     """
 

@@ -17,8 +17,6 @@ from rl4llm.core.model_memory import FP32, ModelShape, Precision
 from rl4llm.core.types import TrainBatch
 from rl4llm.runtime.cpu import linear, weight_gradient
 
-VALUE_HEAD_FILE = "value_head.safetensors"
-
 KEEP_BYTES = 256 << 20
 """So much of the logits, in the dtype of their product, is kept on a CPU for the backward pass; the rest is computed again.
 
@@ -46,13 +44,12 @@ class OutputLayer:
 
 
 class ValueHead(nn.Module):
-    """The critic's head: one number per hidden state, 0 before training."""
+    """The critic's head: one number per hidden state, 0 before training; without a bias, like the score of a classifier."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
+        self.linear = nn.Linear(hidden_size, 1, bias=False)
         nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         # A sum over one number, since FSDP2 accepts no view.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
-from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
+from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.models import without_progress_bars
 from rl4llm.backends.runner import TokenNumbers
 from rl4llm.backends.source_form import SourceForm
@@ -108,7 +108,7 @@ class ModelBackend(BaseBackend):
         self._on_first(lambda: adapter.write_config(directory))
 
     def export(self, directory: Path) -> None:
-        if whole_checkpoint(self.model) is None:
+        if whole_checkpoint(self.model) is None or self.value_head is not None:
             self._save_pretrained(directory)
         else:
             directory.mkdir(parents=True, exist_ok=True)
@@ -116,12 +116,10 @@ class ModelBackend(BaseBackend):
             specs = self.weight_specs() if first else []
             self._write(directory / MODEL, specs, self.weights() if first else self.own_weights())
             self._on_first(lambda: self.write_config(directory))
-        if self.value_head is not None:
-            self._write_own(directory / VALUE_HEAD_FILE, dict(self.value_head.named_parameters()))
 
     def _save_pretrained(self, directory: Path) -> None:
         tensors = {}  # transformers wants all at once, in the memory of the CPU; other ranks keep none
-        for name, tensor in self.own_weights():
+        for name, tensor in self._exported():
             if self._ranks.is_first:
                 # A copy, since safetensors refuses tensors that share storage, and engines fuse weights in place.
                 tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -129,9 +127,29 @@ class ModelBackend(BaseBackend):
         def write() -> None:
             with without_progress_bars():
                 self.model.save_pretrained(directory, state_dict=tensors)
+            if self.value_head is not None:
+                self._write_as_classifier(directory / "config.json")
             self._form.keep(directory)
 
         self._on_first(write)
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights; where there is a value head, it is the score, and there is no output layer."""
+        if self.value_head is None:
+            yield from self.own_weights()
+            return
+        output = self.model.get_output_embeddings()
+        left_out = next(f"{name}." for name, module in self.model.named_modules() if module is output)
+        yield from (item for item in self.own_weights() if not item[0].startswith(left_out))
+        yield from self._wholes({"score.weight": self.value_head.linear.weight})
+
+    def _write_as_classifier(self, config: Path) -> None:
+        from rl4llm.backends.classifier import name_of_classifier  # noqa: PLC0415 - most models are policies
+
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        written = json.loads(config.read_text(encoding="utf-8"))
+        written |= {"architectures": [name_of_classifier(self.model)], **labels}
+        config.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
     def info(self) -> dict[str, Any]:
         parameters = list(self._named_parameters().values())

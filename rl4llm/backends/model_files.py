@@ -16,7 +16,7 @@ from rl4llm.core.errors import ModelError
 
 ADAPTER = "adapter_config.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$")
+ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration|SequenceClassification)[A-Z]\w*$")
 AGAIN = "Copy the directory again from its source."
 
 

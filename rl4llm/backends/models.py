@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,7 +27,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
-from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
 from rl4llm.backends.model_files import (
     AGAIN,
     adapter_message,
@@ -38,7 +36,13 @@ from rl4llm.backends.model_files import (
     check_weights,
     model_directory,
 )
-from rl4llm.backends.vision_language import ATTRIBUTE, WholeCheckpoint, is_around_text, without_reports
+from rl4llm.backends.vision_language import (
+    ATTRIBUTE,
+    WholeCheckpoint,
+    is_around_text,
+    is_scored,
+    without_reports,
+)
 from rl4llm.core.errors import ModelError, unknown
 from rl4llm.core.types import TensorSpec
 from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
@@ -59,16 +63,18 @@ def load_model(
     gradient_checkpointing: bool = False,
     attn_implementation: str | None = None,
     shared_by: Ranks | None = None,
+    *,
+    values: bool = False,
 ) -> PreTrainedModel:
     """Return a causal language model in evaluation mode without dropout; raise ModelError when it cannot be loaded.
 
     Log-probs must equal those of the engine that sampled, so dropout never runs, whatever the model's config says. A
     model object is used directly, moved and converted in place. The device "auto" is a GPU if there is one. Use
-    "cpu" or `shared_by` for a backend that shards, since the whole model may not fit a GPU.
+    "cpu" or `shared_by` for a backend that shards, since the whole model may not fit a GPU. With `values` a classifier is
+    read without its score, see `load_value_head`.
 
     When the ranks `shared_by` will shard the weights, only the first rank reads them. On all ranks the model stays in CPU
-    memory; on the others the memory of its matrices is untouched, so it takes no space.
-    """
+    memory; on the others the memory of its matrices is untouched, so it takes no space."""
     dtype = _dtype(dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,9 +82,11 @@ def load_model(
         model = path_or_model.to(dtype)
         _check_finite(model, model.name_or_path or type(model).__name__)
     elif shared_by is None:
-        model = _from_files(path_or_model, dtype, attn_implementation)
+        model = _from_files(path_or_model, dtype, attn_implementation, values)
     else:
-        model = _from_first(str(model_directory(path_or_model)), dtype, attn_implementation, shared_by)
+        model = _from_first(
+            str(model_directory(path_or_model)), dtype, attn_implementation, values, shared_by
+        )
     without_dropout(model)
     model.to(torch.device(device if shared_by is None else "cpu")).eval()
     if torch.device(device).type == "cpu":
@@ -126,18 +134,6 @@ def empty_model(
             )
     except UNREADABLE as error:
         raise ModelError(_unreadable("config of the model", path, error)) from error
-
-
-def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHead:
-    """Return the value head that was exported with a model, or a new one; raise ModelError when it does not fit."""
-    head = ValueHead(model.config.get_text_config().hidden_size)
-    file = Path(model_directory(path or "")) / VALUE_HEAD_FILE
-    if file.is_file():
-        try:
-            head.load_state_dict(load_file(file))
-        except (RuntimeError, SafetensorError) as error:
-            raise ModelError(f"{file} is not the value head of this model: {error}") from error
-    return head.to(next(model.parameters()).device)
 
 
 def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrainedTokenizerBase:
@@ -217,7 +213,7 @@ def _vocabulary_of(model: str | Path | PreTrainedModel) -> tuple[str, int | None
         return model.name_or_path or type(model).__name__, model.get_input_embeddings().num_embeddings
     path = check_model_path(model)
     try:
-        config = AutoConfig.from_pretrained(path, **_from(path))
+        config = AutoConfig.from_pretrained(path, **hub_options(path))
     except UNREADABLE as error:
         raise ModelError(_unreadable("config of the model", path, error)) from error
     return path, getattr(config.get_text_config(), "vocab_size", None)
@@ -228,9 +224,9 @@ def stored_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     path = str(model_directory(path))
     check_directory(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **_from(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
         return (
-            PreTrainedTokenizerFast.from_pretrained(path, **_from(path))
+            PreTrainedTokenizerFast.from_pretrained(path, **hub_options(path))
             if _cuts_otherwise(tokenizer, Path(path))
             else tokenizer
         )
@@ -287,12 +283,15 @@ def _is_dropout(attribute: str, value: Any) -> bool:
     return isinstance(value, float) and value > 0 and attribute.endswith(("dropout", "pdrop"))
 
 
-def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+def _from_files(
+    path: str | Path, dtype: torch.dtype, attn_implementation: str | None, values: bool
+) -> PreTrainedModel:
     path = check_model_path(path)
     check_weights(path)
     try:
         config, whole = _configs(path)
-        with without_progress_bars(), without_reports() if whole else nullcontext():
+        scored = is_scored(path, config, values)
+        with without_progress_bars(), without_reports() if whole or scored else nullcontext():
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=whole.text_config if whole else config,
@@ -301,7 +300,7 @@ def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str |
                 output_loading_info=True,
                 key_mapping=whole.key_mapping() if whole else None,
                 use_safetensors=True,
-                **_from(path),
+                **hub_options(path),
             )
     except UNREADABLE as error:
         raise ModelError(_unreadable("model", path, error)) from error
@@ -309,6 +308,8 @@ def _from_files(path: str | Path, dtype: torch.dtype, attn_implementation: str |
         raise ModelError(adapter_message(path, beside=False))
     # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
     report["unexpected_keys"] = whole.of_text(report["unexpected_keys"]) if whole else ()
+    if scored:
+        report["missing_keys"] = report["missing_keys"] - {"lm_head.weight", "lm_head.bias"}
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(str(name) for name in report.get(kind) or ())
         if names:
@@ -333,21 +334,20 @@ def _check_finite(model: nn.Module, name: str) -> None:
 
 def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
     """The config of a model and, where a text model is only a part of it, its whole checkpoint."""
-    config = AutoConfig.from_pretrained(path, **_from(path))
-    whole = WholeCheckpoint(path, config, **_from(path)) if is_around_text(config) else None
+    config = AutoConfig.from_pretrained(path, **hub_options(path))
+    whole = WholeCheckpoint(path, config, **hub_options(path)) if is_around_text(config) else None
     check_kind(path, config if whole is None else whole.text_config)
     return config, whole
 
 
 def _from_first(
-    path: str, dtype: torch.dtype, attn_implementation: str | None, ranks: Ranks
+    path: str, dtype: torch.dtype, attn_implementation: str | None, values: bool, ranks: Ranks
 ) -> PreTrainedModel:
     """The model on the first rank; on the others the same with its norms, biases and buffers, but not its matrices."""
-    read = partial(_from_files if ranks.is_first else _hollow, path, dtype, attn_implementation)
+    reader = partial(_from_files, values=values) if ranks.is_first else _hollow
     otherwise = ModelError(f"Another rank could not load model.path={path!r}; its own message says why.")
-    model = ranks.agree(read, (ModelError,), otherwise)
-    small = (parameter for parameter in model.parameters() if parameter.dim() < 2)
-    for tensor in (*model.buffers(), *small):
+    model = ranks.agree(partial(reader, path, dtype, attn_implementation), (ModelError,), otherwise)
+    for tensor in (*model.buffers(), *(item for item in model.parameters() if item.dim() < 2)):
         ranks.spread(tensor)
     return model
 
@@ -360,8 +360,8 @@ def _hollow(path: str, dtype: torch.dtype, attn_implementation: str | None) -> P
     return model
 
 
-def _from(path: str) -> dict[str, bool]:
-    """What transformers may do: ask the hub only for a name and with a network, and never run code that it finds."""
+def hub_options(path: str) -> dict[str, bool]:
+    """Return what transformers may do: ask the hub only for a name and with a network, and never run code it finds."""
     return {"local_files_only": Path(path).is_dir() or not hub_answers(), "trust_remote_code": False}
 
 

@@ -53,6 +53,11 @@ class WholeCheckpoint:
             return dict.fromkeys(tensors.keys(), WEIGHTS)
 
     @property
+    def names(self) -> Collection[str]:
+        """The names of its tensors."""
+        return self._places.keys()
+
+    @property
     def text_config(self) -> PretrainedConfig:
         """The config of the text model, which ties its embeddings as the whole model does."""
         text = copy.deepcopy(self.config.get_text_config())
@@ -147,6 +152,22 @@ def is_around_text(config: PretrainedConfig) -> bool:
         f"{classes} cannot train: transformers has no causal language model for its text part ({text.model_type}). "
         "Use a checkpoint of a text model, or of a model whose text part has such a class, as Qwen3.5 and Gemma have."
     )
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Return whether a config describes a model with a score in the place of an output layer."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def is_scored(path: str, config: PretrainedConfig, values: bool) -> bool:
+    """Return whether a directory holds a classifier; raise ModelError for one where no `values` are wanted."""
+    scored = is_classifier(config)
+    if scored and not values:
+        raise ModelError(
+            f"model.path={path!r} is a reward model ({', '.join(config.architectures or ())}), which cannot generate. Use "
+            "it as the reward `reward_model`, as a critic, or with algorithm.name=reward_model."
+        )
+    return scored
 
 
 def whole_checkpoint(model: PreTrainedModel) -> WholeCheckpoint | None:

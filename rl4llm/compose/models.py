@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
+from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.compose.tables import BACKENDS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
@@ -101,9 +101,13 @@ def demand_device(name: str) -> None:
 
 def build_policy(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBackend:
     """Make the model that trains: the policy, or a reward or value model."""
-    model, lora = _model_to_place(config, given), config.model.lora
+    values, lora = algorithm.needs().value_head, config.model.lora
+    model = _model_to_place(config, given, values=values)
     adapter = value_head = None
-    if algorithm.needs().value_head:
+    if values:
+        from rl4llm.backends.classifier import check_classifier, load_value_head  # noqa: PLC0415 - few runs need it
+
+        check_classifier(model)
         value_head = load_value_head(config.model.path if given is None else None, model)
     if lora.rank:
         from rl4llm.backends.lora import add_adapter  # noqa: PLC0415 - most runs have no adapter
@@ -127,8 +131,10 @@ def build_critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBa
     critic = algorithm.needs().critic
     if critic is None:
         return None
+    from rl4llm.backends.classifier import load_value_head  # noqa: PLC0415 - few runs need it
+
     path = critic.path or (None if start is not None else config.model.path)
-    model = _model_to_place(config, copy.deepcopy(start) if path is None else None, path)
+    model = _model_to_place(config, copy.deepcopy(start) if path is None else None, path, values=True)
     options = _optimizer(config, critic.epochs, config.max_steps)
     if critic.lr is not None:
         options["lr"] = critic.lr
@@ -204,23 +210,29 @@ def _on_backend(config: Config, model: Any, **options: Any) -> BaseBackend:
     return with_options("backend", make, own, model, **fixed, **options)
 
 
-def _model_to_place(config: Config, given: Any, path: str | None = None) -> Any:
+def _model_to_place(config: Config, given: Any, path: str | None = None, *, values: bool = False) -> Any:
     """Load a causal LM for the backend, which moves it to the device itself if ranks shard its weights."""
     ranks = all_ranks(config)
     shares = BACKENDS[config.backend["name"]].shares_weights(ranks, config.backend)
-    return plain_model(config, given, path, shared_by=ranks if shares else None)
+    return plain_model(config, given, path, shared_by=ranks if shares else None, values=values)
 
 
 def plain_model(
-    config: Config, given: Any, path: str | None = None, *, shared_by: Ranks | None = None
+    config: Config,
+    given: Any,
+    path: str | None = None,
+    *,
+    shared_by: Ranks | None = None,
+    values: bool = False,
 ) -> Any:
-    """Load a causal LM without a backend: the one given, that of `path`, or that of the configuration."""
+    """Load a causal LM without a backend: the one given, that of `path`, or that of the configuration; see `load_model`."""
     return load_model(
         given if given is not None else path or config.model.path,
         dtype=config.model.dtype,
         device=device_of(config),
         gradient_checkpointing=config.model.gradient_checkpointing,
         shared_by=shared_by,
+        values=values,
     )
 
 

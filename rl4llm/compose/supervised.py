@@ -50,6 +50,10 @@ def build_supervised(
     # The copy is made before training changes the policy's weights.
     start = copy.deepcopy(given.model) if needs.reference else None
     backend = build_policy(config, algorithm, given.model)
+    if needs.value_head:
+        backend.model.config.pad_token_id = (
+            tokenizer.pad_token_id
+        )  # by which others find the token that has the score
     reference = build_reference(config, algorithm, backend, start, tokenizer)
     prepared = partial(
         Preparation, algorithm=algorithm, policy=backend, reference=reference, ranks=all_ranks(config)
@@ -61,6 +65,8 @@ def build_supervised(
     kept, kept_out = (
         fitting(rows, context_length, where) for rows, where in ((dataset, "data"), (held_out, "eval"))
     )
+    if needs.value_head:
+        _check_last_token(read(kept[0], "0"), tokenizer)
     prompts = prompt_stream(config, kept)
 
     def make(run: RunDir) -> DatasetTrainer:
@@ -143,10 +149,20 @@ def row_reader(needs: Needs, renderer: Renderer) -> Read:
             )
         return replace(
             group,
-            trajectories=tuple(valued_at_the_end(t, renderer.stop_token_ids[0]) for t in group.trajectories),
+            trajectories=tuple(valued_at_the_end(t, renderer) for t in group.trajectories),
         )
 
     return read_valued
+
+
+def _check_last_token(group: Group, tokenizer: Any) -> None:
+    """Raise ConfigError if conversations end with the pad token, which classifiers of transformers skip."""
+    last = group.trajectories[0].spans[-2].token_ids[-1]
+    if last == tokenizer.pad_token_id:
+        raise ConfigError(
+            f"Conversations end with {tokenizer.pad_token!r}, which is also the pad token: transformers would give the "
+            "score of a reward model one token earlier. Set model.pad_token to another special token."
+        )
 
 
 def _texts(columns: Sequence[str], row: Mapping[str, Any]) -> list[list[ChatMessage]]:

@@ -82,14 +82,18 @@ def label_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> G
     )
 
 
-def valued_at_the_end(trajectory: Trajectory, token_id: int) -> Trajectory:
+def valued_at_the_end(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
     """Return the trajectory with only one policy token, which stands for the value of the state after its last token.
 
-    A value describes the state before a policy token (see `rl4llm.backends.heads`), so `token_id` is appended as the only
-    policy token. Any token works, since none follows it.
+    The last token is that of the whole rendered conversation, such as a line break after the end of turn, since classifiers
+    of transformers give the score there. A value describes the state before a policy token (see `rl4llm.backends.heads`),
+    so one is appended. Any token works, since none follows it.
     """
-    read = (TokenSpan.context(span.token_ids) for span in trajectory.spans)
-    return replace(trajectory, spans=(*read, TokenSpan((token_id,), "policy", (0.0,), version=0)))
+    read = [TokenSpan.context(span.token_ids) for span in trajectory.spans]
+    if renderer.after_turn:
+        read.append(TokenSpan.context(renderer.after_turn))
+    stop = renderer.stop_token_ids[0]
+    return replace(trajectory, spans=(*read, TokenSpan((stop,), "policy", (0.0,), version=0)))
 
 
 def _answered(

@@ -226,6 +226,12 @@ class Renderer:
         return [*self.encode(said), stop]
 
     @property
+    def after_turn(self) -> list[int]:
+        """Return the tokens that the template writes behind the end of the last turn, such as a line break."""
+        end = self._template.end
+        return [] if end.next_role else self.encode(end.closing.partition(end.token)[2])
+
+    @property
     def notes(self) -> list[str]:
         """Return what a user should know about the template, a sentence each."""
         return sorted(self._template.notes)

@@ -86,7 +86,7 @@ def written(backend, tokenizer, directory):
     return exported, Path(publisher.write(backend, 0).path)
 
 
-def test_config_of_transformers_4_changes_only_where_the_model_does(old, tmp_path):
+def test_old_config_changes_only_where_the_model_does(old, tmp_path):
     model = load_model(old, dtype="bfloat16")
     for directory in written(TorchBackend(model), load_tokenizer(old), tmp_path):
         assert config_of(directory) == config_of(old) | {"torch_dtype": "bfloat16"}
@@ -97,7 +97,7 @@ def test_config_of_transformers_4_changes_only_where_the_model_does(old, tmp_pat
     assert "rope_parameters" not in found
 
 
-def test_config_of_transformers_5_stays_as_it_came(model_dir, tmp_path):
+def test_new_config_stays_as_it_came(model_dir, tmp_path):
     for directory in written(TorchBackend(load_model(model_dir)), load_tokenizer(model_dir), tmp_path):
         for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
             assert json.loads((directory / name).read_text()) == json.loads((model_dir / name).read_text())

@@ -214,9 +214,9 @@ def test_a_valued_conversation_ends_with_one_policy_token(tokenizer):
     renderer = Renderer(tokenizer)
     (row,) = load_rows([FORMS["texts"]], learns_from="pairs")
     for plain in pair_group(renderer, row, "a").trajectories:
-        valued = valued_at_the_end(plain, 7)
-        assert valued.token_ids == [*plain.token_ids, 7]
-        assert [span.author for span in valued.spans] == ["context", "context", "policy"]
+        valued = valued_at_the_end(plain, renderer)
+        assert renderer.decode(valued.token_ids) == renderer.decode(plain.token_ids) + "\n<|im_end|>"
+        assert [span.author for span in valued.spans] == ["context", "context", "context", "policy"]
         assert (valued.reward, valued.spans[0], valued.num_policy_tokens) == (plain.reward, plain.spans[0], 1)
 
 

@@ -8,7 +8,7 @@ import torch
 from rank_processes import RankProcesses
 
 import rl4llm as rl
-from rl4llm.backends.models import load_value_head
+from rl4llm.backends.classifier import load_value_head
 from rl4llm.runtime.ranks import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,7 +8,8 @@ import torch
 from vowels import Vowels
 
 from rl4llm.api import PolicyTrainer
-from rl4llm.backends.models import load_model, load_value_head
+from rl4llm.backends.classifier import load_value_head
+from rl4llm.backends.models import load_model
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import SamplingParams
@@ -134,7 +135,7 @@ def test_the_critic_of_a_finished_run_is_one_to_start_from(model_dir, tmp_path):
         trainer(model_dir, tmp_path / "values", PPO | {"critic_warmup_steps": 2}, max_steps=2).train().trainer
     )
     critic = tmp_path / "values" / "model" / "critic"
-    head = load_value_head(critic, load_model(critic))
+    head = load_value_head(critic, load_model(critic, values=True))
     assert torch.equal(head.linear.weight, done.critic.value_head.linear.weight.cpu())
     following = trainer(model_dir, tmp_path / "next", PPO | {"critic_path": str(critic)}).trainer
     assert_same(weights(done.critic), weights(following.critic))

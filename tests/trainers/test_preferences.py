@@ -377,8 +377,10 @@ def test_a_reward_model_renders_as_in_its_training(model_dir, tmp_path):
     assert "weather" in decode(tokenizer, with_tools.spans[0].token_ids)
 
 
-def test_a_reward_model_needs_a_value_head(model_dir):
-    with pytest.raises(ModelError, match=r"has no value_head\.safetensors, so it is not a reward model"):
+def test_a_reward_model_needs_a_score(model_dir):
+    with pytest.raises(
+        ModelError, match=r"is not a reward model\. Accepted: a \.\.\.ForSequenceClassification"
+    ):
         LearnedReward(str(model_dir))
 
 
@@ -524,4 +526,7 @@ def test_the_configurations_of_these_methods_train(name, model_dir, tmp_path):
     ) as trainer:
         trainer.train()
     assert len(metrics(tmp_path / "run", "eval.jsonl")) == 3
-    assert (tmp_path / "run" / "model" / "value_head.safetensors").is_file() == (name == "reward_model")
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["architectures"] == [
+        f"LlamaFor{'SequenceClassification' if name == 'reward_model' else 'CausalLM'}"
+    ]

@@ -51,6 +51,8 @@ def export(
     algorithm = build_algorithm(config)
     model = build_model(config, algorithm, "model")
     model.load(checkpoint.path / "model")
+    if algorithm.needs().value_head:
+        model.model.config.pad_token_id = tokenizer.pad_token_id
 
     def write(directory: Path) -> None:
         save_tokenizer(tokenizer, directory)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl4llm.backends.heads import VALUE_HEAD_FILE
-from rl4llm.backends.model_files import model_directory
-from rl4llm.backends.models import load_model, load_tokenizer, load_value_head
+from rl4llm.backends.classifier import load_value_head, stored_score
+from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import DataError, ModelError, TemplateError
@@ -33,7 +31,7 @@ class LearnedReward(BaseRewardFunction):
     context, or that its template cannot render, is a failure and is never cut.
 
     Args:
-        path: what training with ``algorithm.name=reward_model`` exported, or the directory of its run.
+        path: a ...ForSequenceClassification with one label, or the directory of a run with ``algorithm.name=reward_model``.
         device: "auto" is cuda if a GPU is available.
         dtype: of the weights, float32 or bfloat16.
         max_tokens_per_batch: of one pass, or the longest conversation.
@@ -56,16 +54,16 @@ class LearnedReward(BaseRewardFunction):
     ):
         super().__init__(name)
         try:
-            model = load_model(path, dtype=dtype, device=device)
+            model = load_model(path, dtype=dtype, device=device, values=True)
         except ModelError as error:
             said = (
                 str(error).replace("The model model.path=", "the model path=").replace("model.path=", "path=")
             )
             raise ModelError(f"reward_model: {said}") from error
-        if not (Path(model_directory(path)) / VALUE_HEAD_FILE).is_file():
+        if stored_score(path) is None:
             raise ModelError(
-                f"{path!r} has no {VALUE_HEAD_FILE}, so it is not a reward model. Accepted: the export of a run with "
-                "algorithm.name=reward_model."
+                f"{path!r} is not a reward model. Accepted: a ...ForSequenceClassification with one label, such as the "
+                "export of a run with algorithm.name=reward_model."
             )
         tokenizer = load_tokenizer(path)
         self._backend = TorchBackend(model, value_head=load_value_head(path, model), lr=0.0)
@@ -104,7 +102,7 @@ class LearnedReward(BaseRewardFunction):
         if whole.num_tokens > self._context_length:
             tokens = f"{whole.num_tokens} tokens for the reward model"
             return RewardFailure(f"the conversation has {tokens}, whose context is {self._context_length}")
-        return valued_at_the_end(whole, self._renderer.stop_token_ids[0])
+        return valued_at_the_end(whole, self._renderer)
 
     def _values(self, trajectories: Sequence[Trajectory]) -> list[float]:
         values = torch.zeros(len(trajectories))

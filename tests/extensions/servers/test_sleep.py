@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-import shutil
 
 import pytest
 from fault_server import FaultServer, hang, serving, status
-from safetensors.torch import save_file
 from vowels import Vowels
 
 import rl4llm.compose.trainer as composed
 from rl4llm.api import GRPOTrainer, PPOTrainer
-from rl4llm.backends.heads import VALUE_HEAD_FILE, ValueHead
+from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError
@@ -135,8 +133,9 @@ def test_a_run_starts_with_what_a_killed_run_left(model_dir, tokenizer, tmp_path
 
 def test_a_reward_model_loads_while_the_server_sleeps(model, model_dir, tokenizer, tmp_path, monkeypatch):
     judge = tmp_path / "judge"
-    shutil.copytree(model_dir, judge)
-    save_file(ValueHead(model.config.hidden_size).state_dict(), judge / VALUE_HEAD_FILE)
+    judge.mkdir()
+    tokenizer.save_pretrained(judge)
+    TorchBackend(model, value_head=ValueHead(model.config.hidden_size)).export(judge)
     load, slept = reward_model.load_model, []
 
     def load_model_of_reward(*args, **options):
