@@ -62,6 +62,11 @@ def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episo
             f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
             "Set eval.path to other prompts, or eval.every=0 to turn evaluation off."
         )
+    return rows_to_measure(config, given, source, learns_from)
+
+
+def rows_to_measure(config: Config, given: Given, source: Any, learns_from: LearnsFrom) -> Any:
+    """Load the rows of a data set as those for evaluation."""
     return _load(config, given, source, config.eval.split, config.eval.limit, learns_from)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream
+from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream, rows_to_measure
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import all_ranks, build_policy, build_reference
 from rl4llm.compose.tables import Given
@@ -69,6 +69,10 @@ def build_supervised(
         _check_last_token(read(kept[0], "0"), tokenizer)
     prompts = prompt_stream(config, kept)
 
+    def fitting_rows_of(source: Any) -> Any:
+        rows = rows_to_measure(config, given, source, needs.learns_from)
+        return fitting(rows, context_length, "eval")
+
     def make(run: RunDir) -> DatasetTrainer:
         tracker = tracker_of(config, run)
         lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
@@ -80,6 +84,7 @@ def build_supervised(
             prompts=prompts,
             preparation=prepared(batching=batching),
             held_out=kept_out,
+            fitting=fitting_rows_of,
             measuring=prepared(batching=replace(batching, updates_per_rollout=1, epochs=1)),
             tracker=tracker,
             **base_of(config, algorithm, backend, run, tracker),

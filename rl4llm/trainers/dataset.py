@@ -20,7 +20,8 @@ from rl4llm.trainers.prepare import Preparation
 class DatasetTrainer(BaseTrainer[Step]):
     """Learns from the rows of a dataset, `rollout.prompts` of them per step; `read` makes a group of each.
 
-    It also measures the loss and the algorithm's metrics on `held_out` rows, which `measuring` packs.
+    It also measures the loss and the algorithm's metrics on `held_out` rows, which `measuring` packs. `fitting` makes such
+    rows of any data set.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class DatasetTrainer(BaseTrainer[Step]):
         prompts: PromptStream,
         preparation: Preparation,
         held_out: Sequence[dict[str, Any]],
+        fitting: Callable[[Any], Sequence[dict[str, Any]]],
         measuring: Preparation,
         tracker: RunTracker,
         **base: Any,
@@ -43,6 +45,7 @@ class DatasetTrainer(BaseTrainer[Step]):
         self.prompts = prompts
         self.preparation = preparation
         self.held_out = held_out
+        self.fitting = fitting
         self.measuring = measuring
         self.tracker = tracker
 
@@ -63,20 +66,28 @@ class DatasetTrainer(BaseTrainer[Step]):
         tokens = sum(trajectory.num_tokens for trajectory in step.trajectories)
         self.tracker.step(self.step, (), (), step.metrics, tokens=tokens, counts=self._special_tokens(step))
 
-    @torch.no_grad()
     def evaluate(self) -> None:
         """Measure the loss on the held-out rows."""
         if not self.held_out:
             return
         with self.clock("evaluate"):
-            rows = range(self.ranks.rank, len(self.held_out), self.ranks.size)
-            groups = [self._group(self.held_out, row) for row in rows]
-            parts = [
-                self.backend.forward_backward(batch, **self.objective(update))
-                for update in self.measuring.prepare(groups, self.step).updates
-                for batch in update.batches
-            ]
-        self.tracker.measured(self.step, of_update(parts, self.ranks))
+            measured = self._measured(self.held_out)
+        self.tracker.measured(self.step, measured)
+
+    def measure(self, rows: Any) -> dict[str, float]:
+        """Return the loss and the algorithm's metrics on other rows, given as any data set is; nothing is logged."""
+        return self._measured(self.fitting(rows))
+
+    @torch.no_grad()
+    def _measured(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+        shared = range(self.ranks.rank, len(rows), self.ranks.size)
+        groups = [self._group(rows, row) for row in shared]
+        parts = [
+            self.backend.forward_backward(batch, **self.objective(update))
+            for update in self.measuring.prepare(groups, self.step).updates
+            for batch in update.batches
+        ]
+        return of_update(parts, self.ranks)
 
     def close(self) -> None:
         self.tracker.close()
