@@ -1,9 +1,11 @@
 """Print which scripts of TRL run unchanged with `rl4llm run`, a row for each; --write puts the table into docs/migration.md.
 
 python scripts/trl_scripts.py --trl DIRECTORY [--only NAME ...] [--write]
+python scripts/trl_scripts.py --tests DIRECTORY [--only GRPO ...]
 
-DIRECTORY is a checkout of TRL. The scripts run in a directory where the names of models and data sets on the hub are
-directories with a model of random weights and a few rows, which `datasets` and rl4llm find before they ask the hub.
+DIRECTORY is a checkout of TRL; the second command prints which of its tests pass, see `trl_tests`. The scripts run in a
+directory where the names of models and data sets on the hub are directories with a model of random weights and a few rows,
+which `datasets` and rl4llm find before they ask the hub.
 """
 
 import argparse
@@ -17,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import trl_tests
 
 from rl4llm.extensions.trl.run import objections
 
@@ -155,10 +159,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trl", type=Path, required=True, help="a checkout of TRL")
-    parser.add_argument("--only", nargs="+", help="only scripts whose path contains one of these")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--trl", type=Path, help="a checkout of TRL, whose scripts are run")
+    what.add_argument("--tests", type=Path, help="a checkout of TRL, whose tests are run")
+    parser.add_argument(
+        "--only", nargs="+", help="only scripts whose path contains one of these, or these tests"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into docs/migration.md")
     arguments = parser.parse_args()
+    if arguments.tests:
+        trl_tests.main(arguments.tests.resolve(), arguments.only)
+        return
     trl = arguments.trl.resolve()
     for name in scripts(trl):
         if arguments.only and not any(part in name for part in arguments.only):
