@@ -76,6 +76,7 @@ class PolicyTrainer:
         if isinstance(keys["algorithm"], Mapping):
             keys["algorithm"] = {"name": self.algorithm, **keys["algorithm"]}
         if script is not None:
+            given = script.unwrapped(given)
             keys |= script.keys(given.dataset, overrides)
             given = script.objects(given)
         for key, what, thing in (
@@ -98,7 +99,10 @@ class PolicyTrainer:
         self.trainer = build_trainer(self.config, given)
 
     def train(self, resume_from_checkpoint: bool | None = None) -> Self:
-        """Train until `max_steps`, or resume the run in `output.dir`. It always resumes, so True has no effect."""
+        """Train until `max_steps`, or resume the run in `output.dir`. It always resumes, so True has no effect.
+
+        The returned trainer has what TRL's scripts read next: `metrics`, `global_step` and `training_loss`.
+        """
         if resume_from_checkpoint not in (None, True):
             raise ConfigError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r} is not accepted: a run always resumes from its last "

@@ -13,6 +13,7 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleState
 from rl4llm.core.errors import ConfigError, ModelError
+from rl4llm.extensions.trl.classifier import as_function
 from rl4llm.extensions.trl.environment import INSTANCE
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.rewards.ask import as_list
@@ -25,11 +26,14 @@ def reward_functions(
 ) -> tuple[list[BaseRewardFunction | str], RewardTransform | None]:
     """Return the rewards of `reward_funcs`, and their weighted sum as TRL computes it.
 
-    Functions are called like TRL calls them, "sandbox" is the reward `code`, and everything else is passed to
-    `rl4llm.rewards.as_reward_function`; a string of a directory or with a "/" is a reward model. `plain` means that
+    Functions are called like TRL calls them, and so are classifiers, see `Classifier`. "sandbox" is the reward `code`, and
+    everything else is passed to `rl4llm.rewards.as_reward_function`; a string of another directory or with a "/" is a
+    reward model of rl4llm. `plain` means that
     prompts, and so completions, are strings. Raises ConfigError unless there is one weight for each.
     """
-    items = list(given) if isinstance(given, list | tuple) else [given]
+    items = [
+        as_function(item, plain=plain) for item in (given if isinstance(given, list | tuple) else [given])
+    ]
     weights = [1.0] * len(items) if weights is None else list(weights)
     if len(weights) != len(items) or not items:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.data.read import read_rows
+from rl4llm.extensions.trl.data_utils import ANSWERS, is_conversational, maybe_extract_prompt
 
 PLAIN = (
     "{% for message in messages %}{{ message.content }}"
@@ -31,10 +32,14 @@ def count(rows: Any) -> int | None:
     return len(rows) if _is_rows(rows) else None
 
 
-def finite(rows: Any) -> Any:
-    """Return streamed rows as a list."""
+def prepared(rows: Any) -> Any:
+    """Return streamed rows as a list, and with a prompt pairs of strings without one; other rows stay unchanged."""
     streamed = isinstance(rows, Iterable) and not hasattr(rows, "__len__")
-    return [row for _, row in read_rows(rows, "train")] if streamed else rows
+    rows = [row for _, row in read_rows(rows, "train")] if streamed else rows
+    chosen = rows[0].get("chosen") if _is_rows(rows) and "prompt" not in rows[0] else None
+    if not isinstance(chosen, str) or "\n\nAssistant:" in chosen:  # which is a dialogue
+        return rows
+    return [{**row, **maybe_extract_prompt(row)} for _, row in read_rows(rows, "train")]
 
 
 def trainable(model: Any, algorithm: str) -> Any:
@@ -44,6 +49,10 @@ def trainable(model: Any, algorithm: str) -> Any:
     """
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return model
+    if model.config.num_labels != 1:
+        raise ConfigError(
+            f"The classifier has {model.config.num_labels} labels, but reward models require `num_labels=1`. Load it so."
+        )
     saved = (getattr(model.config, "architectures", None) or [""])[0]
     if algorithm != "reward_model" or saved.endswith("ForSequenceClassification"):
         raise ConfigError(
@@ -112,6 +121,14 @@ def plain_text(tokenizer: Any) -> Any:
     begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     copied.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN
     return copied
+
+
+def strings(rows: Any, algorithm: str) -> dict[str, str]:
+    """Return the strings of the first row that are trained on or continued, by column; none if it has messages."""
+    if not _is_rows(rows) or is_conversational(rows[0]):
+        return {}
+    columns = ("prompt",) if READERS.get(algorithm) is prompts else ("prompt", "text", *ANSWERS)
+    return {name: rows[0][name] for name in columns if isinstance(rows[0].get(name), str)}
 
 
 def _is_rows(rows: Any) -> bool:

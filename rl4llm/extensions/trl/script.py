@@ -54,6 +54,32 @@ class Script:
                 f"{twice[0]} is set twice, in args and as an argument of the trainer. Remove one of them."
             )
         self.given |= of_args
+        if "train_dataset" in self.given:
+            self.given["train_dataset"] = rows.prepared(self.given["train_dataset"])
+        self.datasets: dict[str, Any] = {}
+        self._ours: set[str] = set()
+
+    def unwrapped(self, given: Given) -> Given:
+        """Return the base of a PeftModel whose adapter is new; its LoRA configuration becomes `peft_config`.
+
+        Raises ConfigError for several adapters, and for one that has learned something.
+        """
+        model: Any = given.model
+        if not any(cls.__name__ == "PeftModel" for cls in type(model).__mro__):
+            return given
+        if self.given.get("peft_config") is not None:
+            raise ConfigError("The model is a PeftModel already. Remove peft_config, or pass its base model.")
+        trained = any(
+            bool(tensor.any()) for name, tensor in model.named_parameters() if "lora_B" in name.split(".")
+        )
+        if trained or len(model.peft_config) != 1:
+            raise ConfigError(
+                "The model is a PeftModel with several adapters or a trained one, which cannot be trained further. Next: "
+                "pass model.merge_and_unload(), with peft_config for a new adapter."
+            )
+        (self.given["peft_config"],) = model.peft_config.values()
+        self._table["peft_config"].keys(self.given["peft_config"])  # refuses other methods than LoRA
+        return replace(given, model=model.unload())
 
     def keys(self, dataset: Any, own: Mapping[str, Any]) -> Keys:
         """Return the configuration keys of the script, except those that `own`, rl4llm's keywords, override.
@@ -64,7 +90,7 @@ class Script:
             rows.count(self._one_of("train_dataset", "dataset", dataset)),
             int(os.environ.get("WORLD_SIZE", "1")),
         )
-        ours = set(_leaves(own))
+        ours = self._ours = set(_leaves(own))
         keys: Keys = {}
         for names, found in self._found(facts, ours):
             set_names = [name for name in names if name in self.given]
@@ -81,22 +107,13 @@ class Script:
         """Return the objects given under rl4llm's and TRL's names. Raises ConfigError if one is given under both."""
         dataset = self._one_of("train_dataset", "dataset", given.dataset)
         tokenizer = self._one_of("processing_class", "tokenizer", given.tokenizer)
-        dataset, held_out = rows.finite(dataset), rows.finite(given.eval_dataset)
+        dataset, held_out = rows.prepared(dataset), rows.prepared(given.eval_dataset)
+        self.datasets = {"train_dataset": dataset, "eval_dataset": held_out}
         plain = "train_dataset" in self.given and rows.is_plain(dataset)
         model = rows.trainable(given.model, self.algorithm)
         self._check_reference(given.model)
         given = replace(given, model=model, dataset=dataset, eval_dataset=held_out, tokenizer=tokenizer)
-        functions = self._reward_funcs()
-        if functions is not None:
-            self._one_of("reward_funcs", "reward_functions", given.reward_functions)
-            made, total = rewards.reward_functions(functions, self._weights(), plain=plain)
-            given = replace(
-                given, reward_functions=made, reward_transform_fn=given.reward_transform_fn or total
-            )
-        elif self._weights() is not None:
-            raise ConfigError(
-                "reward_weights needs reward_funcs. Next: set reward_funcs, or remove reward_weights."
-            )
+        given = self._with_rewards(given, plain=plain)
         if (made := self._environment()) is not None:
             if given.env_class is not None:
                 raise ConfigError("tools and environment_factory make an environment. Remove env, or them.")
@@ -109,7 +126,20 @@ class Script:
         given = replace(given, dataset=read(dataset, plain), eval_dataset=read(given.eval_dataset, plain))
         if tokenizer is None and (plain or not isinstance(given.model, str | Path)):
             tokenizer = load_tokenizer(rows.source(given.model), self.given.get("pad_token"))
+        self._check_strings(rows.strings(dataset, self.algorithm), tokenizer, given.model)
         return replace(given, tokenizer=rows.plain_text(tokenizer) if plain else tokenizer)
+
+    def _with_rewards(self, given: Given, *, plain: bool) -> Given:
+        functions, weights = self._reward_funcs(), self.given.get("reward_weights")
+        if functions is None:
+            if weights is not None:
+                raise ConfigError(
+                    "reward_weights needs reward_funcs. Next: set reward_funcs, or remove reward_weights."
+                )
+            return given
+        self._one_of("reward_funcs", "reward_functions", given.reward_functions)
+        made, total = rewards.reward_functions(functions, weights, plain=plain)
+        return replace(given, reward_functions=made, reward_transform_fn=given.reward_transform_fn or total)
 
     def _reward_funcs(self) -> Any:
         """Return `reward_funcs`, and the reward of the environment's own `get_reward`, if it has one."""
@@ -138,6 +168,20 @@ class Script:
                 f"ref_model={rows.source(reference)!r} is not the trained model. Instead: {REFERENCE}; leave ref_model out."
             )
 
+    def _check_strings(self, strings: Mapping[str, str], tokenizer: Any, model: Any) -> None:
+        """Refuse strings that a chat template wrote, unless the trainer was told what special tokens in texts are."""
+        if not strings or "data.special_tokens" in self._ours:
+            return
+        special = (
+            tokenizer or load_tokenizer(rows.source(model), self.given.get("pad_token"))
+        ).all_special_tokens
+        for name, text in strings.items():
+            if found := [token for token in special if token in text]:
+                raise ConfigError(
+                    f"The column {name!r} has the special token {found[0]!r} in its strings, which is ordinary text here. "
+                    "Next: pass messages instead of applying the chat template, or set data={'special_tokens': 'allow'}."
+                )
+
     def _check_learned(self, dataset: Any) -> None:
         """Refuse to train on prompts, which TRL does by default with conversations."""
         if self.given.get("completion_only_loss") is False:
@@ -149,9 +193,6 @@ class Script:
                 "Only assistant turns are trained on, as with assistant_only_loss=True. Set it to silence this warning.",
                 stacklevel=4,
             )
-
-    def _weights(self) -> Any:
-        return self.given.get("reward_weights")
 
     def _one_of(self, name: str, own_name: str, own: Any) -> Any:
         """Return the object given under TRL's name or under rl4llm's. Raises ConfigError for both."""

@@ -13,8 +13,8 @@ from typing import Any
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import load
 
-_ARGUMENTS, _PARSER, _FUNCTIONS = (
-    f"rl4llm.extensions.trl.{name}" for name in ("arguments", "parser", "functions")
+_ARGUMENTS, _DATA, _FUNCTIONS, _PARSER = (
+    f"rl4llm.extensions.trl.{name}" for name in ("arguments", "data_utils", "functions", "parser")
 )
 TRAINERS = ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT")
 HOMES: Mapping[str, str] = {
@@ -34,19 +34,30 @@ HOMES: Mapping[str, str] = {
         ),
         _FUNCTIONS,
     ),
+    **dict.fromkeys(
+        (
+            *("apply_chat_template", "maybe_apply_chat_template", "extract_prompt", "maybe_extract_prompt"),
+            *("is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml"),
+            *("unpair_preference_dataset", "maybe_unpair_preference_dataset"),
+        ),
+        _DATA,
+    ),
 }
 """The names that scripts import from `trl` and its modules, and the modules that have them."""
 
 PACKAGES = ("trl", "trl.models", "trl.rewards", "trl.scripts", "trl.trainer")
 MODULES = (
-    *PACKAGES, "trl.scripts.utils", "trl.trainer.utils", "trl.trainer.model_config", "trl.rewards.accuracy_rewards",
-    "trl.rewards.format_rewards", "trl.rewards.other_rewards",
+    *PACKAGES, "trl.data_utils", "trl.scripts.utils", "trl.trainer.utils", "trl.trainer.model_config",
+    "trl.rewards.accuracy_rewards", "trl.rewards.format_rewards", "trl.rewards.other_rewards",
     *(f"trl.trainer.{name.lower()}_{what}" for name in TRAINERS for what in ("config", "trainer")),
 )  # fmt: skip
 INSTEAD = {
     "Callback": "every step is in metrics.jsonl and every episode in episodes/; `rl4llm view` shows them",
     "create_reference_model": "leave it out: the reference is the initial policy",
     "clone_chat_template": "set tokenizer.chat_template",
+    "pack_dataset": "leave it out: sequence packing is always on, and rows are not tokenized before",
+    "truncate_dataset": "leave it out: nothing is truncated",
+    "multimodal": "rl4llm trains on text alone",
     "experimental": f"the trainers are {', '.join(TRAINERS)}; `algorithm.name` has further methods, see docs/algorithms.md",
 }
 """Parts of names without a counterpart, and what to use instead."""

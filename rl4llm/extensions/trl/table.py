@@ -86,16 +86,24 @@ def _deepspeed(value: Any) -> Keys:
 
 
 def _lora(value: Any) -> Keys:
-    """The keys of peft's LoraConfig, or of a mapping of the same names; without targets, peft's of most models."""
+    """The keys of peft's LoraConfig, or of a mapping of the same names; without targets, peft's of most models.
+
+    Raises ConfigError for other methods, and for any other option that is not peft's default.
+    """
     if value is None:
         return {}
+    if getattr(value, "peft_type", "LORA") != "LORA":
+        raise ConfigError(f"peft_config={type(value).__name__} has no counterpart. Accepted: LoraConfig.")
     chosen = dict(value) if isinstance(value, Mapping) else vars(value)
+    defaults = dict.fromkeys(chosen) | _PLAIN_LORA if isinstance(value, Mapping) else vars(type(value)())
+    for name in chosen.keys() - _LORA:
+        if chosen[name] not in (defaults[name], None):
+            raise ConfigError(
+                f"peft_config.{name}={chosen[name]!r} has no counterpart. Accepted: {defaults[name]!r}."
+            )
     targets = chosen.get("target_modules")
     if targets is None:
         targets = ["q_proj", "v_proj"]
-    for name, plain in _PLAIN_LORA.items():
-        if chosen.get(name, plain) not in (plain, None):
-            raise ConfigError(f"peft_config.{name}={chosen[name]!r} has no counterpart. Accepted: {plain!r}.")
     named = [] if targets == "all-linear" else [targets] if isinstance(targets, str) else sorted(targets)
     return {
         "model.lora.rank": chosen.get("r", 8),
@@ -104,10 +112,11 @@ def _lora(value: Any) -> Keys:
     }
 
 
-_PLAIN_LORA = {
-    "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False, "modules_to_save": None,
-    "target_parameters": None,
-}  # fmt: skip
+_LORA = {
+    *("r", "lora_alpha", "target_modules"),
+    *("task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_type"),  # about the model
+}
+_PLAIN_LORA = {"lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False}
 
 _HERE = "export the model with `rl4llm export`, and upload that"
 _LOGS = "every step is logged, to the console, metrics.jsonl and TensorBoard"
@@ -345,7 +354,8 @@ CONSTRUCTOR: dict[str, Alias] = {
     ),
     "reward_funcs": joint(
         None,
-        "`reward_functions`, called as TRL calls them. A result of None is left out. 'sandbox' is the reward `code`",
+        "`reward_functions`, called as TRL calls them. A result of None is left out. 'sandbox' is the reward `code`; "
+        "classifiers (`...ForSequenceClassification`) give their logit",
     ),
     "processing_class": joint(None, "`tokenizer`"),
     "args": joint(None, "a config of the same name, from `rl4llm` instead of `trl`, with TRL's defaults"),

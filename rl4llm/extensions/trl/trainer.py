@@ -10,7 +10,10 @@ from typing import Any
 
 from rl4llm.commands.output import show
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.trl import rows
+from rl4llm.extensions.trl.history import history, renamed, summary
 from rl4llm.tracking.tracker import read_jsonl
+from rl4llm.trainers.dataset import DatasetTrainer
 
 NOT_HERE = {
     "add_callback": "metrics.jsonl has every step; for a custom loop see examples/custom_loop.py",
@@ -21,9 +24,6 @@ NOT_HERE = {
     "get_train_dataloader": "rows are read by `data`",
 }
 """Attributes without a counterpart, and what to use instead."""
-
-ABOUT = ("step", "time")
-"""Columns of a log that are not measured."""
 
 
 def attribute(trainer: Any, name: str) -> Any:
@@ -54,14 +54,25 @@ def _accelerator(trainer: Any) -> SimpleNamespace:
     )
 
 
-def _args(trainer: Any) -> Any:
-    return None if trainer._script is None else trainer._script.args
+def _given(trainer: Any, name: str) -> Any:
+    """Return the data set of this name that the script gave; streamed rows are a list."""
+    return None if trainer._script is None else trainer._script.datasets.get(name)
 
 
-def _rows(trainer: Any, name: str) -> list[dict[str, Any]]:
+def _log(trainer: Any, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Return the rows of one of the run's logs."""
     path = Path(trainer.config.output.dir) / name
     return read_jsonl(path) if path.exists() else []
+
+
+def _epochs(trainer: Any) -> float:
+    """Return how many times a step reads the data set; 0 if its size is unknown."""
+    count = rows.count(_given(trainer, "train_dataset"))
+    return trainer.config.rollout.prompts * trainer.trainer.ranks.size / count if count else 0.0
+
+
+def _metrics(trainer: Any) -> dict[str, Any]:
+    return summary(_log(trainer), _epochs(trainer))
 
 
 def _state(trainer: Any) -> SimpleNamespace:
@@ -69,27 +80,35 @@ def _state(trainer: Any) -> SimpleNamespace:
     return SimpleNamespace(
         global_step=trainer.trainer.step,
         max_steps=trainer.config.max_steps,
-        log_history=_rows(trainer, "metrics.jsonl"),
+        epoch=_epochs(trainer) * trainer.trainer.step,
+        log_history=history(_log(trainer), _epochs(trainer), finished=trainer._trained),
         is_world_process_zero=_is_first(trainer),
     )
 
 
 def _evaluate(trainer: Any) -> Callable[..., dict[str, float]]:
     def evaluate(eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Return the numbers of the last evaluation, which is that of the trained model after `train`."""
-        if eval_dataset is not None:
-            raise ConfigError(
-                "trainer.evaluate(eval_dataset) has no counterpart. Next: pass it to the trainer."
-            )
-        measured = _rows(trainer, "eval.jsonl")
-        if not measured:
+        """Return the numbers of the last evaluation, if it was of these weights, or measure a data set.
+
+        Several data sets, by name, are measured one after the other. A run that samples episodes has closed its engine
+        after `train`, so it measures no other prompts.
+        """
+        if isinstance(eval_dataset, Mapping):
+            return {
+                name: value
+                for split, given in eval_dataset.items()
+                for name, value in evaluate(given, f"{metric_key_prefix}_{split}").items()
+            }
+        last = _log(trainer, "eval.jsonl")[-1:] if eval_dataset is None else []
+        if last and last[0]["step"] == trainer.trainer.step:
+            return renamed(last[0], f"{metric_key_prefix}_")
+        given = _given(trainer, "eval_dataset") if eval_dataset is None else eval_dataset
+        if given is None or not isinstance(trainer.trainer, DatasetTrainer):
             raise ConfigError(
                 "trainer.evaluate() found no evaluation. Next: set eval_dataset and eval_strategy='steps', and call it "
-                "after train()."
+                "after train(). Only trainers that read answers from a data set measure one that is passed here."
             )
-        return {
-            f"{metric_key_prefix}_{name}": value for name, value in measured[-1].items() if name not in ABOUT
-        }
+        return renamed(trainer.trainer.measure(rows.prepared(given)), f"{metric_key_prefix}_")
 
     return evaluate
 
@@ -107,23 +126,42 @@ def _log_metrics(trainer: Any) -> Callable[..., None]:
 
 def _save_metrics(trainer: Any) -> Callable[..., None]:
     def save_metrics(split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
-        """Write numbers to ``<split>_results.json`` in `output_dir`."""
-        if _is_first(trainer):
-            path = Path(trainer.config.output.dir) / f"{split}_results.json"
-            path.write_text(json.dumps(dict(metrics), indent=1, sort_keys=True) + "\n")
+        """Write numbers to ``<split>_results.json`` in `output_dir`; `combined` adds them to all_results.json."""
+        _write(trainer, f"{split}_results.json", dict(metrics))
+        if combined:
+            path = Path(trainer.config.output.dir) / "all_results.json"
+            before = json.loads(path.read_text()) if path.exists() else {}
+            _write(trainer, path.name, before | dict(metrics))
 
     return save_metrics
 
 
+def _save_state(trainer: Any) -> None:
+    """Write the numbers of the run as transformers does; what a resumed run needs is in its checkpoints."""
+    _write(trainer, "trainer_state.json", vars(_state(trainer)))
+
+
+def _write(trainer: Any, name: str, values: Mapping[str, Any]) -> None:
+    if _is_first(trainer):
+        path = Path(trainer.config.output.dir) / name
+        path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+
+
 KNOWN: dict[str, Callable[[Any], Any]] = {
     "accelerator": _accelerator,
-    "args": _args,
+    "args": lambda trainer: None if trainer._script is None else trainer._script.args,
+    "aux_loss_enabled": lambda trainer: False,  # see router_aux_loss_coef
+    "eval_dataset": lambda trainer: _given(trainer, "eval_dataset"),
     "evaluate": _evaluate,
+    "global_step": lambda trainer: trainer.trainer.step,
     "is_world_process_zero": lambda trainer: lambda: _is_first(trainer),
     "log_metrics": _log_metrics,
+    "metrics": _metrics,
     "processing_class": lambda trainer: trainer.trainer.tokenizer,
     "save_metrics": _save_metrics,
-    "save_state": lambda trainer: lambda: None,  # checkpoints have it
+    "save_state": lambda trainer: lambda: _save_state(trainer),
     "state": _state,
     "tokenizer": lambda trainer: trainer.trainer.tokenizer,
+    "train_dataset": lambda trainer: _given(trainer, "train_dataset"),
+    "training_loss": lambda trainer: _metrics(trainer).get("train_loss"),
 }

@@ -81,8 +81,14 @@ if __name__ == "__main__":
         eval_dataset=rows,
         peft_config=get_peft_config(model),
     )
-    trainer.train()
-    trainer.accelerator.print("trained", trainer.state.global_step, trainer.args.beta)
+    result = trainer.train()
+    trainer.accelerator.print("trained", result.global_step, trainer.args.beta)
+    first, *_, last = trainer.state.log_history
+    assert "eval_reward" in first and last["train_loss"] == result.training_loss == result.metrics["train_loss"]
+    assert any({"reward", "rewards/shorter/mean", "share_of_tags", "learning_rate"} <= row.keys()
+               for row in trainer.state.log_history)
+    assert len(trainer.train_dataset) == len(trainer.eval_dataset) == 8
+    trainer.save_state()
     trainer.processing_class.save_pretrained(training.output_dir)
     trainer.save_model(training.output_dir)
     metrics = trainer.evaluate()
@@ -182,6 +188,7 @@ def test_script_runs_unchanged_from_the_command_line(place, model_dir):
     assert any(row.get("env/share_of_tags") == 0.25 for row in logged)
     measured = json.loads((place / "out" / "eval_results.json").read_text())
     assert any(name.startswith("eval_") for name in measured)
+    assert json.loads((place / "out" / "trainer_state.json").read_text())["global_step"] == 1
     assert (place / "out" / "model.safetensors").exists()
 
 
@@ -384,3 +391,34 @@ def test_table_of_scripts_says_why_one_is_refused(tmp_path):
     assert row.startswith(
         "| `script.py` in trl/scripts | refused | line 2: trl.experimental.papo has no counterpart"
     )
+
+
+def test_table_of_tests_counts_why_one_does_not_pass(tmp_path):
+    (tmp_path / "tests").mkdir()
+    text = """
+import pytest
+from datasets import load_dataset
+from trl import GRPOConfig
+from trl.experimental.papo import PAPOTrainer
+from trl.import_utils import is_vllm_available
+
+def test_pass():
+    assert len(load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")) == 8
+
+@pytest.mark.skipif(not is_vllm_available(), reason="needs vllm")
+def test_skip(): pass
+
+def test_refused(): PAPOTrainer()
+
+def test_differs(): assert GRPOConfig().beta == 1
+
+@pytest.mark.parametrize("name", ["trl-internal-testing/tiny-Another"])
+def test_hub(name): pass
+"""
+    write(tmp_path / "tests", text, "test_rewards.py")
+    command = [sys.executable, ROOT / "scripts" / "trl_scripts.py", "--tests", tmp_path, "--only", "rewards"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    assert "| rewards | 1 | 1 | 1 | 2 |" in printed
+    assert any("1 refused by name: ConfigError: trl.experimental.papo" in line for line in printed)
