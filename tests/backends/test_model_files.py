@@ -119,16 +119,16 @@ def classifier(directory):
 
 
 @pytest.mark.parametrize(
-    ("save", "name"),
+    ("save", "found"),
     [
-        (encoder, "BertForMaskedLM"),
-        (vision, "ViTForImageClassification"),
-        (classifier, "LlamaForSequenceClassification"),
+        (encoder, "a BertForMaskedLM, not a causal language model"),
+        (vision, "a ViTForImageClassification, not a causal language model"),
+        (classifier, r"a reward model \(LlamaForSequenceClassification\), which cannot generate"),
     ],
 )
-def test_only_a_causal_language_model_is_one(directory, save, name):
+def test_only_a_causal_language_model_is_one(directory, save, found):
     save(directory)
-    with pytest.raises(ModelError, match=f"is a {name}, not a causal language model"):
+    with pytest.raises(ModelError, match=f"is {found}"):
         load_model(directory)
 
 
@@ -182,4 +182,4 @@ def test_a_reward_model_on_a_frozen_base_trains_its_head(model, tokenizer, tmp_p
     made = RewardTrainer(
         model.requires_grad_(False), rows, tokenizer=tokenizer, output={"dir": str(tmp_path)}
     )
-    assert made.trainer.backend.info()["trainable"] == 65
+    assert made.trainer.backend.info()["trainable"] == 64

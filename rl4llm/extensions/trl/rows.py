@@ -43,9 +43,9 @@ def prepared(rows: Any) -> Any:
 
 
 def trainable(model: Any, algorithm: str) -> Any:
-    """Return the model that a trainer starts from: for a reward model, where a classifier's body was loaded from.
+    """Return the model that a trainer starts from: for a reward model, the directory that a classifier was loaded from.
 
-    Raises ConfigError for a classifier whose head is trained already, or of another trainer.
+    Raises ConfigError for a classifier with several labels, or of another trainer.
     """
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return model
@@ -53,11 +53,9 @@ def trainable(model: Any, algorithm: str) -> Any:
         raise ConfigError(
             f"The classifier has {model.config.num_labels} labels, but reward models require `num_labels=1`. Load it so."
         )
-    saved = (getattr(model.config, "architectures", None) or [""])[0]
-    if algorithm != "reward_model" or saved.endswith("ForSequenceClassification"):
+    if algorithm != "reward_model":
         raise ConfigError(
-            f"A {type(model).__name__} whose head is trained has no counterpart: rl4llm's reward models begin with a new "
-            "head. Pass the directory of a language model."
+            f"A {type(model).__name__} cannot generate. Pass it to RewardTrainer or in reward_funcs."
         )
     return source(model)
 

@@ -169,7 +169,7 @@ class Script:
             )
 
     def _check_strings(self, strings: Mapping[str, str], tokenizer: Any, model: Any) -> None:
-        """Refuse strings that a chat template wrote, unless the trainer was told what special tokens in texts are."""
+        """Refuse strings that a chat template wrote, unless an option says what special tokens in texts are."""
         if not strings or "data.special_tokens" in self._ours:
             return
         special = (

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -225,7 +226,7 @@ def test_kto_takes_its_reference_by_position(place, model_dir):
         KTOTrainer(model, ref_model, args=args, train_dataset=rows, processing_class=tokenizer)
 
 
-def test_reward_trainer_takes_a_classifier_with_a_new_head(place, model_dir):
+def test_reward_trainer_takes_a_classifier_new_or_trained(place, model_dir):
     row = {
         "chosen": [{"role": "user", "content": "How"}, {"role": "assistant", "content": "coins"}],
         "rejected": [{"role": "user", "content": "How"}, {"role": "assistant", "content": "Answer"}],
@@ -234,9 +235,14 @@ def test_reward_trainer_takes_a_classifier_with_a_new_head(place, model_dir):
     trainer = RewardTrainer(model, RewardConfig("out", **SMALL), train_dataset=[row] * 4)
     assert trainer.config.model.path == str(model_dir)
     trainer.trainer.close()
-    model.config.architectures = ["LlamaForSequenceClassification"]
-    with pytest.raises(ConfigError, match="whose head is trained has no counterpart"):
-        RewardTrainer(model, RewardConfig("out", **SMALL), train_dataset=[row] * 4)
+    model.save_pretrained(place / "scored")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(place / "scored")
+    trained = AutoModelForSequenceClassification.from_pretrained(place / "scored")
+    trainer = RewardTrainer(trained, RewardConfig("out2", **SMALL), train_dataset=[row] * 4)
+    assert torch.equal(trainer.trainer.backend.value_head.linear.weight, model.score.weight)
+    trainer.trainer.close()
+    with pytest.raises(ConfigError, match="cannot generate"):
+        KTOTrainer(trained, args=KTOConfig("out3", **SMALL), train_dataset=Dataset.from_list(LABELS))
 
 
 def test_names_of_trl_without_args_have_its_defaults():
