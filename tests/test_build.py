@@ -21,7 +21,7 @@ from rl4llm.backends.lora import FrozenModel
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.compose import Given, build_trainer
+from rl4llm.compose import Given, build_trainer, engines
 from rl4llm.compose.choices import build_algorithm, check_choices, check_config, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, computed_in, server_urls
 from rl4llm.compose.environments import make_env, make_prompts
@@ -604,6 +604,14 @@ def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, mo
     check_engine(config)
     assert server_urls(config) == []
     assert isinstance(build_client(config, model, tokenizer), Elsewhere)
+
+
+def test_a_server_whose_name_nobody_knows_is_refused_at_once(model_dir, monkeypatch):
+    monkeypatch.setattr(engines, "NAMED_WITHIN_S", 0.1)
+    keys = {"model.path": str(model_dir), "data.path": "arithmetic", "inference.name": "sglang"}
+    for key in ("inference.url", "inference.router"):
+        with pytest.raises(ConfigError, match=r"the host name 'no-such-server\.invalid' is not known"):
+            build_trainer(load_config(overrides=keys | {key: "http://no-such-server.invalid:30000"}))
 
 
 def test_untested_torch_is_reported_at_the_start(model_dir, monkeypatch):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -31,6 +34,7 @@ COHOST = "rl4llm.extensions.servers.sync.wrappers:CohostPublisher"
 FREE_DEVICE = "rl4llm.extensions.servers.sync.wrappers:free_device"
 FALLBACK = "rl4llm.extensions.servers.sync.wrappers:FallbackPublisher"
 """What only runs with servers need; a run with the embedded engine imports none of it."""
+NAMED_WITHIN_S = 10.0
 
 
 def build_client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
@@ -81,6 +85,31 @@ def server_urls(config: Config) -> list[str]:
             f"inference.url={urls!r} is not accepted. Accepted: an address such as http://HOST:PORT, or a list of them."
         )
     return list(urls)
+
+
+def check_hosts(config: Config) -> None:
+    """Raise ConfigError for a server or router whose name stays unknown for `NAMED_WITHIN_S`: nothing can start there.
+
+    A cluster that just started a server may take seconds to publish its name.
+    """
+    router = config.inference.get("router")
+    for url in [*server_urls(config), *([router] if isinstance(router, str) else [])]:
+        host, end = urlsplit(url).hostname, time.monotonic() + NAMED_WITHIN_S
+        while (problem := _unknown_name(host)) and time.monotonic() < end:
+            time.sleep(NAMED_WITHIN_S / 10)
+        if problem:
+            raise ConfigError(
+                f"inference.url={url!r}: the host name {host!r} is not known ({problem}). Check its spelling, or use its IP "
+                "address."
+            )
+
+
+def _unknown_name(host: str | None) -> str | None:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def build_publisher(

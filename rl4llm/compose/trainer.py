@@ -22,6 +22,7 @@ from rl4llm.compose.engines import (
     build_canary,
     build_client,
     build_publisher,
+    check_hosts,
     check_parts,
     computed_in,
     free_device,
@@ -106,6 +107,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     run = planned_run(config, given_identity(given, datasets.get("")), force)
     make: Callable[[RunDir], AnyTrainer]
     if learns_from == "episodes":
+        check_hosts(config)
         make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
     else:
         make = load(SUPERVISED, "algorithm.name")(config, given, algorithm, tokenizer, datasets[""])

@@ -119,6 +119,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                         self.step += 1
                         self.publish()
                     self.report(step)
+                    self.run.check_kept()
                     del step  # and its tensors, before the next rollout
                     if self.schedule.evaluates_after(self.step):
                         self.evaluate()

@@ -183,6 +183,14 @@ class RunDir:
             for probe in (self.path, self.logs_dir):  # before anything starts that would find out later
                 tempfile.TemporaryFile(dir=probe).close()
 
+    def check_kept(self) -> None:
+        """Raise RunDirError if the directory that this process writes to was removed: further steps would be lost."""
+        if self._lock is not None and not self.run_file.exists():
+            raise RunDirError(
+                f"output.dir={str(self.path)!r} was removed while the run wrote to it, with its log and checkpoints. Next: "
+                "start the run again."
+            )
+
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -216,6 +217,18 @@ def test_a_run_that_diverges_is_called_diverging(model_dir, tmp_path):
     options = {"model.dtype": "bfloat16", "training": {"lr": 3.0}}
     with pytest.raises(DivergedError, match=r"Training diverges: .* Lower training\.lr"):
         trainer(model_dir, tmp_path, max_steps=4, **options).train()
+
+
+def test_a_run_whose_directory_is_removed_ends_with_its_name(model_dir, tmp_path):
+    class Removes(Vowels):
+        def __call__(self, *args, **kwargs):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            return super().__call__(*args, **kwargs)
+
+    keys = {"max_steps": 3, "checkpoint": {"every": 0}, "tracking": {"tensorboard": False}}
+    run = trainer(model_dir, tmp_path / "run", reward_functions=[Removes()], **keys)
+    with pytest.raises(RunDirError, match=r"output\.dir=.*run' was removed while the run wrote to it"):
+        run.train()
 
 
 def gradient(run):
