@@ -606,7 +606,7 @@ def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, mo
     assert isinstance(build_client(config, model, tokenizer), Elsewhere)
 
 
-def test_a_server_whose_name_nobody_knows_is_refused_at_once(model_dir, monkeypatch):
+def test_a_server_with_an_unknown_name_is_refused(model_dir, monkeypatch):
     monkeypatch.setattr(engines, "NAMED_WITHIN_S", 0.1)
     keys = {"model.path": str(model_dir), "data.path": "arithmetic", "inference.name": "sglang"}
     for key in ("inference.url", "inference.router"):
