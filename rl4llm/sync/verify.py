@@ -176,7 +176,7 @@ class Canary:
         if not difference <= tolerance:  # NaN is beyond any tolerance
             _, before_BT = self._last.get(str(engine), (None, expected_BT))
             moved = (expected_BT - before_BT).abs().mean().item()
-            if moved > LEAP and difference < moved / 2:  # the engine did follow
+            if moved > LEAP and difference <= moved * self.bound:  # the engine did follow, all of it
                 raise DivergedError(
                     f"Training diverges: the step to version {version} moved the policy's log-probs of the canary's tokens "
                     f"by {moved:.3g} nats on average, and {engine} differs by {difference:.3g} through rounding. Lower "
