@@ -80,12 +80,10 @@ def fitting_rows(rows: Any, long: Mapping[int, int], *, drop: bool, where: str, 
 def rows_without(rows: Any, left_out: Container[int]) -> Any:
     """Return a dataset without the rows of these numbers, in the same order."""
     numbers = [number for number in range(len(rows)) if number not in left_out]
-    kept = [rows[number] for number in numbers]
     if not isinstance(rows, Rows):
-        return kept
-    return replace(
-        rows, rows=tuple(kept), places=tuple(rows.places[number] for number in numbers if rows.places)
-    )
+        return [rows[number] for number in numbers]
+    places = tuple(rows.places[number] for number in numbers if rows.places)
+    return replace(rows, rows=tuple(rows.rows[number] for number in numbers), places=places)
 
 
 def dropped(rows: Sequence[Any], kept: Sequence[Any], where: str) -> list[str]:

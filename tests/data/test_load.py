@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -480,3 +481,18 @@ def test_empty_replies_are_refused_with_file_and_line(row, tmp_path):
     file.write_text("\n" + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=r"train\.jsonl:2: message [24] of messages is an empty reply"):
         load_rows(file, learns_from="demonstrations")
+
+
+def test_rows_of_a_file_take_little_more_memory_than_the_file(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    lines = [
+        {"question": f"What is {number} plus {number}?", "answer": str(2 * number)} for number in range(2000)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load_rows(file, prompt_column="question", answer_column="answer", limit=1)  # imports what it needs
+    tracemalloc.start()
+    rows = load_rows(file, prompt_column="question", answer_column="answer")
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 7 * file.stat().st_size  # as dicts: more than 10 times
+    assert rows[1999]["ground_truth"] == "3998" and rows[1999] == rows[1990:][9]
