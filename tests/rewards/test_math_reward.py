@@ -374,6 +374,46 @@ def test_the_form_of_a_reply_changes_no_score(reward, form):
     assert paid == []
 
 
+def generated(count):
+    """Return `count` ground truths of twelve kinds, each with two wrong answers."""
+    draw = random.Random(5)
+    for number in range(count):
+        a, b = draw.sample(range(2, 60), 2)
+        big, root = draw.randrange(1000, 10**6), draw.choice((2, 3, 5, 7, 11))
+        kinds = [
+            (f"{a * b}", f"-{a * b}", f"{a * b + 1}"),
+            (f"-{a}", f"{a}", f"-{a + 1}"),
+            (f"{big:,}", f"{big // 1000}", f"{big + 10:,}"),
+            (f"\\frac{{{a}}}{{61}}", f"{a}", f"\\frac{{61}}{{{a}}}"),
+            (f"{a}.{b:02d}", f"{a}", f"{a}.{b + 1:02d}"),
+            (f"{a}\\sqrt{{{root}}}", f"{root}", f"{a}\\sqrt{{13}}"),
+            (f"({a}, -{b})", f"({a}, {b})", f"-{b}"),
+            (f"{a}, {b}, 61", f"{a}, {b}", f"{a}, {b}, 62"),
+            (f"[{a}, {a + b})", f"({a}, {a + b})", f"{a + b}"),
+            (f"{a}\\text{{ cm}}", f"{a}\\text{{ m}}", f"{a + 1}\\text{{ cm}}"),
+            (f"{a}x^2 + {b}", f"{a}x^2 - {b}", f"{b}"),
+            (
+                f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}",
+                f"\\begin{{pmatrix}} {a} \\\\ 61 \\end{{pmatrix}}",
+                f"{b}",
+            ),
+        ]
+        gold, *wrong = kinds[number % len(kinds)]
+        yield gold, wrong
+
+
+def test_200_problems_score_alike_in_every_form(reward):
+    """Each problem takes three of the forms in turn, so that each kind meets every form."""
+    asked = [
+        (FORMS[(number // 12 + 5 * turn) % len(FORMS)] % answer, gold, answer == gold)
+        for number, (gold, wrong) in enumerate(generated(200))
+        for turn in range(3)
+        for answer in (gold, *wrong)
+    ]
+    scores = reward.score_batch([finished(reply, gold) for reply, gold, _ in asked])
+    assert [item for item, score in zip(asked, scores, strict=True) if score != item[2]] == []
+
+
 def test_equal_questions_are_asked_once():
     reward = MathReward()
     assert reward.score_batch([finished("\\boxed{x+1}", "1+x") for _ in range(8)]) == [1.0] * 8
