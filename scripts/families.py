@@ -25,6 +25,8 @@ from rl4llm.trainers.prepare import Preparation
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
+WORDS = ["".join(chr(97 + int(digit)) for digit in str(7919 * number)) for number in range(300)]
+"""Texts with enough pairs of letters that each id of the tokenizer has a token."""
 SIZES = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 96, "initializer_range": 0.1, "pad_token_id": 0,
@@ -110,7 +112,7 @@ def build(name):
 def measure(name):
     """Return the row of a family."""
     model = build(name)
-    tokenizer = build_tokenizer(["a"], SIZES["vocab_size"])
+    tokenizer = build_tokenizer(WORDS, SIZES["vocab_size"])
     client = LocalClient(model, tokenizer)
     asyncio.run(client.load(WeightRef(0)))
     equal = greedy_tokens(client, [PROMPT, *OTHERS]) == [generated(model, ids) for ids in (PROMPT, *OTHERS)]

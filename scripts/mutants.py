@@ -182,10 +182,9 @@ TRAINERS = _of(
     ("temperature_of_the_evaluation", "rl.py", "sampling_params=self.eval_params", "sampling_params=self.sampling_params",
      "test_training.py::test_held_out_prompts_use_the_evaluations_temperature"),
     ("held_out_rows_are_measured", "dataset.py",
-     "self._group(self.held_out, row) for row in range(len(self.held_out))",
-     "self._group(self.dataset, row) for row in range(len(self.held_out))",
+     "self._group(rows, row) for row in shared", "self._group(self.dataset, row) for row in shared",
      "test_preferences.py::test_held_out_rows_are_measured_and_train_nothing"),
-    ("held_out_rows_leave_no_gradient", "dataset.py", "    @torch.no_grad()\n    def evaluate", "    def evaluate",
+    ("held_out_rows_leave_no_gradient", "dataset.py", "    @torch.no_grad()\n    def _measured", "    def _measured",
      "test_preferences.py::test_held_out_rows_are_measured_and_train_nothing"),
 )  # fmt: skip
 
@@ -240,7 +239,7 @@ BACKENDS = _of(
     ("old_copy_of_tied", "vision_language.py", " - set(tied))", ")",
      "test_checkpoint_names.py::test_an_old_copy_of_a_tied_tensor_is_not_published"),
     ("ties_as_the_text", "vision_language.py",
-     "        text.tie_word_embeddings = self._config.tie_word_embeddings\n", "",
+     "        text.tie_word_embeddings = self.config.tie_word_embeddings\n", "",
      "test_checkpoint_names.py::test_a_text_model_ties_as_the_whole_does"),
     ("masters_not_rounded", "optimizer.py", "            self._round()\n", "",
      "test_torch_backend.py::test_bf16_publishes_and_exports_rounded_masters"),

@@ -89,11 +89,10 @@ read-only       | eval small.yaml --out {locked}/x.json            | {locked}/x.
 read-only       | collect small.yaml --out {locked}/x.jsonl        | {locked}
 read-only       | view broken --export {locked}/x.html             | {locked}/x.html cannot be written
 read-only       | quickstart --dir {locked}/quick                  | {locked}/quick
-not accepted    | train small.yaml data.answer_pattern="\\s"        | The value of data.answer_pattern is not valid YAML
 not accepted    | view broken --port 99999                         | 0-65535. Next: use another port
 no such device  | train small.yaml model.device=mps                | model.device='mps' is not accepted
 no number       | train small.yaml training.lr=inf                 | training.lr=inf is not accepted: a finite number
-no number       | train small.yaml training.lr=${{                 | An override's value cannot be read
+no number       | train small.yaml training.lr=${{                 | training.lr: no viable alternative
 no number       | train small.yaml algorithm.clip_low=much         | algorithm.clip_low='much' is not accepted
 no number       | train small.yaml env.max_steps=true              | env.max_steps=True is not accepted: a whole number
 no number       | train small.yaml seed=99999999999999999999       | seed=99999999999999999999 is not accepted

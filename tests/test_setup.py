@@ -110,8 +110,9 @@ def test_script_serves_the_model_that_it_trains(script, tmp_path):
     (tmp_path / "rl4llm-installed").write_text(f"deepspeed {installed}\n")
     programs = {
         "pip": "exit 0",
-        "python": f'case "$*" in *urllib*) exit 0 ;; esac; exec {sys.executable} "$@"',  # the server is healthy
-        "rl4llm": f'echo "$@" >> {tmp_path}/ran',
+        # The server is healthy when it has begun.
+        "python": f'case "$*" in *urllib*) exec test -e {tmp_path}/ran ;; esac; exec {sys.executable} "$@"',
+        "rl4llm": f'echo "$@" >> {tmp_path}/ran; case "$1" in serve) exec sleep 60 ;; esac',
     }
     for name, text in programs.items():
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")

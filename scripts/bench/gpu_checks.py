@@ -143,7 +143,7 @@ def numbers(probe: Probe) -> None:
         backend = TorchBackend(placed, lr=0.0, autocast=autocast)
         logprobs = backend.forward(batch).float().cpu()
         backend.forward_backward(batch, loss)
-        return logprobs[batch.mask_BT], _some([x.grad for x in placed.parameters()])
+        return logprobs[batch.mask_BT], _some([x.grad for x in backend.stepped.values()])
 
     expected = computed("float32", "none", "cpu")
     for dtype, autocast in PRECISIONS:
