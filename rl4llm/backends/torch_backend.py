@@ -153,7 +153,7 @@ class TorchBackend(ModelBackend):
         if options.get("shard") != "fsdp2":
             if precision.weights < FP32 and not shape.adapter:
                 return whole  # the masters have the gradients
-            # DDP's buckets, of which the gradients are views, exist from the start to the end of a run.
+            # DDP's buckets, whose slices are the gradients, exist from the start to the end of a run.
             return replace(whole, gradients=0, buckets=whole.gradients)
         sizes = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
         kept, host = {name: part_of(size, ranks) for name, size in sizes.items()}, 0
