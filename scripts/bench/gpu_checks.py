@@ -96,6 +96,8 @@ def engine(probe: Probe) -> None:
                 found["greedy_as_fast"] = answers == fast
     with probe.finding("auto") as found:
         _served(probe, found, "auto", **BF16)
+    with probe.finding("float32 autocast=bfloat16, auto, compiled layers") as found:
+        _served(probe, found, "auto", compile_layers=True, layers=6)
 
 
 def lora(probe: Probe) -> None:
@@ -261,6 +263,7 @@ def memory(probe: Probe) -> None:
             found["offload_s"] = probe.seconds(backend.offload)
             found["left_gib"] = probe.gib()["held_gib"]
             found["onload_s"] = probe.seconds(backend.onload)
+            found["offload_again_s"] = probe.seconds(backend.offload)
 
 
 def _planned(backend: TorchBackend, batch: Any, precision: Precision, case: dict[str, Any]) -> dict[str, int]:

@@ -31,21 +31,27 @@ def decode(probe: Probe) -> None:
     """How many tokens a second do the engine's paths sample, and `generate`?"""
     new = 6 if probe.tiny else 128
     for size, dtype, autocast in (("0.5b", "bfloat16", "none"), ("1.5b", "float32", "bfloat16")):
-        model = probe.model(size, dtype)
-        name_of = f"{size} {'bf16' if autocast == 'none' else 'autocast'}"
-        for rows in (4,) if probe.tiny else (1, 32, 256):
-            lengths = {
-                "equal": [new] * rows,
-                "unequal": [new // 2 + row * new // rows for row in range(rows)],
-            }
-            for name, ends in lengths.items():
-                for path in ("graph", "fast"):
-                    with probe.finding(f"{name_of}, {rows} rows, {path}, {name} lengths") as found:
-                        found |= _decoded(probe, served(model, path, rows, autocast), ends)
-        model.to(torch.bfloat16)  # in which `generate` is fastest
-        for rows in (4,) if probe.tiny else (1, 256):
-            with probe.finding(f"{size} bf16, {rows} rows, generate") as found:
-                found |= _generated(probe, model, rows)
+        model, many = probe.model(size, dtype), 4 if probe.tiny else 256
+        name = f"{size} {'bf16' if autocast == 'none' else 'autocast'}"
+        cases = {(f"{rows} rows", "graph"): [new] * rows for rows in ((1, 4) if probe.tiny else (1, 32, 256))}
+        cases[f"{many} rows", "fast"] = [new] * many
+        cases[f"{many} rows that end one by one", "graph"] = _spread(new, many)
+        cases[f"{many} rows for {4 * many} requests", "graph"] = _spread(new, 4 * many)
+        for (what, path), lengths in cases.items():
+            with probe.finding(f"{name}, {what}, {path}") as found:
+                rows = min(len(lengths), many)
+                found |= _decoded(probe, served(model, path, rows, autocast), lengths)
+    model.to(torch.bfloat16)  # in which `generate` is fastest
+    for rows in (4,) if probe.tiny else (1, 256):
+        with probe.finding(f"1.5b bf16, {rows} rows, generate") as found:
+            found |= _generated(probe, model, rows)
+
+
+def _spread(new: int, count: int) -> list[int]:
+    """Return as many lengths, from half of `new` to one and a half, in a fixed order that is not sorted."""
+    lengths = [new // 2 + number * new // count for number in range(count)]
+    random.Random(0).shuffle(lengths)
+    return lengths
 
 
 def _decoded(probe: Probe, made: Engine, lengths: list[int]) -> dict[str, Any]:
@@ -129,38 +135,50 @@ def head(probe: Probe) -> None:
             found |= {"tflops": flops / found["seconds"] / 1e12} | probe.gib()
 
 
+STEPS = {  # sizes of one step: the model, prompts with eight answers each, and tokens of an answer
+    "0.5b, 8 x 8 answers of 128": ("0.5b", 8, 128, 3),
+    "1.5b, 16 x 8 answers of 512": ("1.5b", 16, 512, 1),
+}
+PAGED = {"use_transformers_continuous_batching": True}
+
+
 def step(probe: Probe) -> None:
-    """How long does one GRPO step take, and one of TRL? 8 prompts with 8 answers of 128 tokens, by a 0.5B model."""
+    """How long does one GRPO step take, and one of TRL with either way to generate without a server?"""
     rl4llm_peer: Any = importlib.import_module("rl4llm_peer")
     rl4llm_peer.reward = lambda text: random.random()  # texts of random weights are alike
-    model, tokens = probe.model("0.5b", "bfloat16", device="cpu"), tokenizer()
+    rows = [{"messages": [{"role": "user", "content": f"What is {n} plus {n + 7}?"}]} for n in range(64)]
+    (probe.work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for what, (size, prompts, new, repeats) in STEPS.items():
+        place = str(_saved(probe, size))
+        job: dict[str, Any] = {"model": place, "data": str(probe.work / "rows.jsonl"), "lr": 1e-6}
+        job |= {"prompts": 2, "group_size": 2, "new_tokens": 8, "micro_batch": 2, "threads": 1}
+        if not probe.tiny:
+            job |= {"prompts": prompts, "group_size": 8, "new_tokens": new, "micro_batch": 16, "threads": 4}
+        for name, options in {"autocast": {}, "bf16": BF16}.items():
+            with probe.finding(f"{what}, rl4llm, {name}") as found:
+                changed = {f"model.{key}": value for key, value in options.items()}
+                changed["model.device"] = probe.device.type
+                job |= {"overrides": changed, "output": f"{place} {name}", "dtype": "bfloat16"}
+                with rl4llm_peer.build(job) as ours:
+                    ours.resume()
+                    ours.publish()
+                    found |= _best([rl4llm_peer.step(ours) for _ in range(1 + repeats)])
+        for name, more in {"generate": {}, "continuous batching": PAGED if probe.cuda else {}}.items():
+            with probe.finding(f"{what}, trl, bf16, {name}") as found:
+                found["installed"] = importlib.util.find_spec("trl") is not None
+                if found["installed"]:
+                    found |= _best(_trl_steps(probe, job | {"output": f"{place} trl"}, 1 + repeats, more))
+
+
+def _saved(probe: Probe, size: str) -> Path:
+    """Save a model with random weights, and a tokenizer that asks without a template."""
+    model, tokens = probe.model(size, "bfloat16", device="cpu"), tokenizer()
     tokens.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = tokens.eos_token_id, tokens.pad_token_id
     for part in (model, tokens):
-        part.save_pretrained(probe.work / "half")
-    rows = [{"messages": [{"role": "user", "content": f"What is {n} plus {n + 7}?"}]} for n in range(64)]
-    (probe.work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = {"prompts": 2, "group_size": 2, "new_tokens": 8, "micro_batch": 2, "threads": 1}
-    large = {"prompts": 8, "group_size": 8, "new_tokens": 128, "micro_batch": 16, "threads": 4}
-    job: dict[str, Any] = {
-        "model": str(probe.work / "half"),
-        "data": str(probe.work / "rows.jsonl"),
-        "lr": 1e-6,
-    }
-    job |= {"dtype": "bfloat16"} | (small if probe.tiny else large)
-    for name, options in {"autocast": {}, "bf16": BF16}.items():
-        with probe.finding(f"rl4llm, {name}") as found:
-            job["overrides"] = {f"model.{key}": value for key, value in options.items()}
-            job["overrides"]["model.device"] = probe.device.type
-            with rl4llm_peer.build(job | {"output": str(probe.work / f"step {name}")}) as ours:
-                ours.resume()
-                ours.publish()
-                found |= _best([rl4llm_peer.step(ours) for _ in range(2 if probe.tiny else 4)])
-    with probe.finding("trl, bf16") as found:
-        found["installed"] = importlib.util.find_spec("trl") is not None
-        if found["installed"]:
-            found |= _best(_trl_steps(probe, job | {"output": str(probe.work / "step trl")}))
+        part.save_pretrained(probe.work / size)
+    return probe.work / size
 
 
 def _best(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -168,8 +186,8 @@ def _best(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return best["seconds"] | {"tokens": best["tokens"]}
 
 
-def _trl_steps(probe: Probe, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Take the step with TRL's trainer, as `step.py` does on a CPU."""
+def _trl_steps(probe: Probe, job: dict[str, Any], count: int, more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Take steps with TRL's trainer, as `step.py` does on a CPU."""
     import datasets
 
     trl_peer: Any = importlib.import_module("trl_peer")
@@ -180,15 +198,18 @@ def _trl_steps(probe: Probe, job: dict[str, Any]) -> list[dict[str, Any]]:
             found.append(line)
 
         def wait(self) -> bool:
-            return len(found) <= (2 if probe.tiny else 4)
+            return len(found) <= count
 
     real, trl_peer.reward = trl_peer.GRPOConfig, lambda text: random.random()
-    trl_peer.GRPOConfig = lambda **options: real(**(options | {"use_cpu": not probe.cuda}))
+    trl_peer.GRPOConfig = lambda **options: real(**(options | {"use_cpu": not probe.cuda} | more))
     turnstile = trl_peer.Turnstile(Lines())
     rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
     prompts = datasets.Dataset.from_list([{"prompt": row["messages"][0]["content"]} for row in rows])
     options = {"args": trl_peer.config(job), "train_dataset": prompts, "callbacks": [turnstile]}
-    trl_peer.GRPOTrainer(model=job["model"], reward_funcs=turnstile.score, **options).train()
+    try:
+        trl_peer.GRPOTrainer(model=job["model"], reward_funcs=turnstile.score, **options).train()
+    finally:
+        trl_peer.GRPOConfig = real
     return found[1:]
 
 
@@ -196,7 +217,7 @@ def sampler(probe: Probe) -> None:
     """How long does it take from logits to tokens?"""
     ways: dict[str, Any] = {"plain": {}, "top_p 0.95": {"top_p": 0.95}, "top_k 50": {"top_k": 50}}
     for rows in (4,) if probe.tiny else (1, 32, 256):
-        logits = torch.randn(rows, probe.vocabulary, device=probe.device, dtype=torch.bfloat16)
+        logits = 8 * torch.randn(rows, probe.vocabulary, device=probe.device, dtype=torch.bfloat16)
         with probe.finding(f"{rows} rows") as found, torch.inference_mode():
             for name, options in ways.items():
                 params = [SamplingParams(seed=row, **options) for row in range(rows)]
