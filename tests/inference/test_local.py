@@ -523,6 +523,21 @@ def test_whatever_ends_the_pump_reaches_every_waiting_request(build, tokenizer):
     assert health(client)["waiting"] == health(client)["rows_active"] == 0
 
 
+@pytest.mark.parametrize("path", ["fast", "graph"])
+def test_waiting_requests_start_several_at_once(build, tokenizer, path):
+    engine = Engine(build("qwen2"), tokenizer, 32, None, path)
+    for length in [*range(5, 37), 4, 4, 4, 4]:
+        engine.waiting.append(engine.request([5, 9, length], SAMPLED.replace(max_tokens=length), ""))
+    waiting = []
+    for _ in range(9):
+        engine.step()
+        waiting.append(len(engine.waiting))
+    assert waiting == [4] * 6 + [2, 2, 0]  # after steps 5 to 8 a row ended; two of 32 are a sixteenth
+    engine.waiting.append(engine.request([5, 9], SAMPLED, ""))
+    engine.step()
+    assert not engine.waiting  # since it finds a place
+
+
 def test_a_cancelled_request_frees_its_row(make):
     client = make(max_rows=2)
 

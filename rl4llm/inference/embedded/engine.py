@@ -33,6 +33,7 @@ PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
 # Reading prompts in place must save this many cached tokens to be worth its extra operations.
 SHARE_FROM = 2048
 LOOKAHEAD = 128  # tokens by which the cache grows at once
+ADMITTED = 16  # waiting requests start when this part of all places is free, unless all of them find one
 
 Finished = tuple[Request, Completion]
 
@@ -219,11 +220,15 @@ class Engine:
         self._decoder.rest()
 
     def _admit(self) -> None:
-        if self.waiting and (self._ended or self._rows.free):
-            self._end_batch()
-        taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]
-        if not taken:
+        """Start waiting requests: as soon as all of them find a place, or a sixteenth of the places at once.
+
+        To compute one prompt takes nearly as long as to compute several, and every row waits for it.
+        """
+        free = self._rows.free + len(self._ended)
+        if not self.waiting or free < min(len(self.waiting), max(1, self._max_rows // ADMITTED)):
             return
+        self._end_batch()
+        taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]
         self._prefixes.sweep((*self._rows.active, *self._rows.parked))
         newcomers = [self._newcomer(request) for request in taken]
         self._share([item for item in newcomers if not item.start])
