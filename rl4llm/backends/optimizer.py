@@ -66,7 +66,7 @@ class Optimizer:
     bits the sum of 1,000 micro-batches loses a quarter. Without `masters` whoever takes the steps must keep them and add
     up the gradients, as DeepSpeed does.
 
-    Where parameters are sharded, so are gradients, masters and moments, and every method but `to` needs every rank.
+    Where parameters are sharded, so are gradients, masters and moments, and every method but `move` needs every rank.
     """
 
     def __init__(
@@ -155,17 +155,27 @@ class Optimizer:
             }
         self.step_number = step_number
 
-    def to(self, device: torch.device | str) -> None:
-        """Move masters and moments."""
-        nn.ParameterList(self.masters.values()).to(device)
+    def move(self, module: nn.Module, device: torch.device) -> None:
+        """Move the module whose parameters it steps, masters and moments; what leaves a GPU waits in pinned memory."""
+        moved = partial(_moved, device=device)
+        for each in (module, nn.ParameterList(self.masters.values())):
+            each._apply(moved)
         for state in self.adam.state.values():
-            for name, value in state.items():
-                state[name] = value.to(device)
+            state.update({name: moved(value) for name, value in state.items()})
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     @torch.no_grad()
     def _round(self) -> None:
         for name, master in self.masters.items():
             part(self.parameters[name]).copy_(part(master))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor's copy on the device. torch keeps the pinned memory of the host for the next time."""
+    if device.type == "cpu" and tensor.is_cuda and not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)
 
 
 def _add_to(master: nn.Parameter, parameter: Tensor) -> None:

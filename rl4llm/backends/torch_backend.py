@@ -266,8 +266,7 @@ class TorchBackend(ModelBackend):
     def _move(self, device: torch.device | str) -> None:
         if self.device.type == "cpu" or self._cpu_offload:
             return
-        self._module.to(device)
-        self._optimizer.to(device)
+        self._optimizer.move(self._module, torch.device(device))
         torch.cuda.empty_cache()
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rl4llm.backends import optimizer
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
@@ -470,3 +471,37 @@ def test_a_batch_that_asks_nothing_of_the_model_has_no_gradient(build, trajector
 def test_an_unknown_autocast_is_refused_by_name(build):
     with pytest.raises(ConfigError, match=r"model\.autocast='bf16' is unknown.*bfloat16"):
         backend_of(build(), autocast="bf16")
+
+
+def test_everything_leaves_the_device_and_comes_back(build, trajectories, monkeypatch):
+    """Moves are copies here, since this machine has one device; `scripts/bench/gpu.py memory` moves for real."""
+    stays, leaves = (backend_of(build("qwen2"), "bfloat16") for _ in range(2))
+    batches, moved = packed(trajectories), []
+
+    def copied(tensor, device):
+        moved.append((tensor.data_ptr(), device.type))
+        return tensor.clone()
+
+    def step(backend):
+        for batch in batches:
+            backend.forward_backward(batch, policy_gradient)
+        backend.optim_step()
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(optimizer, "_moved", copied)
+    for backend in (stays, leaves):
+        step(backend)
+    held = [*leaves.model.parameters(), *leaves.model.buffers(), *leaves._optimizer.masters.values()]
+    held += [tensor for state in leaves._optimizer.adam.state.values() for tensor in state.values()]
+    expected = {(tensor.data_ptr(), "cpu") for tensor in held}
+    leaves.device = torch.device("cuda")
+    leaves.offload()
+    assert set(moved) >= expected and len(expected) > 40
+    leaves.onload()
+    away, back = moved[: len(moved) // 2], moved[len(moved) // 2 :]
+    assert {device for _, device in away} == {"cpu"} and {device for _, device in back} == {"cuda"}
+    leaves.device = torch.device("cpu")
+    step(stays)
+    step(leaves)
+    for (name, one), other in zip(stays.weights(), dict(leaves.weights()).values(), strict=True):
+        assert one.equal(other), name

@@ -110,12 +110,10 @@ class ReplicatedOptimizer:
         """Do nothing: there is no copy of the parameter."""
 
     def offload(self) -> None:
-        self._engine.module.to("cpu")
-        self._inner.to("cpu")
+        self._inner.move(self._engine.module, torch.device("cpu"))
 
     def onload(self) -> None:
-        self._engine.module.to(self._device)
-        self._inner.to(self._device)
+        self._inner.move(self._engine.module, self._device)
 
 
 class ZeroOptimizer:
