@@ -40,7 +40,7 @@ def test_every_gpu_check_runs_on_a_cpu(check, tmp_path):
         "numbers": lambda: found[check, "deterministic"]["equal"],
         "nccl": lambda: found[check, "fsdp2"]["gradient_cosine"] > 0.999,
         "decode": lambda: found[check, "0.5b bf16, 4 rows that end one by one, graph"]["tokens_per_s"] > 0,
-        "step": lambda: found[check, "0.5b, 8 x 8 answers of 128, rl4llm, bf16"]["tokens"] > 0,
+        "step": lambda: found[check, "rl4llm, autocast"]["tokens"] > 0,
     }
     assert laws.get(check, lambda: True)()
 

@@ -138,7 +138,7 @@ def _mismatch(probe: Probe, backend: TorchBackend, made: Any, name: str) -> tupl
 
 def numbers(probe: Probe) -> None:
     """Are log-probs and gradients right, and is the deterministic mode deterministic?"""
-    model, batch = probe.model("1.5b", layers=4, device="cpu"), probe.batch(2, 300)
+    model, batch = probe.model("1.5b", layers=4, device="cpu"), probe.batch(1, 100)
 
     def computed(dtype: str, autocast: str, device: Any = probe.device) -> tuple[Tensor, Tensor]:
         placed = copy.deepcopy(model).to(device, getattr(torch, dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import random
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
@@ -46,7 +49,7 @@ SHAPES = {
     "1.5b": (1536, 8960, 28, 12, 2),
     "7b": (3584, 18_944, 28, 28, 4),
 }
-VOCABULARY, TINY_VOCABULARY = 151_936, 4096
+VOCABULARY, TINY_VOCABULARY, PADDING = 151_936, 4096, 271
 BF16 = {"dtype": "bfloat16", "autocast": "none"}
 CASES: dict[str, dict[str, Any]] = {  # options of `Probe.trainer`
     "0.5b autocast": {"size": "0.5b"},
@@ -194,15 +197,19 @@ def loss(batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> tuple[T
     return -logprobs, {}
 
 
-def tokenizer() -> Any:
-    """Make a tokenizer, whose tokens are the first of each model's."""
-    return build_tokenizer(["1 + 1 = 2", "What is the sum?"] * 8, 320)
+def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Make a tokenizer for a model with as many embeddings, which lacks as many tokens as that of Qwen2.5."""
+    small = build_tokenizer(["1 + 1 = 2", "What is the sum?"] * 8, 320)
+    parts = json.loads(small.backend_tokenizer.to_str())
+    parts["model"]["vocab"] |= {f"<{number}>": number for number in range(len(small), vocabulary - PADDING)}
+    named = {"eos_token": small.eos_token, "pad_token": small.pad_token}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), **named)
 
 
 def served(model: Any, path: Any, rows: int, autocast: str = "none") -> Engine:
     """Return an engine for as many rows, as a run makes it."""
     dtype = torch.bfloat16 if autocast == "bfloat16" else None
-    return Engine(model, tokenizer(), rows, 4096, path, autocast=dtype)
+    return Engine(model, tokenizer(model.config.vocab_size), rows, 4096, path, autocast=dtype)
 
 
 def ask(engine: Engine, lengths: Sequence[int], name: str = "", **sampled: Any) -> None:
