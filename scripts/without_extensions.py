@@ -1,10 +1,11 @@
-"""Delete one extension at a time from a copy of this checkout, and show that everything else still works.
+"""Delete extensions from a copy of this checkout, and show that everything else still works.
 
-    python scripts/without_extensions.py                                # each extension, and a few tests of the library
+    python scripts/without_extensions.py                                # all of them at once, and each alone
     python scripts/without_extensions.py view trl --tests tests/core tests/trainers
 
-Without an extension, the library must import, list its commands, train and pass its tests. What the extension offered must
-be refused in one line that names the missing folder. One process imports torch; a fork of it checks each copy.
+Without any extension, the library must import, train and pass its tests. Without one of them, it must import, list its
+commands, find all that the others offer, and refuse what this one offered in one line that names the missing folder. One
+process imports torch; a fork of it checks each copy.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +58,22 @@ def copy_to(directory: Path) -> None:
         shutil.copytree(cache, directory / cache.relative_to(ROOT), dirs_exist_ok=True)
 
 
-def broken_without(name: str, root: Path, tests: list[str]) -> str | None:
-    """Check a copy without one extension in a separate process; return what went wrong, None when nothing did."""
-    folder, aside, log = root / "rl4llm" / "extensions" / name, root / name, root / f"{name}.log"
-    folder.rename(aside)
-    fork = multiprocessing.get_context("fork").Process(target=check, args=(name, root, tests, log))
-    fork.start()
-    fork.join()
-    aside.rename(folder)
-    return log.read_text() if fork.exitcode else None
+def broken_without(names: list[str], root: Path, check: Callable[[Path], None]) -> str | None:
+    """Check a copy without some extensions in a separate process; return what went wrong, None when nothing did."""
+    log, fork = root / "check.log", multiprocessing.get_context("fork").Process
+    log.write_text("")
+    for name in names:
+        (root / "rl4llm" / "extensions" / name).rename(root / name)
+    process = fork(target=in_copy, args=(root, log, check))
+    process.start()
+    process.join()
+    for name in names:
+        (root / name).rename(root / "rl4llm" / "extensions" / name)
+    return log.read_text() if process.exitcode else None
 
 
-def check(name: str, root: Path, tests: list[str], log: Path) -> None:
-    """Use the copy as a user would; raise or exit with an error code when something is broken."""
-    import pytest
-
+def in_copy(root: Path, log: Path, check: Callable[[Path], None]) -> None:
+    """Check that the copy is what Python imports, and use it; raise or exit with an error code when something is broken."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.dont_write_bytecode = False  # into the copy: the next fork need not compile it again
@@ -80,8 +83,20 @@ def check(name: str, root: Path, tests: list[str], log: Path) -> None:
     import rl4llm
 
     assert Path(rl4llm.__file__).is_relative_to(root), rl4llm.__file__
+    check(root)
+
+
+def check_library(root: Path, tests: list[str]) -> None:
+    """Train with a library that has no extension, and run its tests."""
+    import pytest
+
+    train(root / "run")
+    sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
+
+
+def check_refusals(root: Path, name: str) -> None:
+    """Check that what an extension offered is refused by name, and that all else is found."""
     missing = f"rl4llm/extensions/{name}"
-    train(root / "run" / name)
     assert f"({missing} is missing)" in command("--help") or not any(commands_of(name))
     for word in commands_of(name):
         assert_refused(command(word), missing)
@@ -94,7 +109,6 @@ def check(name: str, root: Path, tests: list[str], log: Path) -> None:
         if error:  # another extension may need this one
             assert_refused(str(error), missing)
     assert lost, f"no table of the library names {PREFIX}{name}"
-    sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
 
 
 def train(directory: Path) -> None:
@@ -177,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="EXTENSION", help=f"default: {', '.join(extensions())}")
     parser.add_argument(
-        "--tests", nargs="+", default=TESTS, help="test files to run in each copy (default: a few)"
+        "--tests", nargs="+", default=TESTS, help="test files to run without any extension (default: a few)"
     )
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -189,9 +203,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory).resolve()
         copy_to(root)
-        for name in arguments.names or extensions():
-            broken = broken_without(name, root, arguments.tests)
-            print(f"{name}: {'works without it' if broken is None else broken}", flush=True)
+        checks = [("library", extensions(), partial(check_library, tests=arguments.tests))]
+        checks += [
+            (name, [name], partial(check_refusals, name=name)) for name in arguments.names or extensions()
+        ]
+        for label, without, check in checks:
+            broken = broken_without(without, root, check)
+            print(f"{label}: {'works' if broken is None else broken}", flush=True)
             failed += broken is not None
     return 1 if failed else 0
 
