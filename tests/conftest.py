@@ -26,8 +26,8 @@ TEXTS = [
 
 LONGEST = (
     "test_sglang", "test_moe", "test_real_model", "test_rank_kills", "test_router", "test_vllm", "test_deepspeed",
-    "test_docs_commands", "test_cli", "test_extensions", "test_ranks", "test_quickstart", "test_launch_ranks",
-    "test_learning", "test_types", "test_modal", "test_launch_on", "test_plan", "test_launchers",
+    "test_docs_commands", "test_cli", "test_recipes", "test_extensions", "test_ranks", "test_quickstart",
+    "test_launch_ranks", "test_learning", "test_types", "test_modal", "test_launch_on", "test_plan", "test_launchers",
     "test_remote_training", "test_examples", "test_nodes", "test_training", "test_abuse", "test_attacker",
     "test_wheel", "test_example_package",
 )  # fmt: skip
@@ -90,6 +90,14 @@ def _same_on_every_processor():
     """Let `model.autocast=auto` choose float32, which many tests compare to the last digits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _locks_of_these_tests(tmp_path_factory):
+    """Keep locks on servers where no other tests or runs of this machine look for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("locks")))
         yield
 
 
