@@ -112,6 +112,7 @@ def test_a_server_starts_from_a_version_and_takes_every_expert(served, tokenizer
     asyncio.run(story())
 
 
+@pytest.mark.sweep  # what is proven above trains as any model does
 def test_a_mixture_of_experts_learns_through_the_server(served, tmp_path):
     name, url, version = served
     keys = {"training.lr": 6e-3, "max_steps": STEPS, "sync": {"name": "filesystem"}}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
-from vowels import WHOLE, asks_twice, check_learned, learn_vowels
+from vowels import asks_twice, learn_vowels
 
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
@@ -281,24 +281,26 @@ def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend
     run(client, work)
 
 
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", sampled([2, 3], [3]))
-def test_two_ranks_of_deepspeed_learn_through_the_server(on_ranks, sglang_url, model_dir, tmp_path, stage):
-    options = {"backend": {"name": "deepspeed", "zero_stage": stage}, "sync": {"name": "filesystem"}, **WHOLE}
-    on_ranks(trained, model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, options)
-    check_learned(tmp_path, WHOLE["max_steps"])
+DDP, FSDP2 = {"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}
+ZERO2, ZERO3 = ({"name": "deepspeed", "zero_stage": stage} for stage in (2, 3))
+TWO_RANKS = [
+    pytest.param("tensor", DDP, id="tensor-ddp"),
+    pytest.param("distributed", DDP, id="distributed-ddp"),
+    pytest.param("lora", FSDP2, id="lora-fsdp2"),
+    pytest.param(
+        "filesystem", ZERO2, id="filesystem-zero-2", marks=[pytest.mark.deepspeed, pytest.mark.sweep]
+    ),
+    pytest.param("filesystem", ZERO3, id="filesystem-zero-3", marks=pytest.mark.deepspeed),
+]
 
 
-@pytest.mark.parametrize(("way", "shard"), [("tensor", "ddp"), ("distributed", "ddp"), ("lora", "fsdp2")])
-def test_two_ranks_publish_every_way_to_the_server(on_ranks, client, model, adaptable, tmp_path, way, shard):
+@pytest.mark.parametrize(("way", "backend"), TWO_RANKS)
+def test_two_ranks_publish_every_way_to_the_server(
+    on_ranks, client, model, adaptable, tmp_path, way, backend
+):
     base = adaptable(model)
     run(client, lambda: client.load(WeightRef(0, "full", str(base))))
-    options = {
-        "backend": {"name": "torch", "shard": shard},
-        "sync": {"name": way},
-        "training.lr": 1e-2,
-        "max_steps": 3,
-    }
+    options = {"backend": backend, "sync": {"name": way}, "training.lr": 1e-2, "max_steps": 3}
     options |= {"model.lora": {"rank": 4}} if way == "lora" else {}
     on_ranks(trained, base, tmp_path / "run", {"name": "sglang", "url": client.base_url}, options)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
