@@ -418,14 +418,18 @@ def test_a_finished_repetition_is_only_measured_again(repeated):
     assert "was begun with overrides []" in " ".join(other.stderr.split())
 
 
-def test_a_run_that_does_not_learn_fails(small, tmp_path):
-    results = json.loads((small.path / "results.json").read_text())
-    results["variants"]["default"]["seeds"]["0"]["curve"] = [[0, 0.7], [25, 0.9]]
-    (small.path / "results.json").write_text(json.dumps(results))
-    file = small.path / "train.yaml"
-    text = file.read_text().replace("lr: 5.0e-4", "lr: 0").replace("max_steps: 25", "max_steps: 2")
-    file.write_text(text)
-    done = recipe("run", "copy", "--verify", "data.path=data", cwd=tmp_path)
+def test_a_run_that_does_not_learn_fails(repeated, tmp_path):
+    """A finished repetition whose every evaluation is the first one, and that was begun with an override."""
+    directory, _ = repeated
+    shutil.copytree(directory / "runs", tmp_path / "runs")
+    work = tmp_path / "runs" / "recipes" / "parity" / "default" / "seed-0"
+    first = json.loads((work / "run" / "eval.jsonl").read_text().splitlines()[0])
+    flat = [json.dumps(first | {"step": step}) + "\n" for step in (0, 25)]
+    (work / "run" / "eval.jsonl").write_text("".join(flat))
+    about = json.loads((work / "recipe.json").read_text()) | {"overrides": ["data.path=data"]}
+    (work / "recipe.json").write_text(json.dumps(about))
+    (tmp_path / "data").mkdir()
+    done = recipe("run", "parity", "--verify", "data.path=data", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Outside the band of" in done.stdout
     assert "has overrides: data.path=data" in done.stdout
