@@ -518,7 +518,7 @@ def test_a_command_that_is_terminated_leaves_no_files(model_dir, tmp_path, comma
     if command == "collect":
         words += ["--out", str(tmp_path / "episodes.jsonl"), "--prompts", "100000"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "rl4llm", *words, "eval.limit=16384", "rollout.max_tokens=400"],
+        [sys.executable, "-m", "rl4llm", *words, "eval.limit=512", "rollout.max_tokens=400"],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(scratch)},
         stdout=subprocess.DEVNULL,
