@@ -17,6 +17,8 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -40,21 +42,47 @@ def forks():
     return context
 
 
-def python(*words: object, cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; raises subprocess.TimeoutExpired when that does not come."""
+@dataclass(frozen=True)
+class Program:
+    """A program that was started; `out` and `err` are the files of what it has printed so far."""
+
+    words: list[str]
+    process: multiprocessing.process.BaseProcess
+    out: Path
+    err: Path
+
+    def end(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Wait until it ends; raises subprocess.TimeoutExpired when that does not come."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            raise subprocess.TimeoutExpired(self.words, timeout, self.out.read_text(), self.err.read_text())
+        code = self.process.exitcode
+        return subprocess.CompletedProcess(self.words, code, self.out.read_text(), self.err.read_text())
+
+
+@contextlib.contextmanager
+def started(*words: object, cwd: Path = ROOT) -> Iterator[Program]:
+    """Start a program; it is killed in the end if it still runs."""
     given = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory, "out"), Path(directory, "err")
+        out.touch()
+        err.touch()
         process = forks().Process(
             target=_become, args=(given, str(cwd), dict(os.environ), str(out), str(err))
         )
         process.start()
-        process.join(timeout)
-        if process.is_alive():
+        try:
+            yield Program(given, process, out, err)
+        finally:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(given, timeout, out.read_text(), err.read_text())
-        return subprocess.CompletedProcess(given, process.exitcode, out.read_text(), err.read_text())
+
+
+def python(*words: object, cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; raises subprocess.TimeoutExpired when that does not come."""
+    with started(*words, cwd=cwd) as program:
+        return program.end(timeout)
 
 
 def _become(words: list[str], cwd: str, environ: dict[str, str], out: str, err: str) -> None:
@@ -62,6 +90,7 @@ def _become(words: list[str], cwd: str, environ: dict[str, str], out: str, err: 
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # TMPDIR is read again
     os.chdir(cwd)
     try:
         if words[0] == "-m":

@@ -1,17 +1,17 @@
 """The commands, run as a user runs them."""
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from forked_python import python
+from forked_python import python, started
 from safetensors.torch import load_file, save_file
 
 from rl4llm.cli import COMMANDS, _parsed, build_parser, main
@@ -511,27 +511,21 @@ def test_an_exported_adapter_is_merged(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["eval", "collect"])
-def test_a_command_that_is_terminated_leaves_no_files(model_dir, tmp_path, command):
+def test_a_command_that_is_terminated_leaves_no_files(model_dir, tmp_path, command, monkeypatch):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     words = [command, "configs/quickstart.yaml", f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
     if command == "collect":
         words += ["--out", str(tmp_path / "episodes.jsonl"), "--prompts", "100000"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "rl4llm", *words, "eval.limit=512", "rollout.max_tokens=400"],
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(scratch)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for line in child.stderr:
-        if "phase: publish" in line:
-            break
-    assert list(scratch.glob(".scratch-*"))
-    child.terminate()
-    _, rest = child.communicate(timeout=60)
-    assert child.returncode == 130, rest
-    assert "Traceback" not in rest
+    with started("-m", "rl4llm", *words, "eval.limit=512", "rollout.max_tokens=400") as program:
+        while "phase: publish" not in program.err.read_text():
+            assert program.process.is_alive(), program.err.read_text()
+            time.sleep(0.02)
+        assert list(scratch.glob(".scratch-*"))
+        program.process.terminate()
+        done = program.end(60)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
     assert not list(scratch.glob(".scratch-*"))
     assert not list(tmp_path.glob("*episodes*"))
