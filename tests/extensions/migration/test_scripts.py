@@ -1,12 +1,11 @@
 """Training scripts with the options of michaelnny/rl4llm."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import run_train
+from forked_python import python
 
 from rl4llm.config import load_config
 
@@ -98,7 +97,7 @@ def test_a_script_trains(model_dir, tmp_path):
         f"model: {{pretrained_model: {model_dir}}}\n"
         "grpo: {max_steps: 1, train_rollout_size: 4, group_size: 2, max_completion_tokens: 4, eval_interval: 0}\n"
     )
-    command = [sys.executable, ROOT / "scripts" / "run_train_grpo.py", "--config-file", tmp_path / "c.yaml"]
-    done = subprocess.run([*command, "data.system_prompt=null"], capture_output=True, text=True, cwd=tmp_path)
+    words = [ROOT / "scripts" / "run_train_grpo.py", "--config-file", tmp_path / "c.yaml"]
+    done = python(*words, "data.system_prompt=null", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()

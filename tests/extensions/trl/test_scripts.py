@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from forked_python import python
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -103,6 +104,7 @@ GAME = '''
 import sys
 
 from datasets import Dataset
+from forked_python import python
 
 from trl import GRPOConfig, GRPOTrainer
 
@@ -174,12 +176,7 @@ def test_script_runs_unchanged_from_the_command_line(place, model_dir):
         "--eval_steps 1 --use_peft --lora_dropout 0 --no_gradient_checkpointing --beta 0"
     ).split()
     script = write(place, GRPO)
-    done = subprocess.run(
-        [sys.executable, "-m", "rl4llm", "run", str(script), *words],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python("-m", "rl4llm", "run", script, *words, cwd=place)
     assert done.returncode == 0, done.stderr
     assert "trained 1 0" in done.stdout
     config = (place / "out" / "config.yaml").read_text()
@@ -206,9 +203,7 @@ def test_environment_factory_gives_each_episode_an_object(place, model_dir):
 def test_changing_the_import_is_enough(place, model_dir):
     text = GAME.replace("from trl import", "from rl4llm import")
     script = write(place, text)
-    done = subprocess.run(
-        [sys.executable, str(script), str(model_dir)], capture_output=True, text=True, timeout=600
-    )
+    done = python(script, model_dir, cwd=place)
     assert done.returncode == 0, done.stderr
     assert (place / "out" / "metrics.jsonl").exists()
 
