@@ -9,23 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from downloads import smollm2
+from forked_python import python, started
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 QUICK = (
     "eval.every=0", "rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=16", "training.warmup_steps=0",
-    "checkpoint.every=1", "max_steps=2", "tracking.tensorboard=false",
+    "checkpoint.every=0", "max_steps=2", "tracking.tensorboard=false",
     "rewards=[{name: length, unit: chars, max_length: 1, margin: 100}]",
 )  # fmt: skip
 
 
-def command(name, *arguments):
-    return [sys.executable, "-m", "rl4llm", name, *map(str, arguments)]
-
-
 def run(*arguments):
-    done = subprocess.run(command(*arguments), capture_output=True, text=True)
+    done = python("-m", "rl4llm", *arguments, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -67,7 +64,8 @@ def assert_same(left, right):
 
 
 def test_every_check_passes_under_autocast(sums, tmp_path):
-    said = run("check", *sums, "rollout.max_tokens=8", "model.autocast=bfloat16", f"output.dir={tmp_path}")
+    sizes = ("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=8")
+    said = run("check", *sums, *sizes, "model.autocast=bfloat16", f"output.dir={tmp_path}")
     assert "All checks passed" in said
 
 
@@ -84,17 +82,17 @@ def test_engine_and_trainer_agree_in_float32(whole):
 
 def test_engine_and_trainer_agree_in_bf16(sums, tmp_path):
     """Two forwards of the model, in bf16, differ by 0.033 nats on average."""
-    run("train", *sums, *QUICK, "model.autocast=bfloat16", "checkpoint.every=0", f"output.dir={tmp_path}")
+    run("train", *sums, *QUICK, "model.autocast=bfloat16", f"output.dir={tmp_path}")
     assert 1e-3 < max(mismatches(tmp_path)) < 0.1
 
 
+@pytest.mark.sweep  # tests/trainers/test_training.py resumes small models after each step
 def test_a_run_killed_after_one_step_resumes_bit_for_bit(whole, sums, tmp_path):
-    arguments = [*sums, *QUICK, "deterministic=true", f"output.dir={tmp_path}"]
-    with subprocess.Popen(command("train", *arguments), stdout=subprocess.DEVNULL) as killed:
+    arguments = [*sums, *QUICK, "checkpoint.every=1", "deterministic=true", f"output.dir={tmp_path}"]
+    with started("-m", "rl4llm", "train", *arguments) as killed:
         while not (tmp_path / "checkpoints" / "latest").exists():
-            assert killed.poll() is None
+            assert killed.process.is_alive()
             time.sleep(0.02)
-        killed.kill()
     run("train", *arguments)
     assert_same(weights(tmp_path), weights(whole))
 
@@ -125,5 +123,6 @@ def test_two_steps_through_a_real_sglang_agree(sglang_python, model, sums, tmp_p
     flags = ["--model-path", str(model), "--port", "0", "--dtype", "float32"]
     with launch("sglang", flags, python=sglang_python, cpu=True, ready_within_s=600) as server:
         through = ("inference.name=sglang", f"inference.url={server.url}")
-        run("train", *sums, *QUICK, *through, "checkpoint.every=0", f"output.dir={tmp_path / 'run'}")
+        words = [*sums, *QUICK, *through, f"output.dir={tmp_path / 'run'}"]
+        subprocess.run([sys.executable, "-m", "rl4llm", "train", *map(str, words)], check=True)
     assert max(mismatches(tmp_path / "run")) < 3e-5  # measured: 1.2e-5 and less
