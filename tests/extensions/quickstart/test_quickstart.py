@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked_python import python
+from forked_python import python, started
 
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.tools import ToolError, calculator
@@ -104,26 +104,19 @@ def quickstart(tmp_path_factory):
 
 def stopped(command, directory):
     """Send Ctrl-C once the first step is logged."""
-    child = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
     log = directory / "runs" / "quickstart" / "warmup" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while child.poll() is None and not (log.exists() and log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(child.pid, signal.SIGINT)
-    output, _ = child.communicate(timeout=120)
-    return subprocess.CompletedProcess(command, child.returncode, output)
+    with started(*command, cwd=directory) as program:
+        while program.process.is_alive() and not (log.exists() and log.read_text()):
+            time.sleep(0.01)
+        os.kill(program.process.pid, signal.SIGINT)
+        return program.end(120)
 
 
 def test_ctrl_c_stops_the_quickstart_and_it_resumes(quickstart):
-    assert quickstart.stopped.returncode == 75, quickstart.stopped.stdout
-    assert "The same command resumes" in quickstart.stopped.stdout
-    assert "Traceback" not in quickstart.stopped.stdout
+    said = quickstart.stopped.stdout + quickstart.stopped.stderr
+    assert quickstart.stopped.returncode == 75, said
+    assert "The same command resumes" in said
+    assert "Traceback" not in said
     assert quickstart.done.returncode == 0, quickstart.done.stdout + quickstart.done.stderr
     assert "resumed" in quickstart.done.stdout
     assert quickstart.again.returncode == 0
