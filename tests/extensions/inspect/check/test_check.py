@@ -5,7 +5,6 @@ import copy
 import inspect
 import json
 import socket
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from broken_parts import REWRITES_HISTORY, Lies, Talks, misspelled
+from forked_python import python
 
 from rl4llm.backends.lora import LoraAdapter
 from rl4llm.cli import main
@@ -280,9 +280,9 @@ def test_a_mask_that_is_not_what_was_sampled_fails(bench):
 
 
 def test_check_prints_a_line_per_check_or_json(model_dir, tmp_path):
-    words = [sys.executable, "-m", "rl4llm", "check", "configs/quickstart.yaml", f"model.path={model_dir}"]
+    words = ["-m", "rl4llm", "check", "configs/quickstart.yaml", f"model.path={model_dir}"]
     own = [f"output.dir={tmp_path / 'run'}", "rollout.max_tokens=8", "data.limit=8", "eval.limit=4", "--json"]
-    done = subprocess.run([*words, *own], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = python(*words, *own)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told["passed"] and [item["name"] for item in told["checks"]] == list(NAMED)
