@@ -95,6 +95,7 @@ class PolicyTrainer:
             keys["eval.every"] = 0
         self._trained = False
         self._script = script
+        self._given = given
         self.config = load_config(config, _named(keys))
         self.trainer = build_trainer(self.config, given)
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from rl4llm.commands.output import show
+from rl4llm.commands.scratch import scratch_of
+from rl4llm.compose import build_trainer
+from rl4llm.config import Config
+from rl4llm.config.keys import LoraConfig
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl import rows
 from rl4llm.extensions.trl.history import history, renamed, summary
+from rl4llm.tracking.summary import facts, faults, summarize_facts
 from rl4llm.tracking.tracker import read_jsonl
-from rl4llm.trainers.dataset import DatasetTrainer
+from rl4llm.trainers.rl import RLTrainer
+
+PLAIN = {"name": "reinforce_pp"}
+"""A method that needs the policy alone: no critic, no reference, no groups."""
 
 NOT_HERE = {
     "add_callback": "metrics.jsonl has every step; for a custom loop see examples/custom_loop.py",
@@ -90,8 +99,7 @@ def _evaluate(trainer: Any) -> Callable[..., dict[str, float]]:
     def evaluate(eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Return the numbers of the last evaluation, if it was of these weights, or measure a data set.
 
-        Several data sets, by name, are measured one after the other. A run that samples episodes has closed its engine
-        after `train`, so it measures no other prompts.
+        Several data sets, by name, are measured one after the other. Raises ConfigError if there is no data set.
         """
         if isinstance(eval_dataset, Mapping):
             return {
@@ -102,15 +110,59 @@ def _evaluate(trainer: Any) -> Callable[..., dict[str, float]]:
         last = _log(trainer, "eval.jsonl")[-1:] if eval_dataset is None else []
         if last and last[0]["step"] == trainer.trainer.step:
             return renamed(last[0], f"{metric_key_prefix}_")
-        given = _given(trainer, "eval_dataset") if eval_dataset is None else eval_dataset
-        if given is None or not isinstance(trainer.trainer, DatasetTrainer):
+        given = trainer._given.eval_dataset if eval_dataset is None else rows.prepared(eval_dataset)
+        if given is None:
             raise ConfigError(
-                "trainer.evaluate() found no evaluation. Next: set eval_dataset and eval_strategy='steps', and call it "
-                "after train(). Only trainers that read answers from a data set measure one that is passed here."
+                "trainer.evaluate() has no data set. Next: pass one to it, or eval_dataset to the trainer."
             )
-        return renamed(trainer.trainer.measure(rows.prepared(given)), f"{metric_key_prefix}_")
+        samples = isinstance(trainer.trainer, RLTrainer)
+        measured = _played(trainer, given) if samples else trainer.trainer.measure(given)
+        return renamed(measured, f"{metric_key_prefix}_")
 
     return evaluate
+
+
+def _played(trainer: Any, dataset: Any) -> dict[str, float]:
+    """Have a copy of the policy, with its current weights, answer prompts; return the metrics of the scored answers.
+
+    No file of the run changes. A GPU holds only the copy meanwhile.
+    """
+    policy, ranks = trainer.trainer.backend, trainer.trainer.ranks
+    train_rows = _given(trainer, "train_dataset")
+    dataset = rows.READERS.get(trainer.algorithm, rows.as_they_are)(dataset, rows.is_plain(train_rows))
+    given = replace(
+        trainer._given, model=None, tokenizer=trainer.trainer.tokenizer, dataset=dataset, eval_dataset=dataset
+    )
+    with scratch_of(trainer.config) as scratch:
+        config = _of_evaluation(ranks.share(scratch))  # every rank uses the first one's directory
+        trainer.save_pretrained(config.model.path)
+        ranks.wait()
+        policy.offload()
+        try:
+            with cast("RLTrainer", build_trainer(config, given)) as other:
+                other.step = trainer.trainer.step
+                other.publish()
+                played = other.play_held_out()
+                found = ranks.everyone((facts(played.groups), faults(played.failed)))
+        finally:
+            policy.onload()
+            ranks.wait()
+    groups = [group for own, _ in found for group in own]
+    return summarize_facts(groups, [sample for _, own in found for sample in own])
+
+
+def _of_evaluation(config: Config) -> Config:
+    """Return the configuration of a run that only evaluates the policy; both are directories in `output.dir`."""
+    return replace(
+        config,
+        algorithm=PLAIN,
+        max_steps=0,
+        model=replace(config.model, path=f"{config.output.dir}/policy", lora=LoraConfig()),
+        data=replace(config.data, limit=None),
+        rollout=replace(config.rollout, one_step_off_policy=False),
+        eval=replace(config.eval, every=1, path=None, limit=None),
+        output=replace(config.output, dir=f"{config.output.dir}/run", console="quiet"),
+    )
 
 
 def _log_metrics(trainer: Any) -> Callable[..., None]:

@@ -3,8 +3,18 @@
 import json
 
 import pytest
+from peft import LoraConfig
 
-from rl4llm import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from rl4llm import (
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl.history import history
 
@@ -55,6 +65,38 @@ def test_held_out_rows_are_measured_when_a_script_asks(model_dir, tmp_path):
         ConfigError, match=r"push_to_hub has no counterpart in rl4llm. Instead: the model is in output_dir"
     ):
         trainer.push_to_hub()
+
+
+def no_longer(completions, wanted, **columns):
+    """A reward of the answer and of the row that it answers."""
+    return [number * 100.0 + len(text) for text, number in zip(completions, wanted, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"]
+)
+def test_sampling_trainers_evaluate_other_prompts(kind, config, model_dir, tmp_path):
+    rows = [{"prompt": f"{number} coins", "wanted": number} for number in range(8)]
+    options = {"num_generations": 2, "max_completion_length": 4, "max_steps": 1, "learning_rate": 1.0}
+    trainer = kind(
+        model=str(model_dir),
+        reward_funcs=no_longer,
+        args=config(str(tmp_path), **SMALL | options),
+        train_dataset=rows[:4],
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+    )
+    before = trainer.evaluate(iter(rows[4:]))
+    assert trainer.evaluate(rows[4:]) == before
+    assert 550 < before["eval_reward"] == before["eval_rewards/no_longer/mean"] < 650
+    assert before["eval_trajectories"] == 4
+    trainer.train()
+    logged = sorted(path.read_bytes() for path in tmp_path.rglob("*.jsonl"))
+    after = trainer.evaluate({"a": rows[4:], "b": rows[:1]}, metric_key_prefix="test")
+    assert after["test_a_surprise"] != before["eval_surprise"]
+    assert 0 <= after["test_b_reward"] < 50
+    assert logged == sorted(path.read_bytes() for path in tmp_path.rglob("*.jsonl"))
+    with pytest.raises(ConfigError, match=r"trainer.evaluate\(\) has no data set. Next: pass one to it"):
+        trainer.evaluate()
 
 
 def test_log_has_the_names_of_trl():
