@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from rl4llm import config
 from rl4llm.compose import build_algorithm
-from rl4llm.config import flatten, load_config, to_yaml
+from rl4llm.config import by_part, flatten, load_config, to_yaml
 from rl4llm.config.keys import RENAMED
 from rl4llm.core.errors import ConfigError
 
@@ -29,8 +29,8 @@ def test_every_configuration_file_is_valid(path):
         ("training.lr=fast", "training.lr='fast' is not accepted: a finite number, 0 or above."),
         ("rollout.prompts=2.5", "rollout.prompts=2.5 is not accepted: a whole number, 1 or above."),
         ("rollout.prompts=0", "rollout.prompts=0 is not accepted: a whole number, 1 or above."),
-        ("training.lr=.inf", "training.lr='.inf' is not accepted: a finite number"),
-        ("training.max_grad_norm=.nan", "training.max_grad_norm='.nan' is not accepted: a finite number"),
+        ("training.lr=.inf", "training.lr=inf is not accepted: a finite number"),
+        ("training.max_grad_norm=.nan", "training.max_grad_norm=nan is not accepted: a finite number"),
         (
             "training.schedule=cosin",
             "training.schedule='cosin' is not accepted: constant, linear or cosine. Did you mean 'cosine'?",
@@ -41,7 +41,7 @@ def test_every_configuration_file_is_valid(path):
         ),
         (
             "training.betas=[0.9,.nan]",
-            "training.betas=[0.9, '.nan'] is not accepted: a list, each item a finite number, at least 0, below 1.",
+            "training.betas=[0.9, nan] is not accepted: a list, each item a finite number, at least 0, below 1.",
         ),
         ("data.limit=few", "data.limit='few' is not accepted: a whole number, 1 or above, or null."),
         ("model=${data}", "model='${data}' is not accepted. Accepted: a mapping of keys"),
@@ -162,12 +162,38 @@ def test_the_type_of_a_key_decides_how_its_value_is_read(override, value):
         assert load_config(overrides=[*NEEDED, override]).env["level"] == value
 
 
-@pytest.mark.parametrize("key", ["output.dir", "data.answer_column", "model.autocast", "rollout.stop"])
-@pytest.mark.parametrize("text", ["010", "no", "1.10"])
-def test_a_text_of_a_file_that_yaml_reads_as_a_number_is_refused(key, text, tmp_path):
-    section, name = key.split(".")
-    (tmp_path / "c.yaml").write_text(f"{section}: {{{name}: {f'[{text}]' if name == 'stop' else text}}}")
-    with pytest.raises(ConfigError, match=r"In a YAML file, write text in quotes"):
+@pytest.mark.parametrize("text", ["010", "no", "1.10", "12:30", "2024-11-02", "0x1F", "1_000"])
+def test_a_file_reads_a_text_key_as_it_is_written(text, tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        f"output: {{dir: {text}}}\nrollout:\n  stop: [{text}, '#']\nenv: {{level: {text}}}\n"
+        f"parts: {{010: {{data: {{answer_column: {text}}}}}}}\n"
+    )
+    config = load_config(tmp_path / "c.yaml", NEEDED)
+    written = 1.1 if text == "1.10" else text  # an option of unknown type
+    assert (config.output.dir, config.rollout.stop, config.env["level"]) == (text, [text, "#"], written)
+    assert by_part(config)["010"].data.answer_column == text
+
+
+def test_a_file_may_share_values_and_leave_some_empty(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "rollout: {prompts: 010, temperature: 1e-1}\neval: {limit: ~, path: ~}\n"
+        "data: {answer_column: , system_prompt: 'no'}\n"
+        "parts:\n  a: &a {weight: 2, data: {path: x}}\n  b: {<<: *a, weight: 1}\n"
+        "algorithm: {name: grpo, correction_high: .inf}\n"
+    )
+    config = load_config(tmp_path / "c.yaml", NEEDED)
+    assert (config.rollout.prompts, config.rollout.temperature) == (10, 0.1)
+    assert (config.eval.limit, config.eval.path, config.data.answer_column) == (None, None, None)
+    assert (config.data.system_prompt, config.algorithm["correction_high"]) == ("no", float("inf"))
+    assert config.parts["b"] == {"weight": 1, "data": {"path": "x"}}
+
+
+@pytest.mark.parametrize(
+    "content", ["rollout: {prompts: 12:30}", "a: 1\na: 2", "[a, b]: 1", "output: {dir: !!python/name:x y}"]
+)
+def test_a_file_with_anything_else_is_refused(content, tmp_path):
+    (tmp_path / "c.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"c.yaml.*(not accepted|not valid YAML)"):
         load_config(tmp_path / "c.yaml", NEEDED)
 
 

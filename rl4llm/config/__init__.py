@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
 from rl4llm.config.keys import FREE, PART_KEYS, RENAMED, Config, LaunchConfig, TrackingConfig
-from rl4llm.config.overrides import annotation, layer_of, whole_lists
+from rl4llm.config.overrides import annotation, layer_of, read_yaml, whole_lists
 from rl4llm.config.references import expand_paths, hide_unset, references_in, variables, written
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.registry import elsewhere
@@ -54,7 +54,7 @@ def load_config(
     merged = OmegaConf.structured(Config)
     for file in files:
         try:
-            merged = _merge(merged, _renamed(_plain(_read(file))))
+            merged = _merge(merged, _renamed(_read(file)))
         except ConfigError as error:
             raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
     merged = _merge(merged, _renamed(layer_of(overrides, Config)))
@@ -144,15 +144,15 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name in config for key, value in flatten(config[name], f"{prefix}{name}.").items()}
 
 
-def _read(path: Path) -> DictConfig:
+def _read(path: Path) -> dict[str, Any]:
     path = _found(path)
     try:
-        layer = OmegaConf.load(path)
+        layer = read_yaml(path.read_text(encoding="utf-8"), Config)
     except Exception as error:
         escape = "unknown escape" in str(error)
         hint = " In double quotes a backslash begins an escape: use single quotes." if escape else ""
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.{hint}") from error
-    if not isinstance(layer, DictConfig):
+    if not isinstance(layer, dict):
         raise ConfigError(f"{path} must be a mapping of keys, not a list.")
     return layer
 
@@ -262,13 +262,13 @@ def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
 
 
 def _check_texts(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a number or yes/no of a YAML file in a key for text, where it would lose its form (010 is 8)."""
+    """Raise ConfigError for a value of Python in a key for text that is not one."""
     for key, value in given.items():
         hint = annotation_of(key)
         listed = isinstance(value, list)
         for item in value if listed else [value]:
             if is_text(hint_in(hint, "0") if listed else hint) and not isinstance(item, str | Path | None):
-                raise ConfigError(f"{refusal(key, value, hint)} In a YAML file, write text in quotes: '...'.")
+                raise ConfigError(refusal(key, value, hint))
 
 
 def _first_key(section: str, value: Any) -> str:

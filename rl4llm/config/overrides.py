@@ -1,8 +1,10 @@
-"""Overrides such as ``key.sub=value``. The type of a key decides how its value is read:
+"""Overrides such as ``key.sub=value``, and files of YAML. The type of a key decides how its value is read:
 
 - A text is taken as it is. Only ``null``, an empty value, which is null too, and a text in quotes are read as YAML.
 - A list or mapping is YAML. What is in it is read by its own type.
 - A number, ``true``, ``false`` and ``null`` are what they look like. Any other value of an option is text.
+
+So ``010``, ``12:30`` and ``no`` are not the numbers and truth values of YAML 1.1.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from rl4llm.core.schema import hint_in, is_text, takes
 
 WORDS = {"null": None, "": None, "true": True, "false": False}
 WHOLE = re.compile(r"[-+]?(0|[1-9]\d*)")
+STANDARD = "tag:yaml.org,2002:"
+"""The beginning of the tags of YAML."""
+ENDLESS = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+
+
+def read_yaml(text: str, config: Any) -> Any:
+    """Return the content of a YAML file, by the types of the configuration class; raise yaml.YAMLError."""
+    node = yaml.compose(text, yaml.SafeLoader)
+    return {} if node is None else _built(node, config, [])
 
 
 def layer_of(overrides: Sequence[str] | Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -52,7 +63,7 @@ def _pair(text: str, config: Any) -> tuple[str, Any]:
             f"{text!r} is not an override. Accepted: key.sub=value, for example training.lr=1e-5."
         )
     try:
-        return key, _value(value, annotation(config, _names(key)))
+        return key, _value(value, config, _names(key))
     except (yaml.YAMLError, UnicodeError) as error:
         raise ConfigError(
             f"The value of {key} is not valid YAML: {' '.join(str(error).split())}. "
@@ -62,19 +73,20 @@ def _pair(text: str, config: Any) -> tuple[str, Any]:
 
 def annotation(config: Any, names: Sequence[str]) -> Any:
     """Return the annotation of a key of a configuration class; Any for the options of a name."""
-    names = names[2:] if names[0] == "parts" else names  # the keys of a part are those of the run
+    names = names[2:] if list(names[:1]) == ["parts"] else names  # the keys of a part are those of the run
     hint = config
     for name in names:
         hint = hint_in(hint, name)
     return hint if names else Any
 
 
-def _value(text: str, hint: Any) -> Any:
+def _value(text: str, config: Any, names: list[str]) -> Any:
+    hint = annotation(config, names)
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if not quoted and (is_text(hint) or not (text.startswith(("[", "{")) or _of_keys(hint))):
         return _scalar(text, hint)
     try:
-        return _built(yaml.compose(text, yaml.SafeLoader), hint)
+        return _built(yaml.compose(text, yaml.SafeLoader), config, names)
     except yaml.YAMLError:
         if not (quoted and is_text(hint)):
             raise
@@ -86,17 +98,23 @@ def _of_keys(hint: Any) -> bool:
     return takes(hint, dict) or dataclasses.is_dataclass(hint)
 
 
-def _built(node: yaml.Node | None, hint: Any) -> Any:
+def _built(node: yaml.Node | None, config: Any, names: list[str]) -> Any:
+    """Return what a node of YAML is as the value of the key with these names."""
+    if node is not None and (not node.tag.startswith(STANDARD) or "python/" in node.tag):
+        raise yaml.YAMLError(f"the tag {node.tag} is not accepted")
     if isinstance(node, yaml.SequenceNode):
-        return [_built(item, hint_in(hint, str(number))) for number, item in enumerate(node.value)]
+        return [_built(item, config, [*names, str(number)]) for number, item in enumerate(node.value)]
     if isinstance(node, yaml.MappingNode):
-        pairs = {key.value: item for key, item in node.value}
-        if len(pairs) < len(node.value):
+        if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+            raise yaml.YAMLError("a key is a list or a mapping")
+        if len({str(key.value) for key, _ in node.value}) < len(node.value):
             raise yaml.YAMLError("a mapping has a key twice")
-        return {key: _built(item, hint_in(hint, str(key))) for key, item in pairs.items()}
-    if not isinstance(node, yaml.ScalarNode):
+        yaml.SafeLoader("").flatten_mapping(node)  # those of another mapping, "<<: *name"
+        pairs = {str(key.value): item for key, item in node.value}
+        return {key: _built(item, config, [*names, key]) for key, item in pairs.items()}
+    if not isinstance(node, yaml.ScalarNode) or node.tag == f"{STANDARD}null":
         return None
-    return _scalar(node.value, hint) if node.style is None else node.value
+    return _scalar(node.value, annotation(config, names)) if node.style is None else node.value
 
 
 def _scalar(text: str, hint: Any) -> Any:
@@ -106,6 +124,8 @@ def _scalar(text: str, hint: Any) -> Any:
         return WORDS[text.lower()]
     if WHOLE.fullmatch(text):
         return int(text)
+    if ENDLESS.fullmatch(text):
+        return float(text.replace(".", ""))
     return float(text) if DECIMAL.fullmatch(text) and not re.match(r"[-+]?0\d", text) else text
 
 
