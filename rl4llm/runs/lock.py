@@ -23,14 +23,11 @@ PATIENCE_S = 1.0
 def private_directory(parent: Path | None = None) -> Path:
     """Return the directory `rl4llm-UID` of this user; make it, with mode 700, if it does not exist.
 
-    It is in `parent`, by default XDG_RUNTIME_DIR if this user owns that, else the directory for temporary files. Everybody
-    may write to those, so raises PermissionError, before anything in it is opened, if another user could have filled it.
+    It is in `parent`, by default the directory for temporary files: XDG_RUNTIME_DIR exists only in a login session, so a run
+    under cron and one in a session would not see each other's locks. Everybody may write to `parent`, so raises
+    PermissionError, before anything in it is opened, if another user could have filled it.
     """
-    if parent is None:
-        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
-        owned = runtime.is_dir() and runtime.stat().st_uid == os.getuid()
-        parent = runtime if owned else Path(tempfile.gettempdir())
-    directory = parent / f"rl4llm-{os.getuid()}"
+    directory = (parent or Path(tempfile.gettempdir())) / f"rl4llm-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:

@@ -21,7 +21,6 @@ def shared(tmp_path, monkeypatch):
     shared.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(shared))
     monkeypatch.setattr(shared_memory, "SHARED", shared)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     return shared
 
 
@@ -72,23 +71,12 @@ def test_lock_that_is_a_link_is_refused_and_its_target_kept(tmp_path, thesis, li
         RunDir.open(run, {})
 
 
-def test_private_directory_is_below_xdg_runtime_dir_if_owned(shared, monkeypatch):
+def test_cron_and_a_login_session_use_the_same_directory(shared, monkeypatch):
     login = shared.parent / "login"
     login.mkdir()
+    under_cron = private_directory()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(login))
-    assert private_directory() == login / NAME
-    assert private_directory(shared) == shared / NAME
-    (login / NAME).chmod(0o755)  # as earlier versions made it
-    assert private_directory().stat().st_mode & 0o777 == 0o700
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(login / "gone"))
-    assert private_directory() == shared / NAME
-
-
-def test_the_directory_of_another_login_is_not_used(shared, monkeypatch):
-    login = shared.parent / "login"
-    login.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(login))
-    monkeypatch.setattr(os, "getuid", lambda: login.stat().st_uid + 1)
-    with pytest.raises(PermissionError):  # the other directory is of that user too
-        private_directory()
-    assert not list(login.iterdir())
+    assert private_directory() == under_cron == shared / NAME
+    assert private_directory(login) == login / NAME
+    (login / NAME).chmod(0o755)
+    assert private_directory(login).stat().st_mode & 0o777 == 0o700
