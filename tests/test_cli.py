@@ -22,7 +22,6 @@ from rl4llm.extensions.evaluate.command import examples
 from rl4llm.extensions.evaluate.play import collect
 from rl4llm.extensions.evaluate.scores import Problem
 from rl4llm.extensions.export.export import model_card
-from rl4llm.extensions.servers.fleet.member import FleetLimits
 from rl4llm.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -96,10 +95,7 @@ def test_an_unsafe_change_of_a_key_needs_force(run):
     )
 
 
-def test_a_run_without_servers_stops_with_75_and_resumes(model_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "rl4llm.extensions.servers.fleet.fleet.FleetLimits", lambda: FleetLimits(all_down_limit_s=0.2)
-    )
+def test_a_run_without_servers_stops_with_75_and_resumes(model_dir, tmp_path, capsys):
     small = [
         f"model.path={model_dir}",
         f"output.dir={tmp_path}",
@@ -115,9 +111,11 @@ def test_a_run_without_servers_stops_with_75_and_resumes(model_dir, tmp_path, mo
         "rollout.max_tokens=4",
     ]
     nobody = ["inference.name=sglang", f"inference.url=http://127.0.0.1:{free_port('127.0.0.1')}"]
-    assert main([*arguments, *nobody]) == 75
+    assert main([*arguments, *nobody, "inference.wait_s=0"]) == 2
+    assert "inference.wait_s=0 is not accepted" in capsys.readouterr().err
+    assert main([*arguments, *nobody, "inference.wait_s=0.2"]) == 75
     said = " ".join(capsys.readouterr().err.split())
-    assert "No server could serve" in said
+    assert "No server could serve for 0.2 s" in said
     assert "The same command resumes from the last checkpoint." in said
     assert main(arguments) == 0  # where servers are does not make it another run
 

@@ -68,6 +68,11 @@ def check_engine(config: Config) -> None:
     engine, fixed = ENGINES[options.pop("name")], {"model", "tokenizer", "deterministic", "autocast"}
     if engine.is_server:
         fixed = {"base_url", "tokenizer", "vocab_size", "ends"}
+        wait_s = options.pop("wait_s", 1.0)
+        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s > 0:
+            raise ConfigError(
+                f"inference.wait_s={wait_s!r} is not accepted. Accepted: a number of seconds above 0."
+            )
         options = {name: value for name, value in options.items() if name not in ("cohost", "router", "url")}
         server_urls(config)
     check_options("inference", engine, options, fixed)

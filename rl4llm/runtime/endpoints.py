@@ -59,6 +59,7 @@ class EndpointPool(Generic[E]):
         limit_s: how long requests wait for an endpoint, in seconds.
         warn_every_s: seconds between two warnings that requests wait.
         warn: gets these warnings, and one whenever an endpoint leaves or comes back.
+        cure: what to do while none is up, as a sentence of these warnings.
     """
 
     def __init__(
@@ -71,12 +72,13 @@ class EndpointPool(Generic[E]):
         limit_s: float,
         warn_every_s: float,
         warn: Callable[[str], None],
+        cure: str = "Start one to continue.",
     ):
         self.endpoints = list(endpoints)
         self.limit_s, self.warn_every_s = limit_s, warn_every_s
         self.warn = warn
         self.counts: Counter[str] = Counter()
-        self._what, self._care, self._gone = what, care, gone
+        self._what, self._care, self._gone, self._cure = what, care, gone, cure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._caretakers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -173,7 +175,7 @@ class EndpointPool(Generic[E]):
             self._next_line = now + self.warn_every_s
             self.warn(
                 f"No {self._what} can serve; waiting since {now - self._down_since:.0f} s, at most {self.limit_s:g} s. "
-                f"Start one to continue. {causes}"
+                f"{self._cure} {causes}"
             )
         changed = self._changed
         with contextlib.suppress(TimeoutError):

@@ -12,6 +12,7 @@ from rl4llm.core.schema import with_options
 from rl4llm.data.lengths import ORIGINAL, context_limits
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
+from rl4llm.extensions.servers.fleet.member import FleetLimits
 from rl4llm.inference.embedded.stops import end_tokens
 from rl4llm.runtime.ports import KEY_VARIABLE
 
@@ -19,6 +20,7 @@ from rl4llm.runtime.ports import KEY_VARIABLE
 def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> FleetClient:
     """Make one client of the class `engine` for each server, and a fleet of them."""
     options = {name: value for name, value in config.inference.items() if name not in ("name", "url")}
+    limits = FleetLimits(all_down_limit_s=options.pop("wait_s", FleetLimits().all_down_limit_s))
     cohost, router = options.pop("cohost", False), options.pop("router", None)
     options.setdefault("api_key", os.environ.get(KEY_VARIABLE))
     longest, reason = min(context_limits(model.config))
@@ -35,4 +37,5 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
         return with_options("inference", engine, options, url, tokenizer, **fixed)
 
     fleet = CohostedFleet if cohost else FleetClient
-    return fleet([make(url) for url in server_urls(config)], router=make(router) if router else None)
+    members = [make(url) for url in server_urls(config)]
+    return fleet(members, router=make(router) if router else None, limits=limits)
