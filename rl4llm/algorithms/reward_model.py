@@ -28,7 +28,7 @@ class RewardModel(BaseAlgorithm):
     aggregation: ClassVar[str] = "sequence"
 
     def needs(self) -> Needs:
-        return Needs(learns_from="pairs", whole_groups=True, value_head=True)
+        return Needs(learns_from="comparisons", whole_groups=True, value_head=True)
 
     def credits(self, group: Group) -> Tensor:
         """Return 1 + margin for the chosen answer and -1 for the rejected one (G,)."""

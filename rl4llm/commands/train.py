@@ -77,7 +77,7 @@ DPO = Command(
         "rl4llm dpo configs/dpo.yaml algorithm.name=kto data.path=labelled.jsonl eval.every=0",
     ),
     "preferences",
-    ("pairs", "labels"),
+    ("pairs", "comparisons", "labels"),
 )
 
 

@@ -20,7 +20,7 @@ from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import elsewhere, imported, load
 from rl4llm.core.schema import accepted_options, check_values, with_options
 from rl4llm.data.columns import TOOLS
-from rl4llm.data.lengths import SHOWN, place, rows_without
+from rl4llm.data.lengths import SHOWN, place, rows_without, usable_rows
 from rl4llm.data.load import Rows
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import as_reward_function
@@ -168,11 +168,7 @@ def readable_rows(rows: Any, rewards: Sequence[BaseRewardFunction], *, skip: boo
     if not isinstance(rows, Rows):
         return rows
     faults = {number: fault for number, row in enumerate(rows) if (fault := _fault(row, rewards))}
-    reasons = [f"{place(rows, number)}: {fault}" for number, fault in faults.items()]
-    if faults and not (skip and len(faults) < len(rows)):
-        raise DataError(f"{reasons[0]} Or set data.bad_rows=skip to leave out rows with such faults.")
-    kept = rows_without(rows, faults) if faults else rows
-    return replace(kept, skipped=(*kept.skipped, *reasons))
+    return usable_rows(rows, faults, skip=skip)
 
 
 def _fault(row: Mapping[str, Any], rewards: Sequence[BaseRewardFunction]) -> str:

@@ -15,12 +15,19 @@ from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of, warn
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
-from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.errors import ConfigError, DataError, TemplateError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import ANSWER_COLUMNS
-from rl4llm.data.demonstrations import Read, demonstration_group, label_group, pair_group, valued_at_the_end
-from rl4llm.data.lengths import PATIENCE, context_limits, dropped, fitting_rows, too_long
+from rl4llm.data.demonstrations import (
+    Read,
+    by_form,
+    comparison_group,
+    demonstration_group,
+    label_group,
+    pair_group,
+)
+from rl4llm.data.lengths import PATIENCE, context_limits, dropped, fitting_rows, too_long, usable_rows
 from rl4llm.data.overlap import overlap_warnings
 from rl4llm.data.render import Renderer
 from rl4llm.data.texts import Texts, hold_text, text_group
@@ -34,6 +41,7 @@ READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
     "worlds": partial(demonstration_group, learned="context"),
     "conversations": partial(demonstration_group, learned="all"),
     "pairs": pair_group,
+    "comparisons": comparison_group,
     "labels": label_group,
 }
 """Functions from a row of a dataset to a group, by what an algorithm learns from."""
@@ -119,7 +127,7 @@ def dataset_reader(config: Config, tokenizer: Any, dataset: Any, needs: Needs) -
         return text_group, partial(_chunks, config, tokenizer)
     answers = ANSWER_COLUMNS.get(needs.learns_from, ())
     renderer = dataset_renderer(config, tokenizer, dataset, answers)
-    read = row_reader(needs, renderer)
+    read = partial(READERS[needs.learns_from], renderer)
 
     def fitting(rows: Any, context_length: int, where: str) -> Any:
         if hold_text(rows):
@@ -137,27 +145,6 @@ def _chunks(config: Config, tokenizer: Any, rows: Any, context_length: int, wher
         raise DataError(f"{where}: the rows are conversations, but those of data are texts without roles.")
     size = min(context_length, config.training.max_tokens_per_batch or context_length)
     return Texts(tokenizer, config.data.special_tokens, size).chunks(rows)
-
-
-def row_reader(needs: Needs, renderer: Renderer) -> Read:
-    """Return the function that reads a row: as tokens of the policy, or for a value head with one value at the end."""
-    read = partial(READERS[needs.learns_from], renderer)
-    if not needs.value_head:
-        return read
-
-    def read_valued(row: Mapping[str, Any], name: str) -> Group:
-        group = read(row, name)
-        if any(message.learned is not None for each in group.trajectories for message in each.messages):
-            raise DataError(
-                f"Row {name!r} says which messages are learned (a weight or the like), but a reward model learns one value "
-                "for a whole conversation. Remove these keys."
-            )
-        return replace(
-            group,
-            trajectories=tuple(valued_at_the_end(t, renderer) for t in group.trajectories),
-        )
-
-    return read_valued
 
 
 def _check_last_token(group: Group, tokenizer: Any) -> None:
@@ -209,15 +196,27 @@ def _shown_tools(config: Config, tokenizer: Any, dataset: Any) -> tuple[Any, str
 def fitting_conversations(
     rows: Any, read: Read, config: Config, needs: Needs, context_length: int, where: str
 ) -> Any:
-    """Return the rows of a dataset that fit the context; raise DataError for others unless data.bad_rows=skip.
+    """Return the rows of a dataset that the template can render and that fit the context.
 
-    The longest texts are read first, until `PATIENCE` rows in a row fit.
+    Raises DataError for the first other row, with its place, unless data.bad_rows=skip. A row of each form is read, and all
+    rows of a form whose first one is refused. Then the longest texts are read, until `PATIENCE` rows in a row fit.
     """
+    skip, columns = config.data.bad_rows == "skip", ("messages", *ANSWER_COLUMNS.get(needs.learns_from, ()))
+    refused: dict[int, str] = {}
 
-    def length(number: int) -> int:
-        group = read(rows[number], str(rows[number].get("prompt_id", number)))
+    def length(number: int) -> int | None:
+        try:
+            group = read(rows[number], str(rows[number].get("prompt_id", number)))
+        except (DataError, TemplateError) as error:
+            refused[number] = str(error)
+            usable_rows(rows, refused, skip=skip)
+            return None
         return max(trajectory.num_tokens for trajectory in group.trajectories)
 
-    columns = ("messages", *ANSWER_COLUMNS.get(needs.learns_from, ()))
-    long = too_long(by_size(rows, columns), length, context_length, PATIENCE)
-    return fitting_rows(rows, long, drop=config.data.bad_rows == "skip", where=where, limit=context_length)
+    for numbers in by_form(rows, columns):
+        next((number for number in numbers if length(number) is not None), None)
+    found = too_long(by_size(rows, columns), length, context_length, PATIENCE)
+    order = [number for number in range(len(rows)) if number not in refused]
+    long = {new: found[old] for new, old in enumerate(order) if old in found}
+    kept = usable_rows(rows, refused, skip=skip)
+    return fitting_rows(kept, long, drop=skip, where=where, limit=context_length)

@@ -13,7 +13,9 @@ from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.schema import check_fields
 from rl4llm.core.types import Group, TrainBatch, Trajectory
 
-LearnsFrom = Literal["episodes", "demonstrations", "worlds", "conversations", "pairs", "labels"]
+LearnsFrom = Literal[
+    "episodes", "demonstrations", "worlds", "conversations", "pairs", "comparisons", "labels"
+]
 """What a method learns from. "episodes" are sampled. The others come from a dataset: what the assistant says, what the
 environment answers, or both; pairs of a preferred and a rejected answer; answers with a label, good or bad."""
 

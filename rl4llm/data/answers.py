@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import PROMPT_COLUMNS, Messages, Recipe, conversation, has_column, value_at
 
-ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "labels": ("completion",)}
+ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "pairs": ("chosen", "rejected"),
+    "comparisons": ("chosen", "rejected"),
+    "labels": ("completion",),
+}
 """The columns that contain the answers of a row, by what an algorithm learns from."""
 
 _ASKED = ("instruction", "question", "query", "answer", "output", "response", "completion")
@@ -131,17 +135,51 @@ class Conversations(_WithAnswers):
         return text
 
 
-class Worlds(Conversations):
-    """Read conversations in which also other messages than the assistant's are learned."""
+class WholeConversations(Conversations):
+    """Read conversations in which all messages after the prompt are learned."""
 
     def check_learned(self, where: str, messages: Messages) -> None:
-        """Accept any messages: what is learned depends on `algorithm.learn`."""
+        """Raise BadRowError if nothing is learned, or a run of messages between two answers only in part."""
+        after = messages[_first_answer(messages) :]
+        for is_answer, run in groupby(after, lambda message: message.role == "assistant"):
+            if not is_answer and len({message.learned is False for message in run}) > 1:
+                raise BadRowError(
+                    f"{where}: of the messages between two answers of the assistant some have a weight of 0. They are one "
+                    "piece: give all of them the same weight."
+                )
+        if not any(map(self.learns, after)):
+            raise BadRowError(
+                f"{where}: the conversation has nothing to learn: each message that could be learned has a weight of 0."
+            )
+
+    def learns(self, message: ChatMessage) -> bool:
+        """Return whether a message after the prompt is learned."""
+        return message.learned is not False
 
     def text(self, where: str, row: Mapping[str, Any]) -> str:
         raise ConfigError(
             f"{where}: the row is a text without roles (column 'text'), so it has no turns. Set "
             "algorithm.learn=assistant to learn all of it."
         )
+
+
+class Worlds(WholeConversations):
+    """Read conversations in which the environment's messages after the first answer are learned."""
+
+    def check_learned(self, where: str, messages: Messages) -> None:
+        """Raise BadRowError also for a conversation that ends with the first answer."""
+        if all(message.role == "assistant" for message in messages[_first_answer(messages) :]):
+            raise BadRowError(
+                f"{where}: the conversation has no message after the first answer, so there is no next state to predict."
+            )
+        WholeConversations.check_learned(self, where, messages)
+
+    def learns(self, message: ChatMessage) -> bool:
+        return message.role != "assistant" and message.learned is not False
+
+
+def _first_answer(messages: Messages) -> int:
+    return next(number for number, message in enumerate(messages) if message.role == "assistant")
 
 
 class Pairs(_WithAnswers):
@@ -167,6 +205,20 @@ class Pairs(_WithAnswers):
             raise DataError(f"{where}: margin={margin!r:.60} is not accepted. Accepted: a number, 0 or more.")
         answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": float(margin)}
         return prompt, answers, (_dicts(prompt), answers)
+
+
+class Comparisons(Pairs):
+    """Read pairs that are compared as a whole, with one value for each conversation."""
+
+    def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
+        prompt, answers, stored = Pairs.read(self, where, row)
+        for column, messages in (("the prompt", _dicts(prompt)), *answers.items()):
+            if column != "margin" and any("weight" in message for message in messages):
+                raise BadRowError(
+                    f"{where}: {column} says which messages are learned (a weight or the like), but a reward model learns "
+                    "one value for a whole conversation. Remove these keys."
+                )
+        return prompt, answers, stored
 
 
 class Labels(_WithAnswers):

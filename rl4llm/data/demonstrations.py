@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from rl4llm.core.errors import DataError, EnvError, TemplateError
+from rl4llm.core.message import THOUGHT_ENDS
 from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
+from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS
 from rl4llm.data.render import Renderer
 
 Learned = Literal["assistant", "context", "all"]
@@ -32,8 +35,8 @@ def demonstration(
     It is built turn by turn as in a rollout, so that training and sampling see the same token sequences.
     The first `prompt_size` messages are a prompt even if the assistant speaks in them.
     A message that is marked as not learned is context, see `ChatMessage.learned`.
-    Raises DataError, with the row's name, for a conversation with nothing to learn, and for one that no policy could have
-    had: it lacks a thought that the generation prompt opens, or the template cannot show its tool calls.
+    Raises DataError, with the row's name, for a conversation without an answer, and for one that no policy could have had:
+    it lacks a thought that the generation prompt opens, or the template cannot show its tool calls.
     """
     begins = next((message.content for message in messages if message.role != "system"), "")
     row = f"Row {prompt_id!r} ({begins[:60]!r})"  # with its first words, since its name may not occur in any file
@@ -43,15 +46,11 @@ def demonstration(
         raise DataError(f"{row} cannot be imitated. {error}") from error
     if not pieces:
         raise DataError(f"{row} has no assistant message, so there is nothing to imitate.")
-    if learned == "context" and len(pieces) < 3:
-        raise DataError(f"{row} has no message after the first answer, so there is no next state to predict.")
     spans = [TokenSpan.context(pieces[0].token_ids)]
     for piece in pieces[1:]:  # after the prompt, tokens that are learned are the policy's, all others context
         spans.append(
-            _policy(piece.token_ids) if _learns(piece, learned, row) else TokenSpan.context(piece.token_ids)
+            _policy(piece.token_ids) if _learns(piece, learned) else TokenSpan.context(piece.token_ids)
         )
-    if all(span.author == "context" for span in spans):
-        raise DataError(f"{row} has nothing to learn: each message that could be learned has a weight of 0.")
     count = renderer.special_tokens(messages)
     noted = {**(extras or {}), **({"metrics": {"special_tokens": count}} if count else {})}
     return Trajectory(prompt_id, tuple(spans), tuple(messages), {}, reward, "done", noted)
@@ -73,6 +72,12 @@ def pair_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Gr
         prompt_id,
         tuple(_answered(renderer, row, column, prompt_id, reward, extras) for column, reward in sides),
     )
+
+
+def comparison_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
+    """Return a pair with one value at the end of each conversation."""
+    pair = pair_group(renderer, row, prompt_id)
+    return replace(pair, trajectories=tuple(valued_at_the_end(each, renderer) for each in pair.trajectories))
 
 
 def label_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
@@ -119,22 +124,12 @@ class _Piece(NamedTuple):
     token_ids: tuple[int, ...]
     messages: Sequence[ChatMessage]
 
-    @property
-    def is_said(self) -> bool:
-        return self.messages[-1].role == "assistant"
 
-
-def _learns(piece: _Piece, learned: Learned, row: str) -> bool:
-    """Return whether the tokens of a piece are learned."""
-    if learned != "all" and piece.is_said is not (learned == "assistant"):
-        return False
-    marks = {message.learned is not False for message in piece.messages}
-    if len(marks) > 1:
-        raise DataError(
-            f"{row}: of the messages between two answers of the assistant some have a weight of 0. They are one piece: give "
-            "all of them the same weight."
-        )
-    return marks.pop()
+def _learns(piece: _Piece, learned: Learned) -> bool:
+    """Return whether the tokens of a piece are learned; its messages have the same weight where it counts."""
+    of_assistant = piece.messages[-1].role == "assistant"
+    whose = learned == "all" or of_assistant is (learned == "assistant")
+    return whose and piece.messages[-1].learned is not False
 
 
 def _pieces(
@@ -163,6 +158,26 @@ def _pieces(
 
 def _policy(token_ids: tuple[int, ...]) -> TokenSpan:
     return TokenSpan(token_ids, "policy", (0.0,) * len(token_ids), version=0)
+
+
+def by_form(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[int]]:
+    """Return the numbers of the rows whose conversations, in these columns of messages, have the same form.
+
+    A template that renders one row of a form renders nearly all of them: it asks for roles, calls, thoughts and tools.
+    """
+    found: dict[Hashable, list[int]] = {}
+    for number, row in enumerate(rows):
+        kinds = [_kind(message) for column in columns for message in row[column]]
+        form = frozenset(pairwise((None, *kinds, None))), bool(row.get(TOOLS)), str(row.get(TEMPLATE_ARGS))
+        found.setdefault(form, []).append(number)
+    return list(found.values())
+
+
+def _kind(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    content = message["content"]
+    opening = content.lstrip()[:8] if content.lstrip().startswith("<") else ""  # such as <think>
+    given = tuple(bool(message.get(key)) for key in ("tool_calls", "reasoning_content"))
+    return message["role"], bool(content.strip()), opening, THOUGHT_ENDS in content, *given
 
 
 def as_row(episode: Trajectory) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl4llm.core.errors import DataError
-from rl4llm.data.load import Rows
+from rl4llm.data.load import OR_SKIP, Rows
 
 ORIGINAL = "original_max_position_embeddings"
 SHOWN = 5  # rows that a message lists
@@ -77,6 +77,20 @@ def fitting_rows(rows: Any, long: Mapping[int, int], *, drop: bool, where: str, 
     return rows_without(rows, long)
 
 
+def usable_rows(rows: Any, faults: Mapping[int, str], *, skip: bool) -> Any:
+    """Return the rows without a fault; `skipped` then lists the others, by `faults`, which row number maps to a reason.
+
+    Raises DataError, with the place of the row, for the first fault; with `skip` only if no row is left.
+    """
+    if not faults:
+        return rows
+    reasons = [f"{place(rows, number)}: {fault}" for number, fault in faults.items()]
+    if not skip or len(faults) == len(rows):
+        raise DataError(f"{reasons[0]} {OR_SKIP}")
+    kept = rows_without(rows, faults)
+    return replace(kept, skipped=(*kept.skipped, *reasons)) if isinstance(kept, Rows) else kept
+
+
 def rows_without(rows: Any, left_out: Container[int]) -> Any:
     """Return a dataset without the rows of these numbers, in the same order."""
     numbers = [number for number in range(len(rows)) if number not in left_out]
@@ -88,15 +102,17 @@ def rows_without(rows: Any, left_out: Container[int]) -> Any:
 
 def dropped(rows: Sequence[Any], kept: Sequence[Any], where: str) -> list[str]:
     """Return warnings about the rows that were left out, as a list that is empty if there are no such rows."""
-    count = len(rows) - len(kept)
+    before = rows.skipped if isinstance(rows, Rows) else ()
+    bad = kept.skipped if isinstance(kept, Rows) else before
+    usable = len(rows) + len(before) - len(bad)
     found = []
-    if isinstance(rows, Rows) and (bad := rows.skipped):
+    if bad:
         found.append(
-            f"{where}: {len(bad)} of {len(rows) + len(bad)} rows were skipped (data.bad_rows=skip). The first: {bad[0]}"
+            f"{where}: {len(bad)} of {usable + len(bad)} rows were skipped (data.bad_rows=skip). The first: {bad[0]}"
         )
-    if count > 0:  # texts are cut into more rows
+    if (count := usable - len(kept)) > 0:  # texts are cut into more rows
         found.append(
-            f"{where}: {count} of {len(rows)} rows are too long and were left out (data.bad_rows=skip)."
+            f"{where}: {count} of {usable} rows are too long and were left out (data.bad_rows=skip)."
         )
     return found
 

@@ -32,11 +32,14 @@ RECIPES: Mapping[LearnsFrom, str] = {
     "episodes": "rl4llm.data.load:Recipe",
     "demonstrations": "rl4llm.data.answers:Conversations",
     "worlds": "rl4llm.data.answers:Worlds",
-    "conversations": "rl4llm.data.answers:Worlds",
+    "conversations": "rl4llm.data.answers:WholeConversations",
     "pairs": "rl4llm.data.answers:Pairs",
+    "comparisons": "rl4llm.data.answers:Comparisons",
     "labels": "rl4llm.data.answers:Labels",
 }
 """The class that reads a stored row, by what an algorithm learns from."""
+
+OR_SKIP = "Or set data.bad_rows=skip to leave out rows with such faults."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,8 @@ def load_rows(
 
     `learns_from` tells what the rows are for. Rows for "episodes" may lack a ground truth. "demonstrations", "worlds" and
     "conversations" contain the assistant's messages, or a prompt and its answer in `answer_column` or "completion".
-    "pairs" and "labels" contain answers beside the prompt. The prompt's column is `prompt_column`, "prompt" or "messages",
-    see `rl4llm.data.answers`.
+    "pairs", "comparisons" (pairs that are compared as a whole) and "labels" contain answers beside the prompt. The prompt's
+    column is `prompt_column`, "prompt" or "messages", see `rl4llm.data.answers`.
     `limit` takes the first rows. With `bad_rows="skip"`, rows with a fault of their content, such as an empty reply, are
     left out, and `skipped` says why; by default the first of them raises BadRowError.
     Raises ConfigError for options that cannot work, and DataError, with the row's file and
@@ -308,9 +311,7 @@ def _drafts(recipe: Recipe, located: Iterator[Located], faults: list[str], *, sk
             yield recipe.draft(where, row)
         except BadRowError as error:
             if not skip:
-                raise BadRowError(
-                    f"{error} Or set data.bad_rows=skip to leave out rows with such faults."
-                ) from error
+                raise BadRowError(f"{error} {OR_SKIP}") from error
             faults.append(str(error))
 
 

@@ -249,10 +249,3 @@ def test_who_wrote_the_tokens_that_are_learned_is_a_choice(learned, tokenizer):
         ("Thanks.", "context"),
     ):
         assert (text in learnt) == (learned in (by, "all"))
-
-
-def test_a_row_without_a_next_state_is_refused_by_number(tokenizer):
-    with pytest.raises(
-        DataError, match=r"Row 'a7' \(.*\) has no message after the first answer, so there is no next"
-    ):
-        demonstration_group(Renderer(tokenizer), {"messages": CONVERSATION[:2]}, "a7", learned="context")

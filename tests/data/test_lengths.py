@@ -6,7 +6,7 @@ import pytest
 
 from rl4llm.compose.data import longest_rows
 from rl4llm.core.errors import DataError
-from rl4llm.data.lengths import dropped, fitting_rows, too_long
+from rl4llm.data.lengths import dropped, fitting_rows, too_long, usable_rows
 from rl4llm.data.load import load_rows
 
 
@@ -51,6 +51,18 @@ def test_a_dataset_without_a_row_that_fits_is_refused(rows):
     long = too_long(range(5), tokens(rows), 0)
     with pytest.raises(DataError, match=r"5 of 5 rows are too long: .* Shorten or remove these rows\.$"):
         fitting_rows(rows, long, drop=True, where="data", limit=0)
+
+
+def test_rows_with_a_fault_and_long_rows_are_counted_apart(rows):
+    usable = usable_rows(rows, {0: "it is bad", 4: "it is worse"}, skip=True)
+    kept = fitting_rows(usable, {0: 30}, drop=True, where="data", limit=20)
+    assert [row["messages"][0]["content"] for row in kept] == ["c", "d" * 40]
+    skipped, long = dropped(rows, kept, "data")
+    assert skipped.startswith("data: 2 of 5 rows were skipped (data.bad_rows=skip). The first: ")
+    assert "train.jsonl:1 (prompt " in skipped and skipped.endswith("it is bad")
+    assert long == "data: 1 of 3 rows are too long and were left out (data.bad_rows=skip)."
+    with pytest.raises(DataError, match=r"train\.jsonl:1 .*: no\. Or set data\.bad_rows=skip"):
+        usable_rows(rows, dict.fromkeys(range(5), "no."), skip=True)
 
 
 def test_patience_counts_rows_that_fit_after_the_last_long_one(rows):

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "rows.md"
 KINDS = {
     "sft": "demonstrations",
     "dpo": "pairs",
-    "reward_model": "pairs",
+    "reward_model": "comparisons",
     "kto": "labels",
     "grpo": "episodes",
 }

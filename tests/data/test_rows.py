@@ -281,13 +281,13 @@ def test_weights_of_other_messages_count_where_these_are_learned(renderer):
     messages = [ChatMessage.from_dict(message) for message in told]
     spans = demonstration(made, messages, "p", learned="all").spans
     assert [span.author for span in spans] == ["context", "policy", "context", "policy"]
-    with pytest.raises(
-        DataError, match="nothing to learn: each message that could be learned has a weight of 0"
-    ):
-        demonstration(made, messages, "p", learned="context")
-    mixed = [*messages[:3], ChatMessage("user", "c"), messages[3]]
-    with pytest.raises(DataError, match="some have a weight of 0"):
-        demonstration(made, mixed, "p", learned="all")
+    with pytest.raises(BadRowError, match="nothing to learn: each message that could be learned"):
+        load_rows([{"messages": told}], learns_from="worlds")
+    mixed = {"messages": [*told[:3], {"role": "user", "content": "c"}, SAID]}
+    for learns_from in ("worlds", "conversations"):
+        with pytest.raises(BadRowError, match="some have a weight of 0"):
+            load_rows([mixed], learns_from=learns_from)
+    assert load_rows([mixed], learns_from="demonstrations")  # where nothing of the user's is learned
 
 
 def test_a_row_in_which_nothing_is_learned_is_refused():
@@ -301,7 +301,7 @@ def test_a_row_in_which_nothing_is_learned_is_refused():
             load_rows([row], learns_from=learns_from)
     with pytest.raises(DataError, match="message 1 of messages should be learned, but its role is 'user'"):
         load_rows([{"messages": [{**ASKED, "train": True}, SAID]}], learns_from="demonstrations")
-    assert load_rows([{"messages": [{**ASKED, "train": True}, SAID]}], learns_from="worlds")
+    assert load_rows([{"messages": [{**ASKED, "train": True}, SAID, ASKED]}], learns_from="worlds")
     empty = {"messages": [ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, SAID]}
     assert load_rows([empty], learns_from="demonstrations")
 
@@ -366,6 +366,20 @@ BAD = {
     "an empty reply": ("demonstrations", {"messages": [ASKED, {"role": "assistant", "content": " "}]}),
     "no answer in it": ("demonstrations", {"messages": [ASKED]}),
     "no messages": ("demonstrations", {"messages": []}),
+    "no next state": ("worlds", {"messages": [ASKED, SAID]}),
+    "an end that is not learned": ("worlds", {"messages": [ASKED, SAID, {**ASKED, "weight": 0}]}),
+    "weights of one piece": (
+        "conversations",
+        {"messages": [ASKED, SAID, {**ASKED, "weight": 0}, {"role": "tool", "content": "x"}]},
+    ),
+    "weights for one value": (
+        "comparisons",
+        {"prompt": "a", "chosen": [{**SAID, "train": True}], "rejected": "x"},
+    ),
+    "a weight of a prompt": (
+        "comparisons",
+        {"prompt": [{**ASKED, "loss": 0}], "chosen": "x", "rejected": "y"},
+    ),
     "an empty text": ("demonstrations", {"text": "\n"}),
     "an empty prompt": ("episodes", {"prompt": " "}),
     "half a surrogate": ("episodes", {"prompt": "\ud83d"}),
@@ -381,6 +395,9 @@ def test_a_bad_row_stops_the_run_or_is_skipped_and_counted(fault):
     learns_from, bad = BAD[fault]
     good = {
         "pairs": {"prompt": "a", "chosen": "x", "rejected": "y"},
+        "comparisons": {"prompt": "a", "chosen": "x", "rejected": "y"},
+        "worlds": {"messages": [ASKED, SAID, ASKED]},
+        "conversations": {"messages": [ASKED, SAID]},
         "demonstrations": {"text": "a"} if "text" in bad else {"messages": [ASKED, SAID]},
         "episodes": {"prompt": "a"},
     }[learns_from]

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from rl4llm import DPOTrainer, GRPOTrainer, RewardTrainer, SFTConfig, SFTTrainer
+from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTConfig, SFTTrainer
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
+from rl4llm.data.lengths import PATIENCE
 from rl4llm.data.render import Renderer
 from tests.trainers.test_preferences import column, make, metrics
 
@@ -32,9 +33,41 @@ def test_only_messages_with_weight_train(model_dir, tokenizer, tmp_path):
     make(SFTTrainer, model_dir, rows, tmp_path / "a", rollout={"prompts": 2}).train()
     size = len(tokenizer.encode("85", add_special_tokens=False)) + 1
     assert trained(tmp_path / "a") == [2 * size]
-    pair = {"prompt": [ASKED], "chosen": [said("85", weight=1)], "rejected": [said("84")]}
-    with pytest.raises(DataError, match="a reward model learns one value for a whole conversation"):
-        make(RewardTrainer, model_dir, [pair] * 4, tmp_path / "b")
+
+
+MANY = PATIENCE + 4
+"""Rows that are longer than the bad one, so that it is not among those whose length is measured."""
+
+LATE = {
+    "a weight": (RewardTrainer, {"chosen": [said("85", weight=1)]}, "a reward model learns one value for a whole conv"),
+    "a thought": (SFTTrainer, {"completion": [said("85", thinking="hm")]}, "does not render a thought"),
+    "a thought of a pair": (DPOTrainer, {"rejected": [said("5", thinking="hm")]}, "does not render a thought"),
+    "a label with a thought": (KTOTrainer, {"completion": [said("85", thinking="hm")]}, "does not render a thought"),
+    "tools": (
+        SFTTrainer, {"tools": [SCHEMA], "chat_template_kwargs": {"messages": 1}}, "the row's chat_template_kwargs="
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LATE)
+def test_a_row_that_cannot_be_read_is_refused_before_a_run(fault, model_dir, tmp_path, capsys):
+    trainer, bad, reason = LATE[fault]
+    row = {"prompt": "How many?", "completion": "85", "chosen": "85", "rejected": "84"}
+    rows = [row | {"prompt": f"How many coins? {number}", "label": number % 2 == 0} for number in range(MANY)]
+    rows[MANY - 2] = row | bad | {"label": True}
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    with pytest.raises(DataError, match=rf"train\.jsonl:{MANY - 1}\b.*{reason}.* Or set data\.bad_rows=skip"):
+        make(trainer, model_dir, None, tmp_path / "a", data={"path": str(file)})
+    assert not (tmp_path / "a").exists()
+    data = {"path": str(file), "bad_rows": "skip"}
+    made = make(trainer, model_dir, None, tmp_path / "b", data=data, rollout={"prompts": 2})
+    assert len(made.trainer.dataset) == MANY - 1
+    made.train()
+    assert (
+        f"data: 1 of {MANY} rows were skipped (data.bad_rows=skip). The first: {file}:{MANY - 1}"
+        in capsys.readouterr().out
+    )
 
 
 def test_texts_train_whole_without_a_chat_template(model, tokenizer, tmp_path, capsys):
