@@ -3,7 +3,7 @@
 Pairs have the two forms that TRL reads. `chosen` and `rejected` are whole conversations that start from the same prompt, or
 they are what follows a prompt in a separate column, as a string or as messages. Dialogues in one string, with "Human:" and
 "Assistant:" in front of each turn, are conversations too. Labelled answers have a prompt, a
-`completion` and a `label`, true or false.
+`completion` and a `label`, true or false. Rows of function calling have a `query`, `tools`, and the calls in `answers`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
+from rl4llm.data.columns import TOOLS
 from rl4llm.data.load import PROMPT_COLUMNS, Messages, Recipe, conversation, has_column, value_at
 
 ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -24,6 +25,9 @@ ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "labels": ("completion",),
 }
 """The columns that contain the answers of a row, by what an algorithm learns from."""
+
+_CALLS = "answers"
+"""A column of rows with a `query` and `tools`: the calls that answer the query."""
 
 _ASKED = ("instruction", "question", "query", "answer", "output", "response", "completion")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -61,13 +65,15 @@ class Conversations(_WithAnswers):
             return told, {}, (_dicts(told),)
         if not self.prompt_column and given is None and row.get("text") is not None:
             return [], {"text": self.text(where, row)}, row["text"]
-        column = self.answer_column or "completion"
-        prompt = self.prompt_beside(where, row)
+        calling = given is None and bool(row.get(TOOLS)) and {"query", _CALLS} <= row.keys()
+        column = self.answer_column or (_CALLS if calling else "completion")
+        asked = calling and not self.prompt_column
+        prompt = self.prompt(where, row, "query") if asked else self.prompt_beside(where, row)
         if prompt is None or not has_column(row, column):
             raise DataError(
                 f"{where}: the row has no conversation. Accepted: a column 'messages' or 'conversations'; 'prompt' and "
-                "'completion' (others: data.prompt_column, data.answer_column); or 'text' for a text without roles. The row "
-                f"has: {', '.join(map(str, row))}."
+                "'completion' (others: data.prompt_column, data.answer_column); 'query', 'tools' and 'answers'; or 'text' "
+                f"for a text without roles. The row has: {', '.join(map(str, row))}."
             )
         if any(message.role == "assistant" for message in prompt):
             raise DataError(
@@ -254,7 +260,8 @@ def check_labels(rows: Any, limit: int | None = None) -> None:
 def answer_of(where: str, row: Mapping[str, Any], column: str, *, alone: bool = False) -> Messages:
     """Return the answer in a column, a string or messages, as messages; raises DataError if it is missing or empty.
 
-    An answer that is `alone`, without a prompt in another column, may be a dialogue in one string.
+    An answer that is `alone`, without a prompt in another column, may be a dialogue in one string. The column `answers` of
+    a row with tools holds calls: a list of ``{"name": ..., "arguments": ...}``, or its JSON text.
     """
     value = value_at(row, column) if has_column(row, column) else None
     if value is None:
@@ -262,7 +269,9 @@ def answer_of(where: str, row: Mapping[str, Any], column: str, *, alone: bool = 
             f"{where}: the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
             "Next: rename the column, or choose an algorithm.name that learns from other columns."
         )
-    if isinstance(value, str):
+    if column == _CALLS and row.get(TOOLS):
+        messages = conversation(where, column, [{"role": "assistant", "content": "", "tool_calls": value}])
+    elif isinstance(value, str):
         messages = (_dialogue(value) if alone else []) or [ChatMessage("assistant", value)]
     else:
         messages = conversation(where, column, [value] if isinstance(value, Mapping) else value)

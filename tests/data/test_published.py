@@ -76,7 +76,8 @@ ROWS = {
     "roneneldan/TinyStories": ({"text": "Once."}, {"messages": [], "text": "Once."}),
     "Salesforce/xlam-function-calling-60k": (
         {"id": 0, "query": "Rain?", "answers": json.dumps([CALL]), "tools": json.dumps([TOOL])},
-        {"messages": [user("Rain?"), said(json.dumps([CALL]))], "tools": [SCHEMA], "prompt_id": "0"},
+        {"messages": [user("Rain?"), {**said(""), "tool_calls": [{"type": "function", "function": CALL}]}],
+         "tools": [SCHEMA], "prompt_id": "0"},
     ),
     "Team-ACE/ToolACE": (
         {"system": "You can call [...]", "conversations": [

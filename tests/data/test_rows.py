@@ -343,6 +343,56 @@ def test_a_template_gets_arguments_in_the_form_that_it_writes(renderer):
         assert turns(made, as_text) == turns(made, row)
 
 
+FLAT = {
+    "city": {"description": "The city.", "type": "str", "default": "Paris"},
+    "days": {"type": "int, optional"},
+}
+CALLING = {
+    "id": 0,
+    "query": "Weather in Paris and Rome?",
+    "tools": json.dumps([{"name": "get_weather", "description": "Weather", "parameters": FLAT}]),
+    "answers": json.dumps(
+        [
+            {"name": "get_weather", "arguments": {"city": "Paris", "days": 2}},
+            {"name": "get_weather", "arguments": {"city": "Rome"}},
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("stored", ["text", "list", "arguments as text"])
+@pytest.mark.parametrize("options", [{}, {"prompt_column": "query", "answer_column": "answers"}])
+def test_answers_beside_tools_are_calls_of_the_assistant(stored, options, renderer):
+    calls = json.loads(CALLING["answers"])
+    if stored == "arguments as text":
+        calls = [{**call, "arguments": json.dumps(call["arguments"])} for call in calls]
+    row = CALLING if stored == "text" else {**CALLING, "answers": calls}
+    (read,) = load_rows([row], learns_from="demonstrations", **options)
+    asked, said = read["messages"]
+    assert asked == {"role": "user", "content": CALLING["query"]} and said["content"] == ""
+    assert [call["function"] for call in said["tool_calls"]] == json.loads(CALLING["answers"])
+    (trajectory,) = demonstration_group(renderer(), read, "a").trajectories
+    context, learned = (renderer().decode(span.token_ids) for span in trajectory.spans)
+    assert (
+        '"description": "The city."' in context
+        and "Rome" not in context.split("Weather in Paris and Rome?")[1]
+    )
+    assert learned.count("<tool_call>") == 2 and '"city": "Rome"' in learned and '\\"' not in learned
+
+
+@pytest.mark.parametrize("answers, reason", [
+    ("It rains.", "answers: tool_calls='It rains.' is not JSON"),
+    ('{"name": "f"}', "tool_calls must be a list"),
+    ([{"arguments": {}}], "an item that is not a call with a name"),
+    ('["get_weather"]', "an item that is not a call with a name: 'get_weather'"),
+    ([{"name": "f", "arguments": [1]}], r"the arguments of a call of 'f'=\[1\] is not accepted"),
+    ("[]", "answers is empty"),
+])  # fmt: skip
+def test_answers_beside_tools_that_are_no_calls_are_refused(answers, reason):
+    with pytest.raises(DataError, match=rf"dataset\[0\]: .*{reason}"):
+        load_rows([{**CALLING, "answers": answers}], learns_from="demonstrations")
+
+
 # --- rows that cannot be used
 
 
