@@ -24,7 +24,7 @@ from rl4llm.config import Config, flatten, load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.migration.convert import convert
 from rl4llm.extensions.migration.original import ORIGINAL
-from rl4llm.extensions.migration.row import Facts
+from rl4llm.extensions.migration.row import DataFacts
 
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
 
@@ -66,7 +66,7 @@ def _ours(path: Path, method: str, directory: Path) -> Path:
         name.partition(".")[0] not in SECTIONS and ORIGINAL.row(name) for name in ORIGINAL.prepare(values)
     ):
         return path
-    made = convert(ORIGINAL, {"method.name": method} | values, Facts())
+    made = convert(ORIGINAL, {"method.name": method} | values, DataFacts())
     for line in made.open:
         print(f"{path}: {line}", file=sys.stderr)
     file = directory / path.name

@@ -96,7 +96,7 @@ class LoraAdapter(BaseAdapter):
                     f"layer.{own}.{NAME}.weight": whole(tensor)
                     for own, tensor in zip(MATRICES, self.beside(name), strict=True)
                 }
-                change = torch.func.functional_call(_Change(layer), matrices, ())
+                change = torch.func.functional_call(_Delta(layer), matrices, ())
                 parameter = (whole(parameter) + change).to(parameter.dtype)
             yield name, parameter
 
@@ -141,7 +141,7 @@ class LoraAdapter(BaseAdapter):
         return matrix in MATRICES and layer in self._layers
 
 
-class _Change(nn.Module):
+class _Delta(nn.Module):
     """What an adapted layer adds to its parameter, computed from whatever A and B it is called with."""
 
     def __init__(self, layer: Any):

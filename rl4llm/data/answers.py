@@ -17,7 +17,7 @@ from typing import Any
 from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.columns import TOOLS
-from rl4llm.data.load import PROMPT_COLUMNS, Messages, Recipe, conversation, has_column, value_at
+from rl4llm.data.load import PROMPT_COLUMNS, Messages, RowReader, conversation, has_column, value_at
 
 ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),
@@ -34,7 +34,7 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
-class _WithAnswers(Recipe):
+class _WithAnswers(RowReader):
     """Read rows that contain what is learned, so that no ground truth is needed."""
 
     def ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
@@ -55,7 +55,7 @@ class Conversations(_WithAnswers):
     def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         given = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
         if not self.prompt_column and given in ("messages", "conversations"):
-            messages, answers, stored = Recipe.read(self, where, row)
+            messages, answers, stored = RowReader.read(self, where, row)
             if not messages:
                 raise BadRowError(
                     f"{where}: {given} is empty, so there is nothing to imitate. Remove the row."

@@ -41,15 +41,17 @@ def demonstration(
     begins = next((message.content for message in messages if message.role != "system"), "")
     row = f"Row {prompt_id!r} ({begins[:60]!r})"  # with its first words, since its name may not occur in any file
     try:
-        pieces = _pieces(renderer, messages, prompt_size, whole=learned != "assistant")
+        segments = _segments(renderer, messages, prompt_size, whole=learned != "assistant")
     except (DataError, EnvError, TemplateError) as error:
         raise DataError(f"{row} cannot be imitated. {error}") from error
-    if not pieces:
+    if not segments:
         raise DataError(f"{row} has no assistant message, so there is nothing to imitate.")
-    spans = [TokenSpan.context(pieces[0].token_ids)]
-    for piece in pieces[1:]:  # after the prompt, tokens that are learned are the policy's, all others context
+    spans = [TokenSpan.context(segments[0].token_ids)]
+    for segment in segments[
+        1:
+    ]:  # after the prompt, tokens that are learned are the policy's, all others context
         spans.append(
-            _policy(piece.token_ids) if _learns(piece, learned) else TokenSpan.context(piece.token_ids)
+            _policy(segment.token_ids) if _learns(segment, learned) else TokenSpan.context(segment.token_ids)
         )
     count = renderer.special_tokens(messages)
     noted = {**(extras or {}), **({"metrics": {"special_tokens": count}} if count else {})}
@@ -118,42 +120,42 @@ def _answered(
     )
 
 
-class _Piece(NamedTuple):
+class _Segment(NamedTuple):
     """The tokens of some messages: one of the assistant's, or those between two of them."""
 
     token_ids: tuple[int, ...]
     messages: Sequence[ChatMessage]
 
 
-def _learns(piece: _Piece, learned: Learned) -> bool:
-    """Return whether the tokens of a piece are learned; its messages have the same weight where it counts."""
-    of_assistant = piece.messages[-1].role == "assistant"
+def _learns(segment: _Segment, learned: Learned) -> bool:
+    """Return whether the tokens of a segment are learned; its messages have the same weight where it counts."""
+    of_assistant = segment.messages[-1].role == "assistant"
     whose = learned == "all" or of_assistant is (learned == "assistant")
-    return whose and piece.messages[-1].learned is not False
+    return whose and segment.messages[-1].learned is not False
 
 
-def _pieces(
+def _segments(
     renderer: Renderer, messages: Sequence[ChatMessage], prompt_size: int, *, whole: bool
-) -> list[_Piece]:
+) -> list[_Segment]:
     """Return what others and the assistant said in turn; with `whole`, also what follows the last answer."""
-    pieces: list[_Piece] = []
+    segments: list[_Segment] = []
     turns = [turn for turn, item in enumerate(messages) if item.role == "assistant" and turn >= prompt_size]
     start, by = 0, None
     for turn, after in zip(turns, [*turns[1:], len(messages)], strict=False):
         asked, between = messages[:start], messages[start:turn]
         prompt = (
             renderer.following(between, ended=True, by=by, messages=asked)
-            if pieces
+            if segments
             else renderer.first(between)
         )
         new = messages[turn + 1 : after] if whole or after < len(messages) else ()
         said = tuple(renderer.completion(messages[: turn + 1], new))
-        pieces += [_Piece(tuple(prompt), between), _Piece(said, messages[turn : turn + 1])]
+        segments += [_Segment(tuple(prompt), between), _Segment(said, messages[turn : turn + 1])]
         start, by = turn + 1, said[-1]
-    if whole and pieces and start < len(messages):
+    if whole and segments and start < len(messages):
         rest = renderer.following(messages[start:], ended=True, by=by, messages=messages[:start])
-        pieces.append(_Piece(tuple(rest), messages[start:]))
-    return pieces
+        segments.append(_Segment(tuple(rest), messages[start:]))
+    return segments
 
 
 def _policy(token_ids: tuple[int, ...]) -> TokenSpan:

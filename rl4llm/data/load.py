@@ -28,8 +28,8 @@ PROMPT_COLUMNS = ("messages", "prompt", "conversations")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns with the system prompt of a row, as text."""
 
-RECIPES: Mapping[LearnsFrom, str] = {
-    "episodes": "rl4llm.data.load:Recipe",
+ROW_READERS: Mapping[LearnsFrom, str] = {
+    "episodes": "rl4llm.data.load:RowReader",
     "demonstrations": "rl4llm.data.answers:Conversations",
     "worlds": "rl4llm.data.answers:Worlds",
     "conversations": "rl4llm.data.answers:WholeConversations",
@@ -104,12 +104,12 @@ def load_rows(
     line, for invalid data.
     """
     options = prompt_column, answer_column, answer_pattern, system_prompt, prompt_template
-    recipe: Recipe = load(RECIPES[learns_from], f"learning from {learns_from}")(*options)
+    reader: RowReader = load(ROW_READERS[learns_from], f"learning from {learns_from}")(*options)
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit={limit} is not accepted. Accepted: 1 or more, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
     faults: list[str] = []
-    drafts = _drafts(recipe, read_rows(source, split), faults, skip=bad_rows == "skip")
+    drafts = _drafts(reader, read_rows(source, split), faults, skip=bad_rows == "skip")
     of_file = isinstance(source, str | os.PathLike)
     rows: list[Row | bytes] = []
     places: list[str] = []
@@ -137,7 +137,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class RowReader:
     """Make prompts of episodes from stored rows; subclasses in `rl4llm.data.answers` read other datasets."""
 
     prompt_column: str | None
@@ -304,11 +304,13 @@ def json_or_text(text: str) -> Any:
         return text
 
 
-def _drafts(recipe: Recipe, located: Iterator[Located], faults: list[str], *, skip: bool) -> Iterator[Draft]:
+def _drafts(
+    reader: RowReader, located: Iterator[Located], faults: list[str], *, skip: bool
+) -> Iterator[Draft]:
     """Yield the prompts of stored rows; with `skip`, put the faults of bad rows into `faults` instead of raising them."""
     for where, row in located:
         try:
-            yield recipe.draft(where, row)
+            yield reader.draft(where, row)
         except BadRowError as error:
             if not skip:
                 raise BadRowError(f"{error} {OR_SKIP}") from error

@@ -32,7 +32,7 @@ _NO_LINK = re.compile(
 )
 
 
-class Piece(NamedTuple):
+class Snippet(NamedTuple):
     """A box or a formula: where it begins and ends, with its marks, and what it contains."""
 
     start: int
@@ -40,18 +40,18 @@ class Piece(NamedTuple):
     text: str
 
 
-def boxes(text: str, max_chars: int) -> list[Piece]:
+def boxes(text: str, max_chars: int) -> list[Snippet]:
     """Return every complete ``\\boxed{...}`` in order of their starts; longer contents come cut, but still longer."""
     closing = _closing_braces(text)
-    found: list[Piece] = []
+    found: list[Snippet] = []
     for match in _BOX.finditer(text):
         if match[2]:
-            found.append(Piece(match.start(), match.end(), match[2]))
+            found.append(Snippet(match.start(), match.end(), match[2]))
             continue
         start, limit = match.end(), match.end() + max_chars + 1
         end = closing.get(start - 1, limit if limit <= len(text) else start)
         found.append(
-            Piece(match.start(), end + 1, text[start : min(end, limit + 2000)].strip()[: max_chars + 1])
+            Snippet(match.start(), end + 1, text[start : min(end, limit + 2000)].strip()[: max_chars + 1])
         )
     return [box for box in found if box.text]
 
@@ -67,10 +67,10 @@ def _closing_braces(text: str) -> dict[int, int]:
     return closing
 
 
-def formulas(text: str) -> list[Piece]:
+def formulas(text: str) -> list[Snippet]:
     """Return what stands between dollars or LaTeX's brackets, except prose between two prices."""
     return [
-        Piece(match.start(), match.end(), content)
+        Snippet(match.start(), match.end(), content)
         for match in _FORMULA.finditer(text)
         if (content := _content(match)) and _PROSE.search(WRAPPED.sub("", content)) is None
     ]
@@ -93,7 +93,7 @@ def _content(match: re.Match[str]) -> str:
     return inside.strip().rstrip(".,").strip()
 
 
-def joined(text: str, pieces: Sequence[Piece]) -> list[str]:
+def joined(text: str, pieces: Sequence[Snippet]) -> list[str]:
     """Return what pieces contain; those that are one list are joined, without repeats, by commas."""
     lists: list[list[str]] = [[pieces[0].text]] if pieces else []
     for before, piece in pairwise(pieces):
@@ -239,7 +239,7 @@ def _stands_alone(text: str, start: int, end: int) -> bool:
     return _NOTATION_BEFORE.search(before) is None and _NOTATION_AFTER.match(after) is None
 
 
-def _pieces(text: str) -> list[Piece]:
+def _pieces(text: str) -> list[Snippet]:
     """Return the formulas of a text, and what is bold in it if it is like a formula."""
     found = formulas(text)
     inside = _mask(text, found)
@@ -247,11 +247,11 @@ def _pieces(text: str) -> list[Piece]:
         bold = match[1].strip()
         like = re.search(r"\d|\\", bold) and not bold.endswith(":") and not _HEADING.match(bold)
         if like and _is_bare(bold) and not any(inside[match.start() : match.end()]):
-            found.append(Piece(match.start(), match.end(), bold))
+            found.append(Snippet(match.start(), match.end(), bold))
     return sorted(found)
 
 
-def _mask(text: str, pieces: Sequence[Piece]) -> bytearray:
+def _mask(text: str, pieces: Sequence[Snippet]) -> bytearray:
     """Return for each character whether it is inside a formula."""
     mask = bytearray(len(text))
     for piece in pieces:
@@ -298,7 +298,7 @@ def _emphasised(sentence: str) -> str | None:
     return words[-1] if words and not re.search(r"\d", _REASON.split(sentence, maxsplit=1)[0]) else None
 
 
-def _after_verb(sentence: str, verbs: Sequence[int], pieces: Sequence[Piece]) -> str | None:
+def _after_verb(sentence: str, verbs: Sequence[int], pieces: Sequence[Snippet]) -> str | None:
     tails = [(place, _stripped(_REASON.split(sentence[place:], maxsplit=1)[0])) for place in verbs]
     words = not pieces and not re.search(r"\d", _last_clause(sentence))
     if not pieces and (bare := next((tail for _, tail in tails if _is_answer(tail, words)), None)):
@@ -313,7 +313,7 @@ def _after_verb(sentence: str, verbs: Sequence[int], pieces: Sequence[Piece]) ->
     return None
 
 
-def _verbs(sentence: str, pieces: Sequence[Piece]) -> Iterator[int]:
+def _verbs(sentence: str, pieces: Sequence[Snippet]) -> Iterator[int]:
     """Yield where each verb ends, and each "=" after words or plain arithmetic; 2x = 18 does not make 18 an answer."""
     inside = _mask(sentence, pieces)
     for match in _VERB.finditer(sentence):
@@ -335,7 +335,7 @@ def _is_equation(before: str) -> bool:
     return bool(side) and ((letters and not name) or _OPERATOR.match(side[-1]) is not None)
 
 
-def _whole(text: str, pieces: Sequence[Piece]) -> str | None:
+def _whole(text: str, pieces: Sequence[Snippet]) -> str | None:
     """Return a text without the marks around its formulas if it is mathematics, or one word, and nothing else."""
     if len(text) > 2 * MAX_BARE_CHARS:
         return None

@@ -39,7 +39,7 @@ class Runner:
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._thread = OneThread("rl4llm-loop")
-        self._current: _Run[Any] | None = None
+        self._current: _Awaited[Any] | None = None
         self._lost = False  # whether an interrupted coroutine did not end
         self._end = finalize(self, self._thread.end)
 
@@ -54,7 +54,7 @@ class Runner:
         if self._lost or (self._current is not None and self._current.thread == threading.get_ident()):
             coroutine.close()
             raise KeyboardInterrupt if self._lost else RuntimeError(OWN_LOOP)
-        run = _Run(coroutine)
+        run = _Awaited(coroutine)
         outcome = self._thread.put(partial(self._play, run))
         try:
             outcome.add_done_callback(lambda _: run.calls.put(None))
@@ -79,7 +79,7 @@ class Runner:
             self._thread.put(self._runner.close).result()
         self._end()
 
-    def _play(self, run: _Run[T]) -> T:
+    def _play(self, run: _Awaited[T]) -> T:
         self._current = run
         try:
             with torch.inference_mode(run.inference), torch.cuda.device(run.device):
@@ -88,7 +88,7 @@ class Runner:
             self._current = None
 
 
-class _Run(Generic[T]):
+class _Awaited(Generic[T]):
     """A coroutine with what surrounds its caller, and functions that the caller should call while it waits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]):

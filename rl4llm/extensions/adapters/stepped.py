@@ -41,7 +41,7 @@ class _Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Stepped:
     """What a step returned, in one form."""
 
     messages: tuple[ChatMessage, ...]
@@ -194,13 +194,13 @@ def _opening(task: str, env: Any, seed: int) -> tuple[ChatMessage, ...]:
     return messages
 
 
-def _stepped(env: Any, said: ChatMessage) -> _Step:
+def _stepped(env: Any, said: ChatMessage) -> _Stepped:
     """Take a step; return what follows, in one form."""
     if hasattr(env, "next_query"):
         before = float(env.reward or 0.0)
         env.step(said.content)
         done, reward = bool(env.done), float(env.reward or 0.0) - before
-        return _Step(() if done else (ChatMessage("user", str(env.next_query)),), reward, done)
+        return _Stepped(() if done else (ChatMessage("user", str(env.next_query)),), reward, done)
     result = env.step(said)
     if not isinstance(result, tuple) or len(result) < 2:
         raise EnvError(
@@ -212,7 +212,7 @@ def _stepped(env: Any, said: ChatMessage) -> _Step:
     )
     messages = _messages(observation)
     number: Any = getattr(reward, "value", reward)
-    return _Step(messages, float(number), ended or not messages)
+    return _Stepped(messages, float(number), ended or not messages)
 
 
 def _messages(observation: Any) -> tuple[ChatMessage, ...]:

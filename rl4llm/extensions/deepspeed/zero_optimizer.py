@@ -20,7 +20,7 @@ from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TensorSpec
 from rl4llm.extensions.deepspeed.config import STAYS
 from rl4llm.extensions.deepspeed.zero_parts import (
-    Part,
+    ZeroPart,
     has_equal_parts,
     padded,
     part_of,
@@ -129,7 +129,7 @@ class ZeroOptimizer:
         self._options, self._parameters, self._adam = inner.options, inner.parameters, inner.adam
         self.step_number = 0
         self._own = {id(parameter): part_of(parameter) for parameter in self._parameters.values()}
-        self._parts: dict[int, tuple[Part, ...]] | None = None  # of all ranks, filled on first use
+        self._parts: dict[int, tuple[ZeroPart, ...]] | None = None  # of all ranks, filled on first use
         self._linked = False  # whether DeepSpeed has located the moments, which it does in its first step
         self._give_moments()
 

@@ -32,7 +32,7 @@ def put_together(parameter: Any) -> Tensor:
     return found[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-class Part(NamedTuple):
+class ZeroPart(NamedTuple):
     """What a rank holds of a parameter: `numel` values from `start` on.
 
     ZeRO-1 and 2 keep their fp32 weights at `offset` of the flat tensor of a parameter group.
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     offset: int = 0
 
 
-def part_of(parameter: Any) -> Part:
+def part_of(parameter: Any) -> ZeroPart:
     """Return what this rank holds of a parameter.
 
     ZeRO-1 and 2 forget it when the states leave the device, so it must be asked before.
@@ -52,12 +52,12 @@ def part_of(parameter: Any) -> Part:
     if hasattr(parameter, "ds_id"):
         size = parameter.ds_tensor.ds_numel
         start = min(size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel)
-        return Part(start, min(size, parameter.ds_numel - start))
+        return ZeroPart(start, min(size, parameter.ds_numel - start))
     mapping = parameter._hp_mapping
     if mapping is None:
-        return Part(0, 0)
+        return ZeroPart(0, 0)
     place = mapping.lp_fragment_address
-    return Part(place.start, place.numel, mapping.param_group_index, mapping.hp_fragment_address.start)
+    return ZeroPart(place.start, place.numel, mapping.param_group_index, mapping.hp_fragment_address.start)
 
 
 def has_equal_parts(parameter: Any) -> bool:
@@ -70,7 +70,7 @@ def padded(parameter: Any, values: Tensor) -> Tensor:
     return F.pad(values, (0, parameter.ds_tensor.ds_numel - len(values)))
 
 
-def sent_to_first(values: Tensor, parts: Sequence[Part], shape: tuple[int, ...]) -> Tensor:
+def sent_to_first(values: Tensor, parts: Sequence[ZeroPart], shape: tuple[int, ...]) -> Tensor:
     """Send each rank's values to the first rank; return the whole tensor there, elsewhere the rank's values."""
     rank, numel = dist.get_rank(), math.prod(shape)
     values = values[: parts[rank].numel]

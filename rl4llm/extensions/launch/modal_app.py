@@ -52,7 +52,7 @@ SHOWS_WITHIN_S = 600.0  # to commit and reload a version of many GB
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ModalRun:
     """What `modal run` finds in the generated file.
 
     Args:
@@ -78,7 +78,7 @@ class Run:
             sys.exit(code)
 
 
-def build(path: Path, name: str, options: Mapping[str, str]) -> Run:
+def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
     """Return the app of a configuration, not started. Raises ConfigError.
 
     Args:
@@ -104,7 +104,7 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> Run:
         "max_containers": 1,
         "single_use_containers": True,
     }
-    return Run(
+    return ModalRun(
         app,
         files,
         app.function(name="trainer", gpu=_gpu(trainer), **limits, **shared, **keys)(actor),

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.migration.check import check
     from rl4llm.extensions.migration.convert import convert
     from rl4llm.extensions.migration.read import read
-    from rl4llm.extensions.migration.row import Facts
+    from rl4llm.extensions.migration.row import DataFacts
 
     out = arguments.out
     if out is not None and out.exists():
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rows is not None and arguments.rows < 1:
         raise ConfigError(f"--rows {arguments.rows} is not accepted. Accepted: 1 or more.")
     source = read(arguments.source)
-    made = convert(source.project, source.values, Facts(arguments.rows))
+    made = convert(source.project, source.values, DataFacts(arguments.rows))
     text = made.text(
         f"Converted from {source.project.name} by `rl4llm import`. Train with: rl4llm train {out or 'FILE'}"
     )

@@ -12,7 +12,7 @@ import yaml
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import redacted
-from rl4llm.extensions.migration.row import Facts, Project, Rule
+from rl4llm.extensions.migration.row import DataFacts, JointRule, Project
 
 SECTIONS = (
     "model", "data", "eval", "env", "rewards", "parts", "rollout", "inference", "sync", "algorithm", "training", "backend",
@@ -50,7 +50,7 @@ class Converted:
         return "\n".join(lines) + "\n"
 
 
-def convert(project: Project, values: Mapping[str, Any], facts: Facts) -> Converted:
+def convert(project: Project, values: Mapping[str, Any], facts: DataFacts) -> Converted:
     """Convert every key, by its row or by the rules that read several of them; secrets are left out and to be decided."""
     given = project.prepare(values)
     made = Converted({name: (value, f"as {project.name} has it") for name, value in project.base.items()})
@@ -77,10 +77,10 @@ def convert(project: Project, values: Mapping[str, Any], facts: Facts) -> Conver
 def _by_rule(
     made: Converted,
     project: Project,
-    rule: Rule,
+    rule: JointRule,
     merged: Mapping[str, Any],
     given: Mapping[str, Any],
-    facts: Facts,
+    facts: DataFacts,
 ) -> list[str]:
     """Add what a rule says; return the keys that it read, [] if it had nothing to say."""
     names = [name for name in merged if any(fnmatchcase(name, known) for known in rule.names)]

@@ -8,11 +8,11 @@ from typing import Any
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.migration.row import (
-    Facts,
+    DataFacts,
+    JointRule,
     Keys,
     Project,
     Row,
-    Rule,
     at_least_zero,
     each,
     joint,
@@ -58,7 +58,7 @@ def prepare(values: Values) -> dict[str, Any]:
     return found
 
 
-def _method(values: Values, facts: Facts) -> Keys:
+def _method(values: Values, facts: DataFacts) -> Keys:
     name = METHODS[values["method.name"]]
     return {"algorithm.name": "explore_grpo" if name == "grpo" and _explores(values) else name}
 
@@ -69,7 +69,7 @@ def _explores(values: Values) -> bool:
     return explored or bool(values.get("method.group_temperature"))
 
 
-def _batches(values: Values, facts: Facts) -> Keys:
+def _batches(values: Values, facts: DataFacts) -> Keys:
     group = int(values.get("method.group_size", 8))
     samples = values.get("method.train_rollout_size", values.get("method.rollout_size"))
     if samples is None:
@@ -81,13 +81,13 @@ def _batches(values: Values, facts: Facts) -> Keys:
     return keys
 
 
-def _clipping(values: Values, facts: Facts) -> Keys:
+def _clipping(values: Values, facts: DataFacts) -> Keys:
     both = values.get("method.clip_eps", 0.2)
     low, high = values.get("method.clip_eps_low", both), values.get("method.clip_eps_high", both)
     return {"algorithm.clip_low": low, "algorithm.clip_high": high}
 
 
-def _critic(values: Values, facts: Facts) -> Keys:
+def _critic(values: Values, facts: DataFacts) -> Keys:
     if METHODS[values["method.name"]] != "ppo":
         return {}
     names = {
@@ -103,7 +103,7 @@ def _critic(values: Values, facts: Facts) -> Keys:
     }
 
 
-def _critic_alone(values: Values, facts: Facts) -> Keys:
+def _critic_alone(values: Values, facts: DataFacts) -> Keys:
     """Return the keys of a run that trains a value model: its returns are not bootstrapped, its loss is not clipped."""
     if not values["method.name"].startswith("value_net"):
         return {}
@@ -119,7 +119,7 @@ def _critic_alone(values: Values, facts: Facts) -> Keys:
     return keys | ({"model.path": path} if path and "policy_model.pretrained_model" not in values else {})
 
 
-def _exploring(values: Values, facts: Facts) -> Keys:
+def _exploring(values: Values, facts: DataFacts) -> Keys:
     if not _explores(values):
         return {}
     count = max(2, int(values.get("method.group_size", 8)))
@@ -132,7 +132,7 @@ def _exploring(values: Values, facts: Facts) -> Keys:
     return keys
 
 
-def _rewards(values: Values, facts: Facts) -> Keys:
+def _rewards(values: Values, facts: DataFacts) -> Keys:
     rewards: list[Any] = ["math"]
     if values.get("method.length_max"):
         limit = {"max_length": values["method.length_max"], "buffer": values.get("method.length_cache", 128)}
@@ -144,7 +144,7 @@ def _rewards(values: Values, facts: Facts) -> Keys:
     return {"rewards": rewards}
 
 
-def _tools(values: Values, facts: Facts) -> Keys:
+def _tools(values: Values, facts: DataFacts) -> Keys:
     keys: Keys = {"env.name": "tool", "env.tools": ["python"]}
     if steps := values.get("env_tool_config.env_max_steps"):
         keys["env.max_steps"] = steps
@@ -170,7 +170,7 @@ def _on_cpu(device: Any) -> bool:
     return bool(device == "cpu")
 
 
-def _url(values: Values, facts: Facts) -> Keys:
+def _url(values: Values, facts: DataFacts) -> Keys:
     if not values.get("--use-infer-server"):
         return {}
     host, port = values.get("--infer-host", "localhost"), values.get("--infer-port", 30000)
@@ -282,32 +282,32 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 RULES = (
-    Rule(("method.name",), _method),
-    Rule(("method.train_rollout_size", "method.rollout_size", "method.train_batch_size"), _batches),
-    Rule(("method.clip_eps", "method.clip_eps_low", "method.clip_eps_high"), _clipping),
-    Rule(
+    JointRule(("method.name",), _method),
+    JointRule(("method.train_rollout_size", "method.rollout_size", "method.train_batch_size"), _batches),
+    JointRule(("method.clip_eps", "method.clip_eps_low", "method.clip_eps_high"), _clipping),
+    JointRule(
         (
             *("method.gamma", "method.gae_lambda", "method.value_clip_eps", "method.value_num_updates"),
             *("value_model.pretrained_model", "value_model.checkpoint_path"),
         ),
         _critic,
     ),
-    Rule(("method.name", "method.num_epochs", "value_model.pretrained_model"), _critic_alone),
-    Rule(
+    JointRule(("method.name", "method.num_epochs", "value_model.pretrained_model"), _critic_alone),
+    JointRule(
         tuple(
             f"method.{bound}_{name}" for name in ("temperature", "top_p") for bound in ("group", "min", "max")
         ),
         _exploring,
     ),
-    Rule(
+    JointRule(
         (
             *("method.name", "method.length_max", "method.length_cache"),
             "env_tool_config.tool_call_success_bonus",
         ),
         _rewards,
     ),
-    Rule(("env_tool_config.env_max_steps",), _tools),
-    Rule(("--use-infer-server", "--infer-host", "--infer-port", "--infer-cohost-mode"), _url),
+    JointRule(("env_tool_config.env_max_steps",), _tools),
+    JointRule(("--use-infer-server", "--infer-host", "--infer-port", "--infer-cohost-mode"), _url),
 )
 
 ORIGINAL = Project(

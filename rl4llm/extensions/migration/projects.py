@@ -6,7 +6,7 @@ from typing import Any
 
 from rl4llm.core.registry import load
 from rl4llm.extensions.migration.original import ORIGINAL
-from rl4llm.extensions.migration.row import Project, Row, Rule, joint, key, none
+from rl4llm.extensions.migration.row import JointRule, Project, Row, joint, key, none
 from rl4llm.extensions.migration.verl import VERL
 
 PROJECTS = (VERL, ORIGINAL)
@@ -38,9 +38,11 @@ def trl(algorithm: str) -> Project:
     facts = load(f"{TRL}.joint:TrainingFacts", "TRL's names")
     rows = {name: _of_alias(alias) for name, alias in table.items()}
 
-    def rule(item: Any) -> Rule:
+    def rule(item: Any) -> JointRule:
         names = tuple(name for name in item.names if name in rows)
-        return Rule(names, lambda values, known: dict(item.keys(values, facts(rows=known.rows, ranks=1))))
+        return JointRule(
+            names, lambda values, known: dict(item.keys(values, facts(rows=known.rows, ranks=1)))
+        )
 
     base = {} if algorithm == "grpo" else {"algorithm.name": algorithm}
     return Project(

@@ -33,18 +33,18 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class DataFacts:
     """What a file does not contain: the rows of its dataset, None if unknown."""
 
     rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class JointRule:
     """Several keys that are read together. Any of `names` triggers it; `keys` returns ours for all values."""
 
     names: tuple[str, ...]
-    keys: Callable[[Mapping[str, Any], Facts], Keys]
+    keys: Callable[[Mapping[str, Any], DataFacts], Keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Project:
 
     name: str
     rows: Mapping[str, Row]
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[JointRule, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Mapping[str, Any]], dict[str, Any]] = dict

@@ -39,7 +39,7 @@ def commands(text: str) -> list[list[str]]:
     What only a shell knows, such as ``$(hostname)``, stays as it is written. Variables of the environment become references
     of a configuration, ``${oc.env:NAME}``, since their values may be secret, and differ on other machines.
     """
-    script = _Script({name: f"${{oc.env:{name}}}" for name in os.environ})
+    script = _ShellScript({name: f"${{oc.env:{name}}}" for name in os.environ})
     return [words for line in _lines(text) if (words := script.run(line))]
 
 
@@ -65,7 +65,7 @@ def _lines(text: str) -> Iterator[str]:
         yield line
 
 
-class _Script:
+class _ShellScript:
     """The variables of a script."""
 
     def __init__(self, variables: dict[str, str]):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.migration.row import Facts, Keys, Rule, at_least_zero
+from rl4llm.extensions.migration.row import DataFacts, JointRule, Keys, at_least_zero
 
 A, M, R = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 Values = Mapping[str, Any]
@@ -57,7 +57,7 @@ def algorithm_of(values: Values) -> str:
     return LOSSES[mode] or ("dapo" if filters and estimator == "grpo" else ESTIMATORS[estimator])
 
 
-def _algorithm(values: Values, facts: Facts) -> Keys:
+def _algorithm(values: Values, facts: DataFacts) -> Keys:
     return {"algorithm.name": algorithm_of(values)}
 
 
@@ -69,12 +69,12 @@ def _prompts(values: Values) -> int:
     return math.ceil(int(values["data.train_batch_size"]) / _ranks(values))
 
 
-def _batches(values: Values, facts: Facts) -> Keys:
+def _batches(values: Values, facts: DataFacts) -> Keys:
     updates = round(int(values["data.train_batch_size"]) / int(values[f"{A}.ppo_mini_batch_size"]))
     return {"rollout.prompts": _prompts(values), "training.updates_per_rollout": max(1, updates)}
 
 
-def _steps(values: Values, facts: Facts) -> Keys:
+def _steps(values: Values, facts: DataFacts) -> Keys:
     if values.get("trainer.total_training_steps"):
         return {"max_steps": int(values["trainer.total_training_steps"])}
     batch, epochs = _prompts(values) * _ranks(values), int(values["trainer.total_epochs"])
@@ -85,7 +85,7 @@ def _steps(values: Values, facts: Facts) -> Keys:
     return {"max_steps": max(1, facts.rows // batch * epochs)}
 
 
-def _warmup(values: Values, facts: Facts) -> Keys:
+def _warmup(values: Values, facts: DataFacts) -> Keys:
     steps = int(values.get(f"{A}.optim.lr_warmup_steps", -1))
     share = float(values.get(f"{A}.optim.lr_warmup_steps_ratio", 0.0))
     if steps < 0 and share > 0:
@@ -97,7 +97,7 @@ def _warmup(values: Values, facts: Facts) -> Keys:
     return {"training.warmup_steps": max(0, steps)}
 
 
-def _clipping(values: Values, facts: Facts) -> Keys:
+def _clipping(values: Values, facts: DataFacts) -> Keys:
     name = algorithm_of(values)
     if name == "sapo":
         sides = {"positive": values.get(f"{A}.tau_pos", 1.0), "negative": values.get(f"{A}.tau_neg", 1.05)}
@@ -116,7 +116,7 @@ def _clipping(values: Values, facts: Facts) -> Keys:
     )
 
 
-def _divergence(values: Values, facts: Facts) -> Keys:
+def _divergence(values: Values, facts: DataFacts) -> Keys:
     if values.get(f"{A}.use_kl_loss"):
         kind = str(values.get(f"{A}.kl_loss_type", "low_var_kl")).rstrip("+")
         where, coefficient = "loss", values.get(f"{A}.kl_loss_coef", 0.001)
@@ -139,7 +139,7 @@ def _divergence(values: Values, facts: Facts) -> Keys:
     return keys
 
 
-def _aggregation(values: Values, facts: Facts) -> Keys:
+def _aggregation(values: Values, facts: DataFacts) -> Keys:
     mode = str(values[f"{A}.loss_agg_mode"])
     if mode not in AGGREGATIONS:
         raise ConfigError(
@@ -152,7 +152,7 @@ def _aggregation(values: Values, facts: Facts) -> Keys:
     return keys
 
 
-def _scaling(values: Values, facts: Facts) -> Keys:
+def _scaling(values: Values, facts: DataFacts) -> Keys:
     scaled = values["algorithm.norm_adv_by_std_in_grpo"]
     if algorithm_of(values) in ("ppo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline"):
         return {}
@@ -163,7 +163,7 @@ def _path(name: Any) -> str | None:
     return str(Path(str(name)).expanduser()) if name else None
 
 
-def _critic(values: Values, facts: Facts) -> Keys:
+def _critic(values: Values, facts: DataFacts) -> Keys:
     name = algorithm_of(values)
     if name not in ("ppo", "vapo"):
         return {} if name != "reinforce_pp" else {"algorithm.gamma": values.get("algorithm.gamma", 1.0)}
@@ -179,7 +179,7 @@ def _critic(values: Values, facts: Facts) -> Keys:
     return {name: value for name, value in keys.items() if value is not None}
 
 
-def _rewards(values: Values, facts: Facts) -> Keys:
+def _rewards(values: Values, facts: DataFacts) -> Keys:
     for prefix in ("", "reward."):
         if path := values.get(f"{prefix}custom_reward_function.path"):
             function = values.get(f"{prefix}custom_reward_function.name") or "compute_score"
@@ -200,12 +200,12 @@ def _rewards(values: Values, facts: Facts) -> Keys:
     return {"rewards": rewards}
 
 
-def _directory(values: Values, facts: Facts) -> Keys:
+def _directory(values: Values, facts: DataFacts) -> Keys:
     name = values.get("trainer.default_local_dir") or f"runs/{values.get('trainer.experiment_name', 'verl')}"
     return {"output.dir": str(name)}
 
 
-def _engine(values: Values, facts: Facts) -> Keys:
+def _engine(values: Values, facts: DataFacts) -> Keys:
     name = str(values[f"{R}.name"])
     if name == "hf":
         return {}
@@ -215,7 +215,7 @@ def _engine(values: Values, facts: Facts) -> Keys:
     return {"inference.name": name, "inference.url": f"http://127.0.0.1:{port}", "inference.cohost": True}
 
 
-def _lora(values: Values, facts: Facts) -> Keys:
+def _lora(values: Values, facts: DataFacts) -> Keys:
     old = f"{M}.lora_rank", f"{M}.lora_alpha", f"{M}.target_modules"
     new = f"{M}.lora.rank", f"{M}.lora.alpha", f"{M}.lora.target_modules"
     rank, alpha, targets = (values.get(b, values.get(a)) for a, b in zip(old, new, strict=True))
@@ -226,14 +226,14 @@ def _lora(values: Values, facts: Facts) -> Keys:
 
 
 RULES = (
-    Rule(
+    JointRule(
         ("algorithm.adv_estimator", f"{A}.policy_loss.loss_mode", "algorithm.filter_groups.enable"),
         _algorithm,
     ),
-    Rule(("data.train_batch_size", f"{A}.ppo_mini_batch_size"), _batches),
-    Rule(("trainer.total_epochs", "trainer.total_training_steps"), _steps),
-    Rule((f"{A}.optim.lr_warmup_steps", f"{A}.optim.lr_warmup_steps_ratio"), _warmup),
-    Rule(
+    JointRule(("data.train_batch_size", f"{A}.ppo_mini_batch_size"), _batches),
+    JointRule(("trainer.total_epochs", "trainer.total_training_steps"), _steps),
+    JointRule((f"{A}.optim.lr_warmup_steps", f"{A}.optim.lr_warmup_steps_ratio"), _warmup),
+    JointRule(
         tuple(
             f"{A}.{name}"
             for name in (
@@ -247,7 +247,7 @@ RULES = (
         ),
         _clipping,
     ),
-    Rule(
+    JointRule(
         (
             *(f"{A}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type")),
             *(
@@ -258,25 +258,25 @@ RULES = (
         ),
         _divergence,
     ),
-    Rule((f"{A}.loss_agg_mode", f"{A}.loss_scale_factor"), _aggregation),
-    Rule(("algorithm.norm_adv_by_std_in_grpo",), _scaling),
-    Rule(
+    JointRule((f"{A}.loss_agg_mode", f"{A}.loss_scale_factor"), _aggregation),
+    JointRule(("algorithm.norm_adv_by_std_in_grpo",), _scaling),
+    JointRule(
         (
             *("critic.optim.lr", "critic.model.path", "critic.cliprange_value", "critic.ppo_epochs"),
             *("algorithm.gamma", "algorithm.lam", "trainer.critic_warmup"),
         ),
         _critic,
     ),
-    Rule(
+    JointRule(
         (
             *("custom_reward_function.path", "reward.custom_reward_function.path"),
             *("reward_model.enable", "reward.reward_model.enable"),
         ),
         _rewards,
     ),
-    Rule((f"{R}.name",), _engine),
-    Rule(("trainer.default_local_dir", "trainer.experiment_name"), _directory),
-    Rule(
+    JointRule((f"{R}.name",), _engine),
+    JointRule(("trainer.default_local_dir", "trainer.experiment_name"), _directory),
+    JointRule(
         tuple(
             f"{M}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "lora.rank", "lora.alpha")
         ),

@@ -39,7 +39,7 @@ def reward_functions(
         raise ConfigError(
             f"reward_weights has {len(weights)} numbers for {len(items)} reward_funcs. Give one number for each."
         )
-    answers = Answers(sum(_is_function(item) for item in items))
+    answers = BatchAnswers(sum(_is_function(item) for item in items))
     places = itertools.count()
     made = [_made(item, answers, places, plain=plain) for item in items]
     names = [reward if isinstance(reward, str) else reward.name for reward in made]
@@ -52,7 +52,9 @@ def reward_functions(
     return made, weighted_sum({name: float(weight) for name, weight in zip(names, weights, strict=True)})
 
 
-def _made(item: Any, answers: Answers, places: Iterator[int], *, plain: bool) -> BaseRewardFunction | str:
+def _made(
+    item: Any, answers: BatchAnswers, places: Iterator[int], *, plain: bool
+) -> BaseRewardFunction | str:
     """Return a reward; the one that runs programs stays a name, since the run provides its sandbox."""
     if item in ("sandbox", "code"):
         return "code"
@@ -71,7 +73,7 @@ def _is_function(item: Any) -> bool:
 
 
 @dataclass(slots=True)
-class Answers:
+class BatchAnswers:
     """Whether a sample got a number from any of `functions` functions, which are called one after the other."""
 
     functions: int
@@ -100,7 +102,7 @@ class TRLReward(BatchCallable):
 
     by_name = True
 
-    def __init__(self, function: Callable[..., Any], answers: Answers, place: int, *, plain: bool):
+    def __init__(self, function: Callable[..., Any], answers: BatchAnswers, place: int, *, plain: bool):
         name = getattr(function, "__name__", type(function).__name__).strip("<>")
         super().__init__(function, name)
         self.__qualname__ = getattr(function, "__qualname__", name)  # identifies it in a resumed run

@@ -18,7 +18,7 @@ import torch
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
-from rl4llm.inference.embedded.rows import Decoding, Fill, Newcomer, PrefixTable, Request, Row, RowTable
+from rl4llm.inference.embedded.rows import BusyRow, Decoding, Fill, Newcomer, PrefixTable, Request, RowTable
 from rl4llm.inference.embedded.stops import (
     CONTINUES,
     STOP_TOKEN,
@@ -75,7 +75,7 @@ class Engine:
         self._absent_A = torch.tensor(absent, device=self._device) if absent else None
         self._counters = Counters()
         self._batch: Decoding | None = None
-        self._ended: list[Row] = []  # whose requests are over, while the batch still computes them
+        self._ended: list[BusyRow] = []  # whose requests are over, while the batch still computes them
         self.version = -1
         self.waiting: list[Request] = []
         self._choose_path()
@@ -250,7 +250,7 @@ class Engine:
         row = self._rows.take(request.session)
         start = row.reusable(request.token_ids[:-1], whole=self._decoder.recurrent) if row else 0
         if row is None or not start:
-            return Newcomer(Row(request), 0)
+            return Newcomer(BusyRow(request), 0)
         row.request = request
         return Newcomer(row, start)
 
@@ -302,7 +302,7 @@ class Engine:
         if chunk:
             yield chunk
 
-    def _prefix_of(self, rows: Sequence[Row]) -> SharedPrefix | None:
+    def _prefix_of(self, rows: Sequence[BusyRow]) -> SharedPrefix | None:
         bases = [row.base for row in rows]
         if not any(bases):
             return None
@@ -371,7 +371,7 @@ class Engine:
             self._leave(leaving, park=True)
         return finished
 
-    def _leave(self, leaving: Sequence[Row], park: bool) -> None:
+    def _leave(self, leaving: Sequence[BusyRow], park: bool) -> None:
         """Stop decoding rows: they stay in the batch without advancing, or the batch ends."""
         for row in leaving:
             row.session = row.request.session if park else ""

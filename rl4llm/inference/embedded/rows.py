@@ -53,7 +53,7 @@ class Prefix:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class BusyRow:
     """A row of the cache in use by a request, or by a parked session with the tokens `cached_ids`."""
 
     request: Request  # the last one if the session is parked
@@ -91,14 +91,14 @@ class Fill(NamedTuple):
     slot: int
     start: int
     token_ids: Sequence[int]
-    row: Row | None = None
+    row: BusyRow | None = None
 
 
 @dataclass(slots=True)
 class Newcomer:
     """A row that starts to decode, and how many of its tokens are already cached."""
 
-    row: Row
+    row: BusyRow
     start: int
 
     @property
@@ -263,15 +263,15 @@ class RowTable:
 
     def __init__(self, cache: KVCache, max_rows: int):
         self._cache, self._max_rows = cache, max_rows
-        self.active: list[Row] = []
-        self.parked: list[Row] = []
+        self.active: list[BusyRow] = []
+        self.parked: list[BusyRow] = []
 
     @property
     def free(self) -> int:
         """Return how many more requests can decode."""
         return self._max_rows - len(self.active)
 
-    def take(self, session: str) -> Row | None:
+    def take(self, session: str) -> BusyRow | None:
         """Remove and return the parked row of a session."""
         row = next((row for row in self.parked if row.session == session), None) if session else None
         if row is not None:
@@ -282,7 +282,7 @@ class RowTable:
         """Forget a session's parked row."""
         self.parked = [row for row in self.parked if row.session != session]
 
-    def admit(self, newcomers: Sequence[Row]) -> int:
+    def admit(self, newcomers: Sequence[BusyRow]) -> int:
         """Let rows decode, in neighbouring slots in this order; return how many parked sessions were evicted."""
         evicted = max(0, len(self.active) + len(newcomers) + len(self.parked) - self._max_rows)
         self.parked.sort(key=lambda row: (row.last_used, row.session))
@@ -292,7 +292,7 @@ class RowTable:
         self._move(moves)
         return evicted
 
-    def leave(self, leaving: Sequence[Row]) -> None:
+    def leave(self, leaving: Sequence[BusyRow]) -> None:
         """Stop decoding rows: park those with a session, and move the last rows into the gaps."""
         gone = set(map(id, leaving))
         self.active = [row for row in self.active if id(row) not in gone]
@@ -309,7 +309,7 @@ class RowTable:
         self.active, self.parked = [], []
         self._cache.drop()
 
-    def _move(self, moves: list[tuple[Row, int]]) -> None:
+    def _move(self, moves: list[tuple[BusyRow, int]]) -> None:
         """Move rows to their targets; parked rows in the way move to the first free slots behind."""
         count = len(self.active)
         free = _free((row.slot for row in self.parked), start=count)
@@ -333,7 +333,7 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def sweep(self, rows: Iterable[Row]) -> None:
+    def sweep(self, rows: Iterable[BusyRow]) -> None:
         """Forget prompts that no row uses."""
         live = {row.prefix.token_ids for row in rows if row.prefix}
         self._prefixes = {ids: prefix for ids, prefix in self._prefixes.items() if ids in live}

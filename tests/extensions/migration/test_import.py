@@ -13,7 +13,7 @@ from rl4llm.extensions.migration.convert import convert
 from rl4llm.extensions.migration.original import ORIGINAL
 from rl4llm.extensions.migration.projects import PROJECTS, trl
 from rl4llm.extensions.migration.read import read
-from rl4llm.extensions.migration.row import Facts
+from rl4llm.extensions.migration.row import DataFacts
 from rl4llm.extensions.migration.shell import commands
 from rl4llm.extensions.migration.verl import VERL
 
@@ -46,7 +46,7 @@ EXPECTED = {
 
 def converted(source, rows=7473):
     found = read(str(source))
-    return convert(found.project, found.values, Facts(rows))
+    return convert(found.project, found.values, DataFacts(rows))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -74,7 +74,7 @@ def test_every_key_of_a_source_is_named_in_a_comment(name):
 
 def test_all_47_keys_of_verls_qwen3_script_are_answered():
     lines = (SOURCES / "verl_keys.txt").read_text().split()
-    found = convert(VERL, read(f"verl.trainer.main_ppo {' '.join(map(repr, lines))}").values, Facts(7473))
+    found = convert(VERL, read(f"verl.trainer.main_ppo {' '.join(map(repr, lines))}").values, DataFacts(7473))
     assert len(lines) == 47
     assert not found.open
     assert all(VERL.row(line.partition("=")[0]) for line in lines)
@@ -98,10 +98,10 @@ def test_deepspeed_sections_of_policy_and_critic_are_read():
 def test_scheduler_of_deepspeed_becomes_schedule_and_warmup():
     scheduler = {"type": "WarmupDecayLR", "params.warmup_num_steps": 20, "params.warmup_max_lr": 5e-6}
     given = {f"policy_deepspeed.scheduler.{name}": value for name, value in scheduler.items()}
-    keys = convert(ORIGINAL, {"deepspeed.optimizer.params.lr": 1e-3} | given, Facts()).keys
+    keys = convert(ORIGINAL, {"deepspeed.optimizer.params.lr": 1e-3} | given, DataFacts()).keys
     found = {name: keys[f"training.{name}"][0] for name in ("schedule", "warmup_steps", "lr")}
     assert found == {"schedule": "linear", "warmup_steps": 20, "lr": 5e-6}
-    unknown = convert(ORIGINAL, {"deepspeed.scheduler.type": "OneCycle"}, Facts())
+    unknown = convert(ORIGINAL, {"deepspeed.scheduler.type": "OneCycle"}, DataFacts())
     assert "scheduler.type=OneCycle has no counterpart. Accepted: WarmupLR" in unknown.open[0]
 
 
@@ -121,7 +121,7 @@ def test_value_model_is_trained_alone(tmp_path):
     expected = {"name": "ppo", "critic_warmup_steps": 1, "critic_epochs": 2, "lam": 1.0, "value_clip": None}
     assert config.algorithm | expected == config.algorithm
     assert config.training.lr == 5e-6 and config.training.updates_per_rollout == 32
-    keys = convert(ORIGINAL, {"value_net_config.max_steps": 7}, Facts()).keys
+    keys = convert(ORIGINAL, {"value_net_config.max_steps": 7}, DataFacts()).keys
     assert keys["algorithm.critic_warmup_steps"][0] == keys["max_steps"][0] == 7
 
 
@@ -132,7 +132,7 @@ def test_command_of_the_value_model_learns_from_one_rollout():
 
 
 def test_unknown_key_is_to_be_decided():
-    found = convert(ORIGINAL, {"grpo.group_size": 4, "policy_deepseed.lr": 1}, Facts())
+    found = convert(ORIGINAL, {"grpo.group_size": 4, "policy_deepseed.lr": 1}, DataFacts())
     assert found.open == ["policy_deepseed.lr=1: not a key of michaelnny/rl4llm that is known here"]
 
 
@@ -148,7 +148,7 @@ def test_value_without_a_counterpart_is_to_be_decided():
 
 def converted_words(words):
     source = read(words)
-    return convert(source.project, source.values, Facts())
+    return convert(source.project, source.values, DataFacts())
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_commands_of_each_project_are_read(command, project, key, value):
     files = {path.stem: path for path in SOURCES.glob("*.yaml")}
     source = read(command.format(**files))
     assert source.project.name == project
-    assert convert(source.project, source.values, Facts()).keys[key][0] == value
+    assert convert(source.project, source.values, DataFacts()).keys[key][0] == value
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_cannot_be_read_is_refused(given, message, tmp_path):
 
 def test_long_values_stay_on_one_line():
     values = {"grpo.system_prompt": "Think.\nThen answer: " + "x" * 200, "grpo.group_size": 4}
-    text = convert(ORIGINAL, values, Facts()).text("head")
+    text = convert(ORIGINAL, values, DataFacts()).text("head")
     comment = next(line for line in text.splitlines() if "system_prompt=" in line)
     assert "# system_prompt=Think. Then answer: xxx" in comment and comment.endswith("...")
     assert yaml.safe_load(text)["data"]["system_prompt"] == values["grpo.system_prompt"]
@@ -228,7 +228,7 @@ def test_variables_stay_references_and_secrets_are_hidden(suffix, text, tmp_path
 
 def test_secret_of_a_key_of_ours_is_left_out():
     values = {"trainer.project_name": "sk-0123456789abcdef0123", "trainer.total_training_steps": 5}
-    found = convert(VERL, values, Facts())
+    found = convert(VERL, values, DataFacts())
     assert "tracking.project: the secret is not written here" in found.open[-1]
     assert "sk-" not in found.text("head")
 

@@ -12,7 +12,7 @@ import yaml
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.extensions.migration.convert import convert
 from rl4llm.extensions.migration.read import read
-from rl4llm.extensions.migration.row import Facts
+from rl4llm.extensions.migration.row import DataFacts
 from rl4llm.rewards.registry import REWARDS
 
 FOLDER = Path(__file__).parent
@@ -30,7 +30,7 @@ def use(row):
             source = read(
                 str(FOLDER / "sources" / row["file"]) if "file" in row else row["convert"].format(**FILES)
             )
-            found = convert(source.project, source.values, Facts(1000))
+            found = convert(source.project, source.values, DataFacts(1000))
             assert len(found.keys) > 5
         elif "script" in row:
             run_train._parser("grpo").parse_args(row["script"].format(**FILES).split())

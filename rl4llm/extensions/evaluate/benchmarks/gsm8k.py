@@ -67,7 +67,7 @@ class Flexible(_Extracted):
         return [_example("It is $1,018.", 1.0), _example("It is 1017", 0.0)]
 
 
-class Strict(_Extracted):
+class StrictMatch(_Extracted):
     """The first number after ``####`` counts: lm-eval's `strict-match`."""
 
     def __init__(self, name: str = "strict"):
@@ -94,7 +94,7 @@ GSM8K = Benchmark(
     version=1,
     source="openai/gsm8k:main",
     rows=rows,
-    rewards=[{"name": f"{HERE}:Flexible"}, {"name": f"{HERE}:Strict", "weight": 0}],
+    rewards=[{"name": f"{HERE}:Flexible"}, {"name": f"{HERE}:StrictMatch", "weight": 0}],
     max_tokens=256,
     stop=("Question:", "</s>", "<|im_end|>"),
 )

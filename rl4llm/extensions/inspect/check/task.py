@@ -23,7 +23,7 @@ QUOTED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TaskReport:
     """What was measured: `metrics` as in a run's log, answers in a wrong format, times, and what to change.
 
     `quoted` are answers that no reward could read, or any if nothing teaches; `refused` are calls that got errors.
@@ -76,7 +76,7 @@ class Task:
             yield "change        nothing: this task can be trained as it is"
 
 
-def examine(config: Config, prompts: int) -> Task:
+def examine(config: Config, prompts: int) -> TaskReport:
     """Play groups of the run's size on the first `prompts` prompts that it would train on.
 
     Nothing of the run is read or written: the policy is `model.path`. Raises ConfigError if nothing is sampled.
@@ -98,7 +98,7 @@ def examine(config: Config, prompts: int) -> Task:
         bench.close()
 
 
-def _examined(trainer: RLTrainer, config: Config, prompts: int) -> Task:
+def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
     prompts = min(prompts, trainer.rollout.num_rows)
     result, played_s = seconds(play, trainer, prompts)
     groups = [group for group in result.groups if not group.frozen]
@@ -110,7 +110,7 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> Task:
     without = [one for one in members if unread(one)]
     no_answer = len(without) / len(members)
     teaches = metrics.get("groups/zero_spread", 0.0) < 1
-    return Task(
+    return TaskReport(
         prompts=prompts,
         group_size=trainer.rollout.group_size,
         metrics=metrics,

@@ -69,7 +69,7 @@ CARDS = {  # with the memory that torch finds
 }
 
 
-class Decoding(NamedTuple):
+class DecodingTime(NamedTuple):
     """A rollout on one device: `rows` decode at once, in `waves` one after the other, each `steps` tokens."""
 
     rows: int
@@ -82,12 +82,12 @@ class Decoding(NamedTuple):
         return f"{span(self.total_s)} ({self.waves} x {self.rows:,} rows, {1e3 * self.step_s:.1f} ms a token)"
 
 
-class Rollout(NamedTuple):
+class RolloutTime(NamedTuple):
     """The same rollout on a card, with the embedded engine and with a server on each device."""
 
     card: str
-    embedded: Decoding
-    server: Decoding
+    embedded: DecodingTime
+    server: DecodingTime
     sequences: int
     local: bool  # the configuration has the embedded engine
 
@@ -141,7 +141,7 @@ def given_card(words: str, device: str) -> str:
     return name
 
 
-def estimate(plan: RunPlan, card: str | None, *, here: bool) -> Rollout | NotEstimated | None:
+def estimate(plan: RunPlan, card: str | None, *, here: bool) -> RolloutTime | NotEstimated | None:
     """Return how a rollout decodes on a card, by default on this machine's if the plan is for it, or why that is unknown.
 
     None for a CPU or another card, and if nothing decodes.
@@ -170,14 +170,14 @@ def estimate(plan: RunPlan, card: str | None, *, here: bool) -> Rollout | NotEst
     limit, kernels = int(options.get("max_rows", MAX_ROWS)), CAPTURED if captured else LAUNCHED
     embedded = _decoding(plan, CARDS[card], kernels, limit)
     server = _decoding(plan, CARDS[card], SERVER, room)
-    return Rollout(card, embedded, server, counts.trajectories, local)
+    return RolloutTime(card, embedded, server, counts.trajectories, local)
 
 
-def _decoding(plan: RunPlan, card: Card, kernels: Kernels, limit: int) -> Decoding:
+def _decoding(plan: RunPlan, card: Card, kernels: Kernels, limit: int) -> DecodingTime:
     sequences, steps = plan.counts.trajectories, plan.counts.new_tokens
     rows = min(limit, sequences)
     waves, one = -(-sequences // rows), step_s(plan, card, kernels, rows)
-    return Decoding(rows, waves, steps, one, waves * steps * one)
+    return DecodingTime(rows, waves, steps, one, waves * steps * one)
 
 
 def step_s(plan: RunPlan, card: Card, kernels: Kernels, rows: int) -> float:

@@ -22,7 +22,7 @@ START = "Start the server with scripts/launch_vllm.sh, or with the same options"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldVersions:
     """What the server's workers report about their weights; `ids` change with every load and every restart."""
 
     version: int
@@ -260,7 +260,7 @@ class VLLMClient(AdaptingClient):
         scores = [field(field(row, str(token), request_id), "logprob", request_id) for row, token in pairs]
         return [float("nan") if score is None else _number(score) for score in scores]
 
-    def _check_base(self, held: Held, adapter: str | None) -> None:
+    def _check_base(self, held: HeldVersions, adapter: str | None) -> None:
         if adapter is None and held.adapters_leak:
             raise EngineError(
                 f"{self.base_url} holds LoRA adapters, and on a CPU vLLM also applies them to requests for the model "
@@ -290,7 +290,9 @@ class VLLMClient(AdaptingClient):
                 f"set inference.context_length={longest}."
             )
 
-    async def _ask_workers(self, method: str, *arguments: str, deadline_s: float | None = None) -> Held:
+    async def _ask_workers(
+        self, method: str, *arguments: str, deadline_s: float | None = None
+    ) -> HeldVersions:
         """Call a method of the worker extension in every worker."""
         body = {"method": method, "args": list(arguments)}
         deadline_s = deadline_s or self.admin_deadline_s
@@ -369,7 +371,7 @@ def _choice(answer: Any, what: str) -> Mapping[str, Any]:
     return choices[0]
 
 
-def _held(answer: Any) -> Held:
+def _held(answer: Any) -> HeldVersions:
     """Combine the workers' reports: the version is valid only if all of them hold it."""
     workers = field(answer, "results", "/collective_rpc")
     if not isinstance(workers, list) or not workers:
@@ -382,4 +384,6 @@ def _held(answer: Any) -> Held:
     leak = any(worker.get("adapters_leak") for worker in workers)
     can_sleep = all(worker.get("can_sleep", True) for worker in workers)
     asleep = frozenset(tag for worker in workers for tag in str(worker.get("asleep", "")).split(",") if tag)
-    return Held(versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak, can_sleep, asleep)
+    return HeldVersions(
+        versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak, can_sleep, asleep
+    )

@@ -29,7 +29,7 @@ class BusyError(RL4LLMError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpenTurn:
     """A request: the text of the prompt as a model gets it, the session, and where the answer goes."""
 
     prompt: str
@@ -45,11 +45,11 @@ class Person(BaseClient):
     def __init__(self, tokenizer: Any):
         self.context_length, self.vocab_size = CONTEXT, len(tokenizer)
         self._tokenizer = tokenizer
-        self._waiting: list[Asked] = []
+        self._waiting: list[OpenTurn] = []
         self._left = False
 
     @property
-    def asked(self) -> Asked | None:
+    def asked(self) -> OpenTurn | None:
         """Return the oldest request without an answer."""
         return next(iter(self._waiting), None)
 
@@ -77,7 +77,9 @@ class Person(BaseClient):
     ) -> Completion:
         if self._left:
             raise LeftError
-        asked = Asked(self._tokenizer.decode(prompt_ids), session, asyncio.get_running_loop().create_future())
+        asked = OpenTurn(
+            self._tokenizer.decode(prompt_ids), session, asyncio.get_running_loop().create_future()
+        )
         self._waiting.append(asked)
         try:
             text = await asked.answer
