@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from rl4llm.core.message import after_thinking
-from rl4llm.rewards.conclusion import boxes, concluded, first_sentence, joined, last_number, leading_formula
+from rl4llm.rewards.amounts import last_number
+from rl4llm.rewards.conclusion import concluded, first_sentence
+from rl4llm.rewards.marks import boxes, joined, leading_formula
 
 Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
 

@@ -1,8 +1,11 @@
 """Where the final answer stands in what a model wrote."""
 
+import re
+
 import pytest
 
 from rl4llm.core.message import after_thinking
+from rl4llm.rewards import amounts
 from rl4llm.rewards.extract import boxed_answers, final_answer
 
 
@@ -168,6 +171,15 @@ def test_the_last_closed_tag_counts(text, answer):
         ("He is 45 miles from home at the end of 4 hours.", "45 miles"),
         ("So 21-12 = 9 pancakes were left.", "9 pancakes"),
         ("The chance is 1 in 6.", None),
+        ("It costs $64 for 16 glasses.", "$64"),
+        ("She pays $64 for 16 glasses.", "$64"),
+        ("He peels 30 shrimp in 10 minutes.", "30 shrimp"),
+        ("By Thursday it grows 3P = 36 for her", None),
+        ("I did not use the number 18.", None),
+        ("The total is not the number 18.", None),
+        ("I used no 17, and I didn't need 18.", None),
+        ("It is not 17 but 18.", "18"),
+        ("She did not eat 3 of them, so 18 remain.", "18 remain"),
         ("It is 18. Shall I go through it again?", "18"),
         ("I cannot know more, but my guess is 18.", "18"),
         ("The answer cannot be determined.", "cannot be determined"),
@@ -182,6 +194,17 @@ def test_the_last_closed_tag_counts(text, answer):
 )
 def test_what_the_last_sentences_conclude_with_is_the_answer(text, answer):
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize("table", ["BEFORE", "AFTER"])
+def test_each_mark_of_other_notation_keeps_a_number_out(table, monkeypatch):
+    marks = getattr(amounts, table)
+    for text in marks:
+        assert amounts.last_number(text) is None, text
+        others = [pattern for other, pattern in marks.items() if other != text]
+        monkeypatch.setattr(amounts, f"_{table}", re.compile("|".join(others)))
+        assert amounts.last_number(text) is not None, f"{text} needs no pattern"
+        monkeypatch.undo()
 
 
 def test_auto_prefers_box_then_hash_then_words_then_number():
