@@ -21,7 +21,6 @@ EXTRAS = {
     "gymnasium": ["gymnasium>=1.0,<2"],
     "openenv": ["openenv>=0.10,<0.11"],  # not with mcp: it wants another version of that
     "mcp": ["mcp>=2.3,<3"],
-    "ray": ["ray[default]>=2.40,<3"],
     "modal": ["modal>=1.6.4,<2"],
     "search": ["bm25s>=0.2.10,<1"],
     "real": ["gguf>=0.17,<1", "accelerate>=1.1,<2"],  # read the quickstart's pretrained model of the package index

@@ -36,7 +36,7 @@ LAYERS = {  # a file may import from lower layers; above 0, folders of the same 
 }
 HEAVY = {
     "deepspeed", "sglang", "vllm", "wandb", "mlflow", "trackio", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium",
-    "openenv", "ray",
+    "openenv",
 }  # fmt: skip
 
 

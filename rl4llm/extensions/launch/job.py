@@ -88,16 +88,3 @@ def places(machines: Sequence[Mapping[str, int]], roles: Sequence[Role]) -> list
             "trainer=2 is not accepted for one machine: one trainer starts launch.nproc processes on its machine."
         )
     return found
-
-
-def spread(roles: Sequence[Role]) -> list[dict[str, int]]:
-    """Distribute roles over machines of one kind: trainers, then servers; all other roles run on the first machine."""
-    by_name = {role.name: role for role in roles}
-    trainer, server = by_name["trainer"], by_name.get("server")
-    machines: list[dict[str, int]] = [{"trainer": 1} for _ in range(trainer.count)]
-    if server is not None:
-        each = max(1, trainer.gpus // server.gpus) if server.gpus else 1
-        full, left = divmod(server.count, each)
-        machines += [{"server": each} for _ in range(full)] + ([{"server": left}] if left else [])
-    machines[0] |= {name: by_name[name].count for name in ("router", "env") if name in by_name}
-    return machines

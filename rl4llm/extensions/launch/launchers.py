@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl4llm.config import Config, load_config, to_yaml
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.extensions.launch import kubernetes, modal, ray, skypilot, slurm, ssh
+from rl4llm.extensions.launch import modal, slurm, ssh
 from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.roles import roles
 
@@ -28,14 +28,12 @@ class Launcher:
         render: returns the files of a job, by name.
         submit: returns the command that submits them, run in their directory.
         config: path of the configuration for the processes; "" for next to the files, on a shared file system.
-        shared: the option for the directory that all machines share, if it is not the working directory.
         ready: raises ConfigError if the command could not submit anything, before files are written.
     """
 
     render: Callable[[ClusterJob, str], Mapping[str, str]]
     submit: Callable[[ClusterJob], Sequence[str]]
     config: str = ""
-    shared: str | None = None
     ready: Callable[[], None] = lambda: None
 
 
@@ -48,10 +46,7 @@ def _without_config(
 LAUNCHERS: Mapping[str, Launcher] = {
     "ssh": Launcher(_without_config(ssh.render), ssh.submit),
     "slurm": Launcher(_without_config(slurm.render), slurm.submit),
-    "skypilot": Launcher(_without_config(skypilot.render), skypilot.submit, config=CONFIG, shared="shared"),
-    "ray": Launcher(_without_config(ray.render), ray.submit),
     "modal": Launcher(modal.render, modal.submit, config=modal.CONFIG, ready=modal.ready),
-    "kubernetes": Launcher(kubernetes.render, kubernetes.submit, config=kubernetes.CONFIG, shared="shared"),
 }
 
 
@@ -70,7 +65,7 @@ def launch_on(
     """
     directory, files, words, job = prepared(name, config, overrides, options=options, out=out)
     missing = [key for key in job.secrets if submit and not os.environ.get(key)]
-    if missing and name != "kubernetes":
+    if missing:
         raise ConfigError(f"{missing[0]} is not set. Next: export {missing[0]}=$(openssl rand -hex 32)")
     if submit:
         LAUNCHERS[name].ready()
@@ -105,7 +100,7 @@ def prepared(
     directory = out or Path(f"{chosen.output.dir.rstrip('/')}-{name}")
     job = _job(chosen, launcher, directory, dict(map(_option, options)))
     text = to_yaml(chosen, elsewhere=True)
-    files = {**launcher.render(job, text), **({CONFIG: text} if launcher.config in ("", CONFIG) else {})}
+    files = {**launcher.render(job, text), **({CONFIG: text} if not launcher.config else {})}
     return directory, files, list(launcher.submit(job)), job
 
 
@@ -116,15 +111,7 @@ def _job(config: Config, launcher: Launcher, directory: Path, options: dict[str,
         or "rl4llm"
     )
     name = name if name[0].isalpha() else f"run-{name}"
-    here = Path.cwd()
-    if launcher.shared:
-        here = Path(options.get(launcher.shared, "/shared"))
-        if not Path(config.output.dir).is_absolute() or not Path(config.output.dir).is_relative_to(here):
-            raise ConfigError(
-                f"output.dir={config.output.dir} is not accepted: all machines must see it, and they share {here}. "
-                f"Next: output.dir={here}/{Path(config.output.dir).name}, or --option {launcher.shared}=PATH."
-            )
-    return ClusterJob(name, roles(config, ("rl4llm", "launch", path)), here, options)
+    return ClusterJob(name, roles(config, ("rl4llm", "launch", path)), Path.cwd(), options)
 
 
 def _option(text: str) -> tuple[str, str]:

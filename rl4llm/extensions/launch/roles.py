@@ -29,7 +29,7 @@ PORTS = {"trainer": 29500, "server": 30000, "router": 30100, "env": 50051}
 WITH_PORT = re.compile(r"(\[.*\]|[^:]*):(\d+)")  # an IPv6 address has more than one colon
 SGLANG = "sglang>=0.5.2,<0.6"  # needs another torch than rl4llm, so it is none of its extras
 CPUS, CPUS_WITH_GPU, GIB_OF_CPU = 4, 8, 8
-"""Processors of a process without a GPU, and for each GPU; memory for each processor. Launchers ask for these by default."""
+"""Processors of a process without a GPU, and for each GPU; memory for each processor: Slurm's defaults."""
 SHARDS = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
 IN_TURNS = {
     "sglang": ("--enable-memory-saver", "--mem-fraction-static", "0.7"),
@@ -50,7 +50,6 @@ class Role:
         gpu: type of the GPUs; None for any.
         shares_gpus: whether its processes use the trainer's GPUs, in turns with it.
         secrets: environment variables that must be set where it runs; no file contains them.
-        shared: whether it must see output.dir, models and data under the same paths as the trainer.
         cpus: processors that launchers ask for, by default, for each process.
     """
 
@@ -60,14 +59,8 @@ class Role:
     gpus: int = 0
     gpu: str | None = None
     secrets: tuple[str, ...] = ()
-    shared: bool = False
     shares_gpus: bool = False
     cpus: int = CPUS
-
-    @property
-    def memory_gib(self) -> int:
-        """Return the memory that launchers ask for, by default, for each process."""
-        return self.cpus * GIB_OF_CPU
 
     def port(self, number: int) -> int:
         """Return the port of the process with this number."""
@@ -102,7 +95,6 @@ def roles(config: Config, command: Sequence[str], *, here: bool = False) -> list
             gpus,
             gpu if gpus else None,
             () if here else _secrets(config, name),
-            shared=name != "router",
             shares_gpus=name == "server" and bool(config.inference.get("cohost")),
             cpus=gpus * CPUS_WITH_GPU or CPUS * (launch.nproc if name == "trainer" else 1),
         )

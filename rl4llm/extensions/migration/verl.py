@@ -208,7 +208,7 @@ ROWS: dict[str, Row] = {
     **each(CHOSEN, "trainer.use_legacy_worker_impl", "trainer.esi_redundant_time",
            "trainer.ray_wait_register_center_timeout"),
     "trainer.*": OTHERS,
-    **each(none("rl4llm needs no Ray; `rl4llm launch --on ray` uses a cluster that has it"), "ray_kwargs.*", "ray_init.*"),
+    **each(none("rl4llm needs no Ray; `examples/clusters/ray_job.py` starts on one"), "ray_kwargs.*", "ray_init.*"),
     "transfer_queue.*": CHOSEN,
 }  # fmt: skip
 

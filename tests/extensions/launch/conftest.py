@@ -15,7 +15,6 @@ def written(tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text(HOSTS)
 
     def write(engine, *overrides, options=None, **more):
-        elsewhere = [f"output.dir=/shared/{tmp_path.name}"] if engine in ("skypilot", "kubernetes") else []
         given = OPTIONS[engine] if options is None else options
         arguments = {
             "options": given,
@@ -24,7 +23,7 @@ def written(tmp_path, monkeypatch):
             "say": lambda text: None,
             **more,
         }
-        assert launch_on(engine, "run.yaml", [*elsewhere, *overrides], **arguments) == 0
+        assert launch_on(engine, "run.yaml", overrides, **arguments) == 0
         return arguments["out"]
 
     return write

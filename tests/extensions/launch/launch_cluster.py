@@ -19,8 +19,6 @@ COUNTS = {"trainer": 2, "server": 3, "router": 1, "env": 2}
 OPTIONS = {
     "slurm": ["partition=all"],
     "ssh": ["hosts=hosts"],
-    "skypilot": ["shared=/shared", "volume=disk"],
-    "kubernetes": ["image=img", "claim=disk"],
 }
 HOSTS = "node1 trainer\nme@node2 trainer router   # a comment\n\nnode3 server=3 env=2\n"
 SECRETS = {"RL4LLM_SERVER_KEY": "5ecret one", "RL4LLM_ENV_TOKEN": "5ecret two's"}

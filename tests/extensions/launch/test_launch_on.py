@@ -11,18 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from launch_cluster import COUNTS, EVERY_ROLE, OPTIONS, RL4LLM, SECRETS
 from small_run import SmallRun
 
-from rl4llm import __version__
 from rl4llm.cli import main
 from rl4llm.compose.choices import nobody_starts
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.launch.launchers import prepared
 from rl4llm.extensions.launch.local import planned
-from rl4llm.extensions.launch.ray import Holder
 
 WAITS = RL4LLM.replace("-lt 8", "-lt 99")  # until it is told to end
 
@@ -66,10 +62,6 @@ def test_files_hold_the_whole_configuration_and_no_secret(engine, written, monke
     files = texts(directory)
     assert not [name for name, text in files.items() if "5ecret" in text]
     assert all(name in "".join(files.values()) for name in SECRETS)
-    if engine == "kubernetes":
-        (directory / "config.yaml").write_text(
-            next(yaml.safe_load_all(files["job.yaml"]))["data"]["config.yaml"]
-        )
     config = load_config(directory / "config.yaml")
     assert config.training.lr == 0.125
     assert config.launch.servers == EVERY_ROLE["launch"]["servers"]
@@ -215,74 +207,6 @@ def test_names_with_any_characters_stay_what_they_are(engine, written, cluster, 
     assert not [*tmp_path.rglob("broken")]
 
 
-def test_each_node_of_a_skypilot_task_starts_what_its_rank_says(written, cluster, tmp_path):
-    options = [f"shared={tmp_path}", "volume=disk", "infra=kubernetes"]
-    directory = written("skypilot", f"output.dir={tmp_path}/run", options=options)
-    task = yaml.safe_load((directory / "task.yaml").read_text())
-    assert task["num_nodes"] == 5  # two that train, and one for each server where there are no GPUs to count
-    assert task["secrets"] == dict.fromkeys(SECRETS)
-    assert (task["resources"]["cpus"], task["resources"]["memory"]) == ("28+", "224+")
-    assert f"pip install 'rl4llm=={__version__}'" in task["setup"]
-    assert "sglang" in task["setup"]
-    ips = "\n".join(f"10.0.0.{rank}" for rank in range(5))
-    nodes = []
-    for rank in range(5):
-        own = {"SKYPILOT_NODE_IPS": ips, "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_TASK_ID": "sky-1"}
-        command = ["bash", "-c", task["run"].replace("sleep 5", "sleep 0.1")]
-        nodes.append(subprocess.Popen(command, env={**cluster.environ, **own}, cwd=directory))
-    assert [node.wait(60) for node in nodes] == [75, 75, 0, 0, 0]
-    _, hosts = check_all_started(cluster, "config.yaml")
-    assert hosts["server"] == "10.0.0.2,10.0.0.3,10.0.0.4"
-    assert hosts["router"] == "10.0.0.0"
-    assert not cluster.left()
-
-
-def test_skypilot_reads_the_task(written):
-    sky = pytest.importorskip("sky", reason="skypilot is not installed; it needs a separate environment")
-    gpus = ["model.device=auto", "launch.gpu=H100", "launch.server_gpus=2"]
-    task = sky.Task.from_yaml(str(written("skypilot", *gpus) / "task.yaml"))
-    assert task.num_nodes == 4  # of four GPUs: two that train, one with two servers, one with one
-    assert next(iter(task.resources)).accelerators == {"H100": 4}
-
-
-def test_kubernetes_objects_are_valid_and_pods_have_their_names(written):
-    directory = written(
-        "kubernetes", "model.device=auto", "launch.gpu=H100", options=["image=i", "claim=c", "namespace=n"]
-    )
-    objects = list(yaml.safe_load_all((directory / "job.yaml").read_text()))
-    by_name = {(item["kind"], item["metadata"]["name"]): item for item in objects}
-    name = next(key for kind, key in by_name if kind == "Job").removesuffix("-trainer")
-    assert {item["metadata"]["namespace"] for item in objects} == {"n"}
-    pods = {}
-    for role, count in COUNTS.items():
-        owner = by_name["Job" if role == "trainer" else "StatefulSet", f"{name}-{role}"]
-        assert owner["spec"]["completions" if role == "trainer" else "replicas"] == count
-        pod = owner["spec"]["template"]
-        service = by_name["Service", pod["spec"]["subdomain"]]
-        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-        pods[role] = ",".join(f"{name}-{role}-{number}.{name}-{role}" for number in range(count))
-        (container,) = pod["spec"]["containers"]
-        assert container["command"] == ["rl4llm", "launch", "/etc/rl4llm/config.yaml", "--as", role]
-        environ = {item["name"]: item.get("value") for item in container["env"]}
-        assert (
-            container["resources"]["requests"]
-            == {
-                "trainer": {"cpu": "32", "memory": "256Gi"},
-                "server": {"cpu": "4", "memory": "32Gi"},
-                "router": {"cpu": "4", "memory": "32Gi"},
-                "env": {"cpu": "4", "memory": "32Gi"},
-            }[role]
-        )
-        mounted = {item["name"] for item in container["volumeMounts"]}
-        assert mounted == {item["name"] for item in pod["spec"]["volumes"]}
-    assert {role: environ[f"RL4LLM_{role.upper()}_HOSTS"] for role in COUNTS} == pods
-    validate = pytest.importorskip(
-        "kubernetes_validate", reason="kubernetes-validate is not installed: 108 MB of schemas"
-    )
-    for item in objects:
-        validate.validate(item, "1.37", strict=True)
-
-
 @pytest.mark.parametrize(
     ("engine", "options", "message"),
     [
@@ -294,10 +218,6 @@ def test_kubernetes_objects_are_valid_and_pods_have_their_names(written):
         ("ssh", [], "--on ssh needs --option hosts=FILE"),
         ("ssh", ["host=hosts"], "Did you mean 'hosts'"),
         ("ssh", ["hosts=wrong"], "wrong, line 2: 'node2 server=x' is not accepted"),
-        ("skypilot", ["volume=v"], "needs --option shared=/PATH"),
-        ("skypilot", ["shared=/other", "volume=v"], "output.dir=.* all machines must see it"),
-        ("kubernetes", ["image=i"], "needs --option claim=NAME"),
-        ("kubernetes", ["image=i", "claim=c", "shared=/other"], "output.dir=.* all machines must see it"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(engine, options, message, written, tmp_path):
@@ -357,10 +277,9 @@ def test_two_runs_on_one_machine_use_different_ports(written):
 @pytest.mark.parametrize("engine", OPTIONS)
 def test_a_dry_run_of_an_engine_shows_its_files_and_writes_none(engine, written, capsys, tmp_path):
     files = texts(written(engine))
-    elsewhere = [f"output.dir=/shared/{tmp_path.name}"] if engine in ("skypilot", "kubernetes") else []
     options = [word for option in OPTIONS[engine] for word in ("--option", option)]
     out = tmp_path / "none"
-    words = ["launch", "run.yaml", *elsewhere, "--on", engine, *options, "--out", str(out), "--dry-run"]
+    words = ["launch", "run.yaml", "--on", engine, *options, "--out", str(out), "--dry-run"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["files"].keys() == files.keys()
@@ -386,7 +305,7 @@ def test_a_dry_run_of_an_engine_shows_its_files_and_writes_none(engine, written,
         (["--dry-run"], "--dry-run is not accepted without --on or --as"),
         (["--on", "slurm", "--json"], "--json is not accepted without --dry-run"),
         (["--on", "slurm", "--as", "server"], "Use only one of the two"),
-        (["--on", "here"], "--on='here' is unknown. Known: kubernetes, local"),
+        (["--on", "here"], "--on='here' is unknown. Known: local, modal"),
     ],
 )
 def test_no_option_is_passed_over(words, message, written, capsys):
@@ -510,12 +429,3 @@ def test_slurm_options_about_processors_replace_the_usual_ones(written):
     script = (written("slurm", options=options) / "job.sbatch").read_text()
     assert "--cpus-per-task" not in script
     assert "--mem-per-cpu" not in script
-
-
-def test_ray_job_works_in_the_directory_where_it_was_submitted(written, tmp_path):
-    written("ray", options=[])
-    job = prepared("ray", "run.yaml", [], options=[], out=tmp_path / "on ray")
-    assert job[2][-2:] == [str(tmp_path / "on ray" / "config.yaml"), str(tmp_path)]
-    holder = Holder()
-    assert holder.hold([sys.executable, "-c", "open('here', 'w').close()"], {}, str(tmp_path / "on ray")) == 0
-    assert (tmp_path / "on ray" / "here").exists()
