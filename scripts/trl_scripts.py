@@ -118,7 +118,7 @@ def ran(trl: Path, name: str, hub: Path) -> tuple[str, str]:
     """Run a script; one that would take more than a step is stopped after the first."""
     words = ["--no-push"] if name in NO_PUSH else []
     command = [sys.executable, "-m", "rl4llm", "run", *words, str(trl / name), *CASES.get(name, [])]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(hub / "cache"), "TRACKIO_DIR": str(hub / "trackio")}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(hub / "cache")}
     with (hub / "log").open("w+") as log:
         process = subprocess.Popen(command, cwd=hub, stdout=log, stderr=log, env=os.environ | offline)
         until, asked = time.monotonic() + LIMIT_S, False

@@ -35,7 +35,7 @@ LAYERS = {  # a file may import from lower layers; above 0, folders of the same 
     "trainers": 3,
 }
 HEAVY = {
-    "deepspeed", "sglang", "vllm", "wandb", "mlflow", "trackio", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium",
+    "deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium",
     "openenv",
 }  # fmt: skip
 

@@ -396,4 +396,4 @@ def warn(tracker: RunTracker, config: Config, texts: Sequence[str]) -> None:
 
 
 def _trackers(config: Config) -> list[str]:
-    return [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if getattr(config.tracking, name)]
+    return [name for name in ("tensorboard", "wandb") if getattr(config.tracking, name)]

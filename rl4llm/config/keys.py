@@ -170,9 +170,7 @@ class CheckpointConfig:
 class TrackingConfig:
     tensorboard: bool = True
     wandb: bool = False  # WANDB_MODE=offline keeps it in files that `wandb sync` uploads
-    mlflow: bool = False  # where MLFLOW_TRACKING_URI says, else in mlflow.db of the working directory
-    trackio: bool = False  # on this machine, for `trackio show`
-    project: str = "rl4llm"  # of W&B and Trackio, and the experiment of MLflow
+    project: str = "rl4llm"  # of W&B
     episodes_every: Natural = 1  # steps; 0 stores none
     episodes_per_step: Natural = 64
 

@@ -37,8 +37,8 @@ Gathered = tuple[int, list[list[Episode]], list[Failure]]
 
 
 class RunTracker:
-    """Console, metrics, episodes, learning curve and resources of one run, in its directory, and `trackers` by name: any of
-    tensorboard, wandb, mlflow and trackio, where it is a run of `project`.
+    """Console, metrics, episodes, learning curve and resources of one run, in its directory, and `trackers` by name:
+    tensorboard and wandb, where it is a run of `project`.
 
     `begin` opens the logs at a step and removes later rows of an earlier start, since the run repeats those steps. A failed
     write is reported once and never stops training.

@@ -111,8 +111,6 @@ class JsonlTracker(Tracker):
 
 
 SERVICES = {
-    "mlflow": "rl4llm.extensions.trackers.mlflow:open_tracker",
-    "trackio": "rl4llm.extensions.trackers.trackio:open_tracker",
     "wandb": "rl4llm.extensions.trackers.wandb:WandbTracker",
 }
 """Trackers that are services, by the name of their package, their key under `tracking` and their extra."""

@@ -39,6 +39,6 @@ def test_a_tracker_without_its_folder_is_refused_in_one_line(monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "rl4llm.extensions.trackers", None)
     with pytest.raises(
-        ConfigError, match=r"tracking\.mlflow=true needs rl4llm/extensions/trackers, which is missing"
+        ConfigError, match=r"tracking\.wandb=true needs rl4llm/extensions/trackers, which is missing"
     ):
-        check_installed(["mlflow"])
+        check_installed(["wandb"])

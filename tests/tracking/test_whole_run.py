@@ -10,15 +10,12 @@ ROWS = [{"messages": [{"role": "user", "content": f"Say {n}."}], "ground_truth":
 HELD_OUT = [
     {"messages": [{"role": "user", "content": f"Say no {n}."}], "ground_truth": "no"} for n in range(2)
 ]
-EXTRAS = [name for name in ("wandb", "mlflow") if importlib.util.find_spec(name)]
+EXTRAS = [name for name in ("wandb",) if importlib.util.find_spec(name)]
 
 
 def test_equal_rewards_raise_an_alert_and_episodes_are_logged(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     run = tmp_path / "run"
     overrides = {f"tracking.{name}": True for name in EXTRAS}
     GRPOTrainer(
@@ -45,13 +42,3 @@ def test_equal_rewards_raise_an_alert_and_episodes_are_logged(model_dir, tmp_pat
     assert any(path.stat().st_size for path in run.glob("events.out.tfevents.*"))
     if "wandb" in EXTRAS:
         assert list((run / "wandb").glob("offline-run-*/files/media/table/eval/*.json"))
-    if "mlflow" in EXTRAS:
-        from mlflow import MlflowClient
-
-        client = MlflowClient()
-        (found,) = client.search_runs([client.get_experiment_by_name("rl4llm").experiment_id])
-        table = client.load_table(found.info.experiment_id, "eval/episodes/step-000005.json")
-        assert list(table.columns) == ["prompt", "completion", "reward", "stop_reason"] and len(table) == 2
-        assert table["prompt"][0].startswith("user: Say") and table["completion"][0].startswith("assistant: ")
-        assert "learning_curve.png" in [file.path for file in client.list_artifacts(found.info.run_id)]
-        assert found.data.params["rollout.group_size"] == "2" and found.info.run_name == "run"

@@ -25,9 +25,7 @@ JUDGED = none("the reward `reward_model` loads a model that rl4llm trained, by i
 
 def _logger(value: Any) -> Keys:
     names = [value] if isinstance(value, str) else list(value or ())
-    return {
-        f"tracking.{name}": True for name in names if name in ("wandb", "mlflow", "trackio", "tensorboard")
-    }
+    return {f"tracking.{name}": True for name in names if name in ("wandb", "tensorboard")}
 
 
 def _file(value: Any) -> str:
@@ -193,7 +191,7 @@ ROWS: dict[str, Row] = {
     "trainer.val_only": none("`rl4llm eval CONFIG`"),
     **each(joint("`output.dir`", "the directory names the run"), "trainer.default_local_dir", "trainer.experiment_name"),
     "trainer.project_name": key("tracking.project"),
-    "trainer.logger": Row("`tracking`", "true for the names in it; the console is always on", _logger),
+    "trainer.logger": Row("`tracking`", "true for wandb and tensorboard in it; the console is always on", _logger),
     "trainer.log_val_generations": none("every episode is stored; `rl4llm view` shows them"),
     **each(none("every episode is stored in the run's directory"), "trainer.rollout_data_dir",
            "trainer.validation_data_dir"),

@@ -1,4 +1,1 @@
-"""Services that display metrics: Weights & Biases, MLflow and Trackio, each enabled by its key under `tracking`.
-
-With `deferred`, training never waits for a slow server.
-"""
+"""Services that display metrics, each enabled by its key under `tracking`: Weights & Biases."""

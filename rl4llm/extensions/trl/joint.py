@@ -151,8 +151,10 @@ ELSEWHERE = (
     "dagshub",
     "dvclive",
     "flyte",
+    "mlflow",
     "neptune",
     "swanlab",
+    "trackio",
 )
 """Trackers of transformers without a counterpart; metrics.jsonl has what they would get."""
 

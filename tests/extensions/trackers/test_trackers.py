@@ -1,31 +1,19 @@
 """Every tracker with its real package: what was logged is read back through the package, after the run was resumed."""
 
-import atexit
 import functools
-import http.server
 import json
 import math
-import os
-import shutil
 import struct
 import sys
-import tempfile
-import threading
 import time
-from pathlib import Path
 
 import pytest
 from matplotlib.image import imsave
 from numpy import zeros
 
-from rl4llm.extensions.trackers import mlflow, trackio
-from rl4llm.extensions.trackers.deferred import Deferred
-from rl4llm.extensions.trackers.mlflow import MlflowTracker
 from rl4llm.extensions.trackers.wandb import WandbTracker
 from rl4llm.tracking.tensorboard import TensorBoardTracker, as_markdown
 
-TRACKIO_DIR = Path(tempfile.mkdtemp(prefix="trackio-"))
-atexit.register(shutil.rmtree, TRACKIO_DIR, ignore_errors=True)
 KEY = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {"training.lr": 0.1, "judge.api_key": KEY, "judge.url": f"http://me:{KEY}@host"}
 ROWS = [{"prompt": "user: 1|1?", "completion": "assistant: <b>2\n</b>", "reward": 1.0, "stop_reason": "done"}]
@@ -126,80 +114,6 @@ class Wandb(TensorBoard):
         return {item.key: item.value_json for item in updates}
 
 
-class MLflow(TensorBoard):
-    def __init__(self, directory, monkeypatch):
-        pytest.importorskip("mlflow", exc_type=ImportError)
-        self.directory = directory
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{directory}/mlflow")
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes ten seconds to be made
-        monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-
-    def open(self, resume_step):
-        return mlflow.open_tracker(self.directory / "a run", "project", "run1", CONFIG, pytest.fail)
-
-    @functools.cached_property
-    def _client(self):
-        from mlflow import MlflowClient
-
-        return MlflowClient()
-
-    @functools.cached_property
-    def _run(self):
-        experiment = self._client.get_experiment_by_name("project")
-        (run,) = self._client.search_runs([experiment.experiment_id])
-        assert run.info.run_name == "a run" and run.info.status == "FINISHED"
-        return run
-
-    def points(self, name):
-        history = self._client.get_metric_history(self._run.info.run_id, name)
-        return sorted((point.step, point.value) for point in history)
-
-    def table(self):
-        frame = self._client.load_table(self._run.info.experiment_id, "eval/episodes/step-000002.json")
-        return frame.to_dict("records")
-
-    def has_picture(self):
-        return "curve.png" in [file.path for file in self._client.list_artifacts(self._run.info.run_id)]
-
-    def config(self):
-        return self._run.data.params
-
-
-class Trackio(TensorBoard):
-    def __init__(self, directory, monkeypatch):
-        os.environ["TRACKIO_DIR"] = str(TRACKIO_DIR)  # which is read when it is imported
-        pytest.importorskip("trackio", exc_type=ImportError)
-        from trackio.sqlite_storage import SQLiteStorage
-
-        self.directory, self.storage = TRACKIO_DIR, SQLiteStorage
-
-    def open(self, resume_step):
-        return trackio.open_tracker(self.directory, "project", "run1", CONFIG, pytest.fail)
-
-    @functools.cached_property
-    def _rows(self):
-        import trackio
-
-        (run,) = trackio.Api().runs("project")
-        return self.storage.get_logs("project", run.name, run_id=run.id)
-
-    def points(self, name):
-        return [(row["step"], row[name]) for row in self._rows if name in row]
-
-    def table(self):
-        return next(row["eval/episodes"]["_value"] for row in self._rows if "eval/episodes" in row)
-
-    def has_picture(self):
-        entry = next(row["curve"] for row in self._rows if "curve" in row)
-        return (self.directory / "media" / entry["file_path"]).is_file()
-
-    def config(self):
-        import trackio
-
-        (run,) = trackio.Api().runs("project")
-        return run.config
-
-
 def read_leveldb_log(data, header=7, block=32768):
     """The records of a W&B file: blocks of pieces with checksum, length and kind (whole, first, middle or last)."""
     place, parts = header, []
@@ -215,7 +129,7 @@ def read_leveldb_log(data, header=7, block=32768):
             parts = []
 
 
-@pytest.mark.parametrize("kind", [TensorBoard, Wandb, MLflow, Trackio])
+@pytest.mark.parametrize("kind", [TensorBoard, Wandb])
 def test_resumed_run_is_one_run_with_each_step_once_and_no_key(kind, tmp_path, monkeypatch):
     place = kind(tmp_path, monkeypatch)
     imsave(tmp_path / "curve.png", zeros((4, 4, 3)))
@@ -257,81 +171,3 @@ def test_wandb_without_a_server_logs_offline_and_hides_the_key(tmp_path, monkeyp
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any(b"reward/mean" in path.read_bytes() for path in files)
     assert not any(KEY.encode() in path.read_bytes() for path in files)
-
-
-class Server:
-    """A tracker's server that is away for the first `away` calls and refuses the metric "bad"."""
-
-    def __init__(self, away=0):
-        self.away, self.got = away, []
-
-    def open(self):
-        return self
-
-    def log(self, step, metrics):
-        if self.away:
-            self.away -= 1
-            raise ConnectionError("no answer")
-        if "bad" in metrics:
-            raise OSError("not accepted")
-        self.got.append(step)
-
-    def close(self):
-        self.got.append("closed")
-
-
-def test_deferred_entries_are_sent_when_the_server_is_back():
-    server, warned = Server(away=2), []
-    tracker = Deferred("MLflow", server.open, warned.append)
-    for step in (1, 2, 3):
-        tracker.log(step, {"bad" if step == 2 else "good": 1.0})
-    while server.away:
-        pass
-    tracker.close()
-    assert server.got == [1, 3, "closed"]
-    assert [text.split(" (")[0] for text in warned[:2]] == [
-        "MLflow cannot be reached",
-        "MLflow refused an entry",
-    ]
-    assert warned[2:] == ["MLflow: 1 entries were not sent; metrics.jsonl has all of them."]
-
-
-def test_unresponsive_server_delays_neither_training_nor_end(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", exc_type=ImportError)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    hung = threading.Event()
-
-    class Silent(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            hung.wait(60)
-
-        do_POST = do_GET
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
-        warned = []
-        tracker = Deferred("MLflow", lambda: MlflowTracker("p", "run1", "a", {}), warned.append, close_s=0.5)
-        tracker.log(1, {"loss": 1.0})
-        tracker.close()
-        by_then = list(warned)
-        hung.set()
-        server.shutdown()
-    assert by_then == ["MLflow: 2 entries were not sent; metrics.jsonl has all of them."]
-
-
-def test_unreachable_mlflow_server_raises(monkeypatch):
-    pytest.importorskip("mlflow", exc_type=ImportError)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(ConnectionError, match="127"):
-        MlflowTracker("p", "run1", "a", {})
-
-
-def test_a_full_disk_under_trackio_does_not_stop_training(tmp_path, monkeypatch, files_of_at_most):
-    place = Trackio(tmp_path, monkeypatch)
-    tracker = place.open(-1)
-    tracker.log(10, {"reward/mean": 0.5})
-    with files_of_at_most(0), pytest.warns(UserWarning, match="could not be persisted"):
-        tracker.log(11, {"reward/mean": 0.5})
-        tracker.close()

@@ -27,7 +27,6 @@ from rl4llm.core.registry import Registry
 
 PACKAGES = (
     "torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "peft", "wandb",
-    "mlflow-skinny", "trackio",
 )  # fmt: skip
 NAMES = registries()
 
