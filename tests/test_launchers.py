@@ -11,10 +11,10 @@ from small_run import SmallRun
 
 from rl4llm.cli import main
 from rl4llm.compose import Given, build_algorithm, build_trainer
-from rl4llm.compose.accelerate import check_accelerate
 from rl4llm.compose.choices import check_choices
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.launch.accelerate import check_accelerate
 from rl4llm.runtime.ports import free_port
 from rl4llm.runtime.ranks import join_ranks
 

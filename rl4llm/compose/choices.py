@@ -69,7 +69,7 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
     """Raise ConfigError for all mistakes that can be found without opening a file."""
     check_backend(config, needs)
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # of a process that `accelerate launch` started
-        load("rl4llm.compose.accelerate:check_accelerate", "accelerate launch")(config, os.environ)
+        load("rl4llm.extensions.launch.accelerate:check_accelerate", "accelerate launch")(config, os.environ)
     if config.model.lora.targets and not config.model.lora.rank:
         raise ConfigError(
             f"model.lora.targets={list(config.model.lora.targets)} has no effect without an adapter. Set model.lora.rank, "
