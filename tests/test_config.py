@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
-from rl4llm import config
 from rl4llm.compose import build_algorithm
 from rl4llm.config import by_part, flatten, load_config, to_yaml
-from rl4llm.config.keys import RENAMED
 from rl4llm.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -239,49 +236,6 @@ def test_another_name_does_not_inherit_the_options_of_the_first(tmp_path):
         "tools": ["calculator"],
         "max_steps": 2,
     }
-
-
-EARLIER = {
-    "algorithm.drop_equal": True,
-    "algorithm.drop_equal_by": "math",
-    "algorithm.refills": 3,
-    "rollout.ahead": True,
-}
-
-
-def test_every_earlier_key_has_a_value_here():
-    assert EARLIER.keys() == RENAMED.keys()
-
-
-@pytest.mark.parametrize("key", RENAMED)
-@pytest.mark.parametrize("form", ["file", "words", "mapping"])
-def test_an_earlier_key_sets_its_new_one_with_a_notice(key, form, tmp_path, caplog):
-    config._notice.cache_clear()
-    value, given = (
-        EARLIER[key],
-        {"model.path": "m", "data.path": "d", "algorithm.name": "dapo", key: EARLIER[key]},
-    )
-    if form == "mapping":
-        loaded = load_config(overrides=given)
-    elif form == "words":
-        loaded = load_config(overrides=[f"{name}={item}" for name, item in given.items()])
-    else:
-        nested = {name.split(".")[0]: {} for name in given}
-        for name, item in given.items():
-            nested[name.split(".")[0]][name.split(".")[1]] = item
-        (tmp_path / "own.yaml").write_text(yaml.safe_dump(nested))
-        loaded = load_config(tmp_path / "own.yaml")
-    assert flatten(loaded)[RENAMED[key]] == value and key not in flatten(loaded)
-    assert caplog.messages == [f"{key} is now called {RENAMED[key]}. The earlier name is still accepted."]
-    build_algorithm(loaded)
-
-
-def test_both_names_of_a_key_are_refused_together():
-    both = ["model.path=m", "data.path=d", "rollout.ahead=true", "rollout.one_step_off_policy=false"]
-    with pytest.raises(
-        ConfigError, match=r"rollout\.ahead is the earlier name of rollout\.one_step_off_policy"
-    ):
-        load_config(overrides=both)
 
 
 def test_what_is_written_beside_a_run_reads_back_the_same(tmp_path):

@@ -12,7 +12,6 @@ import xxhash
 from rl4llm.compose.models import all_ranks, autocast_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, LaunchConfig, as_written, flatten, to_yaml, variables_of
-from rl4llm.config.keys import RENAMED
 from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError
 from rl4llm.core.redact import HIDDEN, redacted
 from rl4llm.runs.run_dir import RunDir
@@ -44,7 +43,6 @@ def planned_run(config: Config, given_identity: Mapping[str, Any], force: bool) 
                 settings=settings,
                 defaults=flatten(Config()) | variables,
                 resolved=flatten(redacted(config)),
-                renamed=RENAMED,
                 allow_changes=force,
             )
             run.keep("config.yaml", to_yaml(config), private=True)

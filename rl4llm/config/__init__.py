@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
-from rl4llm.config.keys import FREE, PART_KEYS, RENAMED, Config, LaunchConfig, TrackingConfig
+from rl4llm.config.keys import FREE, PART_KEYS, Config, LaunchConfig, TrackingConfig
 from rl4llm.config.overrides import annotation, layer_of, read_yaml, whole_lists
 from rl4llm.config.references import expand_paths, hide_unset, references_in, variables, written
 from rl4llm.core.errors import ConfigError, unknown
@@ -29,7 +27,6 @@ __all__ = [
     "CONFIGS", "Config", "LaunchConfig", "TrackingConfig", "annotation_of", "as_written", "by_part", "flatten",
     "load_config", "to_yaml", "variables_of",
 ]  # fmt: skip
-log = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parents[1] / "configs"
 """The bundled configurations: a link to configs/ in a checkout, a copy in a wheel."""
 
@@ -54,10 +51,10 @@ def load_config(
     merged = OmegaConf.structured(Config)
     for file in files:
         try:
-            merged = _merge(merged, _renamed(_read(file)))
+            merged = _merge(merged, _read(file))
         except ConfigError as error:
             raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
-    merged = _merge(merged, _renamed(layer_of(overrides, Config)))
+    merged = _merge(merged, layer_of(overrides, Config))
     expand_paths(merged)
     if of_run:
         hide_unset(merged)
@@ -179,23 +176,6 @@ def _found(path: Path) -> Path:
 
 def _is_file(text: str) -> bool:
     return "=" not in text and text.endswith((".yaml", ".yml"))
-
-
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the layer with today's name of each key; log a line for an earlier one."""
-    for key in [key for key in RENAMED if key in flatten(values)]:
-        section, name = key.split(".")
-        if RENAMED[key] in flatten(values):
-            raise ConfigError(f"{key} is the earlier name of {RENAMED[key]}, and both are set. Remove {key}.")
-        values[section][RENAMED[key].removeprefix(f"{section}.")] = values[section].pop(name)
-        _notice(key)
-    return values
-
-
-@cache
-def _notice(key: str) -> None:
-    """Log once per process that a key has another name."""
-    log.warning("%s is now called %s. The earlier name is still accepted.", key, RENAMED[key])
 
 
 def _checked(merged: DictConfig) -> Config:

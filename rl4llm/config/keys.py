@@ -23,15 +23,6 @@ PART_KEYS: dict[str, tuple[str, ...]] = {
 """What a part of a run may have for itself: whole sections, or these keys of them."""
 
 
-RENAMED = {
-    "algorithm.drop_equal": "algorithm.filter_groups",
-    "algorithm.drop_equal_by": "algorithm.filter_groups_by",
-    "algorithm.refills": "algorithm.resampling_rounds",
-    "rollout.ahead": "rollout.one_step_off_policy",
-}
-"""Earlier names of keys, which files, commands and runs may still have."""
-
-
 @dataclass
 class LoraConfig:
     """An adapter that trains while the model stays frozen; needs the extra `lora`."""

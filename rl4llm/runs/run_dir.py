@@ -39,7 +39,6 @@ class _Claim:
     identity: dict[str, Any]
     defaults: dict[str, Any]
     resolved: dict[str, Any]
-    renamed: dict[str, str]
     allow_changes: bool
     files: dict[str, tuple[str, bool]]
 
@@ -92,7 +91,6 @@ class RunDir:
         settings: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
         resolved: Mapping[str, Any] | None = None,
-        renamed: Mapping[str, str] | None = None,
         allow_changes: bool = False,
     ) -> RunDir:
         """Return a run directory that `claim` will create or resume. Nothing is written yet.
@@ -100,8 +98,7 @@ class RunDir:
         `fingerprint` says what makes this run this run (model, algorithm, data, seed), in values that JSON knows;
         `settings` may differ from one start to the next, and are reported when they do. Keys that an older run lacks have
         the values of `defaults`. Secrets must be hidden in all of them. Where `fingerprint` and `settings` have a reference
-        as text, `resolved` has its value, which is what older runs hold; their secrets are hidden here. `renamed`
-        has today's names of keys, by those that older runs hold.
+        as text, `resolved` has its value, which is what older runs hold; their secrets are hidden here.
         Raises RunDirError when the directory holds something else, and, unless `allow_changes`, when it holds a run with
         another fingerprint.
         """
@@ -110,7 +107,7 @@ class RunDir:
         given, default, values = json.loads(
             json.dumps([identity, dict(defaults or {}), dict(resolved or {})])
         )
-        run._plan = _Claim(given, default, values, dict(renamed or {}), allow_changes, {})
+        run._plan = _Claim(given, default, values, allow_changes, {})
         with run._usable():
             if run.path.exists():
                 run._refuse_foreign()
@@ -342,10 +339,10 @@ def space(directory: Path, needed: int) -> str:
 
 
 def _as_given(was: Any, given: Any, plan: _Claim) -> Any:
-    """A part of an older identity without its secrets, with today's keys, and with references where it has their values."""
+    """A part of an older identity without its secrets, and with references where it has their values."""
     if not isinstance(was, Mapping) or not isinstance(given, Mapping):
         return was
-    old = {plan.renamed.get(key, key): value for key, value in redacted(was).items()}
+    old = redacted(was)
     same = [
         key for key in old if key in plan.resolved and plan.resolved[key] in (old[key], HIDDEN)
     ]  # a secret is not compared

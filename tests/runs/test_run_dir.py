@@ -138,17 +138,6 @@ def test_a_run_older_than_a_key_resumes_only_with_its_default(tmp_path):
         RunDir.open(tmp_path, {**newer, "rollout.one_step_off_policy": True}, defaults=defaults)
 
 
-def test_a_run_with_an_earlier_key_resumes_under_its_new_one(tmp_path):
-    RunDir.open(tmp_path, {**FINGERPRINT, "rollout.ahead": True}).close()
-    newer, renamed = {**FINGERPRINT, "rollout.late": True}, {"rollout.ahead": "rollout.late"}
-    with RunDir.open(tmp_path, newer, renamed=renamed) as run:
-        assert run.resumed and run.changes == ()
-    with RunDir.open(tmp_path, newer) as run:
-        assert run.changes == ()  # run.json has the new name
-    with pytest.raises(RunDirError, match=r"rollout\.late: True -> False"):
-        RunDir.open(tmp_path, {**newer, "rollout.late": False}, renamed=renamed)
-
-
 def test_equal_numbers_and_tuples_as_lists_do_not_differ(tmp_path):
     RunDir.open(tmp_path, {"lr": 1, "betas": (0.9, 0.95)}).close()
     with RunDir.open(tmp_path, {"lr": 1.0, "betas": (0.9, 0.95)}) as run:
