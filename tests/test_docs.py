@@ -134,11 +134,15 @@ def test_the_configurations_of_a_page_are_accepted(page, tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_code_of_a_page_runs(page, model_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    short = {"path/to/model": str(model_dir), "max_steps=10": "max_steps=2", "steps=30": "steps=2"}
     for names in (ENVIRONMENTS, REWARDS, TOOLS):  # what a page registers is gone afterwards
         monkeypatch.setattr(names, "_items", dict(names._items))
     code = [block for block in blocks(page, "python") if "import" in block]
     for block in code:
-        exec(block.replace("path/to/model", str(model_dir)).replace("max_steps=10", "max_steps=2"), {})
+        for long, given in short.items():
+            block = block.replace(long, given)
+        exec(block, {})
     if page == README:
         assert (tmp_path / "runs" / "rl4llm" / "metrics.jsonl").exists()
 
@@ -153,7 +157,11 @@ def test_every_code_block_has_a_language_that_is_run():
 def test_the_loop_in_the_readme_is_that_of_the_example():
     source = (ROOT / "examples" / "loop.py").read_text()
     loop = next(block for block in blocks(README, "python") if "def loop(" in block)
-    assert loop[loop.index("def loop(") :].strip() in source
+    assert loop[loop.index("def loop(") : loop.index("\n\n\nloop(")] in source
+
+
+def test_the_readme_counts_the_methods():
+    assert f"(PPO, GRPO, DAPO and {len(list(ALGORITHMS)) - 3} more)" in README.read_text()
 
 
 def test_messages_in_the_troubleshooting_page_are_in_the_code(sentences):

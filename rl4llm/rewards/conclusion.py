@@ -9,7 +9,7 @@ Sentences are read from the last one backwards until one has an answer. In each 
 | behind a verb: mathematics, an amount or a word, a formula | So x is 7, as it must be. | 7 |
 | the last formulas | $x = 2$ or $x = 3$ solve it. | x = 2, x = 3 |
 | the last number, if it stands alone | She pays $64 for 16 glasses. | $64 |
-| what is last in bold, if there is no number | Go on a **Monday** then. | Monday |
+| what is last in bold, in a sentence without a number | Go on a **Monday** then. | Monday |
 
 Thanks, offers and questions are passed over. A sentence that says that there is no answer ends the search.
 """
