@@ -93,14 +93,6 @@ def _same_on_every_processor():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _locks_of_these_tests(tmp_path_factory):
-    """Keep locks on servers where no other tests or runs of this machine look for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("locks")))
-        yield
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     return build_tokenizer(TEXTS * 4, vocab_size=320)

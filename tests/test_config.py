@@ -51,7 +51,7 @@ def test_every_configuration_file_is_valid(path):
         ),
         ("data=rows.jsonl", "Did you mean data.path=rows.jsonl?"),
         ("rollout.prompts=12:30", "rollout.prompts='12:30' is not accepted: a whole number, 1 or above."),
-        ("rewards=[{name: math, name: format}]", "is not valid YAML: a mapping has a key twice"),
+        ("rewards=[{name: math, name: format}]", "is not valid YAML: a mapping has the key 'name' twice"),
         (
             "data.path=C:\\data",
             "is a path of Windows, which this system cannot open. Next: write its path here; under WSL",

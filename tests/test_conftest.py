@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rl4llm.runs.lock import private_directory
-
 TESTS = Path(__file__).parent
 DIFFERS = """
 import random
@@ -30,7 +28,3 @@ def test_long_values_that_differ_are_reported_at_once(tmp_path, variable):
     )
     assert done.returncode == 1
     assert "At index 0 diff" in done.stdout
-
-
-def test_locks_are_kept_apart_from_those_of_the_machine(tmp_path_factory):
-    assert private_directory().is_relative_to(tmp_path_factory.getbasetemp())

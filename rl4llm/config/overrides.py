@@ -107,8 +107,9 @@ def _built(node: yaml.Node | None, config: Any, names: list[str]) -> Any:
     if isinstance(node, yaml.MappingNode):
         if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
             raise yaml.YAMLError("a key is a list or a mapping")
-        if len({str(key.value) for key, _ in node.value}) < len(node.value):
-            raise yaml.YAMLError("a mapping has a key twice")
+        keys = [str(key.value) for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"a mapping has the key {twice[0]!r} twice")
         yaml.SafeLoader("").flatten_mapping(node)  # those of another mapping, "<<: *name"
         pairs = {str(key.value): item for key, item in node.value}
         return {key: _built(item, config, [*names, key]) for key, item in pairs.items()}

@@ -64,7 +64,7 @@ def groups(learns_from: str = "episodes", seed: int = 0) -> list[Group]:
     The prompt of the first group comes once more at the end, with other trajectories.
     """
     draw, fresh = random.Random(seed), iter(POLICY_IDS)
-    size = {"episodes": 4, "pairs": 2}.get(learns_from, 1)
+    size = {"episodes": 4, "pairs": 2, "comparisons": 2}.get(learns_from, 1)
     found: list[Group] = []
     for number in range(4):
         prompt = TokenSpan.context([draw.randrange(1, 50) for _ in range(draw.randrange(2, 6))])

@@ -189,7 +189,7 @@ BAD = ("bcdfg", "hgf bcd", "gfh dcb", "Answer: 85")
 
 def answered(kind: str) -> list[dict[str, Any]]:
     """Return rows with answers: demonstrations, pairs or labels. The good answers are words of vowels."""
-    rows = []
+    rows, kind = [], "pairs" if kind == "comparisons" else kind
     for row, good, bad in itertools.product(prompts(), GOOD, BAD):
         answer = [*row["messages"], {"role": "assistant", "content": good}]
         rows += {

@@ -182,7 +182,7 @@ def test_a_name_twice_and_a_curriculum_of_nothing_are_refused(tmp_path):
     (tmp_path / "twice.yaml").write_text(
         "model: {path: m}\nparts:\n  a: {weight: 1}\n  b: {weight: 2}\n  a: {weight: 3}\n"
     )
-    with pytest.raises(ConfigError, match="duplicate key a"):
+    with pytest.raises(ConfigError, match="a mapping has the key 'a' twice"):
         load_config(tmp_path / "twice.yaml")
     with pytest.raises(ConfigError, match=r"curriculum=0.1 requires `parts`"):
         load_config(overrides=["model.path=m", "data.path=d", "curriculum=0.1"])

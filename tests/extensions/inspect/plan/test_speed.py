@@ -17,7 +17,7 @@ from rl4llm.extensions.inspect.plan.speed import (
     LAUNCHED,
     SERVER,
     NotEstimated,
-    Rollout,
+    RolloutTime,
     estimate,
     find_card,
     step_s,
@@ -129,7 +129,7 @@ def test_a_plan_says_why_it_estimates_no_rollout(planned):
 def test_nothing_is_estimated_without_rollouts_or_a_known_card(planned):
     plan = planned()
     trained = [phase for phase in plan.phases if phase.name != "rollout"]
-    assert isinstance(estimate(plan, "H100", here=False), Rollout)
+    assert isinstance(estimate(plan, "H100", here=False), RolloutTime)
     assert estimate(replace(plan, phases=trained), "H100", here=False) is None
     assert estimate(plan, None, here=False) is None
     assert estimate(planned("model.device=cpu"), None, here=True) is None
