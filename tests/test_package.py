@@ -95,6 +95,16 @@ sys.exit(', '.join(sorted({heavy!r} & set(sys.modules))) or (seconds >= 1.5 and 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another OpenMP")
+@pytest.mark.parametrize("policy, spins", [(None, "0"), ("ACTIVE", "30000000000")])
+def test_waiting_threads_sleep_unless_the_user_chose(policy, spins):
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environ |= {"OMP_DISPLAY_ENV": "VERBOSE"} | ({"OMP_WAIT_POLICY": policy} if policy else {})
+    code = "from rl4llm import TorchBackend"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr, done.stderr
+
+
 UNUSED = [  # what the plain run has no use for, by the beginning of the module's name
     "rl4llm.extensions.", "rl4llm.testing", "rl4llm.algorithms.correction", "rl4llm.backends.lora",
     "rl4llm.backends.sharding", "rl4llm.runs.failed_update", "rl4llm.trainers.ahead", "rl4llm.trainers.mismatched",
