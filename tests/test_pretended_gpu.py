@@ -178,7 +178,6 @@ def errors_when_memory_ends():
         "rl4llm.inference.paths._replay": lambda: engine_of(build(1), "auto"),
         "torch.nn.attention.varlen.varlen_attn": lambda: kernel_for(GPU, torch.bfloat16, 6, 2, 8),
         "rl4llm.backends.runner.stream_recurrent": lambda: TorchBackend(build(1)),
-        "rl4llm.backends.compiled._compile": lambda: TorchBackend(build(1), compile_layers=True),
     }
     found = {}
     for place, make in work.items():

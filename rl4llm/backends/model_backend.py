@@ -53,7 +53,6 @@ class ModelBackend(BaseBackend):
         autocast: str,
         value_head: ValueHead | None,
         device: torch.device | str | None,
-        compile_layers: bool = False,
     ):
         if autocast not in AUTOCAST:
             raise ConfigError(unknown("model.autocast", autocast, AUTOCAST))
@@ -68,9 +67,7 @@ class ModelBackend(BaseBackend):
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._ranks = ranks
         self._autocast = autocast
-        self._module = TokenNumbers(
-            model, self.value_head, AUTOCAST[autocast], ranks, compiles=compile_layers
-        )
+        self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast], ranks)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._names.converted(self.own_weights())
@@ -162,7 +159,6 @@ class ModelBackend(BaseBackend):
             "device": str(self.device),
             "ranks": self._sharing(),
             "batches as": "one row without padding" if self._module.runner.streams else "padded rows",
-            "compiled": self._module.compiled,
             "gradient_checkpointing": any(
                 layer.gradient_checkpointing and layer.training
                 for layer in self.model.modules()
@@ -176,8 +172,7 @@ class ModelBackend(BaseBackend):
             return "updates compute padded rows"
         one_call = runner.kernel(self.device, module.autocast or self.model.dtype) is not None
         attention = "in one call a layer" if one_call else "block by block"
-        layers = "compiled" if module.compiled else "plain"
-        return f"updates compute one row without padding, attention {attention}, {layers} layers"
+        return f"updates compute one row without padding, attention {attention}"
 
     def warnings(self) -> list[str]:
         found = []
@@ -186,8 +181,6 @@ class ModelBackend(BaseBackend):
                 f"{type(self.model).__name__} trains on padded rows, since {reason}. A prompt that several samples share "
                 "is computed for each of them, and so is padding."
             )
-        if reason := self._module.not_compiled:
-            found.append(f"backend.compile_layers=true has no effect: {reason}.")
         return found
 
     @cached_property

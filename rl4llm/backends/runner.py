@@ -147,8 +147,6 @@ class TokenNumbers(nn.Module):
         value_head: ValueHead | None,
         autocast: torch.dtype | None,
         ranks: Ranks,
-        *,
-        compiles: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -161,11 +159,6 @@ class TokenNumbers(nn.Module):
             used = [] if inner is None else [id(parameter) for parameter in inner.parameters()]
             for parameter in [] if outer is None else outer.parameters():
                 parameter.requires_grad_(parameter.requires_grad and id(parameter) in used)
-        self.compiled, self.not_compiled = False, ""  # why not, if it was requested
-        if compiles:
-            compile_layers = load("rl4llm.backends.compiled:compile_layers", "backend.compile_layers")
-            self.not_compiled = compile_layers(self, ranks)
-            self.compiled = not self.not_compiled
         self.always_runs = False  # set where other ranks wait for what this one computes
 
     def forward(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -87,8 +87,6 @@ class TorchBackend(ModelBackend):
     do not depend on the number of ranks. `cpu_offload` of "fsdp2" keeps parameters, gradients and moments in
     CPU memory and steps them there.
 
-    `compile_layers` runs the layers through `torch.compile`, see `rl4llm.backends.compiled`.
-
     On a GPU it sets the process's kernels for float32 and attention, see `use_exact_kernels`.
 
     `device` is where the model trains, by default where it is; under "fsdp2" its parts come there from wherever it is.
@@ -106,7 +104,6 @@ class TorchBackend(ModelBackend):
         ranks: Ranks | None = None,
         shard: str | None = None,
         cpu_offload: bool = False,
-        compile_layers: bool = False,
         trains: bool = True,
         device: torch.device | str | None = None,
         **optimizer: Any,
@@ -119,7 +116,6 @@ class TorchBackend(ModelBackend):
             autocast=autocast,
             value_head=value_head,
             device=device,
-            compile_layers=compile_layers,
         )
         self.adapter = cast("LoraAdapter | None", adapter)
         shard = shard or ("none" if self._ranks.size == 1 else "ddp")

@@ -86,7 +86,6 @@ def _is_ours(x: Tensor, weight_ND: Tensor) -> bool:
         x.dtype == weight_ND.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() > 0  # oneDNN refuses empty products
-        and not torch.compiler.is_compiling()  # which knows no shape of this product
         and prefers_onednn()
         and not torch.is_autocast_enabled("cpu")
     )

@@ -26,7 +26,7 @@ Is everything right?
 How fast is it? These run one at a time:
 
     decode      tokens/s of the engine's paths and of `generate`, with rows of equal and unequal lengths
-    update      tokens/s and TFLOP/s of an update, with plain and compiled layers, checkpointing and LoRA
+    update      tokens/s and TFLOP/s of an update, with checkpointing and with LoRA
     step        one GRPO step, and one of TRL where it is installed, with `generate` and continuous batching
     profile     the 20 kernels that take longest, of an update and of decoding
     attention   an update with answers in one call a layer, block by block, and with plans of cuDNN

@@ -96,8 +96,6 @@ def engine(probe: Probe) -> None:
                 found["greedy_as_fast"] = answers == fast
     with probe.finding("auto") as found:
         _served(probe, found, "auto", **BF16)
-    with probe.finding("float32 autocast=bfloat16, auto, compiled layers") as found:
-        _served(probe, found, "auto", compile_layers=True, layers=6)
 
 
 def lora(probe: Probe) -> None:

@@ -56,7 +56,6 @@ CASES: dict[str, dict[str, Any]] = {  # options of `Probe.trainer`
     "1.5b autocast": {},
     "1.5b bfloat16, checkpointing": {"checkpointing": True} | BF16,
     "7b bfloat16, LoRA, checkpointing": {"size": "7b", "lora": 16, "checkpointing": True} | BF16,
-    "1.5b autocast, compiled": {"compile_layers": True},
 }
 
 

@@ -112,7 +112,7 @@ def _updates(probe: Probe, what: str, **case: Any) -> None:
         seconds, tokens = probe.seconds(runs[0], 3, warm=1), int((batches[0].segment_ids_BT > 0).sum())
         tflops = 6 * sum(x.numel() for x in backend.model.parameters()) * tokens / seconds / 1e12
         found |= {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "tflops": tflops}
-        found |= {"share_of_product": tflops / probe.product_tflops(), "compiled": backend.info()["compiled"]}
+        found |= {"share_of_product": tflops / probe.product_tflops()}
         found |= {"optimizer_s": probe.seconds(backend.optim_step)} | probe.gib()
 
 
