@@ -99,7 +99,7 @@ def prove(name: str, directory: Path) -> Proof:
     ]
     oracles = [oracle() for oracle in ORACLES.get(name, ())]
     cases = ({}, *recipe.invariance)
-    arranged = [invariance_error(name, options, recipe.exempt) for options in cases]
+    arranged = [invariance_error(name, options) for options in cases]
     curve = learning.learn(name, recipe, directory, steps=STEPS)
     return Proof(
         name=name,

@@ -1,12 +1,9 @@
-from rl4llm.algorithms.bnpo import BNPO as BNPO
 from rl4llm.algorithms.cispo import CISPO as CISPO
 from rl4llm.algorithms.dapo import DAPO as DAPO
 from rl4llm.algorithms.distill import Distill as Distill
 from rl4llm.algorithms.dpo import DPO as DPO
 from rl4llm.algorithms.dpo import OnlineDPO as OnlineDPO
 from rl4llm.algorithms.dr_grpo import DrGRPO as DrGRPO
-from rl4llm.algorithms.entropy_cov import ClipCov as ClipCov
-from rl4llm.algorithms.entropy_cov import KLCov as KLCov
 from rl4llm.algorithms.explore_grpo import ExploreGRPO as ExploreGRPO
 from rl4llm.algorithms.gigpo import GiGPO as GiGPO
 from rl4llm.algorithms.gmpo import GMPO as GMPO
@@ -14,7 +11,6 @@ from rl4llm.algorithms.grpo import GRPO as GRPO
 from rl4llm.algorithms.gspo import GSPO as GSPO
 from rl4llm.algorithms.gspo import GSPOToken as GSPOToken
 from rl4llm.algorithms.kto import KTO as KTO
-from rl4llm.algorithms.opmd import OPMD as OPMD
 from rl4llm.algorithms.ppo import PPO as PPO
 from rl4llm.algorithms.registry import ALGORITHMS as ALGORITHMS
 from rl4llm.algorithms.registry import register_algorithm as register_algorithm

@@ -258,8 +258,8 @@ class TrainBatch:
     with -1. By default it is the column to the left within the segment.
 
     `group_ids_BT` numbers the groups of a step, `record_ids_BT` the token records of the update, in which
-    `position_ids_BT` gives the place of a policy token. `marked_BT` are tokens that an algorithm selected, `divergence` ()
-    is an estimate for the whole step; the algorithm defines what they mean.
+    `position_ids_BT` gives the place of a policy token. `divergence` () is an estimate for the whole step; the
+    algorithm defines what it means.
     """
 
     TOKEN_BYTES: ClassVar[int] = 80  # six columns of 8 bytes, six of 4, one of 1, and the algorithm's
@@ -283,7 +283,6 @@ class TrainBatch:
     values_BT = FilledLater("the trainer fills it for an algorithm whose `needs` name a critic")
     advantages_BT = FilledLater("the algorithm's `assign` fills it")
     returns_BT = FilledLater("the `assign` of an algorithm with a critic fills it")
-    marked_BT = FilledLater("the `assign` of an algorithm that reads it fills it")
     divergence = FilledLater("the trainer fills it for an algorithm whose `needs` say mismatched=True")
 
     @classmethod

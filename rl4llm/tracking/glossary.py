@@ -72,7 +72,6 @@ entropy | Averages the entropy of the policy's next-token distribution; entropy_
 surprise | Averages the negative log-prob of sampled tokens; at temperature 1 it estimates the entropy. | nats per
   token | above 5 % of its first values
 kl | Averages the estimated KL divergence from the reference model. | nats per token |
-held_back | Is the share of tokens that Clip-Cov or KL-Cov selected by covariance. | share of tokens |
 teacher_kl | Averages the log-prob of the policy minus that of the teacher. | nats per token | falling
 positive_nll | Averages the negative log-likelihood of the tokens of successful trajectories (VAPO). | nats per token |
 update/tokens | Counts the policy tokens that the step trained on. | tokens | above 0

@@ -285,8 +285,6 @@ def loss(
     trajectories, batches = given(name, algorithm.aggregation, key, layout, constant_length)
     if method not in LOSSES_ALONE:
         algorithm.assign(batches, own)
-    for batch in batches:
-        batch.marked_BT = torch.zeros_like(batch.mask_BT)
     logprobs_N = trajectories.flat("new_logprobs").requires_grad_()
     entropies_N = trajectories.flat("entropy") if algorithm.needs().entropy else None
     total, metrics = torch.zeros((), dtype=torch.float64), []
@@ -418,7 +416,7 @@ PENALTY = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "whiten": Fa
 HIGHER = {**TOKEN, "clip_low": 0.2, "clip_high": 0.28, "old_logprobs": "recomputed"}
 NARROW = {"clip_low": 0.05, "clip_high": 0.08}
 CLIPS_LIKE_PPO = (
-    "bnpo", "clip_cov", "dapo", "dr_grpo", "explore_grpo", "gigpo", "grpo", "ppo", "reinforce_pp",
+    "dapo", "dr_grpo", "explore_grpo", "gigpo", "grpo", "ppo", "reinforce_pp",
     "reinforce_pp_baseline", "remax", "rloo", "distill", "vapo",
 )  # fmt: skip
 PLAIN = {
@@ -448,17 +446,14 @@ GROUP_MEANS = {
         for name in (
             "grpo",
             "dapo",
-            "bnpo",
             "gspo",
             "gspo_token",
             "gmpo",
             "sapo",
             "cispo",
-            "clip_cov",
-            "kl_cov",
         )
     },
-    "adv.dr_grpo": {"dr_grpo": {}, "grpo": {"scale_rewards": "none"}, "opmd": {}},
+    "adv.dr_grpo": {"dr_grpo": {}, "grpo": {"scale_rewards": "none"}},
     "adv.rloo": {"rloo": {}},
 }
 CHECKS: dict[str, Check] = {

@@ -79,7 +79,6 @@ class Recipe:
         options: of the algorithm in the learning run; a value that is callable is called, such as for a teacher.
         overrides: of the run's configuration.
         invariance: sets of the algorithm's options, each tested by itself, besides the defaults.
-        exempt: arrangements that do matter to it, each with the reason.
         learn: of a method that does not sample for itself; gets the name, the options, a directory and whether it may learn.
         measure: what a curve shows.
     """
@@ -87,7 +86,6 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     invariance: tuple[Mapping[str, Any], ...] = ()
-    exempt: Mapping[str, str] = field(default_factory=dict)
     learn: Callable[[str, Mapping[str, Any], Path, bool], Curve] | None = None
     measure: str = "reward"
 

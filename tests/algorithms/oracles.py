@@ -20,19 +20,15 @@ from rl4llm.algorithms import (
     DAPO,
     GRPO,
     KTO,
-    OPMD,
     PPO,
     VAPO,
-    ClipCov,
     Distill,
     ExploreGRPO,
     GiGPO,
-    KLCov,
     OnlineDPO,
     ReinforcePP,
     ReMax,
 )
-from rl4llm.algorithms.entropy_cov import token_covariances
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.types import Group, TrainBatch, Trajectory
 from rl4llm.data.aggregation import totals_of
@@ -211,23 +207,6 @@ def reinforce_pp_turns() -> float:
     return distance(batch.advantages_BT, batch, scalar_whitened(wanted))
 
 
-def opmd() -> float:
-    """Compare both baselines and the damped REINFORCE."""
-    worst, tau = 0.0, 0.7
-    for baseline in ("mean", "logavgexp"):
-        algorithm = OPMD(tau=tau, baseline=baseline)
-        batch, wanted = assigned(algorithm), {}
-        for group in GROUPS:
-            rewards = [one.reward for one in group.trajectories]
-            mean = statistics.fmean(rewards)
-            exact = tau * math.log(statistics.fmean(math.exp(reward / tau) for reward in rewards))
-            for one in group.trajectories:
-                advantage = one.reward - (mean if baseline == "mean" else exact)
-                wanted |= {token: -advantage * NEW[token].item() / (1 + tau) for token in ids(one)}
-        worst = max(worst, distance(losses(algorithm, batch), batch, wanted))
-    return worst
-
-
 def remax() -> float:
     """Compare with the reward of the greedy episode as the baseline."""
     algorithm = ReMax()
@@ -240,46 +219,8 @@ def remax() -> float:
     return distance(losses(algorithm, batch), batch, wanted)
 
 
-def _covariances(batch: TrainBatch) -> dict[int, float]:
-    advantage = _by_token(batch.advantages_BT, batch)
-    means = statistics.fmean(OLD[list(advantage)].tolist()), statistics.fmean(advantage.values())
-    return {
-        token: (OLD[token].item() - means[0]) * (number - means[1]) for token, number in advantage.items()
-    }
-
-
 def _by_token(x_BT: Tensor, batch: TrainBatch) -> dict[int, float]:
     return dict(zip(batch.token_ids_BT[batch.mask_BT].tolist(), x_BT[batch.mask_BT].tolist(), strict=True))
-
-
-def kl_cov() -> float:
-    """Compare with a loss in which tokens of the highest covariance pay |log ratio|, and nothing is clipped."""
-    share, coef = 0.15, 0.5
-    algorithm = KLCov(kl_share=share, cov_coef=coef)
-    batch = assigned(algorithm)
-    covariances, wanted = _covariances(batch), {}
-    apart = distance(token_covariances([batch], own)[0], batch, covariances)
-    held = set(sorted(covariances, key=covariances.get)[-int(share * len(covariances)) :])
-    for token, advantage in _by_token(batch.advantages_BT, batch).items():
-        log_ratio = (NEW[token] - OLD[token]).item()
-        wanted[token] = -advantage * math.exp(log_ratio) + coef * abs(log_ratio) * (token in held)
-    return max(apart, distance(losses(algorithm, batch), batch, wanted))
-
-
-def clip_cov() -> float:
-    """Compare with a loss in which a share of the tokens, all with a high covariance, loses its gradient."""
-    algorithm = ClipCov(clip_share=0.1, cov_low=0.2, cov_high=2.0)
-    batch = assigned(algorithm)
-    covariances = _covariances(batch)
-    eligible = {token for token, covariance in covariances.items() if 0.2 < covariance < 2.0}
-    held = set(batch.token_ids_BT[batch.marked_BT].tolist())
-    count = min(len(eligible), int(0.1 * len(covariances)))
-    assert held < eligible
-    assert len(held) == count > 2
-    wanted = {}
-    for token, advantage in _by_token(batch.advantages_BT, batch).items():
-        wanted[token] = 0.0 if token in held else clipped(token, advantage, 0.2, 0.2)
-    return distance(losses(algorithm, batch), batch, wanted)
 
 
 def _returns(one: Trajectory, discount: float) -> list[float]:
@@ -452,16 +393,13 @@ def assigned_or_absent(algorithm: BaseAlgorithm) -> dict[int, float]:
 
 
 ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
-    "clip_cov": (clip_cov,),
     "dapo": (truncated_and_equal,),
     "distill": (distillation,),
     "explore_grpo": (explore_correction,),
     "gigpo": (gigpo,),
     "grpo": (turn_credits, batch_scale, adaptive_kl),
-    "kl_cov": (kl_cov,),
     "kto": (kto,),
     "online_dpo": (online_pairs,),
-    "opmd": (opmd,),
     "ppo": (ppo_turns,),
     "reinforce_pp": (reinforce_pp_turns,),
     "remax": (remax,),

@@ -32,7 +32,6 @@ RECIPES: dict[str, Recipe] = {
     **{
         name: Recipe(invariance=(*SHARED, TURNS))
         for name in (
-            "bnpo",
             "cispo",
             "dapo",
             "dr_grpo",
@@ -40,16 +39,10 @@ RECIPES: dict[str, Recipe] = {
             "gmpo",
             "gspo",
             "gspo_token",
-            "opmd",
             "rloo",
             "sapo",
         )
     },
-    "clip_cov": Recipe(
-        invariance=({"clip_share": 0.1, "cov_low": 0.1}, *SHARED),
-        exempt={"longer observations": "lots are drawn by position, so other tokens are held back"},
-    ),
-    "kl_cov": Recipe(invariance=({"kl_share": 0.1}, *SHARED)),
     "distill": Recipe(
         options={"teacher_path": teacher},
         invariance=({"teacher_path": "t", "reward_coef": 0.5}, {"teacher_path": "t", "whiten": True}),

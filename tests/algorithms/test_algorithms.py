@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rl4llm.algorithms import ALGORITHMS, DAPO, GRPO, PPO, GiGPO, OnlineDPO, register_algorithm
-from rl4llm.algorithms.entropy_cov import ClipCov
 from rl4llm.algorithms.functional import clipped_share
 from rl4llm.algorithms.reinforce_pp import ReinforcePP
 from rl4llm.core.errors import ConfigError
@@ -84,7 +83,7 @@ def test_episodes_that_met_a_token_limit_can_be_left_out(reason):
     ("algorithm", "group_size", "word"),
     [
         (GRPO(), 1, "rollout.group_size=1"),
-        (ClipCov(), 1, "algorithm.name='clip_cov'"),
+        (DAPO(), 1, "algorithm.name='dapo'"),
         (GRPO(clip_low=-0.1), 8, "algorithm.clip_low"),
         (GRPO(clip_high=0), 8, "algorithm.clip_high=0 is not accepted: a finite number, above 0"),
         (ReinforcePP(gamma=1.5), 8, "algorithm.gamma"),

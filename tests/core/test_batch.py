@@ -24,8 +24,8 @@ def test_reading_an_unfilled_tensor_raises_and_names_its_source():
     }.items():
         with pytest.raises(DataError, match=rf"TrainBatch\.{name} is not set yet: .*{who}"):
             getattr(batch, name)
-    with pytest.raises(DataError, match="`assign` fills it"):  # not an error of tensors, deep in a formula
-        ALGORITHMS["opmd"](tau=1.0).token_losses(batch, torch.zeros(1, 3), None)
+    with pytest.raises(DataError, match="fills it before `assign`"):  # not an error of tensors, deep in a formula
+        ALGORITHMS["grpo"]().token_losses(batch, torch.zeros(1, 3), None)
 
 
 def test_a_batch_holds_what_was_filled_and_nothing_else():

@@ -55,7 +55,7 @@ def test_the_glossary_knows_what_algorithms_measure():
             if getattr(function, "name", "") in ("token_losses", "surrogate", "value_losses", "pair_losses"):
                 dicts = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
                 names |= {key.value.removesuffix(WEIGHTED) for item in dicts for key in item.keys if key}
-    assert {"clip_fraction", "value_loss", "dpo/margin", "held_back"} <= names
+    assert {"clip_fraction", "value_loss", "dpo/margin"} <= names
     assert sorted(name for name in names if find(name) is None) == []
 
 

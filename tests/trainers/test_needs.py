@@ -247,7 +247,6 @@ class Impossible:
         Impossible({"name": "rloo", "scale_rewards": "group"}, "is not accepted: none or batch."),
         Impossible({"name": "explore_grpo", "temperatures": [0.0]}, "each item a finite number, above 0"),
         Impossible({"name": "distill"}, "teacher_path is not set"),
-        Impossible({"name": "kl_cov", "kl_share": 0}, "above 0, at most 1"),
         Impossible({"name": "gspo", "clip_low": -1}, "clip_low=-1 is not accepted: a finite number, above 0"),
     ],
     ids=lambda case: f"{case.algorithm['name']}-{'-'.join(list(case.algorithm)[1:])}",

@@ -17,15 +17,13 @@ ESTIMATORS = {
     "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "remax": "remax",
     "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }  # fmt: skip
-LOSSES = {"vanilla": "", "gspo": "gspo", "sapo": "sapo", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
-          "geo_mean": "gmpo", "cispo": "cispo"}  # fmt: skip
+LOSSES = {"vanilla": "", "gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo", "cispo": "cispo"}
 CLIPPED = (
     "grpo",
     "ppo",
     "dapo",
     "gspo",
     "gmpo",
-    "clip_cov",
     "rloo",
     "reinforce_pp",
     "reinforce_pp_baseline",

@@ -235,7 +235,7 @@ EPISODES: dict[str, Alias] = COMMON | {
     "generation_kwargs": refused(None, "rollout has temperature, top_p, top_k and stop"),
     "chat_template_kwargs": Alias("key", None, "`env.template_args`", _template_args),
     "multi_objective_aggregation": refused("sum_then_normalize", "reward_transform_fn sees the rewards by name"),
-    "top_entropy_quantile": refused(1.0, "algorithm.name=clip_cov or kl_cov choose tokens by covariance"),
+    "top_entropy_quantile": refused(1.0, "leave it out: every token trains"),
     "use_adaptive_entropy": refused(False, "algorithm.entropy_coef is constant"),
     "off_policy_mask_threshold": refused(None, "algorithm.correction=geometric_mask masks answers"),
     "cast_lm_head_to_fp32": refused(False, "leave it out; model.dtype=float32 computes all in it"),
