@@ -27,7 +27,7 @@ IMPORTED = [
     "rl4llm.api", "rl4llm.compose", "rl4llm.cli", "torch.distributed.fsdp", "torch.utils.tensorboard", "matplotlib.pyplot",
     "peft", "rl4llm.backends.torch_backend", "rl4llm.algorithms.grpo",
     "torch._inductor.compile_fx",  # which DeepSpeed imports
-    "deepspeed",  # which transformers imports where it is installed, as soon as a model is saved
+    "deepspeed",  # which some ranks train with
     "tests.frozen_heap",  # the last one
 ]  # fmt: skip
 

@@ -19,9 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import ValueHead
-from rl4llm.backends.models import without_progress_bars
 from rl4llm.backends.runner import TokenNumbers
-from rl4llm.backends.source_form import SourceForm
+from rl4llm.backends.source_form import SourceForm, save_pretrained
 from rl4llm.backends.vision_language import WEIGHTS as MODEL
 from rl4llm.backends.vision_language import whole_checkpoint
 from rl4llm.core.base_backend import ADAPTER_WEIGHTS, AUTOCAST, BaseBackend
@@ -122,8 +121,7 @@ class ModelBackend(BaseBackend):
                 tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
         def write() -> None:
-            with without_progress_bars():
-                self.model.save_pretrained(directory, state_dict=tensors)
+            save_pretrained(self.model, directory, state_dict=tensors)
             if self.value_head is not None:
                 self._write_as_classifier(directory / "config.json")
             self._form.keep(directory)

@@ -7,6 +7,7 @@ tokenizer classes and fewer tokenizer files. Here the files of the source stay a
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from rl4llm.backends.models import stored_tokenizer
+from rl4llm.backends.models import stored_tokenizer, without_progress_bars
 from rl4llm.backends.vision_language import whole_checkpoint
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -28,6 +29,21 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 OLD_KEYS = {"dtype": "torch_dtype", "extra_special_tokens": "additional_special_tokens"}
 """Keys of transformers 5, and those of earlier versions, which all versions read."""
+
+
+def save_pretrained(model: PreTrainedModel, directory: Path, **options: Any) -> None:
+    """Call the model's `save_pretrained` without progress bars, and without the import of DeepSpeed, which takes seconds.
+
+    accelerate imports it to see whether it wraps the model. Without a DeepSpeed that is imported already, it does not.
+    """
+    modules: dict[str, Any] = sys.modules
+    unused = modules.setdefault("deepspeed", None) is None  # None makes it a package that is not installed
+    try:
+        with without_progress_bars():
+            model.save_pretrained(directory, **options)
+    finally:
+        if unused:
+            del modules["deepspeed"]
 
 
 class SourceForm:

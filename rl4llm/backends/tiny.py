@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rl4llm.backends.models import without_progress_bars
+from rl4llm.backends.source_form import save_pretrained
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -90,6 +90,5 @@ def build_model(
 
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write both as one Hugging Face directory."""
-    with without_progress_bars():
-        model.save_pretrained(directory)
+    save_pretrained(model, directory)
     tokenizer.save_pretrained(directory)

@@ -32,7 +32,7 @@ def set_up_torch(config: Config) -> None:
     demand_device(device_of(config))
     if device_of(config) == "cpu":
         keep_freed_memory()
-        # Without it DeepSpeed, which transformers may import, guesses the accelerator and prints its guess.
+        # Without it DeepSpeed guesses the accelerator and prints its guess.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     else:
         _set_up_gpu(config)

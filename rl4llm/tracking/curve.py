@@ -24,19 +24,21 @@ def plot_learning_curve(
 ) -> bool:
     """Draw held-out success (`accuracy` of the evaluations) above the training reward (`reward/mean`), over steps.
 
-    A log without one of them gets one panel; without both, nothing is drawn and the result is False.
+    A log with fewer than two points of one of them gets one panel; of both, nothing is drawn and the result is False.
     Raise DataError for a damaged log and RunDirError when the picture cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import, needed once a run
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
     success = _points(eval_rows, "accuracy")
     reward = _points(read_jsonl(metrics_jsonl), "reward/mean")
     panels = [
-        (draw, points) for draw, points in ((_draw_success, success), (_draw_reward, reward)) if points[0]
+        (draw, points)
+        for draw, points in ((_draw_success, success), (_draw_reward, reward))
+        if len(points[0]) > 1
     ]
     if not panels:
         return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import, needed once a run
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     figure = Figure(figsize=(8, 0.6 + 2.5 * len(panels)), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, parse_math=False, fontweight="bold", color=INK, x=0.01, ha="left")

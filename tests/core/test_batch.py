@@ -24,7 +24,8 @@ def test_reading_an_unfilled_tensor_raises_and_names_its_source():
     }.items():
         with pytest.raises(DataError, match=rf"TrainBatch\.{name} is not set yet: .*{who}"):
             getattr(batch, name)
-    with pytest.raises(DataError, match="fills it before `assign`"):  # not an error of tensors, deep in a formula
+    # Not an error of tensors, deep in a formula.
+    with pytest.raises(DataError, match="fills it before `assign`"):
         ALGORITHMS["grpo"]().token_losses(batch, torch.zeros(1, 3), None)
 
 

@@ -34,13 +34,14 @@ def test_the_picture_has_one_panel_per_available_curve(tmp_path):
 def test_the_picture_has_the_title_it_is_given(tmp_path, monkeypatch):
     titles = []
     monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: titles.append(text))
-    metrics = write(tmp_path / "m.jsonl", [{"step": 1, "reward/mean": 0.5}])
+    metrics = write(tmp_path / "m.jsonl", [{"step": step, "reward/mean": 0.5} for step in (1, 2)])
     assert plot_learning_curve(metrics, [], tmp_path / "curve.png", "a $run, model, GRPO")
     assert titles == ["a $run, model, GRPO"]
 
 
-def test_without_a_finished_step_nothing_is_drawn(tmp_path):
-    metrics = write(tmp_path / "m.jsonl", [{"step": 1, "reward/mean": None}, {"step": 2, "loss": 1.0}])
+def test_a_single_point_is_not_drawn(tmp_path):
+    rows = [{"step": 1, "reward/mean": None}, {"step": 2, "loss": 1.0}, {"step": 3, "reward/mean": 0.5}]
+    metrics = write(tmp_path / "m.jsonl", rows)
     assert not plot_learning_curve(metrics, [], tmp_path / "curve.png")
     assert not plot_learning_curve(tmp_path / "absent.jsonl", [], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
