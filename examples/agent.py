@@ -70,7 +70,7 @@ def train() -> None:
     from shared import arguments, print_progress, prompts
 
     from rl4llm import BaseRewardFunction, GRPOTrainer
-    from rl4llm.envs import AgentEnv
+    from rl4llm.extensions.agents.env import AgentEnv
 
     class Digits(BaseRewardFunction):
         """The share of digits in the agent's output."""

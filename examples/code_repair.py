@@ -9,7 +9,8 @@ scripts/install_sandbox.sh installs what it needs.
 
 from shared import arguments, print_progress, prompts
 
-from rl4llm import CodeEnv, GRPOTrainer
+from rl4llm import GRPOTrainer
+from rl4llm.extensions.sandbox.code_env import CodeEnv
 
 BEGUN = "def f():\n    return "
 

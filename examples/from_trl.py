@@ -50,7 +50,8 @@ if __name__ == "__main__":
         from shared import any_digit_model
 
         options.model = any_digit_model(Path(f"{options.output}-start"), rows(2048, seed=1))
-    library = importlib.import_module(options.library)  # `from trl import ...`, or `from rl4llm import ...`
+    # `from trl import ...`, or `from rl4llm.extensions.trl import ...`
+    library = importlib.import_module("trl" if options.library == "trl" else "rl4llm.extensions.trl")
     GRPOConfig, GRPOTrainer = library.GRPOConfig, library.GRPOTrainer
 
     trainer = GRPOTrainer(

@@ -7,7 +7,8 @@ Two players speak in turn, two times each. Vowels are worth something, and havin
 
 from shared import arguments, print_progress, prompts
 
-from rl4llm import BaseJudge, GRPOTrainer, RolesEnv
+from rl4llm import GRPOTrainer, RolesEnv
+from rl4llm.extensions.judges.judges import BaseJudge
 
 
 class WordDuel(RolesEnv):

@@ -14,39 +14,20 @@ from typing import Any, NoReturn
 from rl4llm import __version__
 from rl4llm.commands.output import STOPPED, say
 from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL4LLMError
-from rl4llm.core.registry import Registry, elsewhere, missing_extension
+from rl4llm.core.registry import Registry, elsewhere
 from rl4llm.runtime.terminal import Terminal, protect_terminal
 
 COMMANDS: Registry[Any] = Registry(
     "rl4llm",
     group="rl4llm.commands",
     table={
-        "quickstart": "rl4llm.extensions.quickstart.command",
-        "new": "rl4llm.extensions.new.command",
-        "plan": "rl4llm.extensions.inspect.plan.command",
-        "check": "rl4llm.extensions.inspect.check.command",
         "train": "rl4llm.commands.train:TRAIN",
         "sft": "rl4llm.commands.train:SFT",
         "dpo": "rl4llm.commands.train:DPO",
-        "run": "rl4llm.extensions.trl.command",
-        "launch": "rl4llm.extensions.launch.command",
-        "recipe": "rl4llm.extensions.recipes.command",
-        "eval": "rl4llm.extensions.evaluate.command",
-        "collect": "rl4llm.extensions.evaluate.collect_command",
-        "grade": "rl4llm.extensions.inspect.grade.command",
-        "export": "rl4llm.extensions.export.command",
-        "view": "rl4llm.extensions.view.command",
-        "play": "rl4llm.extensions.view.play.command",
-        "replay": "rl4llm.extensions.inspect.replay.command",
-        "serve": "rl4llm.extensions.servers.command",
-        "serve-env": "rl4llm.extensions.remote.command",
-        "import": "rl4llm.extensions.migration.command",
-        "info": "rl4llm.extensions.inspect.info.command",
         "completion": "rl4llm.commands.completion",
     },
 )
-"""Commands in the order of ``rl4llm --help``; those of installed packages follow. Each is a module, or an object in one,
-which has `add`."""
+"""Each command is a module, or an object in one, which has `add`."""
 
 INTERRUPTED, UNREAD = 130, 141  # what shells report for SIGINT and SIGPIPE
 RESUMES = "The same command resumes from the last checkpoint."
@@ -171,16 +152,11 @@ def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser_class: Any = partial(_Parser, given=given)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=parser_class)
-    for name in (*COMMANDS.builtin, *(name for name in COMMANDS if name not in COMMANDS.builtin)):
-        if missing := missing_extension(COMMANDS.path_of(name)):
-            _add_refused(commands, name, f"{missing} is missing")
-            continue
+    for name in COMMANDS:
         try:
             command = COMMANDS[name]
         except ConfigError:
-            if name in COMMANDS.builtin:
-                raise
-            _add_refused(commands, name, "its package is broken")
+            _add_refused(commands, name)
         else:
             command.add(commands)
     return parser
@@ -198,9 +174,9 @@ class _Parser(argparse.ArgumentParser):
         super().error(next(filter(None, (elsewhere("key", name) for name in dotted)), message))
 
 
-def _add_refused(commands: Any, name: str, why: str) -> None:
-    """Add a command that cannot be imported: help shows why, and running it raises the ConfigError."""
-    command = commands.add_parser(name, help=f"({why})", add_help=False, prefix_chars="\0")
+def _add_refused(commands: Any, name: str) -> None:
+    """Add a command of an installed package that cannot be imported: running it raises the ConfigError."""
+    command = commands.add_parser(name, help="(its package is broken)", add_help=False, prefix_chars="\0")
     command.set_defaults(run=lambda _: COMMANDS[name], resumes=False, debug=False)
     command.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
 

@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rl4llm.core.registry import provided
+
 log = logging.getLogger("mkdocs.hooks.docs_site")
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/michaelnny/rl4llm"
@@ -39,9 +41,16 @@ PACKAGES = {
     "rl4llm.envs.tools": "api/environments.md",
     "rl4llm.algorithms": "api/algorithms.md",
     "rl4llm.testing": "api/testing.md",
+    "rl4llm.extensions.trl": "api/trainers.md",
 }  # packages that users import from, and the page of each; names of rl4llm are on the page that fits their module
+GROUPS = {
+    "rl4llm.envs": "api/environments.md",
+    "rl4llm.tools": "api/environments.md",
+    "rl4llm.rewards": "api/rewards.md",
+}  # what extensions add to these tables, and the page of it
 BASES = (
     "rl4llm.api.PolicyTrainer",
+    "rl4llm.extensions.judges.judges.BaseJudge",
     "rl4llm.algorithms.policy_gradient.PolicyGradient",
 )  # of what users import
 CONTRACTS = (
@@ -59,7 +68,7 @@ API = {  # page: title, what it says first, and modules of names of rl4llm; a na
     "api/trainers.md": (
         "Trainers",
         "A trainer builds a run from Python objects or from a configuration. The configurations of TRL are accepted too.",
-        ("rl4llm.api.", "rl4llm.extensions.trl.", "rl4llm.config."),
+        ("rl4llm.api.", "rl4llm.config."),
     ),
     "api/rewards.md": (
         "Rewards",
@@ -70,7 +79,7 @@ API = {  # page: title, what it says first, and modules of names of rl4llm; a na
         "Environments",
         "The policy acts in an environment. [Environments](../environments.md) shows the ways to write one.",
         ("rl4llm.core.base_env.", "rl4llm.core.base_opponent.", "rl4llm.core.types.ChatMessage", "rl4llm.envs.tool.",
-         "rl4llm.envs.tools.", "rl4llm.envs.roles.", "rl4llm.envs.debate.", "rl4llm.envs.registry.", "rl4llm.extensions."),
+         "rl4llm.envs.tools.", "rl4llm.envs.roles.", "rl4llm.envs.debate.", "rl4llm.envs.registry."),
     ),
     "api/algorithms.md": (
         "Algorithms",
@@ -101,14 +110,21 @@ def public_names() -> dict[str, str]:
             if isinstance(node, ast.ImportFrom) and node.module and node.module != "rl4llm.core.registry":
                 for alias in node.names:
                     paths.setdefault(f"{node.module}.{alias.name}", f"{package}.{alias.name}")
-    return paths
+    return paths | {home: home for home in _of_extensions()}
+
+
+def _of_extensions() -> dict[str, str]:
+    """Return the page of each name that extensions add."""
+    return {
+        path.replace(":", "."): page for group, page in GROUPS.items() for path in provided(group).values()
+    }
 
 
 def api_pages() -> dict[str, str]:
     """Return the text of each page of the API."""
     names: dict[str, list[str]] = {page: [] for page in API}
     for home, path in public_names().items():
-        page = PACKAGES.get(path.rpartition(".")[0])
+        page = _of_extensions().get(home) or PACKAGES.get(path.rpartition(".")[0])
         names[page or next(page for page, (_, _, homes) in API.items() if home.startswith(homes))].append(
             path
         )

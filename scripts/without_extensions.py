@@ -3,25 +3,25 @@
     python scripts/without_extensions.py                                # all of them at once, and each alone
     python scripts/without_extensions.py view trl --tests tests/core tests/trainers
 
-Without any extension, the library must import, train and pass its tests. Without one of them, it must import, list its
-commands, find all that the others offer, and refuse what this one offered in one line that names the missing folder. One
-process imports torch; a fork of it checks each copy.
+Without any extension, every module of the library must import, and it must train and pass its tests. Without one of them, it
+must find all that the others provide, and what this one provided must be unknown, as a misspelt name is. One process imports
+torch; a fork of it checks each copy.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
 import importlib
 import io
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "rl4llm.extensions."
+PARTS = "rl4llm.parts"
 HEAVY = (
     "pytest", "torch.distributed.fsdp", "torch.utils.tensorboard", "matplotlib.pyplot",
     "matplotlib.backends.backend_agg", "datasets", "omegaconf", "transformers.models.llama.modeling_llama",
@@ -36,6 +37,9 @@ HEAVY = (
     "rich.table", "grpc", "sqlite3",
 )  # fmt: skip
 """What a run or a test imports beside rl4llm; imported once, before the forks."""
+
+PROBE = "view"
+"""A command of an extension."""
 
 TESTS = ["tests/core/test_registry.py", "tests/data/test_mixture.py", "tests/envs/test_roles.py"]
 
@@ -87,28 +91,90 @@ def in_copy(root: Path, log: Path, check: Callable[[Path], None]) -> None:
 
 
 def check_library(root: Path, tests: list[str]) -> None:
-    """Train with a library that has no extension, and run its tests."""
+    """Import all of a library that has no extension, train with it, and run its tests."""
     import pytest
 
+    for file in sorted((root / "rl4llm").rglob("*.py")):
+        words = file.relative_to(root).with_suffix("").parts
+        if not any(word.startswith("_") and word != "__init__" for word in words):  # those run as scripts
+            importlib.import_module(".".join(words).removesuffix(".__init__"))
     train(root / "run")
+    assert f"invalid choice: '{PROBE}'" in command(PROBE)
     sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
 
 
 def check_refusals(root: Path, name: str) -> None:
-    """Check that what an extension offered is refused by name, and that all else is found."""
-    missing = f"rl4llm/extensions/{name}"
-    assert f"({missing} is missing)" in command("--help") or not any(commands_of(name))
-    for word in commands_of(name):
-        assert_refused(command(word), missing)
-    lost = 0
-    for path, look_up in offered(root / "rl4llm"):
-        error = refusal(look_up)
-        if path.startswith((f"{PREFIX}{name}.", f"{PREFIX}{name}:")):
-            lost += 1
-            assert error, f"{path} is still found"
-        if error:  # another extension may need this one
-            assert_refused(str(error), missing)
-    assert lost, f"no table of the library names {PREFIX}{name}"
+    """Check that the names of an extension are gone, and that all others are found."""
+    from rl4llm.core.registry import manifests, read_manifest
+
+    lost, tables = read_manifest(root / name / "manifest.py"), registries(root / "rl4llm")
+    assert lost and name not in manifests(), f"{PREFIX}{name} provides nothing"
+    for group, names in lost.items():
+        for word, path in names.items():
+            assert path.startswith((f"{PREFIX}{name}.", f"{PREFIX}{name}:")), (
+                f"{path} belongs to another extension"
+            )
+            assert_gone(group, word, tables)
+    listed = re.findall(r"^    ([a-z-]+)\b", command("--help"), re.MULTILINE)
+    for words in manifests().values():
+        assert set(words.get("rl4llm.commands", ())) <= set(listed), listed
+        for group, names in words.items():
+            for word, path in names.items():
+                error = refusal(path)
+                assert error is None or gone(str(error), lost), f"{group}: {word}: {error}"
+
+
+def assert_gone(group: str, name: str, tables: dict[str, Any]) -> None:
+    """Check that a name is unknown, in a line that lists those that are known and speaks of no module."""
+    from rl4llm.core.errors import ConfigError
+    from rl4llm.core.registry import from_extension
+
+    if group == "rl4llm.commands":
+        said = command(name)
+        assert f"invalid choice: '{name}'" in said, said
+    else:
+        try:
+            from_extension(name, "This") if group == PARTS else tables[group][name]
+        except ConfigError as error:
+            said = str(error)
+        else:
+            raise AssertionError(f"{group}: {name} is still found")
+        assert (f"provides {name!r}, and none does" if group == PARTS else "is unknown. Known: ") in said, (
+            said
+        )
+    assert "Traceback" not in said and "No module named" not in said and "extensions" not in said, said
+
+
+def registries(package: Path) -> dict[str, Any]:
+    """Return the tables of the library by the group that extensions add to."""
+    from rl4llm.core.registry import Registry
+
+    found = {}
+    for file in package.rglob("*.py"):
+        if "Registry(" in file.read_text(encoding="utf-8") and not file.is_relative_to(
+            package / "extensions"
+        ):
+            words = file.relative_to(package.parent).with_suffix("").parts
+            module = importlib.import_module(".".join(words).removesuffix(".__init__"))
+            found |= {item.group: item for item in vars(module).values() if isinstance(item, Registry)}
+    return found
+
+
+def refusal(path: str) -> Exception | None:
+    """Return the error of a path that cannot be imported; a package that is not installed is none of ours."""
+    from rl4llm.core.errors import ConfigError
+    from rl4llm.core.registry import load
+
+    try:
+        load(path)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def gone(said: str, lost: Mapping[str, Mapping[str, str]]) -> bool:
+    """Return whether an error says that a name is unknown which was lost: an extension may need another."""
+    return any(f"={name!r} is unknown" in said for names in lost.values() for name in names)
 
 
 def train(directory: Path) -> None:
@@ -139,52 +205,6 @@ def command(*words: str) -> str:
     with redirect_stdout(printed), redirect_stderr(printed), suppress(SystemExit):
         main(words)
     return printed.getvalue()
-
-
-def commands_of(name: str) -> Iterator[str]:
-    """Yield the commands that an extension brings."""
-    from rl4llm.cli import COMMANDS
-
-    return (word for word in COMMANDS.builtin if COMMANDS.path_of(word).startswith(f"{PREFIX}{name}."))
-
-
-def offered(package: Path) -> Iterator[tuple[str, Any]]:
-    """Yield where everything is that the library's tables name, with the function that looks it up as users do."""
-    from rl4llm.core.registry import Registry, load
-
-    for file in package.rglob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        if PREFIX not in text or file.is_relative_to(package / "extensions"):
-            continue
-        parts = file.relative_to(package.parent).with_suffix("").parts
-        module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
-        for table in [item for item in vars(module).values() if isinstance(item, Registry)]:
-            yield from ((table.path_of(key), lambda table=table, key=key: table[key]) for key in table)
-        for key, home in getattr(module, "_HOMES", {}).items():
-            yield f"{home}:{key}", lambda module=module, key=key: getattr(module, key)
-        for node in ast.walk(ast.parse(text)):
-            path = node.value if isinstance(node, ast.Constant) else ""
-            if isinstance(path, str) and path.startswith(PREFIX) and ":" in path:
-                yield path, lambda path=path: load(path, "This")
-
-
-def refusal(look_up: Any) -> Exception | None:
-    """Return the error of a name that cannot be used; a package that is not installed is none of ours."""
-    from rl4llm.core.errors import ConfigError
-
-    try:
-        look_up()
-    except (
-        ConfigError,
-        AttributeError,
-    ) as error:  # a module of lazy names raises AttributeError from the ConfigError
-        return error.__cause__ if isinstance(error.__cause__, ConfigError) else error
-    return None
-
-
-def assert_refused(text: str, missing: str) -> None:
-    assert f"needs {missing}, which is missing. Next:" in " ".join(text.split()), text
-    assert "Traceback" not in text, text
 
 
 def main() -> int:

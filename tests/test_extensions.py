@@ -1,14 +1,23 @@
-"""What surrounds training can be deleted: the library never imports it, and works without any one of it."""
+"""What surrounds training can be deleted: the library never imports or names it, and works without any one of it."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from without_extensions import PREFIX, ROOT, extensions
+from without_extensions import PARTS, PREFIX, ROOT, extensions, registries
+
+from rl4llm.core.registry import manifests
 
 PACKAGE = ROOT / "rl4llm"
+LIBRARY = [
+    path
+    for path in PACKAGE.rglob("*.py*")
+    if not path.is_relative_to(PACKAGE / "extensions") and path.suffix != ".pyc"
+]
 
 
 def imported(path: Path, text: str) -> set[str]:
@@ -28,10 +37,61 @@ def into_extensions(path: Path, text: str) -> list[str]:
 
 
 def test_the_library_never_imports_an_extension():
-    library = [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "extensions")]
-    assert len(library) > 150
-    found = {str(path): into_extensions(path, path.read_text(encoding="utf-8")) for path in library}
+    assert len(LIBRARY) > 150
+    found = {str(path): into_extensions(path, path.read_text(encoding="utf-8")) for path in LIBRARY}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def naming(pattern: str) -> list[str]:
+    """Return the lines of the library that a pattern is found in."""
+    lines = [(path, line) for path in LIBRARY for line in path.read_text(encoding="utf-8").splitlines()]
+    return [f"{path}: {line}" for path, line in lines if re.search(pattern, line)]
+
+
+def test_the_library_names_no_extension():
+    names = "|".join(extensions())
+    assert naming(
+        r"^from rl4llm\.core\.registry import"
+    )  # the pattern below is looked for in the right files
+    assert naming(rf"extensions[./\"', ]+({names})\b") == []
+    assert naming(r"__path__") == []
+
+
+def test_each_extension_has_a_manifest():
+    assert sorted(manifests()) == extensions()
+
+
+def test_a_manifest_adds_to_tables_that_the_library_has():
+    known = registries(PACKAGE).keys() | {PARTS}
+    added = {group for manifest in manifests().values() for group in manifest}
+    # `rl4llm.benchmarks` is a table of an extension, to which installed packages add.
+    assert added <= known and len(added) >= 10
+
+
+def test_the_library_asks_for_the_parts_that_are_provided():
+    asking = [*LIBRARY, *(PACKAGE / "extensions").rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in asking)
+    asked = set(re.findall(r"""from_extension\(\s*["'](\w+)["']""", text))
+    asked |= {f"answer_{kind}" for kind in re.findall(r"""elsewhere\("(\w+)",""", text)}
+    assert asked == {part for manifest in manifests().values() for part in manifest.get(PARTS, ())}
+
+
+def test_no_two_extensions_provide_one_name():
+    pairs = [
+        (group, name) for manifest in manifests().values() for group in manifest for name in manifest[group]
+    ]
+    own = [(group, name) for group, table in registries(PACKAGE).items() if group for name in table.builtin]
+    assert [pair for pair, count in Counter(pairs + own).items() if count > 1] == []
+
+
+def test_manifests_are_read_without_importing_their_extensions():
+    code = """
+import sys
+from rl4llm.core.registry import manifests
+assert manifests()
+sys.exit(' '.join(name for name in sys.modules if name.startswith('rl4llm.extensions')) or 0)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

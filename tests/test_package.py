@@ -89,7 +89,7 @@ def test_importing_rl4llm_is_fast_and_loads_no_torch_or_engine():
 import sys, time
 import rl4llm
 seconds = time.process_time()  # of this process, its start included; a busy machine does not stretch it
-from rl4llm import GRPOConfig, load_config
+from rl4llm import load_config
 sys.exit(', '.join(sorted({heavy!r} & set(sys.modules))) or (seconds >= 1.5 and f'{{seconds}} s') or 0)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -188,6 +188,14 @@ def test_every_public_name_can_be_imported():
 
     for name in rl4llm.__all__:
         assert getattr(rl4llm, name)
+    assert len(rl4llm.__all__) <= 40
+
+
+def test_names_of_other_projects_are_not_at_the_top_level():
+    import rl4llm
+
+    for name in ("PPOConfig", "GRPOConfig", "TrlParser", "get_dataset"):
+        assert not hasattr(rl4llm, name)
 
 
 @pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)

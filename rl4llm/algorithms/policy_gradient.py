@@ -145,7 +145,7 @@ class PolicyGradient(BaseAlgorithm):
         if (
             self.correction is not None
         ):  # every surrogate is proportional to a positive factor of the advantage
-            weights_of = load("rl4llm.algorithms.correction:correction_weights", "algorithm.correction")
+            weights_of = load("rl4llm.algorithms.correction:correction_weights")
             bounds = self.correction, self.correction_low, self.correction_high
             for batch in batches:
                 batch.advantages_BT = batch.advantages_BT * weights_of(batch, *bounds)

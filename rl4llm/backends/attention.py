@@ -118,7 +118,7 @@ def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
     spans = None
     if kernel is not None:
         rank = np.append(np.argsort(order), -1)  # the entry at the end answers for parent -1
-        spans = load("rl4llm.backends.varlen:Spans", "attention").of(
+        spans = load("rl4llm.backends.varlen:Spans").of(
             kernel, segments.lengths[order], rank[segments.parents[order]], device
         )
     return Stream(

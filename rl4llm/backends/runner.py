@@ -235,8 +235,6 @@ def _probe_batch(model: PreTrainedModel) -> TrainBatch:
 def kernel_for(device: torch.device, *sizes: Any) -> Kernel | None:
     """Return `varlen.kernel_for` of these sizes; on a CPU there is none, and it is not imported."""
     found: Kernel | None = (
-        None
-        if device.type == "cpu"
-        else load("rl4llm.backends.varlen:kernel_for", "attention")(device, *sizes)
+        None if device.type == "cpu" else load("rl4llm.backends.varlen:kernel_for")(device, *sizes)
     )
     return found

@@ -19,7 +19,7 @@ from rl4llm.compose.tables import Given
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
-from rl4llm.core.registry import load
+from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import check_values, with_options
 from rl4llm.data.read import check_source
 from rl4llm.envs import ENVIRONMENTS
@@ -69,7 +69,7 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
     """Raise ConfigError for all mistakes that can be found without opening a file."""
     check_backend(config, needs)
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # of a process that `accelerate launch` started
-        load("rl4llm.extensions.launch.accelerate:check_accelerate", "accelerate launch")(config, os.environ)
+        from_extension("check_accelerate", "accelerate launch")(config, os.environ)
     if config.model.lora.targets and not config.model.lora.rank:
         raise ConfigError(
             f"model.lora.targets={list(config.model.lora.targets)} has no effect without an adapter. Set model.lora.rank, "

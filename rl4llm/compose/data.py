@@ -27,9 +27,7 @@ from rl4llm.runtime.seeds import derive_seed
 if TYPE_CHECKING:
     from rl4llm.data.mixture import MixedPrompts
 
-GENERATED: Registry[Callable[..., list[dict[str, Any]]]] = Registry(
-    "data.path", table={"arithmetic": "rl4llm.extensions.quickstart.arithmetic:arithmetic_rows"}
-)
+GENERATED: Registry[Callable[..., list[dict[str, Any]]]] = Registry("data.path", group="rl4llm.tasks")
 """Tasks that `data.path` may name instead of a file."""
 
 LEAST = 0.1
@@ -42,7 +40,7 @@ def training_rows(config: Config, given: Given, learns_from: LearnsFrom) -> Any:
     source = data.path if given.dataset is None else given.dataset
     rows = _load(config, given, source, data.split, data.limit, learns_from)
     if learns_from == "labels":
-        load("rl4llm.data.answers:check_labels", "algorithm.name")(rows, data.limit)
+        load("rl4llm.data.answers:check_labels")(rows, data.limit)
     return rows
 
 
@@ -150,7 +148,7 @@ def prompts_of(config: Config, datasets: Mapping[str, Any]) -> PromptStream | Mi
         return _mixed_prompts(config, datasets, config.curriculum)
     if config.curriculum is None:
         return prompt_stream(config, datasets[""])
-    pools = load("rl4llm.data.mixture:pools", "curriculum")(datasets[""], config.curriculum)
+    pools = load("rl4llm.data.mixture:pools")(datasets[""], config.curriculum)
     return _mixed_prompts(config, pools, LEAST, pools)
 
 
@@ -165,7 +163,7 @@ def _mixed_prompts(
         seed = derive_seed(config.seed, "pool" if rows else "part", name)
         streams[name] = PromptStream(len(dataset), 1, seed=seed, shuffle=parts[own].data.shuffle)
         weights[name] = len(dataset) if rows else config.parts[name].get("weight", 1.0)
-    return load("rl4llm.data.mixture:MixedPrompts", "parts")(
+    return load("rl4llm.data.mixture:MixedPrompts")(
         streams,
         weights,
         batch_size=config.rollout.prompts,
@@ -190,7 +188,7 @@ def fit_datasets(
     """
     warnings = []
     if held_out:
-        overlap_warnings = load("rl4llm.data.overlap:overlap_warnings", "eval")
+        overlap_warnings = load("rl4llm.data.overlap:overlap_warnings")
         warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
     for one, where in ((env, "data"), (held_out, "eval")):
         if one is not None:

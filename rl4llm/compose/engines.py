@@ -21,19 +21,12 @@ from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RL4LLMError
-from rl4llm.core.registry import load
+from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker
 
-FLEET = "rl4llm.extensions.servers.fleet.build:build_fleet"
-STORE = "rl4llm.extensions.servers.sync.shared_memory:open_store"
-CLAIMING = "rl4llm.extensions.servers.sync.wrappers:ClaimingPublisher"
-COHOST = "rl4llm.extensions.servers.sync.wrappers:CohostPublisher"
-FREE_DEVICE = "rl4llm.extensions.servers.sync.wrappers:free_device"
-FALLBACK = "rl4llm.extensions.servers.sync.wrappers:FallbackPublisher"
-"""What only runs with servers need; a run with the embedded engine imports none of it."""
 NAMED_WITHIN_S = 10.0
 
 
@@ -42,7 +35,7 @@ def build_client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
     options = dict(config.inference)
     engine = ENGINES[options.pop("name")]
     if engine.is_server:
-        return load(FLEET, "inference.name")(config, engine, model, tokenizer)
+        return from_extension("fleet", "inference.name")(config, engine, model, tokenizer)
     fixed = {"deterministic": config.deterministic, "autocast": autocast_of(config)}
     return with_options("inference", engine, options, model, tokenizer, **fixed)
 
@@ -56,7 +49,9 @@ def free_device(config: Config, given: Any, tokenizer: Any) -> None:
     def free() -> None:
         if ranks.is_first:
             model = empty_model(config.model.path) if given is None else given
-            load(FREE_DEVICE, "inference.cohost")(build_client(config, model, tokenizer), server_urls(config))
+            from_extension("free_device", "inference.cohost")(
+                build_client(config, model, tokenizer), server_urls(config)
+            )
 
     elsewhere = EngineError("The server did not free the device. See the error of rank 0.")
     ranks.agree(free, (RL4LLMError,), elsewhere)
@@ -133,7 +128,7 @@ def build_publisher(
 
     @functools.cache
     def store() -> Any:
-        return load(STORE, "sync")(
+        return from_extension("weight_store", "sync")(
             sync, run.weights_dir, urls, getattr(torch, computed_in(config)), tracker.note
         )
 
@@ -141,12 +136,14 @@ def build_publisher(
         return PUBLISHERS[name](client, store, tokenizer)
 
     if config.inference.get("cohost"):
-        publisher = load(COHOST, "inference.cohost")(client, make("filesystem"), others)
+        publisher = from_extension("cohost_publisher", "inference.cohost")(client, make("filesystem"), others)
     else:
         publisher = make(client.publishers[0] if sync.name == "auto" else sync.name)
     if sync.fallback is not None:
-        publisher = load(FALLBACK, "sync.fallback")(publisher, make(sync.fallback), tracker.warn)
-    return load(CLAIMING, "inference.url")(publisher, urls) if urls else publisher
+        publisher = from_extension("fallback_publisher", "sync.fallback")(
+            publisher, make(sync.fallback), tracker.warn
+        )
+    return from_extension("claiming_publisher", "inference.url")(publisher, urls) if urls else publisher
 
 
 def build_canary(config: Config, client: BaseClient) -> Canary:

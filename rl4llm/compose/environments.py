@@ -17,7 +17,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_opponent import OPPONENTS
 from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, unknown
-from rl4llm.core.registry import elsewhere, imported, load
+from rl4llm.core.registry import elsewhere, from_extension, imported, load
 from rl4llm.core.schema import accepted_options, check_values, with_options
 from rl4llm.data.columns import TOOLS
 from rl4llm.data.lengths import SHOWN, place, rows_without, usable_rows
@@ -49,8 +49,6 @@ FIXED = (
 )  # fmt: skip
 """Parameters of environments that other sections of a configuration set."""
 
-HOSTED = "rl4llm.extensions.remote.hosted:HostedEnvironment"
-SANDBOX = "rl4llm.extensions.sandbox:Sandbox"
 THE_POLICY = "policy"
 
 
@@ -69,7 +67,7 @@ def with_hosts(config: Config, given: Given, algorithm: BaseAlgorithm) -> Given:
                 f"{what} given as Python objects cannot be sent to env.remote={config.env['remote']}. "
                 "Use registered names instead."
             )
-    return replace(given, hosted=load(HOSTED, "env.remote")(config.env))
+    return replace(given, hosted=from_extension("hosted_environment", "env.remote")(config.env))
 
 
 def build_env(
@@ -141,7 +139,7 @@ def example_of_calls(rows: Any, tokenizer: Any, template_args: Mapping[str, Any]
     """Return a call for prompts that describe the tools of rows in place of a chat template; "" if rows have none."""
     if not any(row.get(TOOLS) for row in rows):
         return ""
-    find = load("rl4llm.envs.tools.formats:call_format", "env.format")
+    find = load("rl4llm.envs.tools.formats:call_format")
     return find("auto", tokenizer, shown=False, template_args=template_args).example
 
 
@@ -222,13 +220,13 @@ def build_rewards(
     # Rewards per turn are added to the result of the transform, which combines the terminal rewards.
     pairs = list(zip(made, factors, strict=True))
     scaled = "rl4llm.rewards.wrappers:Scale"
-    functions = [load(scaled, "rewards")(*pair) if pair[0].per_turn else pair[0] for pair in pairs]
+    functions = [load(scaled)(*pair) if pair[0].per_turn else pair[0] for pair in pairs]
     weights = {function.name: weight for function, weight in pairs if not function.per_turn}
     if config.env.get("reward_transform_fn") is not None:
         return functions, _own_transform(config.env["reward_transform_fn"], weights)
     if not weights or list(weights.values()) == [1.0]:
         return functions, None
-    return functions, load("rl4llm.rewards.combine:weighted_sum", "rewards")(weights)
+    return functions, load("rl4llm.rewards.combine:weighted_sum")(weights)
 
 
 def _own_transform(name: Any, weights: Mapping[str, float]) -> Any:
@@ -302,14 +300,14 @@ def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
     for make in filter(None, (env_class, env_class.prompts)):
         check_values("env", make, own)
     for item in own.get("tools") or ():
-        load("rl4llm.envs.tools.tool:check_tool", "env.tools")(item)
+        load("rl4llm.envs.tools.tool:check_tool")(item)
 
 
 def _with_option(option: str) -> str:
     """Return a sentence that names the environments with this option; "" if there is none."""
     found = []
-    for name in ENVIRONMENTS.builtin:
-        with suppress(ConfigError):  # an extension may be deleted
+    for name in ENVIRONMENTS:
+        with suppress(ConfigError):  # of an installed package that is broken
             if option in accepted_options(ENVIRONMENTS[name]):
                 found.append(name)
     return f" It is an option of env.name={' and '.join(found)}." if found else ""
@@ -384,4 +382,4 @@ def provided_by(config: Config, given: Given, sandbox: Callable[[], Any]) -> Pro
 
 def build_sandbox(config: Config) -> Any:
     """Make the sandbox of the run; it starts nothing before it is used."""
-    return load(SANDBOX, "The section `sandbox`")(**vars(config.sandbox))
+    return from_extension("sandbox", "The section `sandbox`")(**vars(config.sandbox))

@@ -23,7 +23,6 @@ BACKENDS: Registry[type[BaseBackend]] = Registry(
     group="rl4llm.backends",
     table={
         "torch": "rl4llm.backends.torch_backend:TorchBackend",
-        "deepspeed": "rl4llm.extensions.deepspeed.backend:DeepSpeedBackend",
     },
 )
 ENGINES: Registry[type[BaseClient]] = Registry(
@@ -32,18 +31,13 @@ ENGINES: Registry[type[BaseClient]] = Registry(
     group="rl4llm.engines",
     table={
         "local": "rl4llm.inference.local:LocalClient",
-        "sglang": "rl4llm.extensions.servers.clients.sglang:SGLangClient",
-        "vllm": "rl4llm.extensions.servers.clients.vllm:VLLMClient",
     },
 )
 PUBLISHERS: Registry[Callable[[TakesWeights, Callable[[], Any], Any], BasePublisher]] = Registry(
     "sync.name",
+    group="rl4llm.publishers",
     table={
-        "distributed": "rl4llm.extensions.servers.sync.tensor:over_broadcast",
-        "filesystem": "rl4llm.extensions.servers.sync.filesystem:over_filesystem",
-        "lora": "rl4llm.extensions.servers.sync.filesystem:over_adapter",
         "memory": "rl4llm.sync.memory:in_memory",
-        "tensor": "rl4llm.extensions.servers.sync.tensor:over_requests",
     },
 )
 """Functions that make a publisher from a client, a function that makes the store of versions, and the tokenizer."""

@@ -110,7 +110,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
         check_hosts(config)
         make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
     else:
-        make = load(SUPERVISED, "algorithm.name")(config, given, algorithm, tokenizer, datasets[""])
+        make = load(SUPERVISED)(config, given, algorithm, tokenizer, datasets[""])
     return make(run)
 
 
@@ -280,7 +280,7 @@ def _reinforced(
 
 def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:
     """Return one rollout of all parts; a single rollout is returned unchanged."""
-    return load(MIXED, "parts")(rollouts) if rollouts[0].part else rollouts[0]
+    return load(MIXED)(rollouts) if rollouts[0].part else rollouts[0]
 
 
 def _tell_of(sandbox: Any, run: RunDir, tracker: RunTracker, first: bool) -> None:

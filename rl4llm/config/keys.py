@@ -110,7 +110,7 @@ class SyncConfig:
 
 @dataclass
 class SandboxConfig:
-    """Where programs that a model wrote are run, see `rl4llm.extensions.sandbox`."""
+    """Where programs that a model wrote are run; the options of the sandbox."""
 
     # auto: the strongest that works here; or prefork, bubblewrap, rlimits, or package.module:Name elsewhere
     level: str = "auto"

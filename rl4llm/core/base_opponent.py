@@ -36,10 +36,6 @@ class BaseOpponent(ABC):
 OPPONENTS: Registry[Callable[..., BaseOpponent]] = Registry(
     "env.opponents.name",
     group="rl4llm.opponents",
-    table={
-        "model": "rl4llm.extensions.judges.opponent:opponent_model",
-        "server": "rl4llm.extensions.judges.opponent:ServerOpponent",
-    },
 )
 """Those that a configuration may name; ``package.module:function`` is a function of the messages that returns the line."""
 

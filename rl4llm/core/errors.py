@@ -158,7 +158,7 @@ def unknown(where: str, name: str, known: Iterable[str]) -> str:
     "algorithm.name='gpro' is unknown. Known: dapo, grpo. Did you mean 'grpo'?"
     """
     names = sorted(known)
-    return f"{where}={name!r} is unknown. Known: {', '.join(names)}.{did_you_mean(name, names)}"
+    return f"{where}={name!r} is unknown. Known: {', '.join(names) or 'none'}.{did_you_mean(name, names)}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

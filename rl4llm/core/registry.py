@@ -1,13 +1,23 @@
-"""Names that a configuration may use, and the classes behind them."""
+"""Names that a configuration may use, and the classes behind them.
+
+Each folder of `rl4llm/extensions` declares the names that it adds in its `manifest.py`:
+
+    PROVIDES = {"rl4llm.envs": {"chess": "rl4llm.extensions.chess.env:ChessEnv"}}
+
+The groups are those of the entry points by which installed packages add names. The group `PARTS` has what the library asks
+for by a name that no configuration uses. A manifest is data: it is read, and nothing of its extension is imported.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from opcode import opmap
+from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -16,11 +26,8 @@ from rl4llm.core.errors import ConfigError, unknown
 T = TypeVar("T")
 Item = TypeVar("Item")
 Named = TypeVar("Named", bound=Callable[..., Any])
-EXTENSIONS = "rl4llm.extensions."
-ELSEWHERE = {
-    "key": "rl4llm.extensions.migration.answers:of_key",
-    "name": "rl4llm.extensions.migration.names:of_name",
-}
+EXTENSIONS = Path(__file__).parents[1] / "extensions"
+PARTS = "rl4llm.parts"
 
 
 class Registry(Generic[T]):
@@ -39,8 +46,8 @@ class Registry(Generic[T]):
     Args:
         where: the configuration key that the names are for.
         base: the ``module:Class`` that whatever is imported must be a subclass of.
-        table: ``"name": "module:Class"`` of what comes with rl4llm; a module is imported when its name is looked up.
-        group: the entry points by which installed packages add names.
+        table: ``"name": "module:Class"`` of what the library has; a module is imported when its name is looked up.
+        group: what extensions call these names in their manifests, and installed packages in their entry points.
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._items:
-            self._add_installed()
+            self._add_provided()
         if name not in self._items and ":" in name:
             accepted = f"a registered name ({', '.join(self)}) or 'package.module:Class'"
             return self._checked(name, imported(self.where, name, accepted))
@@ -98,9 +105,9 @@ class Registry(Generic[T]):
         if not isinstance(item, str):
             return item
         try:
-            found = load(item, f"{self.where}={name!r}")
+            found = load(item)
         except (ImportError, AttributeError) as error:
-            if name in self.builtin:
+            if item.startswith("rl4llm."):
                 raise
             raise ConfigError(
                 f"{self.where}={name!r} is {item} of an installed package, which cannot be imported: {error}. "
@@ -110,25 +117,26 @@ class Registry(Generic[T]):
         return loaded
 
     def _checked(self, name: str, item: Any) -> T:
-        base = load(self.base, self.where) if self.base else object
+        base = load(self.base) if self.base else object
         if self.base and not (isinstance(item, type) and issubclass(item, base)):
             raise ConfigError(
                 f"{self.where}={name!r} is {item!r:.100}. Accepted: a subclass of {base.__name__}."
             )
         return cast(T, item)
 
-    def _add_installed(self) -> None:
-        """Add the entry points of the group from installed packages; existing names stay unchanged."""
+    def _add_provided(self) -> None:
+        """Add the names of extensions, then those of installed packages; existing names stay unchanged."""
         group, self.group = self.group, None
-        for point in importlib.metadata.entry_points(group=group) if group else ():
-            self._items.setdefault(point.name, point.value)
+        if group is not None:
+            installed = {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
+            self._items = {**installed, **provided(group), **self._items}
 
     def __contains__(self, name: str) -> bool:
-        self._add_installed()
+        self._add_provided()
         return name in self._items
 
     def __iter__(self) -> Iterator[str]:
-        self._add_installed()
+        self._add_provided()
         return iter(sorted(self._items))
 
     def path_of(self, name: str) -> str:
@@ -142,46 +150,52 @@ class Registry(Generic[T]):
         return next((name for name, known in self._items.items() if known is item or known == path), path)
 
 
-def load(path: str, what: str) -> Any:
-    """Import the ``module:attribute`` of a table; `what` is the user's request.
-
-    Raise ConfigError when it, or something that it imports, belongs to an extension whose folder is missing.
-    """
+def load(path: str) -> Any:
+    """Import the ``module:attribute`` of a table."""
     module, _, attribute = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = missing_extension(error.name or "") or missing_extension(module)
-        if missing is None:
-            raise
-        raise ConfigError(
-            f"{what} needs {missing}, which is missing. Next: install rl4llm again, or restore the folder."
-        ) from None
+    found: Any = importlib.import_module(module)
     for name in attribute.split(".") if attribute else ():
         found = getattr(found, name)
     return found
 
 
-def missing_extension(module: str) -> str | None:
-    """Return the folder of a module's extension if that is missing; None for any other module."""
-    if not module.startswith(EXTENSIONS):
-        return None
-    extension = EXTENSIONS + module.removeprefix(EXTENSIONS).partition(".")[0]
-    try:
-        found = importlib.util.find_spec(extension) is not None
-    except ModuleNotFoundError:  # no folder of extensions at all
-        found = False
-    return None if found else extension.replace(".", "/")
+def provided(group: str) -> Mapping[str, str]:
+    """Return the names that extensions add to a group, and the ``module:attribute`` of each."""
+    return {name: path for manifest in manifests().values() for name, path in manifest.get(group, {}).items()}
+
+
+@cache
+def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+    """Return what each extension provides, by the name of its folder; they are read once."""
+    return {file.parent.name: read_manifest(file) for file in sorted(EXTENSIONS.glob("*/manifest.py"))}
+
+
+def read_manifest(file: Path) -> Mapping[str, Mapping[str, str]]:
+    """Return the PROVIDES of a manifest, a literal."""
+    found: Mapping[str, Mapping[str, str]]
+    found = ast.literal_eval(file.read_text(encoding="utf-8").partition("\nPROVIDES = ")[2])
+    return found
+
+
+def from_extension(name: str, what: str) -> Any:
+    """Return what an extension provides to the library under this name; `what` is the user's request.
+
+    Raises ConfigError if no extension provides it.
+    """
+    if (path := provided(PARTS).get(name)) is None:
+        raise ConfigError(
+            f"{what} needs an extension of rl4llm that provides {name!r}, and none does. Next: install rl4llm again."
+        )
+    return load(path)
 
 
 def elsewhere(kind: str, name: str) -> str:
     """Return a sentence about a name that another project has; "" for other names.
 
-    `kind` is "key" for configuration keys and "name" for what Python imports. The extension `migration` has the tables.
+    `kind` is "key" for configuration keys and "name" for what Python imports.
     """
-    if missing_extension(ELSEWHERE[kind]):
-        return ""
-    said: str = load(ELSEWHERE[kind], name)(name)
+    path = provided(PARTS).get(f"answer_{kind}")
+    said: str = load(path)(name) if path else ""
     return said
 
 
@@ -198,8 +212,8 @@ def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         missing: Exception | None = None
         if name in homes:
             try:
-                return load(f"{homes[name]}:{name}", f"{module}.{name}")
-            except (ImportError, ConfigError) as error:
+                return load(f"{homes[name]}:{name}")
+            except ImportError as error:
                 said, missing = f"{name} cannot be imported: {error}", error
         if said and _is_import(sys._getframe(1)):
             raise ImportError(f"cannot import name {name!r} from {module!r}. {said}") from missing

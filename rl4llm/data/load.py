@@ -104,7 +104,7 @@ def load_rows(
     line, for invalid data.
     """
     options = prompt_column, answer_column, answer_pattern, system_prompt, prompt_template
-    reader: RowReader = load(ROW_READERS[learns_from], f"learning from {learns_from}")(*options)
+    reader: RowReader = load(ROW_READERS[learns_from])(*options)
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit={limit} is not accepted. Accepted: 1 or more, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__

@@ -4,10 +4,3 @@ from rl4llm.envs.registry import ENVIRONMENTS as ENVIRONMENTS
 from rl4llm.envs.registry import register_env as register_env
 from rl4llm.envs.roles import RolesEnv as RolesEnv
 from rl4llm.envs.tool import ToolMDPEnv as ToolMDPEnv
-from rl4llm.extensions.adapters.gymnasium import GymnasiumEnv as GymnasiumEnv
-from rl4llm.extensions.adapters.openenv import OpenEnv as OpenEnv
-from rl4llm.extensions.adapters.reasoning_gym import ReasoningGymEnv as ReasoningGymEnv
-from rl4llm.extensions.adapters.stepped import SteppedEnv as SteppedEnv
-from rl4llm.extensions.adapters.verifiers import VerifiersEnv as VerifiersEnv
-from rl4llm.extensions.agents.env import AgentEnv as AgentEnv
-from rl4llm.extensions.sandbox.code_env import CodeEnv as CodeEnv

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from rl4llm.core.errors import ConfigError, RL4LLMError
-from rl4llm.core.registry import load
+from rl4llm.core.registry import from_extension
 from rl4llm.runtime.terminal import visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until stopped; return the exit code: 130 after Ctrl-C, 143 after SIGTERM, 1 or 2 after an error."""
     try:
-        serve = load("rl4llm.extensions.servers.launch:serve", "launch_sgl_server")
+        serve = from_extension("serve", "launch_sgl_server")
         return serve(sys.argv[1:] if arguments is None else arguments, engine="sglang")
     except RL4LLMError as error:
         sys.stderr.write(visible(f"{type(error).__name__}: {error}") + "\n")

@@ -59,7 +59,7 @@ def choose_decoder(
         try:
             kind = LlamaDecoder
             if path == "graph" or (path == "auto" and next(model.parameters()).device.type == "cuda"):
-                kind = load("rl4llm.inference.embedded.static_decode:StaticDecoder", "inference.path")
+                kind = load("rl4llm.inference.embedded.static_decode:StaticDecoder")
             fast = kind(model, context_length, autocast)
             fast.refresh()
             return Choice(fast, str(prove(model, fast, context_length, autocast)))

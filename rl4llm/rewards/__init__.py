@@ -7,17 +7,14 @@ from rl4llm.core.registry import lazy
 from rl4llm.rewards.registry import REWARDS, register_reward
 
 _HOMES = {
-    "BaseJudge": "rl4llm.extensions.judges.judges",
     "BatchCallable": "rl4llm.rewards.callables",
     "Clip": "rl4llm.rewards.wrappers",
-    "CodeReward": "rl4llm.extensions.sandbox.code_reward",
     "Crash": "rl4llm.rewards.pool",
     "FormatReward": "rl4llm.rewards.format",
     "Gate": "rl4llm.rewards.wrappers",
     "LengthReward": "rl4llm.rewards.length",
     "MathReward": "rl4llm.rewards.math",
     "OverlongPenalty": "rl4llm.rewards.overlong",
-    "ReasoningReward": "rl4llm.extensions.adapters.reasoning_reward",
     "RepetitionPenalty": "rl4llm.rewards.repetition",
     "RewardFailure": "rl4llm.rewards.pool",
     "RewardLike": "rl4llm.rewards.callables",
@@ -28,19 +25,12 @@ _HOMES = {
     "ToolUseReward": "rl4llm.rewards.tool_use",
     "Unavailable": "rl4llm.rewards.pool",
     "VerifierPool": "rl4llm.rewards.pool",
-    "Winner": "rl4llm.extensions.judges.judges",
-    "accuracy_reward": "rl4llm.extensions.trl.functions",
     "add": "rl4llm.rewards.combine",
     "as_reward_function": "rl4llm.rewards.callables",
     "check_examples": "rl4llm.rewards.examples",
     "check_reward": "rl4llm.rewards.callables",
-    "get_cosine_scaled_reward": "rl4llm.extensions.trl.functions",
-    "get_repetition_penalty_reward": "rl4llm.extensions.trl.functions",
-    "get_soft_overlong_punishment": "rl4llm.extensions.trl.functions",
     "multiply": "rl4llm.rewards.combine",
-    "reasoning_accuracy_reward": "rl4llm.extensions.trl.functions",
     "score": "rl4llm.rewards.scoring",
-    "think_format_reward": "rl4llm.extensions.trl.functions",
     "weighted_sum": "rl4llm.rewards.combine",
 }
 __getattr__ = lazy(__name__, _HOMES)

@@ -1,13 +1,3 @@
-from rl4llm.extensions.adapters.reasoning_reward import ReasoningReward as ReasoningReward
-from rl4llm.extensions.judges.judges import BaseJudge as BaseJudge
-from rl4llm.extensions.judges.judges import Winner as Winner
-from rl4llm.extensions.sandbox.code_reward import CodeReward as CodeReward
-from rl4llm.extensions.trl.functions import accuracy_reward as accuracy_reward
-from rl4llm.extensions.trl.functions import get_cosine_scaled_reward as get_cosine_scaled_reward
-from rl4llm.extensions.trl.functions import get_repetition_penalty_reward as get_repetition_penalty_reward
-from rl4llm.extensions.trl.functions import get_soft_overlong_punishment as get_soft_overlong_punishment
-from rl4llm.extensions.trl.functions import reasoning_accuracy_reward as reasoning_accuracy_reward
-from rl4llm.extensions.trl.functions import think_format_reward as think_format_reward
 from rl4llm.rewards.callables import BatchCallable as BatchCallable
 from rl4llm.rewards.callables import RewardLike as RewardLike
 from rl4llm.rewards.callables import as_reward_function as as_reward_function

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -26,7 +25,6 @@ from rl4llm.tracking.tracker import (
     Tolerant,
     Tracker,
     Trackers,
-    open_service,
     read_jsonl,
 )
 from rl4llm.tracking.waiting import Waiting
@@ -260,15 +258,12 @@ class RunTracker:
         known: dict[str, Callable[[], Tracker]] = {
             "metrics.jsonl": lambda: JsonlTracker(run.metrics_file, step, self.warn),
             "eval.jsonl": lambda: JsonlTracker(run.eval_file, step, self.warn),
-            "tensorboard": lambda: load(TENSORBOARD, "tracking.tensorboard=true")(
-                run.path, step, self._config
-            ),
-            **{name: partial(open_service, name, *given) for name in SERVICES},
+            "tensorboard": lambda: load(TENSORBOARD)(run.path, step, self._config),
         }
         trackers: list[Tracker] = []
         for name in names:
             with self._tolerant(name):
-                trackers.append(known[name]())
+                trackers.append(known[name]() if name in known else SERVICES[name](*given))
         return Trackers(trackers, self._tolerant)
 
     def _show_phase(self, phase: str) -> None:

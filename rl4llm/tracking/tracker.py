@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError, RunDirError
-from rl4llm.core.registry import load
+from rl4llm.core.registry import Registry
 from rl4llm.runs.run_dir import write_atomically
 
 Row = Mapping[str, str | float]
@@ -110,23 +110,18 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-SERVICES = {
-    "wandb": "rl4llm.extensions.trackers.wandb:WandbTracker",
-}
-"""Trackers that are services, by the name of their package, their key under `tracking` and their extra."""
+SERVICES: Registry[Callable[..., Tracker]] = Registry("tracking", group="rl4llm.trackers")
+"""Trackers that are services, by the name of their package, their key under `tracking` and their extra.
 
-
-def open_service(name: str, *given: Any) -> Tracker:
-    """Open a tracker of SERVICES, `given` the run's directory, project, run id, configuration and `warn`."""
-    tracker: Tracker = load(SERVICES[name], f"tracking.{name}=true")(*given)
-    return tracker
+Each takes the run's directory, project, run id, configuration and `warn`.
+"""
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Raise ConfigError when a tracker's folder of rl4llm, or the package of its name, cannot be imported."""
+    """Raise ConfigError when a tracker, or the package that it needs, is not installed."""
     for name in names:
-        if name in SERVICES:
-            load(SERVICES[name], f"tracking.{name}=true")
+        if name != "tensorboard":
+            SERVICES[name]
         try:
             importlib.import_module(name)
         except ImportError as error:

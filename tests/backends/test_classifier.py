@@ -13,7 +13,6 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from rl4llm import RewardTrainer
 from rl4llm.backends.classifier import SCORE, load_value_head
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.models import load_model, load_tokenizer
@@ -22,6 +21,7 @@ from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.extensions.judges.reward_model import LearnedReward
+from rl4llm.extensions.trl import RewardTrainer
 
 WITHOUT_CLASS = ("Gemma 4 text", "Granite", "LFM2")
 TALKS = [

@@ -12,8 +12,8 @@ from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs import DebateEnv, RolesEnv
 from rl4llm.envs.rollout import Rollout
+from rl4llm.extensions.judges.judges import BaseJudge, Winner
 from rl4llm.inference.local import LocalClient
-from rl4llm.rewards import BaseJudge, Winner
 from rl4llm.testing import ScriptedClient, check_env
 
 QUIET = Winner()

@@ -18,8 +18,9 @@ from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.sgl_tool_env import SglToolMDPEnv
 from rl4llm.envs.tool import ToolMDPEnv
-from rl4llm.envs.tools import ToolError, ToolSet, Workspace, tool
+from rl4llm.envs.tools import ToolError, ToolSet, tool
 from rl4llm.envs.tools.formats import FORMATS
+from rl4llm.extensions.toolbox.workspace import Workspace
 from rl4llm.rewards import as_reward_function
 from rl4llm.testing import ScriptedClient, check_env
 from rl4llm.tracking.summary import summarize

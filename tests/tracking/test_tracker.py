@@ -3,6 +3,7 @@ import sys
 import pytest
 
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import Registry
 from rl4llm.tracking.tracker import JsonlTracker, Tolerant, Trackers, check_installed, read_jsonl
 
 
@@ -34,11 +35,7 @@ def test_a_tracker_without_its_package_is_refused_at_start(monkeypatch):
         check_installed(["tensorboard", "wandb"])
 
 
-def test_a_tracker_without_its_folder_is_refused_in_one_line(monkeypatch):
-    for module in [name for name in sys.modules if name.startswith("rl4llm.extensions.trackers.")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "rl4llm.extensions.trackers", None)
-    with pytest.raises(
-        ConfigError, match=r"tracking\.wandb=true needs rl4llm/extensions/trackers, which is missing"
-    ):
+def test_a_tracker_that_nothing_provides_is_refused(monkeypatch):
+    monkeypatch.setattr("rl4llm.tracking.tracker.SERVICES", Registry("tracking"))
+    with pytest.raises(ConfigError, match=r"tracking='wandb' is unknown\. Known: none\."):
         check_installed(["wandb"])

@@ -5,12 +5,13 @@ import json
 
 import pytest
 
-from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTConfig, SFTTrainer
+from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.lengths import PATIENCE
 from rl4llm.data.render import Renderer
+from rl4llm.extensions import trl
 from tests.trainers.test_preferences import column, make, metrics
 
 ASKED = {"role": "user", "content": "How many coins?"}
@@ -153,10 +154,10 @@ def test_a_clash_of_tools_is_refused_before_a_run(model_dir, tmp_path):
 def test_rows_of_trl_with_tools_are_read_as_ours(model_dir, tokenizer, tmp_path):
     small = {"max_steps": 1, "per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False}
     row = {"messages": [ASKED, said("85")], "tools": [SCHEMA], "chat_template_kwargs": {"x": 1}}
-    sft = SFTTrainer(
+    sft = trl.SFTTrainer(
         model=str(model_dir),
         train_dataset=[row] * 2,
-        args=SFTConfig(str(tmp_path / "sft"), assistant_only_loss=True, **small),
+        args=trl.SFTConfig(str(tmp_path / "sft"), assistant_only_loss=True, **small),
     )
     spans = sft.trainer.read(sft.trainer.dataset[0], "p").trajectories[0].spans
     assert list(spans[0].token_ids) == Renderer(tokenizer, [SCHEMA], ()).first([ChatMessage.from_dict(ASKED)])

@@ -5,10 +5,6 @@ from rl4llm.envs.tools.registry import TOOLS, register_tool
 from rl4llm.envs.tools.tool import Functions, Tool, ToolError, ToolSet, as_toolset, homes, tool
 
 _HOMES = {
-    "MCP": "rl4llm.extensions.toolbox.mcp",
-    "Python": "rl4llm.extensions.sandbox.python_tool",
-    "Search": "rl4llm.extensions.toolbox.search",
-    "Workspace": "rl4llm.extensions.toolbox.workspace",
     "calculator": "rl4llm.envs.tools.calculate",
 }
 __getattr__ = lazy(__name__, _HOMES)

@@ -8,7 +8,3 @@ from rl4llm.envs.tools.tool import ToolSet as ToolSet
 from rl4llm.envs.tools.tool import as_toolset as as_toolset
 from rl4llm.envs.tools.tool import homes as homes
 from rl4llm.envs.tools.tool import tool as tool
-from rl4llm.extensions.sandbox.python_tool import Python as Python
-from rl4llm.extensions.toolbox.mcp import MCP as MCP
-from rl4llm.extensions.toolbox.search import Search as Search
-from rl4llm.extensions.toolbox.workspace import Workspace as Workspace

@@ -15,10 +15,6 @@ TOOLS: Registry[Callable[..., Any] | type[ToolSet]] = Registry(
     group="rl4llm.tools",
     table={
         "calculator": "rl4llm.envs.tools.calculate:calculator",
-        "mcp": "rl4llm.extensions.toolbox.mcp:MCP",
-        "python": "rl4llm.extensions.sandbox.python_tool:Python",
-        "search": "rl4llm.extensions.toolbox.search:Search",
-        "workspace": "rl4llm.extensions.toolbox.workspace:Workspace",
     },
 )
 register_tool = TOOLS.register

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from rl4llm.core.registry import missing_extension
 from rl4llm.extensions.migration.original import ORIGINAL
-from rl4llm.extensions.migration.projects import PROJECTS, TRL, trl
+from rl4llm.extensions.migration.projects import PROJECTS, of_trl
 from rl4llm.extensions.migration.row import Row
 
 
@@ -30,7 +29,7 @@ def of_key(given: str) -> str:
 
 def _undotted() -> list[str]:
     """Return the keys without a section of all projects."""
-    projects = [*PROJECTS, *([] if missing_extension(f"{TRL}.table") else map(trl, ("grpo", "dpo", "sft")))]
+    projects = [*PROJECTS, *of_trl("grpo", "dpo", "sft")]
     names = [key.removeprefix("method.") for project in projects for key in project.rows]
     return [name for name in dict.fromkeys(names) if name.replace("_", "").isalnum()]
 
@@ -39,11 +38,7 @@ def _found(name: str) -> Iterator[tuple[str, Row]]:
     """Yield projects that have a key: the whole one, or its last part if our key for it is in the section that was given."""
     section, _, last = name.rpartition(".")
     whole = [(project, [*project.prepare({name: None})][-1]) for project in PROJECTS]
-    words = (
-        []
-        if missing_extension(f"{TRL}.table")
-        else [(trl(algorithm), last) for algorithm in ("grpo", "dpo", "sft")]
-    )
+    words = [(project, last) for project in of_trl("grpo", "dpo", "sft")]
     words.append((ORIGINAL, f"method.{last}"))
     for project, candidate in (*(whole if section else ()), *words, *whole):
         row = project.row(candidate)

@@ -37,6 +37,21 @@ NAMES: dict[str, str] = {
     ),
     "build_value_model_and_tokenizer": "of michaelnny/rl4llm: `PPOTrainer` builds it, from `algorithm.critic_path`.",
     # TRL
+    **{
+        name: f"of TRL: write `from rl4llm.extensions.trl import {name}`."
+        for name in (
+            *(
+                "DPOConfig",
+                "GRPOConfig",
+                "KTOConfig",
+                "RLOOConfig",
+                "RewardConfig",
+                "SFTConfig",
+                "ModelConfig",
+            ),
+            *("ScriptArguments", "TrlParser", "get_dataset", "get_peft_config", "get_quantization_config"),
+        )
+    },
     "AsyncGRPOTrainer": f"of TRL: {_AHEAD}.",
     "AsyncGRPOConfig": f"of TRL: {_AHEAD}.",
     "RichProgressCallback": "of TRL: there are no callbacks; `output.console` chooses how progress is shown.",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl4llm.core.registry import load
+from rl4llm.core.registry import PARTS, from_extension, provided
 from rl4llm.extensions.migration.original import ORIGINAL
 from rl4llm.extensions.migration.row import JointRule, Project, Row, joint, key, none
 from rl4llm.extensions.migration.verl import VERL
 
 PROJECTS = (VERL, ORIGINAL)
-TRL = "rl4llm.extensions.trl"
 OF_COMMAND: dict[str, Row] = {
     "model_name_or_path": key("model.path"),
     "model": key("model.path"),
@@ -30,12 +29,17 @@ OF_COMMAND: dict[str, Row] = {
 """What scripts of TRL take beside their config."""
 
 
+def of_trl(*algorithms: str) -> list[Project]:
+    """Return TRL's names for the trainers of algorithms; [] if no extension provides them."""
+    return [trl(algorithm) for algorithm in algorithms] if "trl_tables" in provided(PARTS) else []
+
+
 def trl(algorithm: str) -> Project:
-    """Return TRL's names for the trainer of an algorithm, from the tables of the extension `trl`."""
-    tables = load(f"{TRL}.table:TABLES", "TRL's names")
+    """Return TRL's names for the trainer of an algorithm; raise ConfigError if no extension provides them."""
+    tables = from_extension("trl_tables", "TRL's names")
     table = tables.get(algorithm, tables["grpo"])
-    joints = load(f"{TRL}.joint:JOINTS", "TRL's names").get(algorithm, ())
-    facts = load(f"{TRL}.joint:TrainingFacts", "TRL's names")
+    joints = from_extension("trl_joints", "TRL's names").get(algorithm, ())
+    facts = from_extension("trl_facts", "TRL's names")
     rows = {name: _of_alias(alias) for name, alias in table.items()}
 
     def rule(item: Any) -> JointRule:

@@ -14,9 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl4llm.config import flatten
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.registry import missing_extension
 from rl4llm.extensions.migration.original import ORIGINAL
-from rl4llm.extensions.migration.projects import PROJECTS, TRL, trl
+from rl4llm.extensions.migration.projects import PROJECTS, of_trl, trl
 from rl4llm.extensions.migration.row import Project
 from rl4llm.extensions.migration.shell import commands
 from rl4llm.extensions.migration.verl import VERL
@@ -170,7 +169,7 @@ def _whose(values: Values, where: str) -> Project:
     """Return the project that has most of the keys."""
     trainer = "grpo" if {"num_generations", "max_completion_length"} & set(values) else "sft"
     trainer = "dpo" if {"label_smoothing", "precompute_ref_log_probs"} & set(values) else trainer
-    candidates = [*PROJECTS, *([] if missing_extension(f"{TRL}.table") else [trl(trainer)])]
+    candidates = [*PROJECTS, *of_trl(trainer)]
 
     def known(project: Project) -> int:
         return sum(project.row(name) is not None for name in project.prepare(values))

@@ -19,7 +19,7 @@ from typing import Any
 from rl4llm import __version__
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, DataError
-from rl4llm.core.registry import load
+from rl4llm.core.registry import from_extension
 from rl4llm.extensions.recipes.processes import Processes
 from rl4llm.extensions.recipes.recipe import Recipe
 from rl4llm.extensions.recipes.results import check_shares
@@ -102,9 +102,7 @@ def _downloaded(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return an override with the directory of the quickstart's model, if it is the recipe's; others come from the hub."""
     if recipe.given(overrides).model.path != PRETRAINED:
         return []
-    return [
-        f"model.path={load('rl4llm.extensions.quickstart.pretrained:smollm2', f'recipe {recipe.name}')()}"
-    ]
+    return [f"model.path={from_extension('pretrained_model', f'recipe {recipe.name}')()}"]
 
 
 def measured(recipe: Recipe, work: Path) -> dict[str, Any]:

@@ -57,36 +57,36 @@ class TRLConfig:
 
 
 class GRPOConfig(TRLConfig):
-    """The options of `rl4llm.GRPOTrainer`."""
+    """The options of `GRPOTrainer`."""
 
     algorithm = "grpo"
 
 
 class RLOOConfig(TRLConfig):
-    """The options of `rl4llm.RLOOTrainer`."""
+    """The options of `RLOOTrainer`."""
 
     algorithm = "rloo"
 
 
 class DPOConfig(TRLConfig):
-    """The options of `rl4llm.DPOTrainer`."""
+    """The options of `DPOTrainer`."""
 
     algorithm = "dpo"
 
 
 class KTOConfig(TRLConfig):
-    """The options of `rl4llm.KTOTrainer`."""
+    """The options of `KTOTrainer`."""
 
     algorithm = "kto"
 
 
 class RewardConfig(TRLConfig):
-    """The options of `rl4llm.RewardTrainer`."""
+    """The options of `RewardTrainer`."""
 
     algorithm = "reward_model"
 
 
 class SFTConfig(TRLConfig):
-    """The options of `rl4llm.SFTTrainer`."""
+    """The options of `SFTTrainer`."""
 
     algorithm = "sft"

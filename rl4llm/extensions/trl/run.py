@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.trl import stand_in, trainer
+from rl4llm.extensions.trl import _HOMES, attributes, stand_in
 
 EXTRAS = {"peft": "'rl4llm[lora]'", "accelerate": "accelerate", "math_verify": "math-verify"}
 """What to install for a package that a script imports."""
@@ -26,8 +26,8 @@ def run_script(path: Path, arguments: Sequence[str], *, push: bool = True) -> No
     if found:
         raise ConfigError(found[0])
     if not push:
-        trainer.KNOWN["push_to_hub"] = lambda _: lambda *args, **options: None
-        trainer.NOT_HERE.pop("push_to_hub", None)
+        attributes.KNOWN["push_to_hub"] = lambda _: lambda *args, **options: None
+        attributes.NOT_HERE.pop("push_to_hub", None)
     stand_in.install()
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent.resolve()))
@@ -85,7 +85,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
             yield stand_in.refusal(str(node.module))
             return
         for item in node.names:
-            known = item.name in stand_in.HOMES or f"{node.module}.{item.name}" in stand_in.MODULES
+            known = item.name in _HOMES or f"{node.module}.{item.name}" in stand_in.MODULES
             if not known and not item.name.startswith("_"):
                 yield stand_in.refusal(f"{node.module}.{item.name}")
     if isinstance(node, ast.ImportFrom) and node.module == "transformers":

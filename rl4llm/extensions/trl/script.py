@@ -218,7 +218,7 @@ class Script:
         if args is not None and not isinstance(args, TRLConfig):
             known = ", ".join(cls.__name__ for cls in TRLConfig.__subclasses__())
             raise ConfigError(
-                f"args={args!r:.60} is not accepted. Accepted: {known}, imported from rl4llm instead of trl."
+                f"args={args!r:.60} is not accepted. Accepted: {known}, imported from rl4llm.extensions.trl instead of trl."
             )
         if args is not None and args.algorithm != self.algorithm:
             raise ConfigError(

@@ -6,45 +6,15 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import load
+from rl4llm.extensions.trl import _HOMES as HOMES
 
-_ARGUMENTS, _DATA, _FUNCTIONS, _PARSER = (
-    f"rl4llm.extensions.trl.{name}" for name in ("arguments", "data_utils", "functions", "parser")
-)
 TRAINERS = ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT")
-HOMES: Mapping[str, str] = {
-    **{f"{name}Trainer": "rl4llm.api" for name in TRAINERS},
-    **{f"{name}Config": _ARGUMENTS for name in TRAINERS},
-    **dict.fromkeys(
-        (
-            *("DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments", "TrlParser"),
-            *("get_dataset", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
-        ),
-        _PARSER,
-    ),
-    **dict.fromkeys(
-        (
-            *("accuracy_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward"),
-            *("get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward"),
-        ),
-        _FUNCTIONS,
-    ),
-    **dict.fromkeys(
-        (
-            *("apply_chat_template", "maybe_apply_chat_template", "extract_prompt", "maybe_extract_prompt"),
-            *("is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml"),
-            *("unpair_preference_dataset", "maybe_unpair_preference_dataset"),
-        ),
-        _DATA,
-    ),
-}
-"""The names that scripts import from `trl` and its modules, and the modules that have them."""
-
 PACKAGES = ("trl", "trl.models", "trl.rewards", "trl.scripts", "trl.trainer")
 MODULES = (
     *PACKAGES, "trl.data_utils", "trl.scripts.utils", "trl.trainer.utils", "trl.trainer.model_config",
@@ -79,7 +49,7 @@ class _Module(ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         if name not in HOMES:
             raise ConfigError(refusal(f"{self.__name__}.{name}"))
-        return load(f"{HOMES[name]}:{name}", f"{self.__name__}.{name}")
+        return load(f"{HOMES[name]}:{name}")
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

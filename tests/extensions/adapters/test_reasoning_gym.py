@@ -11,8 +11,7 @@ from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, DataError
-from rl4llm.envs import ReasoningGymEnv
-from rl4llm.extensions.adapters.reasoning_gym import reasoning_prompts
+from rl4llm.extensions.adapters.reasoning_gym import ReasoningGymEnv, reasoning_prompts
 from rl4llm.extensions.adapters.reasoning_reward import ReasoningReward
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.replies import as_sample

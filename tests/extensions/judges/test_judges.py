@@ -7,7 +7,8 @@ import pytest
 from rl4llm.core.base_env import Line, SampleState, Special
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards import BaseJudge, RewardFailure, Scale, Winner, as_reward_function, check_examples
+from rl4llm.extensions.judges.judges import BaseJudge, Winner
+from rl4llm.rewards import RewardFailure, Scale, as_reward_function, check_examples
 from rl4llm.rewards.scoring import score
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rl4llm import BaseReward, ChatMessage, register_reward
+from rl4llm import ChatMessage, register_reward
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.migration.rewards import BaseReward
 from rl4llm.rewards import as_reward_function, score
 from rl4llm.rewards.registry import REWARDS
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import EnvError
 from rl4llm.envs import DebateEnv, RolesEnv, ToolMDPEnv
-from rl4llm.rewards import BaseJudge
+from rl4llm.extensions.judges.judges import BaseJudge
 
 CLOSED, ENDED = [], []
 ON_TURN = []

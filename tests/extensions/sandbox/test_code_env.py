@@ -11,11 +11,11 @@ import pytest
 from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
-from rl4llm.envs import CodeEnv
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.sandbox import Outcome, Sandbox, Stdin
+from rl4llm.extensions.sandbox.code_env import CodeEnv
+from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import examples_in
-from rl4llm.rewards import CodeReward
 from rl4llm.testing import ScriptedClient, check_env
 from rl4llm.tracking.summary import summarize
 

@@ -9,8 +9,9 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.sandbox import Asserts, Calls, Outcome, Sandbox, Stdin, Suite, TestResult
+from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import code_in, stored_tests
-from rl4llm.rewards import CodeReward, RewardFailure, as_reward_function
+from rl4llm.rewards import RewardFailure, as_reward_function
 from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.scoring import score
 

@@ -9,8 +9,9 @@ from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import load_rows
 from rl4llm.extensions.sandbox import Calls, Program, Sandbox, Stdin, Suite
+from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import program_of, stored_tests, visible_tests
-from rl4llm.rewards import CodeReward, RewardFailure
+from rl4llm.rewards import RewardFailure
 from rl4llm.rewards.wrappers import Scale
 from rl4llm.runtime.ranks import Ranks
 

@@ -960,12 +960,6 @@ def test_a_fleet_serves_one_event_loop_after_the_other(base, tokenizer):
     assert asyncio.run(main(True)) == asyncio.run(main(False)) == asyncio.run(main(True))
 
 
-def test_the_client_of_sglang_has_a_second_name():
-    from rl4llm.inference import sgl_client
-
-    assert sgl_client.SGLangClient is SGLangClient
-
-
 def test_servers_whose_replies_name_no_weights_get_no_router(tokenizer):
     one, front = (
         VLLMClient(f"http://127.0.0.1:{port}", tokenizer, vocab_size=8, context_length=8) for port in (1, 2)

@@ -22,8 +22,9 @@ from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
-from rl4llm.envs.tools import MCP, ToolError
+from rl4llm.envs.tools import ToolError
 from rl4llm.envs.tools.arguments import objection
+from rl4llm.extensions.toolbox.mcp import MCP
 from rl4llm.extensions.toolbox.mcp_answers import text_of
 from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.ports import free_port

@@ -3,7 +3,7 @@
 import pytest
 
 from rl4llm.core.errors import DataError
-from rl4llm.envs.tools import Search
+from rl4llm.extensions.toolbox.search import Search
 
 DOCUMENTS = [
     {"title": "Ada Lovelace", "text": "She wrote the first program, for a machine that was never built."},

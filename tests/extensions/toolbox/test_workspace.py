@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.envs.tools import ToolError, Workspace
+from rl4llm.envs.tools import ToolError
+from rl4llm.extensions.toolbox.workspace import Workspace
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import json
 import pytest
 from peft import LoraConfig
 
-from rl4llm import (
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.trl import (
     GRPOConfig,
     GRPOTrainer,
     RewardConfig,
@@ -15,7 +16,6 @@ from rl4llm import (
     SFTConfig,
     SFTTrainer,
 )
-from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl.history import history
 
 SMALL = {

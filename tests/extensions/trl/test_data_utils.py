@@ -3,9 +3,8 @@
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rl4llm import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from rl4llm.core.errors import ConfigError, DataError
-from rl4llm.extensions.trl import data_utils
+from rl4llm.extensions.trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer, data_utils
 
 ASKED, RIGHT, WRONG = (
     {"role": role, "content": text}

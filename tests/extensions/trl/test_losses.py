@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from rl4llm import GRPOConfig
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.core.types import Group, TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.pack import pack
+from rl4llm.extensions.trl import GRPOConfig
 from rl4llm.extensions.trl.script import Script
 
 LENGTHS = (3, 5, 2, 6, 1, 4, 4, 2)  # two groups of four

@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl4llm import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from rl4llm.extensions.trl.classifier import as_function
 from rl4llm.extensions.trl.rewards import reward_functions
 from rl4llm.rewards import RewardFailure

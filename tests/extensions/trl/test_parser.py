@@ -8,7 +8,8 @@ from dataclasses import fields
 import pytest
 from transformers import HfArgumentParser
 
-from rl4llm import (
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.trl import (
     DPOConfig,
     GRPOConfig,
     KTOConfig,
@@ -21,7 +22,6 @@ from rl4llm import (
     get_dataset,
     get_peft_config,
 )
-from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl.parser import DatasetMixtureConfig
 from rl4llm.extensions.trl.script import Script
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rl4llm import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
+from rl4llm.extensions.trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from rl4llm.extensions.trl.rewards import reward_functions
 from rl4llm.rewards.scoring import score
 

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from rl4llm import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, DataError, ModelError
-from rl4llm.extensions.trl import rewards, rows
+from rl4llm.extensions.trl import (
+    DPOConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+    rewards,
+    rows,
+)
 from rl4llm.extensions.trl.joint import JOINTS
 from rl4llm.extensions.trl.script import Script
 from rl4llm.extensions.trl.table import TABLES
@@ -190,7 +199,7 @@ def test_an_adapter_is_what_peft_says_it_is():
         ({"optim": "adafactor"}, "AdamW"),
         ({"delta": 1.1}, "above 1 \\+ epsilon_high"),
         ({"steps_per_generation": 2, "generation_batch_size": 16}, "Set only one of them"),
-        ({"args": object()}, "imported from rl4llm"),
+        ({"args": object()}, "imported from rl4llm.extensions.trl"),
         ({"args": DPOConfig("out")}, "another trainer"),
         ({"args": GRPOConfig("out", beta=0.1), "beta": 0.2}, "set twice"),
     ],
@@ -236,9 +245,9 @@ def test_a_typing_error_in_a_config_is_found():
 
 def test_both_names_of_one_thing_are_refused(model_dir):
     with pytest.raises(ConfigError, match="train_dataset and dataset"):
-        GRPOTrainer(str(model_dir), PROMPTS, train_dataset=PROMPTS)
+        GRPOTrainer(str(model_dir), dataset=PROMPTS, train_dataset=PROMPTS)
     with pytest.raises(ConfigError, match="reward_funcs and reward_functions"):
-        GRPOTrainer(str(model_dir), PROMPTS, reward_functions=[len], reward_funcs=[len])
+        GRPOTrainer(str(model_dir), dataset=PROMPTS, reward_functions=[len], reward_funcs=[len])
     with pytest.raises(ConfigError, match="reward_weights has 2 numbers for 1"):
         GRPOTrainer(str(model_dir), train_dataset=PROMPTS, reward_funcs=len, reward_weights=[1, 2])
 

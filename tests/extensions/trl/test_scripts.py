@@ -16,7 +16,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rl4llm import (
+from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.extensions.trl import (
     GRPOConfig,
     GRPOTrainer,
     KTOConfig,
@@ -25,10 +26,9 @@ from rl4llm import (
     RewardConfig,
     RewardTrainer,
     RLOOConfig,
+    functions,
     get_quantization_config,
-    rewards,
 )
-from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.extensions.trl.run import objections, run_script
 from rl4llm.extensions.trl.script import Script
 
@@ -201,7 +201,7 @@ def test_environment_factory_gives_each_episode_an_object(place, model_dir):
 
 
 def test_changing_the_import_is_enough(place, model_dir):
-    text = GAME.replace("from trl import", "from rl4llm import")
+    text = GAME.replace("from trl import", "from rl4llm.extensions.trl import")
     script = write(place, text)
     done = python(script, model_dir, cwd=place)
     assert done.returncode == 0, done.stderr
@@ -350,23 +350,23 @@ def test_rewards_of_trl_score_as_documented_there():
         for text in (r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}", "?")
     ]
     truth = [r"\frac{1}{3}"] * 3
-    assert rewards.accuracy_reward(said, truth) == [1.0, 0.0, 0.0]
-    assert rewards.accuracy_reward(said[:1], [""]) == [None]
+    assert functions.accuracy_reward(said, truth) == [1.0, 0.0, 0.0]
+    assert functions.accuracy_reward(said[:1], [""]) == [None]
     thought = [[{"content": f"<think> a </think> {one[0]['content']}"}] for one in said[:2]]
-    assert rewards.reasoning_accuracy_reward([*thought, said[0]], truth) == [1.0, 0.0, 0.0]
-    assert rewards.think_format_reward([*thought, said[0], [{"content": "<think><think></think>"}]]) == [
+    assert functions.reasoning_accuracy_reward([*thought, said[0]], truth) == [1.0, 0.0, 0.0]
+    assert functions.think_format_reward([*thought, said[0], [{"content": "<think><think></think>"}]]) == [
         1,
         1,
         0,
         0,
     ]
-    scaled = rewards.get_cosine_scaled_reward(max_len=100)
+    scaled = functions.get_cosine_scaled_reward(max_len=100)
     assert scaled(said[:2], truth[:2], [[1] * 50] * 2) == pytest.approx([0.75, -0.75])
     assert scaled(said[:2], truth[:2], [[]] * 2) == pytest.approx([1.0, -1.0])
     assert scaled(said[:2], truth[:2], [[1] * 200] * 2) == pytest.approx([0.5, -0.5])
-    long = rewards.get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    long = functions.get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
     assert long([[1] * 80, [1] * 90, [1] * 100, [1] * 101]) == [0.0, -0.5, -1.0, -1.0]
-    repeated = rewards.get_repetition_penalty_reward(ngram_size=2)
+    repeated = functions.get_repetition_penalty_reward(ngram_size=2)
     assert repeated([[1, 2, 3, 4], [5] * 5, [1]]) == [0.0, -0.75, 0.0]
 
 

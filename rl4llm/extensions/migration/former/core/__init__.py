@@ -1,1 +1,0 @@
-"""Modules of the core that michaelnny/rl4llm has."""

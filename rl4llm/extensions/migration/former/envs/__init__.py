@@ -1,1 +1,0 @@
-"""Modules of environments that michaelnny/rl4llm has."""

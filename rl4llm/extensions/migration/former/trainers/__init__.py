@@ -1,1 +1,0 @@
-"""Modules of trainers, one for each method."""

@@ -1,5 +1,0 @@
-"""Give `GRPOTrainer` the import path that it has in michaelnny/rl4llm."""
-
-from rl4llm.core.registry import lazy
-
-__getattr__ = lazy(__name__, {"GRPOTrainer": "rl4llm.api", "GRPOConfig": "rl4llm.extensions.trl.arguments"})

@@ -1,5 +1,0 @@
-"""Give `PPOTrainer` the import path that it has in michaelnny/rl4llm."""
-
-from rl4llm.core.registry import lazy
-
-__getattr__ = lazy(__name__, {"PPOTrainer": "rl4llm.api"})
