@@ -173,8 +173,8 @@ def refusal(path: str) -> Exception | None:
 
 
 def gone(said: str, lost: Mapping[str, Mapping[str, str]]) -> bool:
-    """Return whether an error says that a name is unknown which was lost: an extension may need another."""
-    return any(f"={name!r} is unknown" in said for names in lost.values() for name in names)
+    """Return whether an error says that a part is missing which was lost: an extension may need another."""
+    return any(f"provides {name!r}, and none does" in said for name in lost.get(PARTS, ()))
 
 
 def train(directory: Path) -> None:

@@ -64,7 +64,6 @@ def test_each_extension_has_a_manifest():
 def test_a_manifest_adds_to_tables_that_the_library_has():
     known = registries(PACKAGE).keys() | {PARTS}
     added = {group for manifest in manifests().values() for group in manifest}
-    # `rl4llm.benchmarks` is a table of an extension, to which installed packages add.
     assert added <= known and len(added) >= 10
 
 

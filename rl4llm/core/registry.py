@@ -61,6 +61,7 @@ class Registry(Generic[T]):
         self.where = where
         self.base = base
         self.group = group
+        self._complete = False
         self.builtin = tuple(table or ())
         self._items: dict[str, T | str] = dict(table or {})
 
@@ -126,10 +127,11 @@ class Registry(Generic[T]):
 
     def _add_provided(self) -> None:
         """Add the names of extensions, then those of installed packages; existing names stay unchanged."""
-        group, self.group = self.group, None
-        if group is not None:
-            installed = {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
-            self._items = {**installed, **provided(group), **self._items}
+        if self.group is None or self._complete:
+            return
+        self._complete = True
+        installed = {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
+        self._items = {**installed, **provided(self.group), **self._items}
 
     def __contains__(self, name: str) -> bool:
         self._add_provided()

@@ -17,14 +17,14 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import from_extension
 from rl4llm.core.types import ChatMessage
-from rl4llm.envs.registry import ENVIRONMENTS
 from rl4llm.rewards.pool import RewardFailure
 
 RUNNER = Path(__file__).resolve().with_name("_verifiers.py")
 COLUMN = "verifiers"
 DEFAULT_LIMIT = 1024
-AGENT_ENV: Any = ENVIRONMENTS["agent"]  # of another extension
+AGENT_ENV: Any = from_extension("agent_env", "env.name='verifiers'")
 LIST_TIMEOUT_S = 300.0  # tasks may have to be downloaded
 
 

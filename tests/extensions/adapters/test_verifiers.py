@@ -206,4 +206,4 @@ def test_verifiers_refuse_without_the_agents_extension(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "rl4llm", ignore=lambda folder, names: {"agents"} & set(names))
     code = "from rl4llm.envs import ENVIRONMENTS; ENVIRONMENTS['verifiers']"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "env.name='verifiers' needs rl4llm/extensions/agents, which is missing" in done.stderr
+    assert "env.name='verifiers' needs an extension of rl4llm that provides 'agent_env'" in done.stderr
