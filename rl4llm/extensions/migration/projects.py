@@ -21,7 +21,7 @@ OF_COMMAND: dict[str, Row] = {
     "lora_alpha": key("model.lora.alpha"),
     "lora_target_modules": key("model.lora.targets", lambda names: [names] if isinstance(names, str) else list(names)),
     "use_peft": none("`model.lora.rank` above 0 trains an adapter"),
-    "reward_funcs": none("`rewards` names them; functions need the Python API"),
+    "reward_funcs": none("`rewards` names them; for functions use the trainers of `rl4llm.extensions.trl`"),
     "load_in_4bit": none("rl4llm does not train quantized weights"),
     "load_in_8bit": none("rl4llm does not train quantized weights"),
     "attn_implementation": none("rl4llm chooses the attention"),
