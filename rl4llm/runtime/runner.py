@@ -25,21 +25,24 @@ _calls: contextvars.ContextVar[SimpleQueue[Callable[[], None] | None]] = context
 
 
 class Runner:
-    """Run coroutines in an event loop of a separate thread, one after the other, and wait for each of them.
+    """Run coroutines in an event loop of a separate thread.
 
         with Runner() as runner:
             runner.run(client.load(WeightRef(0)))
 
-    Unlike ``asyncio.Runner`` it also works in a notebook or an ``async def``, whose own event loop waits too. All coroutines
-    of a runner share one thread and one event loop, which stands still between two of them. Each sees the context
-    variables, the CUDA device and the inference mode of its caller. When an exception interrupts the caller, such as the
-    KeyboardInterrupt of Ctrl-C, the coroutine is cancelled and gets `END_S` seconds to end.
+    Unlike ``asyncio.Runner`` it also works in a notebook or an ``async def``, whose own event loop waits too, and from
+    several threads. All coroutines share one thread and one event loop, which stands still while there are none. Each sees
+    the context variables and the CUDA device of its caller, and computes without gradients. When an exception interrupts
+    the caller of `run`, such as the KeyboardInterrupt of Ctrl-C, the coroutine is cancelled and gets `END_S` seconds to end.
     """
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._thread = OneThread("rl4llm-loop")
-        self._current: _Awaited[Any] | None = None
+        self._ident = 0  # of the thread, while its loop runs
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: set[Running[Any]] = set()
+        self._changes = threading.Lock()
         self._lost = False  # whether an interrupted coroutine did not end
         self._end = finalize(self, self._thread.end)
 
@@ -51,75 +54,123 @@ class Runner:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine, or raise its error. Raises RuntimeError inside this runner's own loop."""
-        if self._lost or (self._current is not None and self._current.thread == threading.get_ident()):
+        if self._lost or self._ident == threading.get_ident():
             coroutine.close()
             raise KeyboardInterrupt if self._lost else RuntimeError(OWN_LOOP)
-        run = _Awaited(coroutine)
-        outcome = self._thread.put(partial(self._play, run))
+        running = self.start(coroutine)
         try:
-            outcome.add_done_callback(lambda _: run.calls.put(None))
-            while (call := run.next_call()) is not None:
-                call()
-            return outcome.result()
+            running.wait([running.outcome])
+            return running.outcome.result()
         finally:
-            if not outcome.done():  # this thread was interrupted
+            if not running.outcome.done():  # this thread was interrupted
                 self._lost = True
-                run.cancel()
-                wait([outcome], END_S)
-                self._lost = not outcome.done()
+                self._lost = not end_all([running])
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
+        """Begin a coroutine, and return at once."""
+        running = Running(coroutine)
+        with self._changes:
+            if self._loop is None:
+                self._loop = self._thread.put(self._runner.get_loop).result()
+            idle = not self._running
+            self._running.add(running)
+            self._loop.call_soon_threadsafe(running.begin, self._over)
+            if idle:
+                self._thread.put(partial(self._turn, self._loop, running.device))
+        return running
 
     def cancel(self) -> None:
-        """Cancel the coroutine that runs now, from any thread; its `run` raises CancelledError."""
-        if (current := self._current) is not None:
-            current.cancel()
+        """Cancel all coroutines, from any thread; `run` raises CancelledError."""
+        for running in tuple(self._running):
+            running.cancel()
 
     def close(self) -> None:
-        """Cancel the tasks that are left, and close the event loop."""
+        """Cancel what still runs, and close the event loop."""
+        self._lost = not end_all(tuple(self._running)) or self._lost
         if self._end.alive and not self._lost:
             self._thread.put(self._runner.close).result()
         self._end()
 
-    def _play(self, run: _Awaited[T]) -> T:
-        self._current = run
+    def _turn(self, loop: asyncio.AbstractEventLoop, device: int) -> None:
+        """Run the loop until no coroutine is left."""
+        self._ident = threading.get_ident()
         try:
-            with torch.inference_mode(run.inference), torch.cuda.device(run.device):
-                return self._runner.run(run.main(), context=run.context)
+            with torch.no_grad(), torch.cuda.device(device):
+                loop.run_forever()
+        except BaseException as error:  # noqa: BLE001 - a task's SystemExit ends the loop, and `run` raises it
+            with self._changes:
+                for running in self._running:
+                    running.outcome.set_exception(error)
+                self._running.clear()
         finally:
-            self._current = None
+            self._ident = 0
+
+    def _over(self, running: Running[Any]) -> None:
+        with self._changes:
+            self._running.discard(running)
+            if not self._running and self._loop is not None:
+                self._loop.stop()
 
 
-class _Awaited(Generic[T]):
-    """A coroutine with what surrounds its caller, and functions that the caller should call while it waits."""
+class Running(Generic[T]):
+    """A coroutine that a `Runner` has begun, with what surrounds its caller.
+
+    Whoever waits for it runs what no other thread may run, see `in_caller`.
+    """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]):
-        self.coroutine = coroutine
-        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.context = contextvars.copy_context()
-        self.context.run(_calls.set, self.calls)
-        self.inference = torch.is_inference_mode_enabled()
+        self.outcome: Future[T] = Future()
         self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        self.thread = 0
-        self._task: asyncio.Task[Any] | None = None
+        self._coroutine = coroutine
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._context = contextvars.copy_context()
+        self._context.run(_calls.set, self._calls)
+        self._task: asyncio.Task[None] | None = None
         self._cancelled = False
 
-    async def main(self) -> T:
-        self.thread, self._task = threading.get_ident(), asyncio.current_task()
-        if self._cancelled:
-            self.coroutine.close()
-            raise asyncio.CancelledError
-        return await self.coroutine
+    def begin(self, over: Callable[[Running[Any]], None]) -> None:
+        """Create the task in the running event loop, which calls `over` when it has ended."""
+        self._task = asyncio.get_running_loop().create_task(self._main(over), context=self._context)
 
-    def next_call(self) -> Callable[[], None] | None:
-        """Wait for a function to call; return None when the coroutine has ended."""
-        while True:  # a signal that arrives just before the wait is handled only after it
-            with contextlib.suppress(Empty):
-                return self.calls.get(timeout=LOOK_S)
+    def wait(self, outcomes: Sequence[Future[Any]]) -> None:
+        """Return when all of these have their results, which the coroutine or its tasks set."""
+        for outcome in outcomes:
+            outcome.add_done_callback(lambda _: self._calls.put(None))
+            while not outcome.done():
+                if (call := self._next_call()) is not None:
+                    call()
 
     def cancel(self) -> None:
         """Cancel the coroutine, even if it has not begun."""
         self._cancelled = True
         if (task := self._task) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def _main(self, over: Callable[[Running[Any]], None]) -> None:
+        try:
+            if self._cancelled:
+                self._coroutine.close()
+                raise asyncio.CancelledError
+            result = await self._coroutine
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            over(self)
+            self.outcome.set_exception(error)
+        else:
+            over(self)
+            self.outcome.set_result(result)
+
+    def _next_call(self) -> Callable[[], None] | None:
+        """Wait for a function to call; return None when something has ended."""
+        while True:  # a signal that arrives just before the wait is handled only after it
+            with contextlib.suppress(Empty):
+                return self._calls.get(timeout=LOOK_S)
+
+
+def end_all(running: Sequence[Running[Any]]) -> bool:
+    """Cancel coroutines, and return whether all of them ended within `END_S` seconds."""
+    for one in running:
+        one.cancel()
+    return not wait([one.outcome for one in running], END_S).not_done
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -129,7 +180,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def in_caller(work: Callable[[], T]) -> T:
-    """Return the result of blocking work in the thread that waits in `Runner.run`, usually the main thread.
+    """Return the result of blocking work in the thread that waits for the coroutine, usually the main thread.
 
     It is for what no other thread may do, such as setting a signal handler. Meanwhile the event loop continues.
     """
