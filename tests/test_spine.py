@@ -27,7 +27,6 @@ SEAMS = {
     ),
     "the rewards": ("rewards/",),
     "tracking": ("tracking/",),
-    "playing ahead, which is off": ("trainers/ahead.py",),
     "tables and contracts": (
         "core/registry.py",
         "core/token_metrics.py",
@@ -85,17 +84,22 @@ def files_of_a_step(model_dir, directory, monkeypatch):
 
         monkeypatch.setattr(type(trainer.trainer), name, watched)
 
+    async def profile_the_loop():
+        sys.setprofile(watch)
+
+    trainer.trainer.inference.runner.run(profile_the_loop())
     between("collect", True)
     between("report", False)
     trainer.train()
     return seen
 
 
-def test_one_step_is_at_most_15_files_and_3500_lines():
+def test_one_step_is_at_most_16_files_and_3750_lines():
+    """It was 15 and 3,500 before a step could train groups that began in an earlier one (envs/stream.py)."""
     files = listed()
     lines = sum(len((PACKAGE / file).read_text().splitlines()) for file in files)
-    assert len(set(files)) == len(files) <= 15
-    assert lines <= 3500
+    assert len(set(files)) == len(files) <= 16
+    assert lines <= 3750
 
 
 def test_a_step_runs_only_through_the_listed_files(model_dir, tmp_path, monkeypatch):

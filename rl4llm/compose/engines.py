@@ -169,8 +169,8 @@ def check_sync(config: Config, needs: Needs) -> None:
                 f"{key}={name!r} is not accepted with inference.name={config.inference['name']!r}. "
                 f"Accepted: {', '.join(engine.publishers)}."
             )
-    if config.rollout.one_step_off_policy:
-        _check_ahead(config, engine, needs)
+    if config.rollout.max_staleness:
+        _check_staleness(config, engine, needs)
     if config.inference.get("cohost") and (
         config.sync.name not in ("auto", "filesystem") or config.sync.fallback
     ):
@@ -189,20 +189,20 @@ def check_sync(config: Config, needs: Needs) -> None:
         )
 
 
-def _check_ahead(config: Config, engine: type[BaseClient], needs: Needs) -> None:
+def _check_staleness(config: Config, engine: type[BaseClient], needs: Needs) -> None:
     """Raise ConfigError if the engine cannot sample while the trainer trains, or the algorithm needs the newest weights."""
     what = f"inference.name={config.inference['name']!r}" if not engine.is_server else None
     what = "inference.cohost=true" if config.inference.get("cohost") else what
+    key = f"rollout.max_staleness={config.rollout.max_staleness}"
     if what is not None:
         servers = " or ".join(name for name in ENGINES if ENGINES[name].is_server)
         raise ConfigError(
-            f"rollout.one_step_off_policy=true cannot be combined with {what}: it needs servers on separate "
-            f"devices, {servers}."
+            f"{key} cannot be combined with {what}: it needs servers on separate devices, {servers}."
         )
     if needs.newest:
         raise ConfigError(
-            "rollout.one_step_off_policy=true samples with weights one step older, and algorithm.old_logprobs=recomputed "
-            "alone does not correct for that. Set algorithm.correction too, e.g. to tis, or use old_logprobs=sampled."
+            f"{key} trains samples of older weights, and algorithm.old_logprobs=recomputed alone does not correct for that. "
+            "Set algorithm.correction too, e.g. to tis, or use old_logprobs=sampled."
         )
 
 

@@ -63,6 +63,7 @@ from rl4llm.core.types import SamplingParams
 from rl4llm.data.pack import Batching
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
+from rl4llm.envs.stream import Staleness
 from rl4llm.rewards import check_examples
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.runner import Runner
@@ -270,7 +271,7 @@ def _reinforced(
             eval_params=sampling_of(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
             preparation=preparation,
             tracker=tracker,
-            plays_ahead=config.rollout.one_step_off_policy,
+            staleness=Staleness(config.rollout.max_staleness, repeatable=config.deterministic),
             evaluation=_together(measured) if measured else None,
             **base_of(config, algorithm, backend, run, tracker),
         )

@@ -90,9 +90,7 @@ class RolloutConfig:
     top_k: Natural = 0  # 0 switches it off
     stop: list[str] = field(default_factory=list)
     max_failed_share: Fraction = 0.1
-    one_step_off_policy: bool = (
-        False  # play the next step while this one trains, with weights one step older; for servers
-    )
+    max_staleness: Natural = 0  # steps that episodes may begin early, with older weights; above 0 for servers
 
 
 @dataclass

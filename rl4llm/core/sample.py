@@ -1,15 +1,16 @@
-"""Samples: the attempts at a prompt, while they are in progress."""
+"""Samples: the attempts at a prompt, while they are in progress and as they become trajectories and groups."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from rl4llm.core.errors import EnvError
-from rl4llm.core.types import ChatMessage, TokenSpan
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory, count_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,11 @@ class SampleState:
     def policy_spans(self) -> list[TokenSpan]:
         records = (self.spans, *self.special.forks)
         return [span for record in records for span in record if span.author == "policy"]
+
+    @property
+    def num_turns(self) -> int:
+        """Return how often the policy spoke, in all token records."""
+        return sum(map(count_turns, (self.spans, *self.special.forks)))
 
     @property
     def last_message(self) -> ChatMessage:
@@ -174,3 +180,59 @@ def pool_of(row: Mapping[str, Any], column: str | None) -> str:
     """Return the name of a row's pool: the value of `column`, with "_" for what metrics cannot contain; "" without one."""
     value = row.get(column) if column else None
     return "" if value is None else re.sub(r"[^a-zA-Z0-9_\-]+", "_", str(value))
+
+
+def trajectory_of(sample: SampleState, rewards: Mapping[str, float], reward: float) -> Trajectory:
+    """Return the trajectory of a sample; what follows the policy's last turn does not train and is cut off."""
+    turns = range(sample.num_turns) if sample.turn_rewards else ()
+    turn_rewards = tuple(sample.turn_rewards.get(turn, 0.0) for turn in turns)
+    spans, *forks = (
+        tuple(record[: 1 + max(i for i, span in enumerate(record) if span.author == "policy")])
+        for record in (sample.spans, *sample.special.forks)
+    )
+    return Trajectory(
+        prompt_id=sample.prompt_id,
+        spans=spans,
+        messages=tuple(sample.messages),
+        rewards=rewards,
+        reward=reward + sum(turn_rewards),
+        stop_reason=sample.stop_reason or "done",
+        extras={"sample": sample.index, "ground_truth": sample.ground_truth, **sample.extras},
+        turn_rewards=turn_rewards,
+        forks=tuple(forks),
+        role=sample.role,
+        part=sample.special.part,
+    )
+
+
+def group_of(
+    samples: Sequence[SampleState], trajectories: Mapping[int, Trajectory], frozen: bool
+) -> Group | None:
+    """Return the group of the samples of one prompt and role; None if none of them was scored.
+
+    `trajectories` has the scored ones by `id(sample)`.
+    """
+    scored = [(sample.special, trajectories[id(sample)]) for sample in samples if id(sample) in trajectories]
+    members = [trajectory for special, trajectory in scored if not special.is_baseline]
+    baseline = next((trajectory for special, trajectory in scored if special.is_baseline), None)
+    if not members:
+        return None
+    if any(special.role or special.own_prompt for special, _ in scored):
+        members = list(_from_common_start(members))
+    return Group(members[0].prompt_id, tuple(members), baseline, frozen)
+
+
+def _from_common_start(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
+    """Cut the first spans to the tokens that all trajectories share.
+
+    They may differ: a later role begins with what others said, and an agent with what it writes.
+    """
+    firsts = [trajectory.spans[0].token_ids for trajectory in trajectories]
+    if len(set(firsts)) == 1:
+        yield from trajectories
+        return
+    shared = next(i for i, tokens in enumerate(zip_longest(*firsts)) if len(set(tokens)) > 1)
+    for trajectory, first in zip(trajectories, firsts, strict=True):
+        rest = filter(None, [first[shared:]])
+        spans = (TokenSpan.context(first[:shared]), *map(TokenSpan.context, rest), *trajectory.spans[1:])
+        yield replace(trajectory, spans=spans)

@@ -39,7 +39,7 @@ class _Record:
 
 
 class PolicyLLM:
-    """Sample from the engine for one rollout, and record each sample's tokens with their authors.
+    """Sample from the engine for some episodes, and record each sample's tokens with their authors.
 
     The record of a sample grows only at its end: the first prompt, then what the engine sampled, then the tokens of new
     messages. An assistant message that the engine did not sample at that point was written by the environment and becomes
@@ -57,7 +57,7 @@ class PolicyLLM:
         self._records: dict[str, _Record] = {}  # by session
 
     def begin(self, samples: Sequence[SampleState]) -> None:
-        """Announce the samples of a rollout, so that conversations passed to `generate` can be recognized."""
+        """Announce the samples of these episodes, so that conversations passed to `generate` can be recognized."""
         self._samples = list(samples)
         self._by_prompt = defaultdict(list)
         for sample in samples:
@@ -66,7 +66,7 @@ class PolicyLLM:
             sample.session = f"{self._identity[1]}/{sample.prompt_id}{role}/{sample.index}"
             self._records[sample.session] = _Record()
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Complete the token records and let the engine drop its caches."""
         for sample in self._samples:
             if sample.failure is None and not self._records[sample.session].kept_by_env:
@@ -76,7 +76,7 @@ class PolicyLLM:
                     sample.fail(str(error), "env/special_tokens")
         for sample in self._samples:
             _as_forks(sample, self._records[sample.session].earlier)
-        self.run(self._close_all())
+            await self.close(sample)
 
     async def open(self, sample: SampleState) -> None:
         """Start the sample's episode; an engine in deterministic mode waits for it from now on."""
@@ -268,10 +268,6 @@ class PolicyLLM:
                 if content.strip() in (text.strip() for text in texts):
                     return completion
         return None
-
-    async def _close_all(self) -> None:
-        for sample in self._samples:
-            await self.close(sample)
 
 
 def _as_forks(sample: SampleState, earlier: Sequence[Sequence[TokenSpan]]) -> None:

@@ -73,6 +73,7 @@ class RolesEnv(BaseMDPEnv):
         self.frozen = tuple(self.frozen if frozen is None else frozen)
         self.instructions = {**self.instructions, **(instructions or {})}
         self.opponents = {role: _as_opponent(role, item) for role, item in given.items()}
+        self._rollouts = 0  # that play now, and share the connections of opponents
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
         if len(self.roles) < 2:
             raise ConfigError(f"env.roles={list(self.roles)} is not accepted. Accepted: two roles or more.")
@@ -113,10 +114,12 @@ class RolesEnv(BaseMDPEnv):
         super().close()
 
     async def _run_episodes(self, env_state: EnvState, llm: LLM, sampling_params: SamplingParams) -> None:
+        self._rollouts += 1
         try:
             await super()._run_episodes(env_state, llm, sampling_params)
         finally:
-            for opponent in self.opponents.values():
+            self._rollouts -= 1
+            for opponent in () if self._rollouts else self.opponents.values():
                 await opponent.disconnect()
 
     async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import DivergedError, EngineError, MismatchError, StaleWeightsError, UnreachableError
-from rl4llm.core.types import SamplingParams, TrainBatch, WeightRef
+from rl4llm.core.types import SamplingParams, TokenSpan, TrainBatch, WeightRef
 from rl4llm.runtime.seeds import derive_seed
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -40,7 +40,7 @@ smallest step changes the rounding everywhere, which moves them by about 0.04 na
 SAMPLING_S = 60.0  # how long an engine may take to sample the tokens
 ROUNDS = 3  # attempts to reach at least one engine
 PREFIX = "mismatch/"
-WEIGHT, SQUARE = PREFIX + "weight", PREFIX + "weight_squared"
+WEIGHT, SQUARE, NEWEST = PREFIX + "weight", PREFIX + "weight_squared", PREFIX + "newest"
 
 
 class Canary:
@@ -210,27 +210,54 @@ class Canary:
             )
 
 
-def token_mismatch(batch: TrainBatch, logprobs_BT: Tensor) -> TokenMetrics:
+def token_mismatch(batch: TrainBatch, logprobs_BT: Tensor, newest_BT: Tensor | None = None) -> TokenMetrics:
     """Return numbers per token (B, T): |difference| in nats, k3 of KL(engine || trainer), importance weight, its square.
 
-    They are only meaningful before the first optimizer step of a rollout, when both hold the same weights.
+    They are only meaningful before the first optimizer step of a rollout, when both hold the same weights. Where older
+    weights sampled too, `newest_BT` says which tokens the trainer's weights sampled; the others count as 0 in all of them.
     """
     difference_BT = logprobs_BT.detach() - batch.sampled_logprobs_BT
     weight_BT = difference_BT.exp()
-    return {
+    metrics = {
         PREFIX + "mean": difference_BT.abs(),
         PREFIX + "max": difference_BT.abs(),
         PREFIX + "k3": weight_BT - 1 - difference_BT,
         WEIGHT: weight_BT,
         SQUARE: weight_BT.square(),
     }
+    if newest_BT is None:
+        return metrics
+    return {name: value_BT.where(newest_BT, 0.0) for name, value_BT in metrics.items()} | {
+        NEWEST: newest_BT.to(difference_BT.dtype)
+    }
+
+
+def sampled_by(version: int, records: Sequence[tuple[TokenSpan, ...]], batch: TrainBatch) -> Tensor:
+    """Return which policy tokens (B, T) of a batch a version of the weights sampled; `records` are those of its update."""
+    found_BT, mask_BT = torch.zeros_like(batch.mask_BT), batch.mask_BT
+    if batch.record_ids_BT is None:
+        return found_BT
+    record_ids, places = batch.record_ids_BT[mask_BT], batch.position_ids_BT[mask_BT]
+    order = (record_ids * (int(batch.position_ids_BT.max()) + 1) + places).argsort()
+    written = (span for i in record_ids.unique().tolist() for span in records[i] if span.author == "policy")
+    matches = [span.version == version for span in written for _ in span.token_ids]
+    matching = torch.zeros(len(order), dtype=torch.bool, device=mask_BT.device)
+    matching[order] = torch.tensor(matches, dtype=torch.bool, device=mask_BT.device)
+    found_BT[mask_BT] = matching
+    return found_BT
 
 
 def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
     """Replace the importance weights in the metrics of a step with their effective sample size, as a share.
 
-    The share is mean(w)^2 / mean(w^2) over the tokens (Kong 1992): 1 when engine and trainer agree.
+    The share is mean(w)^2 / mean(w^2) over the tokens (Kong 1992): 1 when engine and trainer agree. Means are those of the
+    tokens that the newest weights sampled; without such tokens nothing was measured.
     """
+    if NEWEST in metrics:
+        share, apart = metrics[NEWEST], {PREFIX + "max", NEWEST}
+        own = {name: value for name, value in metrics.items() if name.startswith(PREFIX)}
+        means = {name: value if name in apart else value / share for name, value in own.items() if share}
+        metrics = {name: metrics[name] for name in metrics.keys() - own.keys()} | {NEWEST: share} | means
     summary = {name: value for name, value in metrics.items() if name not in (WEIGHT, SQUARE)}
     if WEIGHT in metrics:
         summary[PREFIX + "ess"] = metrics[WEIGHT] ** 2 / max(metrics[SQUARE], 1e-30)

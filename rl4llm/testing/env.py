@@ -10,7 +10,8 @@ from rl4llm.core.base_env import BaseMDPEnv, Special
 from rl4llm.core.errors import EnvError, RL4LLMError
 from rl4llm.core.types import ChatMessage, SamplingParams, Trajectory, WeightRef
 from rl4llm.data.render import Renderer
-from rl4llm.envs.rollout import Rollout, RolloutResult, begin_episode
+from rl4llm.envs.rollout import Rollout, RolloutResult
+from rl4llm.envs.stream import begin_episode
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools.trial import tool_failures
 from rl4llm.runtime.runner import Runner, run

@@ -102,8 +102,10 @@ mismatch/mean | Averages the absolute difference between the log-probs of engine
   less in float32; an alert begins above 0.1
 mismatch/max | Is the largest absolute difference between the log-probs of engine and trainer. | nats | not growing
 mismatch/k3 | Estimates the KL divergence between engine and trainer with k3. | nats | near 0
+mismatch/newest | Is the share of tokens from the newest weights, which alone are measured. | share | above 0
 mismatch/ess | Is the effective sample size of the importance weights between engine and trainer. | share | near 1
-staleness | Counts the steps between the weights that sampled and those that train. | steps | 0 or 1
+staleness | Averages the age of tokens against the weights that they train. | versions | up to the bound
+staleness/max | Is the age of the oldest token that trains. | versions | up to the bound
 fleet/servers | Counts the inference servers in the pool. | servers | all servers
 fleet/attempts | Counts the requests to servers since the start. | requests |
 fleet/retries | Counts the retries of requests since the start. | requests | 0

@@ -21,8 +21,15 @@ from rl4llm.core.errors import ConfigError, StaleWeightsError, TooManyFailuresEr
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
+from rl4llm.envs.stream import GroupStream, Staleness
 from rl4llm.sync.inference import Inference
-from rl4llm.sync.verify import check_mismatch, mismatch_warning, summarize_mismatch, token_mismatch
+from rl4llm.sync.verify import (
+    check_mismatch,
+    mismatch_warning,
+    sampled_by,
+    summarize_mismatch,
+    token_mismatch,
+)
 from rl4llm.tracking.episodes import TrainedTokens
 from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.prepare import Preparation
@@ -30,21 +37,19 @@ from rl4llm.trainers.prepare import Preparation
 if TYPE_CHECKING:
     from rl4llm.data.mixture import MixedPrompts
     from rl4llm.envs.mixture import MixedRollout
-    from rl4llm.trainers.ahead import Ahead
 
 
 @dataclass(slots=True)
 class RLStep(Step):
     """The record of one step of reinforcement learning.
 
-    `groups` were sampled from the prompts in `rows` with `version` of the weights; `failed` samples are in none of them.
-    `moved` is whether the policy has newer weights, and `counts` are metrics. For the log of episodes, `credits` holds
-    those of each group, and `trained` what the trainer computed for each token.
+    `groups` were sampled from the prompts in `rows`; `failed` samples are in none of them. `moved` is whether the policy
+    has changed in this step, and `counts` are metrics. For the log of episodes, `credits` holds those of each group, and
+    `trained` what the trainer computed for each token.
     """
 
     rows: Sequence[int] = ()
     failed: list[SampleState] = field(default_factory=list)
-    version: int = 0
     moved: bool = False
     counts: dict[str, float] = field(default_factory=dict)
     credits: list[Sequence[Any]] = field(default_factory=list)
@@ -66,7 +71,7 @@ class RLTrainer(BaseTrainer[RLStep]):
         preparation: Preparation,
         tracker: RunTracker,
         evaluation: Rollout | MixedRollout | None = None,
-        plays_ahead: bool = False,
+        staleness: Staleness | None = None,
         **base: Any,
     ):
         super().__init__(**base)
@@ -79,11 +84,8 @@ class RLTrainer(BaseTrainer[RLStep]):
         self.preparation = preparation
         self.tracker = tracker
         self.evaluation = evaluation
-        self._ahead: Ahead[RLStep] | None = None
-        if plays_ahead:
-            from rl4llm.trainers.ahead import Ahead  # noqa: PLC0415 - off by default
-
-            self._ahead = Ahead()
+        self.staleness = staleness or Staleness()
+        self.stream = GroupStream(rollout, prompts, inference.runner, self._sampled_as)
         self._warned = False  # of a mismatch, once per start
         self._closed = False
 
@@ -94,33 +96,29 @@ class RLTrainer(BaseTrainer[RLStep]):
         of ranks plays the same episodes.
         """
         most, refills = self.algorithm.needs().refills, 0
+        share = self.prompts.batch_size * self.ranks.size
         with self.clock("rollout"):
-            if ahead := self._under_way:
-                step = ahead.take()
-            else:
-                step = self._play(self.prompts.next_batch(), self.prompts.earlier, self.step, self.step)
+            while (missing := share * self._steps_ahead() - self.stream.left) > 0:
+                self.stream.admit(min(missing, share))
+            step = self._take(share)
             wanted = self._total(self.rollout.count_groups(step.rows)) if most else 0
-            of_prompt = wanted / (self.prompts.batch_size * self.ranks.size)
             while refills < most and (missing := wanted - self._count(step)[0]) > 0:
                 refills += 1
-                rows = self.prompts.next_batch(math.ceil(missing / of_prompt))
-                more = self._play(rows, self.prompts.earlier, self.step, self.step, refills)
+                more = self._take(math.ceil(missing * share / wanted))
                 step.groups += more.groups
                 step.failed += more.failed
         self._observe(step)
         if most:
             kept, played = self._count(step)
             step.counts |= {"groups/refills": refills, "groups/dropped": played - kept}
-        step.moved = step.version < self.step
-        if self._ahead is not None:
-            step.counts["staleness"] = float(self.step - step.version)
-            self._play_ahead(self._ahead)
+        if self.staleness.limit:
+            step.counts |= self._staleness(step)
         return step
 
     def prepare(self, step: RLStep) -> list[Update]:
         """Return the optimizer steps of this rollout: credits, packed batches, passes of other models, advantages."""
         with self.clock("prepare"):
-            if not self._under_way:
+            if not self.stream.left:
                 self.inference.lend_device(self.backend)
             reference, needs = self._moving_reference, self.algorithm.needs()
             if reference and self.step and self.step % needs.reference_every == 0:
@@ -158,9 +156,9 @@ class RLTrainer(BaseTrainer[RLStep]):
         return metrics
 
     def publish(self) -> None:
-        if ahead := self._under_way:
+        if self.staleness.repeatable:
             with self.clock("rollout"):
-                ahead.wait()
+                self.stream.drain()
         self.inference.publish(self.backend, self.step, self.clock)
 
     def report(self, step: RLStep) -> None:
@@ -199,7 +197,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             return
         self._closed = True
         try:
-            if self._ahead is not None and not self._ahead.close(self.inference.runner):
+            if not self.stream.close():
                 self.warn("Timed out waiting for in-flight rollouts; leaving the engines running.")
                 return
             self.inference.close()
@@ -230,17 +228,18 @@ class RLTrainer(BaseTrainer[RLStep]):
         return super().models() | {name: model for name, model in changing.items() if model is not None}
 
     def state(self) -> dict[str, Any]:
-        ahead = self._under_way
-        return {"prompts": ahead.cursor if ahead else self.prompts.state()}
+        return self.stream.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.prompts.restore(state["prompts"])
+        self.stream.restore(state)
 
     def begin(self, step: int) -> None:
         self.tracker.begin(step)
         self.tracker.table(
             [(row["what"], row["value"]) for row in self.plan], title="how a rollout becomes updates"
         )
+        if again := self.stream.left:
+            self.tracker.note(f"{again} prompts whose episodes had begun are played again, from their seeds")
 
     def warn(self, text: str) -> None:
         self.tracker.warn(text)
@@ -250,11 +249,6 @@ class RLTrainer(BaseTrainer[RLStep]):
         return self.preparation.critic
 
     @property
-    def _under_way(self) -> Ahead[RLStep] | None:
-        """The rollout of the next step while it is being played, None where none is."""
-        return self._ahead if self._ahead is not None and self._ahead.under_way else None
-
-    @property
     def _moving_reference(self) -> BaseBackend | None:
         """Return the reference if it follows the policy, which requires a separate model."""
         reference = self.preparation.reference
@@ -262,47 +256,49 @@ class RLTrainer(BaseTrainer[RLStep]):
             return reference
         return None
 
-    def _play_ahead(self, ahead: Ahead[RLStep]) -> None:
-        """Start the episodes of the next step, which are played while this one trains.
-
-        This skips the step after a checkpoint: a run that resumes from it has only the newest weights.
-        """
-        following = self.step + 1
-        if self.schedule.saves_after(following):
-            return
-        cursor = self.prompts.state()
-        rows = self.prompts.next_batch()
-        ahead.start(partial(self._play, rows, self.prompts.earlier, following, self.step), cursor)
-
-    def _play(
-        self, rows: Sequence[int], earlier: Mapping[int, int], step: int, version: int, refill: int = 0
-    ) -> RLStep:
-        """Play episodes of some prompts for a step, with the weights that were published as `version`."""
+    def _sampled_as(self) -> dict[str, Any]:
+        """Return how episodes are sampled, as `Rollout.begin` takes it."""
         needs = self.algorithm.needs()
-        # The most samples that one round of dynamic sampling can have of one row.
-        of_refill = self.prompts.batch_size * self.ranks.size * (self.rollout.group_size + 1)
+        return {
+            "sampling_params": self.sampling_params,
+            "sampling": needs.sampling,
+            "greedy_baseline": needs.greedy_baseline,
+        }
+
+    def _steps_ahead(self) -> int:
+        """Return for how many steps, this one included, episodes may have begun, so that no token becomes too old."""
+        most = min(self.staleness.limit + 1, self.schedule.max_steps - self.step)
+        saves = (count for count in range(1, most) if self.schedule.saves_after(self.step + count))
+        return next(saves, most) if self.staleness.repeatable else most
+
+    def _take(self, total: int) -> RLStep:
+        """Return the groups of the oldest `total` draws, scored."""
+        rows, units = self.stream.take(total)
         try:
-            result = self.rollout.play(
-                rows,
-                step=step,
-                sampling_params=self.sampling_params,
-                first_index=refill * of_refill,
-                sampling=needs.sampling,
-                greedy_baseline=needs.greedy_baseline,
-                earlier=earlier,
-            )
+            result = self.rollout.finish(units)
         except TooManyFailuresError as error:
-            self.tracker.stopped_by(step + 1, error.failed)
+            self.tracker.stopped_by(self.step + 1, error.failed)
             raise
-        # Every token must come from the last published weights, whatever an engine did since.
+        # Every token must come from weights that were published, and not from too old ones, whatever an engine did since.
         found = {span.version for trajectory in result.trajectories for span in trajectory.policy_spans}
-        if found - {version}:
+        oldest = max(0, self.step - self.staleness.limit)
+        if not found.issubset(range(oldest, self.step + 1)):
             raise StaleWeightsError(
                 f"{self.inference.client} sampled tokens with versions {sorted(found, key=str)} of the weights, but "
-                f"version {version} was published. Training stops. Look for a restart or another trainer in the server's "
-                "log."
+                f"version {self.step} was published and rollout.max_staleness={self.staleness.limit}. Training stops. Look "
+                "for a restart or another trainer in the server's log."
             )
-        return RLStep(list(result.groups), rows=rows, failed=list(result.failed), version=version)
+        return RLStep(list(result.groups), rows=rows, failed=list(result.failed))
+
+    def _staleness(self, step: RLStep) -> dict[str, float]:
+        """Return by how many versions the tokens of a step are older than the weights that they train."""
+        spans = [span for trajectory in step.trajectories for span in trajectory.policy_spans]
+        ages = [(self.step - (span.version or 0), len(span.token_ids)) for span in spans]
+        total, tokens = self.ranks.total(
+            torch.tensor([sum(age * size for age, size in ages), sum(size for _, size in ages)])
+        ).tolist()
+        oldest = self.ranks.largest(max((age for age, _ in ages), default=0))
+        return {"staleness": total / max(tokens, 1), "staleness/max": float(oldest)}
 
     def _count(self, step: RLStep) -> tuple[int, int]:
         """Return how many groups train and how many are not frozen, over all ranks."""
@@ -332,10 +328,14 @@ class RLTrainer(BaseTrainer[RLStep]):
     ) -> TokenMetrics:
         """Record what is logged for each token, and return the mismatch of trainer and engine.
 
-        The mismatch is measured only before the weights change, and only for samples at the training temperature.
+        The mismatch is measured only before the weights change, for tokens that the newest weights sampled at the training
+        temperature.
         """
         needs = self.algorithm.needs()
         if step.trained is not None:
             before_BT = batch.old_logprobs_BT if needs.old_logprobs else logprobs_BT
             step.trained.add(update.records, batch, before_BT, metrics.get("clip_fraction"))
-        return {} if step.moved or needs.sampling else token_mismatch(batch, logprobs_BT)
+        if step.moved or needs.sampling:
+            return {}
+        newest_BT = sampled_by(self.step, update.records, batch) if self.staleness.limit else None
+        return token_mismatch(batch, logprobs_BT, newest_BT)

@@ -38,6 +38,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.runtime.cpu import set_aside_what_stays
+from rl4llm.runtime.runner import Runner
 
 HERE = Path(__file__).parent
 GROUP, AT_ONCE = 8, 1024
@@ -124,7 +125,7 @@ def play(client: BaseClient, env: ToolMDPEnv) -> dict[str, float]:
     """Play all prompts of the environment at once; wall and processor seconds, and what memory grew by at its peak."""
     renderer = Renderer(env.tokenizer, env.tool_schemas, roles=("tool",))
     before = _reset_peak()
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         rollout = Rollout(env, client, renderer, runner, seed=0)
         began, cpu = time.perf_counter(), time.process_time()
         result = rollout.play(range(len(env.dataset)), step=0, sampling_params=PARAMS)

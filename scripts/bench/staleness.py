@@ -1,17 +1,21 @@
-"""What `rollout.one_step_off_policy` gains, which plays the next step's episodes while this one trains, by the clock.
+"""What `rollout.max_staleness` gains, by the clock: 0 takes turns, above 0 episodes begin while earlier steps train.
 
-    python scripts/bench/ahead.py --python ../sglang/bin/python
+    python scripts/bench/staleness.py --python ../sglang/bin/python [--staleness 0 1 4] [--tool-s 1.0]
 
 16 prompts of 64 tokens x 8 samples of forced length through a real SGLang on the CPU. Server and trainer have a core each,
-as they would have separate devices. The two ways take turns, each in a separate run; the first step of a run, whose
-episodes nobody played ahead, does not count.
+as they would have separate devices. The bounds take turns, each in a separate run. The first step of a run, whose episodes
+could not begin early, does not count. With `--tool-s`, the environment answers the first turn after a log-normal time with
+that median in seconds (sigma 1, at most 60 times the median), and a second turn follows.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import math
 import os
+import random
 import statistics
 import tempfile
 from pathlib import Path
@@ -23,13 +27,28 @@ from step import SAMPLES, STEPS, save_model, save_prompts
 from verify import reward
 
 from rl4llm import GRPOTrainer
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, SampleState
 from rl4llm.extensions.servers.launch import launch
+
+
+class Tool(BaseMDPEnv):
+    """Answers after a time that the seed of the sample decides."""
+
+    median_s = 0.0
+    continue_truncated = True
+
+    async def respond(self, sample: SampleState) -> list[ChatMessage]:
+        if sample.current_step > 1:
+            return []
+        seconds = random.Random(sample.session).lognormvariate(math.log(self.median_s), 1.0)
+        await asyncio.sleep(min(seconds, 60 * self.median_s))
+        return [ChatMessage("user", "Go on.")]
 
 
 def seconds(
     directory: Path, name: str, options: argparse.Namespace, **keys: Any
 ) -> tuple[float, dict[str, float]]:
-    """The mean of the steps of a run behind its first, and the medians of their phases."""
+    """Return the mean of the steps of a run after its first, and the medians of their phases."""
     GRPOTrainer(
         str(directory / "model"),
         [json.loads(line) for line in (directory / "prompts.jsonl").read_text().splitlines()],
@@ -42,6 +61,7 @@ def seconds(
             "eval.every": 0,
             "checkpoint.every": 0,
             "max_steps": 1 + options.steps,
+            **({"env": Tool, "env.max_steps": 2} if options.tool_s else {}),
             **keys,
         },
     ).train()
@@ -60,16 +80,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--tool-s", type=float, default=0.0, help="median of the time that a tool takes")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
+    Tool.median_s = options.tool_s
     transformers.utils.logging.disable_progress_bar()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("Server and trainer need a core each, and there is one.")
-    ratios = []
+    taken: dict[int, list[float]] = {bound: [] for bound in options.staleness}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         prompts = save_model(options.size, directory / "model", PROMPTS * STEPS)
@@ -80,21 +103,22 @@ def main() -> None:
             "sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True
         ) as server:
             os.sched_setaffinity(0, cores[:1])
+            inference = {"name": "sglang", "url": server.url}
             for pair in range(options.pairs):
-                taken = []
-                for ahead in (False, True):
-                    inference = {"name": "sglang", "url": server.url}
-                    name = f"{pair}-{'ahead' if ahead else 'turns'}"
-                    mean, phases = seconds(
-                        directory, name, options, inference=inference, rollout={"one_step_off_policy": ahead}
-                    )
-                    taken.append(mean)
+                for bound in options.staleness:
+                    rollout = {"max_staleness": bound}
+                    name = f"{pair}-{bound}"
+                    mean, phases = seconds(directory, name, options, inference=inference, rollout=rollout)
+                    taken[bound].append(mean)
                     told = ", ".join(
                         f"{phase.partition('/')[2]} {value:.2f}" for phase, value in phases.items()
                     )
-                    print(f"{name:8} {mean:7.2f} s a step: {told}")
-                ratios.append(taken[0] / taken[1])
-    print(f"turns over ahead: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+                    print(f"max_staleness={bound}: {mean:7.2f} s a step: {told}", flush=True)
+    first, *others = options.staleness
+    for bound in others:
+        ratios = [one / other for one, other in zip(taken[first], taken[bound], strict=True)]
+        median, least, most = statistics.median(ratios), min(ratios), max(ratios)
+        print(f"{first} over {bound}: {median:.2f} ({least:.2f} to {most:.2f})")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rl4llm.envs import DebateEnv, RolesEnv
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.judges.judges import BaseJudge, Winner
 from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 
 QUIET = Winner()
@@ -53,7 +54,7 @@ def lines(session, prompt_ids):
 @pytest.fixture
 def play(tokenizer):
     """Plays a rollout of an environment of roles, by default without a model."""
-    runner, envs = asyncio.Runner(), []
+    runner, envs = Runner(), []
 
     def run(
         env_class=Talk, client=None, rewards=None, group_size=1, params=None, max_failed_share=1.0, **options

@@ -1,6 +1,5 @@
 """Several environments in one rollout: each its rewards, tools and sampling, all of them at once, and faults by name."""
 
-import asyncio
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ from rl4llm.envs import ToolMDPEnv
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.rewards.combine import weighted_sum
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 from rl4llm.tracking.episodes import EpisodeLog, read_episodes
 from rl4llm.tracking.summary import summarize
@@ -72,7 +72,7 @@ def rows(size, name="p"):
 @pytest.fixture
 def mix(tokenizer):
     """mix(parts, script): a rollout of environments by name, each a tuple of class, rows and options, and its engine."""
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def make(parts, script, *, max_failed_share=1.0, sampling=None, rewards=None):
         client = ScriptedClient(tokenizer, script)

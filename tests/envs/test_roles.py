@@ -1,7 +1,5 @@
 """Several roles in one episode: each has its own tokens, reward and group; what breaks for one breaks for all."""
 
-import asyncio
-
 import pytest
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
@@ -10,6 +8,7 @@ from rl4llm.core.types import Group, SamplingParams, TokenSpan, Trajectory, Weig
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.rewards import RewardFailure
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 from rl4llm.tracking.summary import summarize
 
@@ -62,7 +61,7 @@ def replies(session, prompt_ids):
 
 @pytest.fixture
 def play(tokenizer):
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def run(env_class=Talk, script=replies, rewards=None, client=None, max_failed_share=1.0, **attributes):
         client = client or ScriptedClient(tokenizer, script)

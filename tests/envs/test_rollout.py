@@ -19,6 +19,7 @@ from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import RewardFailure
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 
 PARAMS = SamplingParams(max_tokens=6, temperature=1.0)
@@ -60,7 +61,7 @@ def dataset(size=2):
 @pytest.fixture
 def play(model, tokenizer):
     """Plays a rollout of an environment class against the embedded engine."""
-    runner = asyncio.Runner()
+    runner = Runner()
     client = LocalClient(model, tokenizer)
     runner.run(client.load(WeightRef(0)))
     envs = []
@@ -86,7 +87,7 @@ def play(model, tokenizer):
 @pytest.fixture
 def play_scripted(tokenizer):
     """Plays a rollout against an engine without a model, with an environment made for one prompt and one attempt."""
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def run(env_class, client, *, prompts=2, group_size=3, max_steps=2, rewards=None, max_failed_share=1.0):
         runner.run(client.load(WeightRef(0)))
@@ -426,7 +427,7 @@ def test_results_do_not_depend_on_the_order_of_prompts(play):
 
 
 def test_an_episode_that_fills_the_context_ends_there(model, tokenizer):
-    runner = asyncio.Runner()
+    runner = Runner()
     client = LocalClient(model, tokenizer, context_length=48)
     runner.run(client.load(WeightRef(0)))
     env = ThreeTurns(dataset(), tokenizer, [Length()], batch_size=1, group_size=2, max_steps=50)
@@ -616,7 +617,8 @@ def test_rollout_warns_once_if_nothing_rewards_anything(play_scripted, tokenizer
 
 
 HANGS_FOREVER = """
-import asyncio, sys, threading
+import sys, threading
+from rl4llm.runtime.runner import Runner
 from transformers import AutoTokenizer
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.types import SamplingParams
@@ -637,7 +639,7 @@ class Hangs(BaseMDPEnv):
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 rows = [{"messages": [{"role": "user", "content": "How many?"}], "ground_truth": "1"}]
 env = Hangs(rows, tokenizer, [One("one")], 1, 1)
-with asyncio.Runner() as runner:
+with Runner() as runner:
     client = ScriptedClient(tokenizer, {"": ["85"]})
     rollout = Rollout(env, client, Renderer(tokenizer), runner, seed=0, max_failed_share=1.0)
     result = rollout.play([0], step=0, sampling_params=SamplingParams())

@@ -1,6 +1,5 @@
 """Tools and template variables of a row are in the prompts of its episodes, and reach its rewards."""
 
-import asyncio
 import copy
 
 import pytest
@@ -11,6 +10,7 @@ from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.load import load_rows
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 
 SCHEMA = {
@@ -52,7 +52,7 @@ def silent(tokenizer):
 
 @pytest.fixture
 def play(silent):
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def run(rows, **options):
         client = ScriptedClient(silent, {"": ["18C", "Yes"]})

@@ -22,6 +22,7 @@ from rl4llm.envs.tools import ToolError, ToolSet, tool
 from rl4llm.envs.tools.formats import FORMATS
 from rl4llm.extensions.toolbox.workspace import Workspace
 from rl4llm.rewards import as_reward_function
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 from rl4llm.tracking.summary import summarize
 
@@ -33,7 +34,7 @@ def call(name, /, **arguments):
 @pytest.fixture
 def play(tokenizer):
     """Plays one prompt's episodes; the policy says `turns` in this order. Returns the result, client and environment."""
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def run(
         turns,

@@ -1,4 +1,4 @@
-"""Episodes that are played while the step before them trains."""
+"""Episodes that are played while the steps before them train, with a bound on the age of each token."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,14 @@ from vowels import Vowels
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import GRPOTrainer
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.errors import ConfigError, TooManyFailuresError
+from rl4llm.core.errors import ConfigError, StaleWeightsError, TooManyFailuresError
+from rl4llm.core.types import ChatMessage
 
 WAIT_S = 30.0
 begun, trained = threading.Event(), threading.Event()
 played_by = set()
+ended = []
+published = {}
 
 
 class Interrupted(Exception):
@@ -71,6 +74,32 @@ class Fails(BaseMDPEnv):
         return []
 
 
+class Patient(BaseMDPEnv):
+    """Takes a second turn when the weights that train it are published; only the first step's episodes do not wait."""
+
+    continue_truncated = True
+
+    async def respond(self, sample):
+        if sample.current_step == 2:
+            return []
+        if step_of(sample) > 0:
+            await asyncio.to_thread(published[step_of(sample)].wait, WAIT_S)
+        return [ChatMessage("user", "Again.")]
+
+
+class Batched(BaseMDPEnv):
+    """A loop that plays all episodes of a round together."""
+
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        played_by.add((env_state.step, len(env_state.sample_states)))
+        for sample, reply in zip(
+            env_state.sample_states, llm.chat(env_state.sample_states, sampling_params), strict=True
+        ):
+            sample.messages.append(reply)
+            sample.finish("done")
+        return env_state
+
+
 class Endless(BaseMDPEnv):
     """Never end from the second step on."""
 
@@ -79,7 +108,11 @@ class Endless(BaseMDPEnv):
     async def respond(self, sample):
         if step_of(sample) == 1:
             begun.set()
-            await asyncio.sleep(3600)
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
         return []
 
 
@@ -105,6 +138,8 @@ def trainer(served, tmp_path):
     begun.clear()
     trained.clear()
     played_by.clear()
+    ended.clear()
+    published.clear()
     directory, url = served
 
     def make(name, env=BaseMDPEnv, **options):
@@ -112,7 +147,7 @@ def trainer(served, tmp_path):
             {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(6)
         ]
         keys = {
-            "rollout.one_step_off_policy": True,
+            "rollout.max_staleness": 1,
             "checkpoint.every": 3,
             "max_steps": 6,
             "training.lr": 3e-3,
@@ -153,16 +188,16 @@ def test_without_it_they_wait(trainer, tmp_path, monkeypatch):
             "run",
             Asks,
             algorithm={"name": f"{__name__}:Meets"},
-            **{"env.max_steps": 2, "rollout.one_step_off_policy": False},
+            **{"env.max_steps": 2, "rollout.max_staleness": 0},
         ).train()
 
 
-def test_playing_ahead_is_one_step_old_except_after_checkpoints(trainer, tmp_path):
+def test_a_repeatable_run_plays_nothing_across_a_checkpoint(trainer, tmp_path):
     trainer("run").train()
     rows = steps_of(tmp_path / "run")
     assert [row["staleness"] for row in rows] == [0, 1, 1, 0, 1, 1]
     measured = ["mismatch/max" in row for row in rows]
-    assert measured == [True, False, False, True, False, False]  # where both have the same weights
+    assert measured == [True, False, False, True, False, False]  # where a token has the newest weights
     assert all(row["mismatch/max"] < 1e-4 for row in rows if "mismatch/max" in row)
     episodes = [
         json.loads(line) for file in (tmp_path / "run" / "episodes").glob("*.jsonl") for line in file.open()
@@ -187,7 +222,7 @@ def test_an_interrupted_run_resumes_and_skips_no_prompt(trainer, tmp_path):
     resumed = trainer("stopped")
     with contextlib.closing(resumed.trainer):
         resumed.trainer.resume()
-        assert resumed.trainer.prompts.state()["consumed"] == 2
+        assert resumed.trainer.stream.left == 2  # which are played again
 
 
 def test_what_fails_ahead_stops_the_step_that_would_train_on_it(trainer, tmp_path):
@@ -205,14 +240,14 @@ def test_a_run_that_ends_gives_up_what_plays_ahead(trainer, tmp_path):
     globals()["Stops"] = Stops
     with pytest.raises(Interrupted):
         trainer("run", Endless, algorithm={"name": f"{__name__}:Stops"}, **{"env.max_steps": 2}).train()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollout ahead"]
+    assert set(ended) == {"cancelled"}
 
 
-def test_playing_ahead_needs_servers(trainer):
+def test_staleness_needs_servers(trainer):
     for inference in ({"name": "local"}, {"name": "sglang", "cohost": True}):
         with pytest.raises(
             ConfigError,
-            match=r"rollout\.one_step_off_policy=true cannot be combined with inference.*sglang or vllm",
+            match=r"rollout\.max_staleness=1 cannot be combined with inference.*sglang or vllm",
         ):
             trainer("run", inference=inference)
 
@@ -221,9 +256,69 @@ def test_recomputed_log_probs_need_a_correction_for_old_weights(trainer, tmp_pat
     recomputed = {"name": "grpo", "old_logprobs": "recomputed"}
     with pytest.raises(
         ConfigError,
-        match=r"rollout\.one_step_off_policy=true .*old_logprobs=recomputed.* Set algorithm\.correction",
+        match=r"rollout\.max_staleness=1 .*old_logprobs=recomputed.* Set algorithm\.correction",
     ):
         trainer("run", algorithm=recomputed)
     assert not (tmp_path / "run").exists()
     trainer("ahead", algorithm={**recomputed, "correction": "tis"}).trainer.close()
-    trainer("by turns", algorithm=recomputed, **{"rollout.one_step_off_policy": False}).trainer.close()
+    trainer("by turns", algorithm=recomputed, **{"rollout.max_staleness": 0}).trainer.close()
+
+
+def versions_of(directory):
+    """Return the versions that wrote each episode, by step."""
+    files = sorted((directory / "episodes").glob("step-*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.open()]
+    return [
+        (row["step"], [span["version"] for span in row["spans"] if span["author"] == "policy"])
+        for row in rows
+    ]
+
+
+def test_publishing_does_not_wait_for_episodes(trainer, tmp_path):
+    made = trainer("run", Patient, **{"env.max_steps": 3, "deterministic": False}, max_steps=4)
+    published.update({step: threading.Event() for step in range(5)})
+    publish = made.trainer.publish
+
+    def publish_and_tell():
+        publish()
+        published[made.trainer.step].set()
+
+    made.trainer.publish = publish_and_tell
+    made.train()
+    found = versions_of(tmp_path / "run")
+    assert [versions for step, versions in found if step == 1] == [[0, 0]] * 8
+    for step in (
+        2,
+        3,
+        4,
+    ):  # first turns are one version older unless they waited for the server, second turns are not
+        written = [versions for number, versions in found if number == step]
+        assert len(written) == 8 and {last for _, last in written} == {step - 1}
+        assert step - 2 in {first for first, _ in written} <= {step - 2, step - 1}
+    rows = steps_of(tmp_path / "run")
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert all(0 < row["staleness"] < 1 for row in rows[1:])
+    assert all(row["mismatch/max"] < 1e-4 for row in rows)  # measured on the newest tokens
+    assert all(row["mismatch/newest"] == pytest.approx(1 - row["staleness"]) for row in rows[1:])
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "grpo"])
+def test_every_prompt_trains_once_and_within_the_bound(trainer, tmp_path, algorithm):
+    keys = {"rollout.max_staleness": 2, "deterministic": False}
+    trainer("run", algorithm={"name": algorithm}, **keys).train()
+    found = versions_of(tmp_path / "run")
+    assert all(step - 3 <= min(versions) <= max(versions) <= step - 1 for step, versions in found)
+    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert {step for step, _ in found} == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_loop_of_a_user_plays_whole_rounds(trainer):
+    trainer("run", Batched, max_steps=3, deterministic=False).train()
+    assert played_by == {(0, 8), (1, 8), (2, 8)}
+
+
+def test_a_token_beyond_the_bound_stops_the_run(trainer, monkeypatch):
+    made = trainer("run", deterministic=False)
+    monkeypatch.setattr(type(made.trainer), "_steps_ahead", lambda self: 4)  # begins too early
+    with pytest.raises(StaleWeightsError, match=r"was published and rollout\.max_staleness=1"):
+        made.train()

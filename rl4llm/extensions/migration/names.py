@@ -7,7 +7,9 @@ _BUILT = "`GRPOTrainer` and `PPOTrainer` of rl4llm take a model, a dataset and r
 _OPTIONS = "the trainer takes the options as keywords"
 _CRITIC = "PPO with `algorithm.critic_warmup_steps` at `max_steps` trains the critic alone"
 _EXPLORES = "set `algorithm.name=explore_grpo` in a file for `rl4llm train`"
-_AHEAD = "use `GRPOTrainer` with `rollout.one_step_off_policy`, which samples with a server while the trainer learns"
+_AHEAD = (
+    "use `GRPOTrainer` with `rollout.max_staleness`, which samples with a server while the trainer learns"
+)
 
 NAMES: dict[str, str] = {
     # michaelnny/rl4llm

@@ -159,7 +159,7 @@ def _of_evaluation(config: Config) -> Config:
         max_steps=0,
         model=replace(config.model, path=f"{config.output.dir}/policy", lora=LoraConfig()),
         data=replace(config.data, limit=None),
-        rollout=replace(config.rollout, one_step_off_policy=False),
+        rollout=replace(config.rollout, max_staleness=0),
         eval=replace(config.eval, every=1, path=None, limit=None),
         output=replace(config.output, dir=f"{config.output.dir}/run", console="quiet"),
     )

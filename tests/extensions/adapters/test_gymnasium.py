@@ -1,7 +1,5 @@
 """Environments of Gymnasium, played in words."""
 
-import asyncio
-
 import pytest
 
 from rl4llm.core.errors import ConfigError
@@ -10,6 +8,7 @@ from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.adapters.gymnasium import GymnasiumEnv
 from rl4llm.extensions.adapters.step_rewards import StepRewards
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -68,7 +67,7 @@ def made(tokenizer, limit=2, split="train", max_steps=8, **options):
 
 def play(env, tokenizer, script, group_size=2):
     client = ScriptedClient(tokenizer, script)
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         runner.run(client.load(WeightRef(0)))
         rollout = Rollout(
             env, client, Renderer(tokenizer, roles=("user",)), runner, seed=1, max_failed_share=1.0

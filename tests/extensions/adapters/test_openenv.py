@@ -1,7 +1,6 @@
 """Environments of OpenEnv, by a real server of the package. It needs other versions of packages than the trainer's
 extras, so install it into a separate Python environment. Elsewhere these tests are skipped."""
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.adapters.openenv import OpenEnv
 from rl4llm.extensions.adapters.step_rewards import StepRewards
 from rl4llm.runtime.ports import free_port
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 
 pytest.importorskip("openenv", reason="openenv is not installed; it needs a separate environment")
@@ -48,7 +48,7 @@ def made(tokenizer, url, split="train", **options):
 
 def play(env, tokenizer, script, group_size=2):
     client = ScriptedClient(tokenizer, script)
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         runner.run(client.load(WeightRef(0)))
         rollout = Rollout(
             env, client, Renderer(tokenizer, roles=("user",)), runner, seed=1, max_failed_share=1.0

@@ -1,6 +1,5 @@
 """Environments with `reset` and `step`, and factories, that other projects' users bring."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.adapters import stepped
 from rl4llm.extensions.adapters.step_rewards import StepRewards
 from rl4llm.extensions.adapters.stepped import SteppedEnv
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 
 
@@ -28,7 +28,7 @@ def made(tokenizer, name, limit=2, max_steps=3, **options):
 
 def play(env, tokenizer, script):
     client = ScriptedClient(tokenizer, script)
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         runner.run(client.load(WeightRef(0)))
         renderer = Renderer(tokenizer, roles=("user",))
         rollout = Rollout(env, client, renderer, runner, seed=1, max_failed_share=1.0)

@@ -1,7 +1,5 @@
 """Plays episodes of agents against an engine, scripted or embedded, that remembers what it was asked and said."""
 
-import asyncio
-
 import pytest
 
 from rl4llm.core.types import SamplingParams, WeightRef
@@ -10,6 +8,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.agents.env import AgentEnv
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import as_reward_function
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 
 
@@ -29,7 +28,7 @@ class Remembering(LocalClient):
 @pytest.fixture
 def play(tokenizer):
     """Plays one prompt's episodes with an agent, by default against a policy that says `turns` in this order."""
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def run(
         agent=None,

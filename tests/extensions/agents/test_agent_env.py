@@ -239,7 +239,8 @@ def test_nothing_that_an_agent_started_is_left(play, command, marker, end):
 
 
 KILLED = """
-import asyncio, sys
+import sys
+from rl4llm.runtime.runner import Runner
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.agents.env import AgentEnv
@@ -250,7 +251,7 @@ from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 rows = [{"messages": [{"role": "user", "content": "Hi"}], "ground_truth": "85"}]
 client = ScriptedClient(tokenizer, {"": ["Answer: 85"]})
-with asyncio.Runner() as runner:
+with Runner() as runner:
     runner.run(client.load(WeightRef(0)))
     env = AgentEnv(rows, tokenizer, [as_reward_function("math")], 1, 1, command=sys.argv[2:])
     Rollout(env, client, Renderer(tokenizer), runner, seed=0).play([0], step=0, sampling_params=SamplingParams())

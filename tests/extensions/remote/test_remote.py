@@ -30,6 +30,7 @@ from rl4llm.extensions.remote.serve_env import _leave_within
 from rl4llm.extensions.remote.token import kept, new_token, token_of_start
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import as_reward_function, weighted_sum
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import check_env
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
@@ -95,7 +96,7 @@ def transform(functions):
 @pytest.fixture
 def play(model, tokenizer):
     """Plays a rollout of an environment against the embedded engine."""
-    runner = asyncio.Runner()
+    runner = Runner()
     client = LocalClient(model, tokenizer, deterministic=True)
     runner.run(client.load(WeightRef(0)))
 

@@ -1,6 +1,5 @@
 """Programs that are run and written again: what the policy reads, what it never reads, and whose fault a failure is."""
 
-import asyncio
 import json
 import shutil
 import threading
@@ -16,6 +15,7 @@ from rl4llm.extensions.sandbox import Outcome, Sandbox, Stdin
 from rl4llm.extensions.sandbox.code_env import CodeEnv
 from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import examples_in
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 from rl4llm.tracking.summary import summarize
 
@@ -60,7 +60,7 @@ class Scripted:
 @pytest.fixture
 def play(tokenizer):
     """Plays the episodes of rows; the policy says `turns` in this order. Returns the result and the client."""
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def run(turns, sandbox, *, rows=({},), group_size=1, prompt="Write add.", **options):
         client = ScriptedClient(tokenizer, {"": turns} if isinstance(turns, list) else turns)

@@ -332,16 +332,19 @@ class FaultServer:
             [logprob, token, None]
             for logprob, token in zip(completion.logprobs, completion.token_ids, strict=True)
         ]
-        version = (
-            "default" if completion.version < 0 else str(completion.version)
-        )  # the oldest that had a part in it
+        runs = completion.versions or ((0, completion.version),)
+        ends = [*(start for start, _ in runs[1:]), len(rows)]
+        spans = [
+            {"version": "default" if version < 0 else str(version), "start": start, "end": end}
+            for (start, version), end in zip(runs, ends, strict=True)
+        ]
         return {
             "text": completion.text,
             "output_ids": list(completion.token_ids),
             "meta_info": {
                 **meta,
-                "weight_version": version,
-                "weight_versions": [{"version": version, "start": 0, "end": len(rows)}],
+                "weight_version": spans[0]["version"],
+                "weight_versions": spans,
                 "finish_reason": {"type": completion.finish_reason},
                 "output_token_logprobs": rows,
             },

@@ -28,6 +28,7 @@ from rl4llm.extensions.toolbox.mcp import MCP
 from rl4llm.extensions.toolbox.mcp_answers import text_of
 from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.ports import free_port
+from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 
 MEMORY = [sys.executable, "-S", str(Path(__file__).with_name("memory_server.py"))]
@@ -195,7 +196,7 @@ def said(name, text):
 def play(tokenizer, tmp_path):
     """play(turns by session, **options): the texts of the tools by session, failures, and the processes of servers."""
     pytest.importorskip("mcp")
-    runner = asyncio.Runner()
+    runner = Runner()
 
     def run(script, *, size, options=None, **mcp):
         server = {"name": "mcp", "command": [*MEMORY, str(tmp_path)], **mcp}

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared
 from rl4llm.extensions.servers.clients.server import FINISHED, NEVER_LOADED, Sampled, field, sampling_options
 from rl4llm.extensions.servers.clients.sglang_memory import Held
 from rl4llm.extensions.servers.clients.sglang_tensors import buckets, pickled
+from rl4llm.runtime.threads import in_own_thread
 
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 IDLE_S = 60.0  # for a server to end its requests before it sleeps
@@ -133,7 +135,9 @@ class SGLangClient(AdaptingClient):
                     check_gpu_is_shared(self.base_url, tensors[0].device)
                     self._shares_gpu = True
                 body = {
-                    "serialized_named_tensors": await asyncio.to_thread(pickled, names, tensors, ranks),
+                    "serialized_named_tensors": await in_own_thread(
+                        "rl4llm-pickle", partial(pickled, names, tensors, ranks)
+                    ),
                     "weight_version": version,
                     "flush_cache": True,
                 }

@@ -285,12 +285,12 @@ class FleetClient(BaseClient):
         if completion.finish_reason == "abort":
             raise UnreachableError(f"{member} aborted a request.")
         versions = [version for _, version in completion.versions] or [completion.version]
-        if (
-            self._upkeep.target
-            and before is not None
-            and not before <= min(versions) <= max(versions) <= self._upkeep.target.version
-        ):
+        target = self._upkeep.target
+        if target is None or before is None:
+            return
+        newest = target.version + target.held  # another rank may have published the next one meanwhile
+        if not before <= min(versions) <= max(versions) <= newest:
             raise StaleReplyError(
                 f"{member} answered with version {versions} of the weights; it was verified to hold version {before}, and "
-                f"the newest is {self._upkeep.target.version}"
+                f"the newest is {target.version}"
             )

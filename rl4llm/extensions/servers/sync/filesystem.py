@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, Weigh
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.runs.run_dir import is_full
+from rl4llm.runtime.threads import in_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class FilesystemPublisher(BasePublisher):
 
         Raises WeightsError when it cannot be written or is damaged, and EngineError when a server cannot load it.
         """
-        weight_ref = await asyncio.to_thread(self.write, backend, version)
+        weight_ref = await in_own_thread("rl4llm-write", partial(self.write, backend, version))
         try:
             await self.hand_over(weight_ref)
         except EngineError as error:
@@ -51,7 +51,7 @@ class FilesystemPublisher(BasePublisher):
             logger.warning(
                 "The server could not load weights from shared memory, so files are used: %s", error
             )
-            weight_ref = await asyncio.to_thread(self.write, backend, version)
+            weight_ref = await in_own_thread("rl4llm-write", partial(self.write, backend, version))
             await self.hand_over(weight_ref)
         return weight_ref
 

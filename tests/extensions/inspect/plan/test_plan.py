@@ -501,7 +501,7 @@ def test_plan_exits_with_1_if_the_run_does_not_fit(small, tmp_path, capsys):
     assert "does NOT fit" in said and "max_tokens_per_batch" in said
     wrong_words = {"--device-memory=24": "24GiB", "training.rl=1": "training.lr", "--devices=0": "1 or more"}
     refused_in_training = {
-        "rollout.one_step_off_policy=true": "inference.name='local'",
+        "rollout.max_staleness=1": "inference.name='local'",
         "backend.name=torhc": "'torch'",
     }
     for wrong, hint in (wrong_words | refused_in_training).items():
