@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
 from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
-from rl4llm.inference.embedded.engine import LOOKAHEAD, PREFILL_TOKENS, SHARE_FROM, Engine
+from rl4llm.inference.embedded.engine import LOOKAHEAD, PREFILL_TOKENS, SHARE_FROM, Engine, Finished
 from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
 from rl4llm.inference.embedded.llama_decode import FAMILY
 from rl4llm.inference.embedded.rows import Request
@@ -168,6 +168,13 @@ class LocalClient(BaseClient):
         self._paused = False
         self._changed.set()
 
+    async def abort(self, session: str = "") -> None:
+        """End the requests of a session, or all; they return the tokens so far with the finish reason "abort"."""
+        self._deliver(
+            self._engine.abort({request for request in self._futures if session in ("", request.session)})
+        )
+        self._changed.set()
+
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Drop the cache ("kv_cache"); the weights belong to the trainer. Raises EngineError while requests run."""
         if self._engine.busy:
@@ -223,13 +230,16 @@ class LocalClient(BaseClient):
                 except TimeoutError:
                     raise EngineError(f"Requests waited {self._stall_timeout_s:g} s: {reason}.") from None
                 continue
-            for request, completion in self._engine.step():
-                future = self._futures.pop(request, None)
-                if future is not None and not future.done():
-                    future.set_result(completion)
+            self._deliver(self._engine.step())
             await asyncio.sleep(0)
         self._engine.drop_cancelled()
         self._engine.rest()
+
+    def _deliver(self, finished: Iterable[Finished]) -> None:
+        for request, completion in finished:
+            future = self._futures.pop(request, None)
+            if future is not None and not future.done():
+                future.set_result(completion)
 
     def _stalled(self) -> str:
         """Return why no step may be taken now; "" if it may."""

@@ -404,9 +404,53 @@ def test_a_load_moves_requests_to_new_weights_as_the_old_version(make):
 
     under_way, later = asyncio.run(run())
     assert (under_way.version, len(under_way.token_ids)) == (0, 20)
-    assert later.version == 1
+    (begin, old), (moved, new) = under_way.versions
+    assert (begin, old, new) == (0, 0, 1)
+    assert 0 < moved < 20
+    assert (later.version, later.versions) == (1, ())
     expected = generate(make(), [PROMPTS[0]], [SAMPLED.replace(max_tokens=20)])[0]
     assert under_way.token_ids == expected.token_ids  # these weights did not change
+
+
+def test_a_load_before_the_first_token_leaves_one_version(make):
+    client = make()
+
+    async def run():
+        await client.pause()
+        task = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED))
+        await asyncio.sleep(0)
+        await client.load(WeightRef(1))
+        await client.resume()
+        return await task
+
+    found = asyncio.run(run())
+    assert (found.version, found.versions) == (1, ())
+
+
+@pytest.mark.parametrize("session", ["a", ""])
+def test_an_abort_returns_the_tokens_so_far(make, session):
+    client = make()
+    long = SAMPLED.replace(max_tokens=60)
+
+    async def run():
+        tasks = [asyncio.create_task(client.generate(PROMPTS[0], long, session=name)) for name in "ab"]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await client.pause()
+        waiting = asyncio.create_task(client.generate(PROMPTS[0], long, session="a"))
+        await asyncio.sleep(0)
+        await client.abort(session)
+        await client.resume()
+        return await asyncio.gather(*tasks, waiting)
+
+    first, other, waiting = asyncio.run(run())
+    whole = generate(make(), [PROMPTS[0]], [long])[0]
+    assert first.finish_reason == waiting.finish_reason == "abort"
+    assert 0 < len(first.token_ids) < 60
+    assert first.token_ids == whole.token_ids[: len(first.token_ids)]
+    assert waiting.token_ids == ()
+    assert other.finish_reason == ("abort" if not session else "length")
+    assert session == "" or other.token_ids == whole.token_ids
 
 
 def test_stop_tokens_end_a_completion_and_are_kept(make, tokenizer):

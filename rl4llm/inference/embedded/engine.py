@@ -8,14 +8,14 @@ after new weights arrived differ only in how many of their tokens are cached alr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from rl4llm.core.errors import EngineError
+from rl4llm.core.errors import EngineError, RefusedError
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
 from rl4llm.inference.embedded.rows import BusyRow, Decoding, Fill, Newcomer, PrefixTable, Request, RowTable
@@ -116,12 +116,12 @@ class Engine:
             self._choose_path()
 
     def request(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Request:
-        """Make a request; raise EngineError for one that could not run."""
+        """Make a request; raise RefusedError for one that could not run."""
         where = f"generate(session={session!r})"
         self._check_ids(where, prompt_ids)
         room = self.context_length - len(prompt_ids)
         if room < 1:
-            raise EngineError(
+            raise RefusedError(
                 f"{where}: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length} "
                 f"({self.context_reason}). Shorten it to {self.context_length - 1} or raise that setting."
             )
@@ -161,6 +161,14 @@ class Engine:
             self._leave(gone, park=False)
 
     @torch.inference_mode()
+    def abort(self, requests: Collection[Request]) -> list[Finished]:
+        """End requests at once, and return the tokens that each has so far."""
+        self._end_batch()
+        self.waiting = [request for request in self.waiting if request not in requests]
+        self._leave([row for row in self._rows.active if row.request in requests], park=False)
+        return [(request, self._completion(request, "abort")) for request in requests]
+
+    @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit waiting requests, then decode one token in every row; return the finished requests."""
         self.drop_cancelled()
@@ -181,7 +189,7 @@ class Engine:
         """Return the log-probs, at temperature 1, of each token after the first."""
         self._check_ids("score", token_ids)
         if len(token_ids) > self.context_length:
-            raise EngineError(
+            raise RefusedError(
                 f"score: {len(token_ids)} tokens do not fit the context of {self.context_length} ({self.context_reason})."
             )
         if len(token_ids) == 1:
@@ -206,10 +214,10 @@ class Engine:
 
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
         if not token_ids:
-            raise EngineError(f"{where}: the prompt is empty; give at least one token.")
+            raise RefusedError(f"{where}: the prompt is empty; give at least one token.")
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
-            raise EngineError(
+            raise RefusedError(
                 f"{where}: token id {wrong} is outside the vocabulary: 0 to {self.vocab_size - 1}."
             )
 
@@ -246,7 +254,7 @@ class Engine:
 
     def _newcomer(self, request: Request) -> Newcomer:
         """Return the row of the request's session if its cache helps, or a new row."""
-        request.version = self.version if request.version is None else min(request.version, self.version)
+        request.continue_with(self.version)
         row = self._rows.take(request.session)
         start = row.reusable(request.token_ids[:-1], whole=self._decoder.recurrent) if row else 0
         if row is None or not start:
@@ -361,15 +369,17 @@ class Engine:
             if code not in (CONTINUES, STOP_TOKEN):
                 stopped = self._stops.ends_in_string(request.sampled, request.rule[1])
             if stopped or not request.tokens_left:
-                assert request.version is not None  # set when it was admitted
-                text = text_of(self._tokenizer, request.sampled, request.rule[1])
-                reason: FinishReason = "stop" if stopped else "length"
-                tokens, logprobs = tuple(request.sampled), tuple(request.logprobs)
-                finished.append((request, Completion(text, tokens, logprobs, reason, request.version)))
+                finished.append((request, self._completion(request, "stop" if stopped else "length")))
                 leaving.append(row)
         if leaving:
             self._leave(leaving, park=True)
         return finished
+
+    def _completion(self, request: Request, reason: FinishReason) -> Completion:
+        tokens, logprobs = tuple(request.sampled), tuple(request.logprobs)
+        runs = tuple(request.versions) or ((0, self.version),)
+        text = text_of(self._tokenizer, tokens, request.rule[1])
+        return Completion(text, tokens, logprobs, reason, runs[0][1], runs if len(runs) > 1 else ())
 
     def _leave(self, leaving: Sequence[BusyRow], park: bool) -> None:
         """Stop decoding rows: they stay in the batch without advancing, or the batch ends."""

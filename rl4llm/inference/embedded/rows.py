@@ -22,7 +22,10 @@ from rl4llm.inference.embedded.stops import Rule, StopTable
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One requested completion; `token_ids` holds the prompt and the tokens sampled so far."""
+    """One requested completion; `token_ids` holds the prompt and the tokens sampled so far.
+
+    `versions` are (start, version) of each run of tokens that the same weights sample.
+    """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -31,7 +34,7 @@ class Request:
     rule: Rule
     token_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
-    version: int | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
     cancelled: bool = False
 
     @property
@@ -41,6 +44,13 @@ class Request:
     @property
     def tokens_left(self) -> int:
         return self.max_tokens - len(self.logprobs)
+
+    def continue_with(self, version: int) -> None:
+        """Note the version of the weights that sample the next tokens."""
+        if self.versions and self.versions[-1][0] == len(self.logprobs):  # which have sampled none
+            self.versions.pop()
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((len(self.logprobs), version))
 
 
 @dataclass(slots=True, eq=False)
