@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
+from rl4llm.envs.chat_completions import MODEL, Answer, Asked, RequestError, dumps, read_request
 from rl4llm.extensions.agents.history import Entry
 from rl4llm.extensions.agents.session import AgentSession
-from rl4llm.extensions.agents.wire import MODEL, Answer, Asked, RequestError, dumps, read_request
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 * 1024**2  # bytes

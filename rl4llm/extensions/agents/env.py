@@ -13,9 +13,10 @@ from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.envs.dialects import Dialects
 from rl4llm.extensions.agents.endpoint import AgentEndpoint
 from rl4llm.extensions.agents.runs import Agent, AgentOutcome, CommandAgent, FunctionAgent
-from rl4llm.extensions.agents.session import AgentSession, Dialects
+from rl4llm.extensions.agents.session import AgentSession
 from rl4llm.runtime.seeds import derive_seed
 
 END_S = 60.0  # for an agent to end after it was asked to stop

@@ -3,69 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from rl4llm.core.base_env import LLM, SampleState
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
-from rl4llm.core.message import after_thinking
-from rl4llm.core.types import ChatMessage, Completion, SamplingParams
-from rl4llm.data.render import Renderer
-from rl4llm.envs.tools.formats import CallFormat, ToolCall, call_format
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.envs.chat_completions import Answer, Asked, RequestError, read_message
+from rl4llm.envs.dialects import Dialect, Dialects
 from rl4llm.extensions.agents.history import Continuation, Entry, History
-from rl4llm.extensions.agents.wire import Answer, Asked, RequestError, dumps, read_message, write_call
 from rl4llm.runtime.seeds import derive_seed
-
-KEPT = 64  # sets of tools whose renderers are kept
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """How conversations with one set of tools are rendered and their calls are parsed; `tools` identifies the set."""
-
-    tools: str
-    renderer: Renderer
-    calls: CallFormat | None
-
-
-class Dialects:
-    """The dialects of a tokenizer; each is built when its set of tools is first used.
-
-    `special_tokens` says what special tokens in the agent's messages become, see `rl4llm.data.special`. `template_args` are
-    variables of the chat template.
-    """
-
-    def __init__(
-        self, tokenizer: Any, special_tokens: str = "escape", template_args: Mapping[str, Any] | None = None
-    ):
-        self.tokenizer, self._how = tokenizer, (template_args, special_tokens)
-        self.longest_token = max(map(len, tokenizer.get_vocab()))  # maximum number of characters per token
-        self._made: OrderedDict[str, Dialect] = OrderedDict()
-
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> Dialect:
-        """Return the dialect of a set of tools. Raises TemplateError or ConfigError if the chat template cannot show
-        them.
-        """
-        name = dumps(list(tools))
-        if name not in self._made:
-            # A role is probed when it first occurs.
-            calls = (
-                call_format("auto", self.tokenizer, list(tools), template_args=self._how[0])
-                if tools
-                else None
-            )
-            renderer = Renderer(self.tokenizer, tools, (), *self._how, calls.example if calls else "")
-            self._made[name] = Dialect(name, renderer, calls)
-        self._made.move_to_end(name)
-        while len(self._made) > KEPT:
-            self._made.popitem(last=False)
-        return self._made[name]
 
 
 class AgentSession:
@@ -146,7 +99,9 @@ class AgentSession:
         completion = await self._llm.complete(self.sample, place.prompt_ids, params, digest, draw)
         self.sampled_tokens += len(completion.token_ids)
         self.check_open()
-        answer = self._written(asked, dialect, place, completion, params, f"{digest}-{draw}")
+        name = f"{digest}-{draw}"
+        call_ids = (derive_seed("call", self.sample.session, name, i) for i in itertools.count())
+        answer = dialect.answer(asked, completion, len(place.prompt_ids), params.stop, name, call_ids)
         self.sample.current_step += 1
         self._truncated = completion.finish_reason == "length"
         if self.ran_into == "context":  # the agent shortened its prompt
@@ -206,47 +161,3 @@ class AgentSession:
         self.ran_into = limit
         code = {"context": "context_length_exceeded"}.get(limit, limit)
         raise RequestError(message, code=code, param="messages")
-
-    def _written(
-        self,
-        asked: Asked,
-        dialect: Dialect,
-        place: Continuation,
-        completion: Completion,
-        params: SamplingParams,
-        name: str,
-    ) -> Answer:
-        said = _cut(self._decoded(completion.token_ids), params.stop)
-        calls = self._calls(said, dialect.calls) if asked.may_call else []
-        ids = (
-            f"{derive_seed('call', self.sample.session, name, i):09x}"[:9] for i in range(len(calls))
-        )  # 9 characters, as Mistral requires
-        text = dialect.calls.beside(said) if dialect.calls and calls else completion.text
-        return Answer(
-            id=f"chatcmpl-{name}",
-            model=asked.model,
-            content=dialect.renderer.content(text),
-            calls=tuple(write_call(call, call_id) for call, call_id in zip(calls, ids, strict=True)),
-            completion=completion,
-            prompt_tokens=len(place.prompt_ids),
-            token_texts=tuple(self._decoded([token]) for token in completion.token_ids)
-            if asked.logprobs
-            else None,
-        )
-
-    @staticmethod
-    def _calls(said: str, written: CallFormat | None) -> list[ToolCall]:
-        """Parse the tool calls; return [] if one is invalid, so that the agent receives the whole text."""
-        calls = list(written.parse(after_thinking(said))) if written else []
-        return [] if any(call.problem for call in calls) else calls
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        tokenizer = self._dialects.tokenizer
-        return tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    places = [place for place in map(text.find, stops) if place >= 0]
-    return text[: min(places)] if places else text

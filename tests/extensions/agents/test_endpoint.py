@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from rl4llm.core.types import SamplingParams
-from rl4llm.extensions.agents import wire
+from rl4llm.envs import chat_completions as wire
 from rl4llm.testing import ScriptedClient
 
 TLS = ssl.create_default_context()  # made once, as that takes longer than most episodes here

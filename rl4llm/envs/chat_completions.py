@@ -1,8 +1,8 @@
 """Chat completions in OpenAI's format: read and check requests, write answers and errors.
 
 Only fields that decide the conversation and where an answer ends are used: `messages`, `tools`, `stop` and the token
-limit. The run's sampling parameters always apply, since the log-probs that train belong to them. A request that asks
-for others is still answered, and `Asked.overridden` lists the ignored fields.
+limit. The given sampling parameters always apply: the log-probs that train belong to those of the run. `Asked.overridden`
+lists the fields of a request that ask for others.
 """
 
 from __future__ import annotations

@@ -1,0 +1,105 @@
+"""How conversations with a set of tools become prompts, and completions become OpenAI's answers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl4llm.core.message import after_thinking
+from rl4llm.core.types import Completion
+from rl4llm.data.render import Renderer
+from rl4llm.envs.chat_completions import Answer, Asked, dumps, write_call
+from rl4llm.envs.tools.formats import CallFormat, ToolCall, call_format
+
+KEPT = 64  # sets of tools whose renderers are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How conversations with one set of tools are rendered and their calls are parsed; `tools` identifies the set."""
+
+    tools: str
+    renderer: Renderer
+    calls: CallFormat | None
+    tokenizer: Any
+
+    def answer(
+        self,
+        asked: Asked,
+        completion: Completion,
+        prompt_tokens: int,
+        stops: Sequence[str],
+        name: str,
+        call_ids: Iterator[int],
+    ) -> Answer:
+        """Return the answer to a request, with the name in its id; `call_ids` has a number for each tool call."""
+        said = _cut(self._decoded(completion.token_ids), stops)
+        calls = self._calls(said) if asked.may_call else []
+        text = self.calls.beside(said) if self.calls and calls else completion.text
+        return Answer(
+            id=f"chatcmpl-{name}",
+            model=asked.model,
+            content=self.renderer.content(text),
+            calls=tuple(
+                write_call(call, f"{number:09x}"[:9])  # 9 characters, as Mistral requires
+                for call, number in zip(calls, call_ids, strict=False)
+            ),
+            completion=completion,
+            prompt_tokens=prompt_tokens,
+            token_texts=tuple(self._decoded([token]) for token in completion.token_ids)
+            if asked.logprobs
+            else None,
+        )
+
+    def _calls(self, said: str) -> list[ToolCall]:
+        """Parse the tool calls; return [] if one is invalid, so that the agent receives the whole text."""
+        calls = list(self.calls.parse(after_thinking(said))) if self.calls else []
+        return [] if any(call.problem for call in calls) else calls
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return str(
+            self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+class Dialects:
+    """The dialects of a tokenizer; each is built when its set of tools is first used.
+
+    `special_tokens` says what special tokens in the agent's messages become, see `rl4llm.data.special`. `template_args` are
+    variables of the chat template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, special_tokens: str = "escape", template_args: Mapping[str, Any] | None = None
+    ):
+        self.tokenizer, self._how = tokenizer, (template_args, special_tokens)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))  # maximum number of characters per token
+        self._made: OrderedDict[str, Dialect] = OrderedDict()
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> Dialect:
+        """Return the dialect of a set of tools. Raises TemplateError or ConfigError if the chat template cannot show
+        them.
+        """
+        name = dumps(list(tools))
+        if name not in self._made:
+            # A role is probed when it first occurs.
+            calls = (
+                call_format("auto", self.tokenizer, list(tools), template_args=self._how[0])
+                if tools
+                else None
+            )
+            renderer = Renderer(self.tokenizer, tools, (), *self._how, calls.example if calls else "")
+            self._made[name] = Dialect(name, renderer, calls, self.tokenizer)
+        self._made.move_to_end(name)
+        while len(self._made) > KEPT:
+            self._made.popitem(last=False)
+        return self._made[name]
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    places = [place for place in map(text.find, stops) if place >= 0]
+    return text[: min(places)] if places else text
