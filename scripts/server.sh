@@ -13,7 +13,7 @@ print(load_config(sys.argv[1], [word for word in sys.argv[2:] if not word.starts
 start_server() {
   local engine="$1" port="$2" model="$3"
   shift 3
-  if [ "$engine" = vllm ]; then set -- "$model" "$@"; else set -- --model-path "$model" "$@"; fi
+  if [ "$engine" = sglang ]; then set -- --model-path "$model" "$@"; else set -- "$model" "$@"; fi
   [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || command -v nvidia-smi > /dev/null 2>&1 || set -- --cpu "$@"  # tests, small models
   rl4llm serve --engine "$engine" --port "$port" --restarts 3 "$@" &
   server=$!

@@ -5,7 +5,7 @@
 #   MODEL=models/small scripts/train_gsm8k_grpo.sh data.path=DIRECTORY_WITH_train.jsonl_AND_test.jsonl max_steps=3
 #
 #   MODEL         a Hugging Face directory or name, as model.path=MODEL (default: Qwen/Qwen2.5-0.5B-Instruct)
-#   ENGINE, PORT  sglang or vllm (default: sglang), and where it listens (default: 30000)
+#   ENGINE, PORT  sglang, vllm or embedded (default: sglang), and where it listens (default: 30000)
 #   SERVER_FLAGS  further flags of the server, such as "--tp 2"
 #   NPROC         processes that train together, such as one per GPU (default: 1); a run of several whose process dies is
 #                 started again from its last checkpoint. backend.name=deepspeed takes DeepSpeed.

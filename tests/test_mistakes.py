@@ -79,7 +79,7 @@ algorithm.name=gpro                                | Did you mean 'grpo'
 algorithm.name=null                                | algorithm.name is not set; `rl4llm info` lists the accepted names
 algorithm.clip_hi=0.3                              | Did you mean 'clip_high'
 algorithm.name=dpo | the column 'chosen' is missing. The row has: prompt ... Next: rename the column
-inference.name=hf                                  | inference.name='hf' is unknown. Known: local, sglang, vllm
+inference.name=hf                                  | inference.name='hf' is unknown. Known: embedded, local, sglang, vllm
 inference.timeout_s=3 | inference option='timeout_s' is unknown ... Did you mean 'stall_timeout_s'
 backend.name=accelerate                            | backend.name='accelerate' is unknown. Known: deepspeed, torch
 backend.shard=zero3                                | backend.shard='zero3' is unknown. Known: ddp, fsdp2, none

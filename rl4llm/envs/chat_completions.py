@@ -101,20 +101,17 @@ class Answer:
         choice["finish_reason"] = self.finish_reason
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
 
-    def chunks(self, *, usage: bool) -> Iterator[dict[str, Any]]:
+    def chunks(self, *, usage: bool, shown: int | None = None) -> Iterator[dict[str, Any]]:
         """Yield the same in pieces for a stream: the role, the text, the calls, the finish reason, and token counts if
-        asked for.
+        asked for. With `shown` the role and that number of characters were sent before.
         """
-        head = self._head("chat.completion.chunk")
 
-        def chunk(
-            delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
-        ) -> dict[str, Any]:
-            choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-            return {**head, "choices": [choice], **({"usage": None} if usage else {})}
+        def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+            return self.chunk(delta, finish_reason, usage=usage)
 
-        yield chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs())
-        for start in range(0, len(self.content), PIECE):
+        if shown is None:
+            yield self.chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs(), usage=usage)
+        for start in range(shown or 0, len(self.content), PIECE):
             yield chunk({"content": self.content[start : start + PIECE]})
         for index, call in enumerate(self.calls):
             arguments = call["function"]["arguments"]
@@ -125,7 +122,20 @@ class Answer:
                 yield chunk({"tool_calls": [{"index": index, "function": more}]})
         yield chunk({}, self.finish_reason)
         if usage:
-            yield {**head, "choices": [], "usage": self._usage()}
+            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}
+
+    def chunk(
+        self,
+        delta: Mapping[str, Any],
+        finish_reason: str | None = None,
+        *,
+        logprobs: Any = None,
+        usage: bool = False,
+    ) -> dict[str, Any]:
+        """Return one piece of a stream."""
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        head = self._head("chat.completion.chunk")
+        return {**head, "choices": [choice], **({"usage": None} if usage else {})}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -168,6 +168,17 @@ class LocalClient(BaseClient):
         self._paused = False
         self._changed.set()
 
+    @property
+    def device(self) -> torch.device:
+        """Return where the model is."""
+        return self._engine.device
+
+    def sampled(self, session: str) -> list[int]:
+        """Return the tokens so far of a session's request; none if it has no request."""
+        return next(
+            (self._engine.sampled(request) for request in self._futures if request.session == session), []
+        )
+
     async def abort(self, session: str = "") -> None:
         """End the requests of a session, or all; they return the tokens so far with the finish reason "abort"."""
         self._deliver(

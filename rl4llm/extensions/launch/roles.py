@@ -179,7 +179,7 @@ def _server(config: Config) -> list[str]:
     from rl4llm.backends.model_files import model_directory  # noqa: PLC0415 - imports torch
 
     engine, launch, model = config.inference["name"], config.launch, str(model_directory(config.model.path))
-    named = [model] if engine == "vllm" else ["--model-path", model]
+    named = ["--model-path", model] if engine == "sglang" else [model]
     shards = [SHARDS[engine], str(launch.server_gpus)] if launch.server_gpus > 1 else []
     in_turns = IN_TURNS[engine] if launch.server_gpus and config.inference.get("cohost") else ()
     return [
@@ -254,6 +254,12 @@ def _check(config: Config, here: bool) -> None:
         raise ConfigError(
             f"launch.servers={launch.servers} is not accepted with inference.name='local', which runs in the trainer's "
             "process. Accepted: 0; or set inference.name=sglang."
+        )
+    if launch.servers and engine == "embedded" and (launch.server_gpus > 1 or config.inference.get("cohost")):
+        raise ConfigError(
+            "inference.name='embedded' with launch.servers is not accepted with launch.server_gpus above 1 or with "
+            "inference.cohost: its servers use one GPU, and keep their memory. Accepted: launch.server_gpus=1; or "
+            "inference.name=sglang."
         )
     if launch.router and (engine != "sglang" or not launch.servers):
         raise ConfigError(

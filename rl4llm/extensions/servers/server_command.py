@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.redact import is_secret_name
+from rl4llm.extensions.servers.embedded.options import check_flags
 from rl4llm.runtime.ports import KEY_VARIABLE, free_port, is_loopback
 
 SERVERS = Path(__file__).parent / "inside"
@@ -35,6 +36,7 @@ class ServerKind:
         environment: added to this process's, unless set there.
         cpu_script: run instead of `module` on a CPU, if the module does not start there.
         cpu_flags, cpu_environment: added on a CPU, unless given.
+        check: raises ConfigError for flags that it would refuse.
     """
 
     module: tuple[str, ...]
@@ -48,9 +50,17 @@ class ServerKind:
     cpu_script: str | None = None
     cpu_flags: Mapping[str, str | None] = field(default_factory=dict)
     cpu_environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
+    check: Callable[[Sequence[str]], None] = lambda flags: None
 
 
 SERVER_KINDS: Mapping[str, ServerKind] = {
+    "embedded": ServerKind(
+        module=("rl4llm.extensions.servers.embedded",),
+        usual_port=30200,
+        keys=("--api-key",),
+        cpu_environment={"CUDA_VISIBLE_DEVICES": ""},
+        check=check_flags,
+    ),
     "sglang": ServerKind(
         module=("sglang.launch_server",),
         usual_port=30000,
@@ -117,7 +127,7 @@ def server_command(
         ('-m', 'sglang.launch_server', '--model-path', 'm', '--host', '127.0.0.1', '--port', '30000')
 
     Args:
-        engine: "sglang", "sglang-router" or "vllm".
+        engine: "embedded", "sglang", "sglang-router" or "vllm".
         flags: the server's flags; port 0 is replaced by a free one.
         python: the interpreter of the server's environment; by default RL4LLM_SGLANG_PYTHON or RL4LLM_VLLM_PYTHON, or
             else this process's interpreter.
@@ -129,6 +139,7 @@ def server_command(
     program = _program(kind.environment_of or engine, python)
     _check_model(flags)
     host, port, flags = _address(kind, list(flags))
+    kind.check(flags)
     flags += _key(kind, host, flags)
     _refuse_open_door(engine, kind, host, flags)
     if kind.second_port and not _given(kind.second_port, flags):
@@ -164,7 +175,7 @@ def boot_advice(engine: str, cpu: bool, log: str) -> str:
             f" Next: pass the Python of {environment}'s environment with --python or RL4LLM_{environment.upper()}_PYTHON; "
             f"for machines without a GPU, scripts/install_{environment}_cpu.sh VENV creates one."
         )
-    if not cpu and shutil.which("nvidia-smi") is None:
+    if SERVER_KINDS[engine].cpu_flags and not cpu and shutil.which("nvidia-smi") is None:
         return " No GPU was found (nvidia-smi is not installed). Next: add --cpu, for tests and small models."
     return ""
 

@@ -68,11 +68,11 @@ class Engine:
         self._autocast = autocast
         self.context_length, self.context_reason = context_limit(model, context_length)
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self._tokenizer = tokenizer
-        self._stops = StopRules(tokenizer, self.vocab_size, self._device, end_tokens(model))
+        self._stops = StopRules(tokenizer, self.vocab_size, self.device, end_tokens(model))
         absent = sorted(absent_tokens(tokenizer, self.vocab_size))
-        self._absent_A = torch.tensor(absent, device=self._device) if absent else None
+        self._absent_A = torch.tensor(absent, device=self.device) if absent else None
         self._counters = Counters()
         self._batch: Decoding | None = None
         self._ended: list[BusyRow] = []  # whose requests are over, while the batch still computes them
@@ -169,6 +169,12 @@ class Engine:
         return [(request, self._completion(request, "abort")) for request in requests]
 
     @torch.inference_mode()
+    def sampled(self, request: Request) -> list[int]:
+        """Return the tokens of a request so far."""
+        self._flush()
+        return request.sampled
+
+    @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit waiting requests, then decode one token in every row; return the finished requests."""
         self.drop_cancelled()
@@ -194,8 +200,8 @@ class Engine:
             )
         if len(token_ids) == 1:
             return []
-        tokens_T = torch.tensor(list(token_ids), device=self._device)
-        cache = KVCache(self._cache.dtype, self._device)
+        tokens_T = torch.tensor(list(token_ids), device=self.device)
+        cache = KVCache(self._cache.dtype, self.device)
         cache.reserve(1, len(token_ids))
         cache.window = Window(cache, 0, [0], len(token_ids) - 1)
         logprobs_TV = self._decoder.logits(tokens_T[None, :-1], cache)[0].float().log_softmax(-1)
@@ -207,8 +213,8 @@ class Engine:
         )
         self._decoder.absent_A = self._absent_A
         dtype = self._autocast or next(self._model.parameters()).dtype
-        self._prefix_cache = KVCache(dtype, self._device)
-        self._cache = self._decoder.cache(dtype, self._device, self._prefix_cache)
+        self._prefix_cache = KVCache(dtype, self.device)
+        self._cache = self._decoder.cache(dtype, self.device, self._prefix_cache)
         self._prefixes = PrefixTable(self._prefix_cache)
         self._rows = RowTable(self._cache, self._max_rows)
 
@@ -287,7 +293,7 @@ class Engine:
             padded = [[*fill.token_ids, *[0] * (count - len(fill.token_ids))] for fill in chunk]
             cache.reserve(0, max(starts) + count)
             cache.window = Window(cache, chunk[0].slot, starts, count, bases, self._prefix_of(rows))
-            self._decoder.prefill(torch.tensor(padded, device=self._device), cache)
+            self._decoder.prefill(torch.tensor(padded, device=self.device), cache)
             self._counters.prefill_tokens += sum(len(fill.token_ids) for fill in chunk)
 
     def _chunks(self, fills: Sequence[Fill]) -> Iterator[list[Fill]]:
@@ -315,7 +321,7 @@ class Engine:
         if not any(bases):
             return None
         return SharedPrefix(
-            [row.prefix.slot if row.prefix and row.base else None for row in rows], bases, self._device
+            [row.prefix.slot if row.prefix and row.base else None for row in rows], bases, self.device
         )
 
     def _current_batch(self) -> Decoding:
@@ -376,10 +382,9 @@ class Engine:
         return finished
 
     def _completion(self, request: Request, reason: FinishReason) -> Completion:
-        tokens, logprobs = tuple(request.sampled), tuple(request.logprobs)
-        runs = tuple(request.versions) or ((0, self.version),)
-        text = text_of(self._tokenizer, tokens, request.rule[1])
-        return Completion(text, tokens, logprobs, reason, runs[0][1], runs if len(runs) > 1 else ())
+        tokens, runs = tuple(request.sampled), tuple(request.versions) or ((0, self.version),)
+        text, versions = text_of(self._tokenizer, tokens, request.rule[1]), runs if len(runs) > 1 else ()
+        return Completion(text, tokens, tuple(request.logprobs), reason, runs[0][1], versions)
 
     def _leave(self, leaving: Sequence[BusyRow], park: bool) -> None:
         """Stop decoding rows: they stay in the batch without advancing, or the batch ends."""

@@ -432,7 +432,7 @@ def test_a_fleet_without_servers_warns_until_the_run_stops(play):
             await rollout(scene.fleet, prompts=2)
         waiting = [line for line in scene.lines if line.startswith("No server can serve")]
         assert 2 <= len(waiting) <= 6  # however many requests wait
-        assert "Start one with `rl4llm serve --model-path MODEL`, or set inference.wait_s" in waiting[0]
+        assert "Start one with `rl4llm serve`, or set inference.wait_s" in waiting[0]
         assert is_clean(scene.fleet)
 
     play(story, all_down_limit_s=0.5)

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
@@ -39,11 +39,12 @@ class SGLangClient(AdaptingClient):
     For LoRA the server needs ``--enable-lora --max-lora-rank R --lora-target-modules ...``.
     """
 
-    publishers = ("filesystem", "tensor", "distributed", "lora")
-    KINDS = ("full", "tensor", "distributed", "lora")
+    publishers: tuple[str, ...] = ("filesystem", "tensor", "distributed", "lora")
+    KINDS: ClassVar[tuple[str, ...]] = ("full", "tensor", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
     UNSEEN = "Failed to get weights iterator"
+    SEEDS: ClassVar[int] = 2**31  # number of seeds that the server accepts
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class SGLangClient(AdaptingClient):
         body = {
             "rid": request_id,
             "input_ids": prompt_ids,
-            "sampling_params": _sampling(params),
+            "sampling_params": {**_sampling(params), "sampling_seed": params.seed % self.SEEDS},
             "return_logprob": True,
             "stream": False,
         }
@@ -305,7 +306,6 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         **sampling_options(params),
         "max_new_tokens": params.max_tokens,
         "top_k": params.top_k or -1,
-        "sampling_seed": params.seed % 2**31,
     }
 
 

@@ -42,7 +42,7 @@ class Upkeep:
             limit_s=limits.all_down_limit_s,
             warn_every_s=limits.warn_every_s,
             warn=warn,
-            cure="Start one with `rl4llm serve --model-path MODEL`, or set inference.wait_s to wait less.",
+            cure="Start one with `rl4llm serve`, or set inference.wait_s to wait less.",
         )
         self.target: WeightRef | None = None
         self.checksum: str | None = None

@@ -1,0 +1,131 @@
+"""The server's native requests, in the form of SGLang's `/generate`, so that the same client and fleet use both."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl4llm.core.errors import EngineError, unknown
+from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.envs.chat_completions import RequestError
+
+FIELDS = ("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream")
+SAMPLED = {
+    "max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop": "stop",
+    "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "sampling_seed": "seed",
+}  # fmt: skip
+"""Sampling parameters by their name in requests."""
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "max_tokens": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,),
+    "ignore_eos": (bool,), "stop": (list, tuple), "stop_token_ids": (list, tuple),
+}  # fmt: skip
+NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+"""What the engine does not have; requests may send only these values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for a completion of tokens, or with `scores` for the log-probs of the tokens themselves."""
+
+    id: str
+    token_ids: list[int]
+    params: SamplingParams
+    scores: bool
+
+
+def read_native(body: Any) -> Asked:
+    """Check a request's JSON. Raises RequestError."""
+    for name in object_of(body):
+        if name not in FIELDS:
+            raise RequestError(unknown("/generate: the field", name, FIELDS), param=name)
+    if body.get("stream"):
+        raise RequestError(
+            "stream=true is not accepted by /generate; /v1/chat/completions and /v1/completions stream.",
+            param="stream",
+        )
+    given = body.get("sampling_params", {})
+    if not isinstance(given, dict):
+        raise RequestError(f"sampling_params={given!r:.100} is not an object.", param="sampling_params")
+    for name, value in given.items():
+        if name not in SAMPLED and (name not in NEUTRAL or value != NEUTRAL[name]):
+            accepted = f" Accepted: {NEUTRAL[name]}." if name in NEUTRAL else ""
+            message = f"sampling_params.{name}={value!r:.100} is not accepted.{accepted}"
+            known = "" if name in NEUTRAL else f" {unknown('It', name, (*SAMPLED, *NEUTRAL))}"
+            raise RequestError(message + known, param=name)
+    params = sampling_params({own: given[name] for name, own in SAMPLED.items() if name in given})
+    rid = body.get("rid")
+    return Asked(
+        rid if isinstance(rid, str) and rid else secrets.token_hex(8),
+        tokens_of(body.get("input_ids"), "input_ids"),
+        params,
+        "logprob_start_len" in body,
+    )
+
+
+def object_of(body: Any) -> Mapping[str, Any]:
+    """Return a request's JSON if it is an object; raise RequestError if it is not."""
+    if not isinstance(body, dict):
+        raise RequestError("The body must be a JSON object.")
+    return body
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Check values and make sampling parameters of them, by default with a random seed. Raises RequestError."""
+    for name, value in given.items():
+        if not isinstance(value, TYPES[name]) or (isinstance(value, bool) and bool not in TYPES[name]):
+            kind = " or ".join(item.__name__ for item in TYPES[name])
+            raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: {kind}.", param=name)
+    stops = {
+        "stop": tuple(given.get("stop", ())),
+        "stop_token_ids": tuple(tokens_of(given.get("stop_token_ids", []), "stop_token_ids")),
+    }
+    if not all(isinstance(text, str) and text for text in stops["stop"]):
+        raise RequestError(f"stop={given['stop']!r:.100} is not a list of strings.", param="stop")
+    top_k = {"top_k": max(0, given["top_k"])} if "top_k" in given else {}  # -1 is off, too
+    try:
+        return SamplingParams(**{"seed": secrets.randbits(63), **given, **stops, **top_k})
+    except EngineError as error:
+        raise RequestError(str(error)) from error
+
+
+def tokens_of(ids: Any, name: str) -> list[int]:
+    """Return token ids; raise RequestError for anything else than a list of whole numbers."""
+    if not isinstance(ids, list | tuple) or not all(type(token) is int for token in ids):
+        raise RequestError(f"{name} must be a list of token ids: {ids!r:.100}.", param=name)
+    return list(ids)
+
+
+def version_text(version: int) -> str:
+    """Return a version as clients expect it; before the first load it is "default"."""
+    return "default" if version < 0 else str(version)
+
+
+def completion_body(asked: Asked, completion: Completion) -> dict[str, Any]:
+    """Return the JSON of a completion: exactly what was sampled, and the version of the weights of each run of tokens."""
+    runs = completion.versions or ((0, completion.version),)
+    ends = (*(start for start, _ in runs[1:]), len(completion.token_ids))
+    meta = {
+        "id": asked.id,
+        "finish_reason": {"type": completion.finish_reason},
+        "prompt_tokens": len(asked.token_ids),
+        "completion_tokens": len(completion.token_ids),
+        "weight_version": version_text(completion.version),
+        "weight_versions": [
+            {"version": version_text(version), "start": start, "end": end}
+            for (start, version), end in zip(runs, ends, strict=True)
+        ],
+        "output_token_logprobs": [
+            [logprob, token, None]
+            for logprob, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ],
+    }
+    return {"text": completion.text, "output_ids": list(completion.token_ids), "meta_info": meta}
+
+
+def scores_body(asked: Asked, scores: list[float], version: int) -> dict[str, Any]:
+    """Return the JSON of the log-probs of the request's tokens."""
+    rows = [[score, token, None] for score, token in zip([None, *scores], asked.token_ids, strict=True)]
+    meta = {"id": asked.id, "finish_reason": {"type": "length"}, "weight_version": version_text(version)}
+    return {"text": "", "output_ids": [], "meta_info": {**meta, "input_token_logprobs": rows}}

@@ -1,0 +1,207 @@
+"""`/v1/chat/completions` and `/v1/completions` of the served model, as OpenAI's clients ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, DataError, TemplateError
+from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.envs.chat_completions import Answer, Asked, RequestError, read_request
+from rl4llm.envs.dialects import Dialect, Dialects
+from rl4llm.extensions.servers.embedded.native import object_of, sampling_params, tokens_of
+from rl4llm.inference.embedded.stops import text_of
+from rl4llm.inference.local import LocalClient
+
+OWN = ("temperature", "top_p", "top_k", "seed")  # sampling parameters of requests, beside what ends an answer
+PLAIN = ("model", "prompt", "max_tokens", "stop", "logprobs", "stream", "user", *OWN)
+LOOK_S = 0.1  # how often a stream looks for new tokens
+HIDDEN = Completion("", (), (), "length", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request, ready to sample."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatJob(Job):
+    """A checked request for a chat completion."""
+
+    asked: Asked
+    dialect: Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class TextJob(Job):
+    """A checked request for a continuation of a text or of tokens."""
+
+    logprobs: bool
+
+
+class OpenAIEndpoints:
+    """Turns requests into prompts of exact tokens and completions into answers. `name` is that of the served model."""
+
+    def __init__(self, engine: LocalClient, tokenizer: Any, name: str):
+        self._engine, self._tokenizer, self.name = engine, tokenizer, name
+        self._dialects = Dialects(tokenizer)
+
+    def models(self) -> dict[str, Any]:
+        """Return the list of models, which has one."""
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "rl4llm"}
+        return {"object": "list", "data": [{**model, "max_model_len": self._engine.context_length}]}
+
+    def chat(self, body: Any) -> ChatJob:
+        """Check a request for a chat completion. Raises RequestError."""
+        given = self._given(body)
+        params = sampling_params({name: given.pop(name) for name in OWN if name in given})
+        asked = read_request({"model": self.name, **given}, params)
+        if asked.overridden:
+            raise RequestError(
+                f"{', '.join(asked.overridden)} is not accepted by the embedded engine. Remove it.",
+                param=asked.overridden[0],
+            )
+        try:
+            dialect = self._dialects.of(asked.tools)
+            prompt_ids = dialect.renderer.prompt(asked.messages)
+        except (TemplateError, DataError, ConfigError) as error:
+            raise RequestError(str(error), code="invalid_messages", param="messages") from error
+        params = params.replace(
+            stop=asked.stop,
+            stop_token_ids=dialect.renderer.stop_token_ids,
+            max_tokens=self._limit(asked.max_tokens, len(prompt_ids)),
+        )
+        return ChatJob(secrets.token_hex(12), prompt_ids, params, asked.stream, asked, dialect)
+
+    def text(self, body: Any) -> TextJob:
+        """Check a request for a continuation. Raises RequestError."""
+        given = self._given(body)
+        if strange := sorted(given.keys() - set(PLAIN)):
+            raise RequestError(
+                f"{strange[0]} is not accepted by /v1/completions. Accepted: {', '.join(PLAIN)}.",
+                param=strange[0],
+            )
+        prompt, stop = given.get("prompt"), given.get("stop", [])
+        prompt_ids = (
+            list(self._tokenizer(prompt)["input_ids"])
+            if isinstance(prompt, str)
+            else tokens_of(prompt, "prompt")
+        )
+        chosen = {name: given[name] for name in (*OWN, "max_tokens") if name in given}
+        params = sampling_params({**chosen, "stop": [stop] if isinstance(stop, str) else stop})
+        params = params.replace(max_tokens=self._limit(given.get("max_tokens", 16), len(prompt_ids)))
+        return TextJob(
+            secrets.token_hex(12),
+            prompt_ids,
+            params,
+            bool(given.get("stream")),
+            given.get("logprobs") not in (None, False),
+        )
+
+    async def answer(self, job: ChatJob | TextJob) -> dict[str, Any]:
+        """Return the JSON of a whole answer."""
+        completion = await self._engine.generate(job.prompt_ids, job.params)
+        return (
+            self._chat_answer(job, completion).body()
+            if isinstance(job, ChatJob)
+            else self._text_body(job, completion)
+        )
+
+    async def chunks(self, job: ChatJob | TextJob) -> AsyncIterator[dict[str, Any]]:
+        """Yield the JSON of the pieces of an answer while it is sampled."""
+        if isinstance(job, TextJob):
+            async for piece, completion in self._live(job):
+                yield self._text_body(job, completion, piece)
+            return
+        asked, shown, usage = job.asked, None, job.asked.stream_usage
+        async for piece, completion in self._live(job):
+            if completion is not None:
+                answer = self._chat_answer(job, completion)
+            elif asked.tools or asked.logprobs:  # which are known at the end
+                continue
+            else:
+                partial = job.dialect.answer(asked, HIDDEN, 0, (), job.id, itertools.count())
+                if shown is None:
+                    opened = {"role": "assistant", "content": partial.content}
+                    yield partial.chunk(opened, usage=usage)
+                    shown = len(partial.content)
+                yield partial.chunk({"content": piece}, usage=usage)
+                shown += len(piece)
+        for chunk in answer.chunks(usage=usage, shown=shown):
+            yield chunk
+
+    async def _live(self, job: Job) -> AsyncIterator[tuple[str, Completion | None]]:
+        """Yield new text while it is sampled, then the rest with the completion. What may begin a stop string waits."""
+        session = f"stream/{job.id}"
+        sampling = asyncio.ensure_future(self._engine.generate(job.prompt_ids, job.params, session=session))
+        shown, held = "", max(map(len, job.params.stop), default=1) - 1
+        try:
+            while not (await asyncio.wait({sampling}, timeout=LOOK_S))[0]:
+                text = text_of(self._tokenizer, self._engine.sampled(session), job.params.stop)
+                text = text[: len(text) - held]
+                if len(text) > len(shown) and text.startswith(shown) and not text.endswith("\ufffd"):
+                    piece, shown = text[len(shown) :], text
+                    yield piece, None
+            completion = await sampling
+            yield completion.text[len(shown) :], completion
+        finally:
+            sampling.cancel()
+            await self._engine.release(session)
+
+    def _given(self, body: Any) -> dict[str, Any]:
+        given = {name: value for name, value in object_of(body).items() if value is not None}
+        if given.get("model", self.name) != self.name:
+            raise RequestError(
+                f"model={given['model']!r:.100} is not served here. Accepted: {self.name!r}.",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+        return given
+
+    def _limit(self, asked: Any, prompt_tokens: int) -> int:
+        """Return how many tokens an answer may have. Raises RequestError if the context cannot hold as many as asked."""
+        room = self._engine.context_length - prompt_tokens
+        limit = room if asked is None else asked
+        if type(limit) is not int or limit < min(room, 1) or room < max(1, limit):
+            raise RequestError(
+                f"The prompt has {prompt_tokens} tokens and max_tokens is {asked!r:.100}, but the context length is "
+                f"{self._engine.context_length} tokens.",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        return limit
+
+    def _chat_answer(self, job: ChatJob, completion: Completion) -> Answer:
+        ids = (secrets.randbits(36) for _ in itertools.count())
+        return job.dialect.answer(job.asked, completion, len(job.prompt_ids), job.params.stop, job.id, ids)
+
+    def _text_body(
+        self, job: TextJob, completion: Completion | None, piece: str | None = None
+    ) -> dict[str, Any]:
+        """Return the JSON of an answer, or with `piece` of a part of it."""
+        head = {"id": f"cmpl-{job.id}", "object": "text_completion", "created": int(time.time())}
+        choice: dict[str, Any] = {"index": 0, "text": piece, "logprobs": None, "finish_reason": None}
+        if completion is None:
+            return {**head, "model": self.name, "choices": [choice]}
+        choice |= {
+            "text": completion.text if piece is None else piece,
+            "finish_reason": completion.finish_reason,
+        }
+        if job.logprobs:
+            tokens = [self._tokenizer.decode([token]) for token in completion.token_ids]
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": list(completion.logprobs)}
+        new = len(completion.token_ids)
+        usage = {"prompt_tokens": len(job.prompt_ids), "completion_tokens": new}
+        usage["total_tokens"] = len(job.prompt_ids) + new
+        return {**head, "model": self.name, "choices": [choice], "usage": usage}

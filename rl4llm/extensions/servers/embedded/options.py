@@ -1,0 +1,56 @@
+"""The command line of the server; reading it imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rl4llm.core.errors import ConfigError, unknown
+
+KEYS = (
+    "model.dtype", "model.autocast", "model.device", "model.pad_token", "inference.max_rows", "inference.context_length",
+    "inference.path", "inference.share_from", "deterministic", "threads",
+)  # fmt: skip
+"""Keys of a configuration that decide how the engine computes; they mean the same as in a run."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"rl4llm serve --engine embedded: {message}.")
+
+
+def read_options(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line: the model, where to listen, and keys of a configuration. Raises ConfigError.
+
+    >>> read_options(["runs/grpo", "--port", "30200", "inference.max_rows=64"]).overrides
+    ['model.path=runs/grpo', 'inference.max_rows=64']
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--api-key", default="")
+    found, others = parser.parse_known_args(words)
+    if flags := [word for word in others if word.startswith("-")]:
+        raise ConfigError(
+            f"{flags[0]} is not an option of the embedded engine. Accepted: MODEL, --host, --port, --api-key, and "
+            f"KEY=VALUE with one of the keys {', '.join(KEYS)}."
+        )
+    models = [word for word in others if "=" not in word]
+    found.overrides = [word for word in others if "=" in word]
+    for key in (word.partition("=")[0] for word in found.overrides):
+        if key not in KEYS:
+            raise ConfigError(unknown("rl4llm serve --engine embedded: the key", key, KEYS))
+    if len(models) != 1:
+        given = f"the models {', '.join(models)}" if models else "no model"
+        raise ConfigError(
+            f"rl4llm serve --engine embedded was given {given}. Accepted: one model directory, run or name on the hub."
+        )
+    found.model = models[0]
+    found.overrides = [f"model.path={found.model}", *found.overrides]
+    return found
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Raise ConfigError for a command line that the server would refuse."""
+    read_options(words)

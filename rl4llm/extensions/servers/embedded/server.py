@@ -1,0 +1,257 @@
+"""The HTTP server in front of the embedded engine: SGLang's native requests and OpenAI's, with one task per request.
+
+POST /generate                    exact tokens in; tokens, log-probs and the version of the weights of each token out
+POST /update_weights_from_disk    take a version that a trainer published; requests under way continue with it
+POST /pause_generation            {"mode": "retract"} lets requests wait, {"mode": "abort"} ends them
+POST /continue_generation, /abort_request, /flush_cache, /weights_checker
+GET  /health, /model_info, /server_info, /v1/models
+POST /v1/chat/completions, /v1/completions
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsError
+from rl4llm.core.types import WeightRef
+from rl4llm.envs.chat_completions import RequestError, dumps
+from rl4llm.extensions.servers.embedded.native import (
+    completion_body,
+    object_of,
+    read_native,
+    scores_body,
+    version_text,
+)
+from rl4llm.extensions.servers.embedded.openai import OpenAIEndpoints
+from rl4llm.extensions.servers.embedded.weights import checksum, read_weights
+from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.terminal import visible
+
+MAX_BODY = 256 * 1024**2  # bytes
+PAUSED_S = 20.0  # for which a health check waits for a server that is paused
+MODES = ("retract", "in_place", "abort")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EmbeddedServer:
+    """Serves one model. `name` is what the command line called it, and `path` is its directory."""
+
+    def __init__(self, model: Any, tokenizer: Any, engine: LocalClient, name: str, path: str, key: str = ""):
+        self._model, self._engine, self._path, self._key = model, engine, path, key
+        self._openai = OpenAIEndpoints(engine, tokenizer, name)
+        self._running = asyncio.Event()
+        self._running.set()
+        self._weights = asyncio.Lock()  # held while they change or are read
+        self._under_way: set[str] = set()
+
+    def application(self) -> web.Application:
+        """Return the web application."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answered])
+        gets = {"/health": self._health, "/model_info": self._model_info, "/server_info": self._server_info}
+        posts = {
+            "/generate": self._generate,
+            "/update_weights_from_disk": self._update_weights,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/abort_request": self._abort,
+            "/flush_cache": self._flush,
+            "/weights_checker": self._check_weights,
+        }
+        app.router.add_get("/v1/models", self._models)
+        for path, answer in gets.items():
+            app.router.add_get(path, _answering(answer))
+        for path, answer in posts.items():
+            app.router.add_post(path, _answering(answer))
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._text)
+        return app
+
+    async def _generate(self, body: Any) -> Any:
+        asked = read_native(body)
+        if asked.scores:
+            async with self._weights:
+                return scores_body(
+                    asked, await self._engine.score(asked.token_ids), await self._engine.version()
+                )
+        async with self._named(asked.id):
+            completion = await self._engine.generate(asked.token_ids, asked.params, session=asked.id)
+        return completion_body(asked, completion)
+
+    @asynccontextmanager
+    async def _named(self, name: str) -> AsyncIterator[None]:
+        """Register a request by its id, by which it can be aborted."""
+        if name in self._under_way:
+            raise RequestError(f"Duplicate request ID: {name}", param="rid")
+        self._under_way.add(name)
+        try:
+            yield
+        finally:
+            self._under_way.discard(name)
+            await self._engine.release(name)
+
+    async def _update_weights(self, body: Any) -> Any:
+        given = object_of(body)
+        path, version = given.get("model_path"), str(given.get("weight_version"))
+        if not isinstance(path, str) or not version.isdecimal():
+            raise RequestError(
+                f"model_path={path!r:.200} and weight_version={version!r:.100} are not accepted. Accepted: a directory and "
+                "a whole number."
+            )
+        # A trainer that disconnects does not leave half of it undone.
+        return await asyncio.shield(asyncio.ensure_future(self._update(path, int(version))))
+
+    async def _update(self, path: str, version: int) -> Any:
+        started = time.monotonic()
+        async with self._weights:
+            await self._engine.pause()
+            try:
+                tensors = await asyncio.to_thread(read_weights, path, version, self._model)
+                await self._engine.load(WeightRef(version, tensors=lambda: iter(tensors.items())))
+            except (WeightsError, ModelError, OSError) as error:
+                held = version_text(await self._engine.version())
+                raise RequestError(f"The server keeps version {held} of the weights. {error}") from error
+            finally:
+                if self._running.is_set():
+                    await self._engine.resume()
+        took_s = time.monotonic() - started
+        _say(f"Holds version {version} of the weights, from {path}, after {took_s:.2f} s.")
+        return {"success": True, "message": f"Version {version} was loaded in {took_s:.2f} s."}
+
+    async def _check_weights(self, body: Any) -> Any:
+        async with self._weights:
+            return {"success": True, "per_engine_checksum": await asyncio.to_thread(checksum, self._model)}
+
+    async def _pause(self, body: Any) -> Any:
+        mode = object_of(body).get("mode", "retract")
+        if mode not in MODES:
+            raise RequestError(
+                f"mode={mode!r:.100} is not accepted. Accepted: {', '.join(MODES)}.", param="mode"
+            )
+        self._running.clear()
+        await self._engine.pause()
+        if mode == "abort":
+            await self._engine.abort()
+        return {"status": "ok"}
+
+    async def _continue(self, body: Any) -> Any:
+        self._running.set()
+        if not self._weights.locked():  # else the update does it at its end
+            await self._engine.resume()
+        return {"status": "ok"}
+
+    async def _abort(self, body: Any) -> Any:
+        given = object_of(body)
+        rid = given.get("rid") or ""
+        if given.get("abort_all"):
+            await self._engine.abort()
+        elif rid in self._under_way:
+            await self._engine.abort(rid)
+        return {"status": "ok"}
+
+    async def _flush(self, body: Any) -> Any:
+        """Do nothing: no cache outlives its request."""
+        return {"status": "ok"}
+
+    async def _health(self, body: Any) -> Any:
+        try:
+            async with asyncio.timeout(PAUSED_S):
+                await self._running.wait()
+        except TimeoutError:
+            raise RequestError("The server is paused; POST /continue_generation.", status=503) from None
+        return await self._engine.health()
+
+    async def _model_info(self, body: Any) -> Any:
+        return {"model_path": self._path, "weight_version": version_text(await self._engine.version())}
+
+    async def _server_info(self, body: Any) -> Any:
+        device = str(self._engine.device.type)
+        return {**await self._model_info(body), "device": device, "tp_size": 1, **await self._engine.health()}
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._openai.models())
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._sent(request, self._openai.chat(await _body(request)))
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        return await self._sent(request, self._openai.text(await _body(request)))
+
+    async def _sent(self, request: web.Request, job: Any) -> web.StreamResponse:
+        if not job.stream:
+            return _json(await self._openai.answer(job))
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        async for chunk in self._openai.chunks(job):
+            await response.write(f"data: {dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key, and answer every error as a JSON object like OpenAI's."""
+        try:
+            self._check_key(request)
+            return await handler(request)
+        except RequestError as error:
+            return _json(error.body(), error.status)
+        except (EngineError, MemoryError, RuntimeError) as error:
+            status = 400 if isinstance(error, RefusedError) else 500
+            return _json(RequestError(str(error), status=status).body(), status)
+        except web.HTTPException as error:
+            known = ", ".join(
+                sorted({route.resource.canonical for route in request.app.router.routes() if route.resource})
+            )
+            text = f"This server has {known}" if error.status in (404, 405) else error.text or error.reason
+            refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
+            return _json(refused.body(), error.status)
+
+    def _check_key(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if (
+            self._key
+            and request.path != "/health"
+            and not hmac.compare_digest(given.encode(), self._key.encode())
+        ):
+            raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")
+        if (
+            request.method == "POST" and request.content_type != "application/json"
+        ):  # as forms of websites send
+            raise RequestError("Content-Type must be application/json.", status=415)
+
+
+def _answering(answer: Callable[[Any], Awaitable[Any]]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return _json(await answer(await _body(request)))
+
+    return handle
+
+
+async def _body(request: web.Request) -> Any:
+    content = await request.read()
+    try:
+        return json.loads(content) if content.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}"[:300]) from error
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
+    return web.Response(
+        body=dumps(body).encode(errors="replace"), status=status, content_type="application/json"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(visible(text) + "\n")
+    sys.stdout.flush()

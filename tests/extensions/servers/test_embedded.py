@@ -1,0 +1,499 @@
+"""The embedded engine as a server: what it samples, which weights it holds, and what it refuses."""
+
+import asyncio
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import openai
+import psutil
+import pytest
+import torch
+from embedded_server import embedded_server
+from safetensors.torch import load_file, save_file
+from vowels import Vowels
+
+from rl4llm.api import GRPOTrainer
+from rl4llm.backends.models import load_model
+from rl4llm.backends.tiny import build_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
+from rl4llm.extensions.servers.server_command import server_command
+from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
+from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.ports import free_port
+from rl4llm.sync.verify import Canary
+from rl4llm.testing import check_client
+
+PROMPT = [5, 9, 40, 33, 7]
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=2**62 + 5, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+KEY = "a-5ecret"
+
+
+@pytest.fixture(scope="module")
+def url(model_dir):
+    with embedded_server(model_dir) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def one_by_one(model_dir):
+    """A server that answers one request after the other, and only with a key."""
+    with embedded_server(model_dir, "inference.max_rows=1", "--api-key", KEY) as (url, _):
+        yield url
+
+
+def client_of(url, tokenizer, **options):
+    return EmbeddedClient(url, tokenizer, vocab_size=len(tokenizer), context_length=512, **options)
+
+
+@pytest.fixture
+def play(url, tokenizer):
+    """Return play(scene): run the coroutine function `scene(client)`."""
+
+    def run(scene, url=url, **options):
+        async def whole():
+            client = client_of(url, tokenizer, **options)
+            try:
+                return await scene(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(whole())
+
+    return run
+
+
+@pytest.fixture
+def backend(model):
+    return TorchBackend(load_model(model), lr=1e-3)
+
+
+def change(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+def logprobs(model, prompt_ids, token_ids):
+    ids = torch.tensor([[*prompt_ids, *token_ids]])
+    with torch.no_grad():
+        logp_TV = model(ids).logits[0].log_softmax(-1)
+    return [logp_TV[place - 1, ids[0, place]].item() for place in range(len(prompt_ids), ids.shape[1])]
+
+
+async def busy(client):
+    info = await client.http.get("/server_info")
+    return info["rows_active"] + info["waiting"]
+
+
+async def until(holds):
+    async with asyncio.timeout(30):
+        while not await holds():
+            await asyncio.sleep(0.005)
+
+
+def test_it_keeps_the_contract_of_clients(url, tokenizer):
+    check_client(client_of(url, tokenizer), [PROMPT, [8, 100, 3]], tolerance=1e-5)
+
+
+def test_samples_equal_those_of_the_engine_in_process(play, model, tokenizer, one_by_one, model_dir):
+    prompts = [PROMPT, PROMPT, [8, 100, 3], [7] * 40]
+    params = [SAMPLED.replace(seed=SAMPLED.seed + number, max_tokens=20 + number) for number in range(4)]
+
+    async def together(client):
+        pairs = zip(prompts, params, strict=True)
+        return await asyncio.gather(*(client.generate(*pair) for pair in pairs))
+
+    own = LocalClient(load_model(model_dir), tokenizer, max_rows=1).generate_batch(prompts, params)
+    bits = play(together, one_by_one, api_key=KEY)
+    assert [(item.token_ids, item.logprobs, item.text) for item in bits] == [
+        (item.token_ids, item.logprobs, item.text) for item in own
+    ]
+    batched = play(together)
+    for found, expected in zip(batched, own, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def train(model_dir, directory, inference, steps=3, **keys):
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
+    done = GRPOTrainer(
+        str(model_dir),
+        rows,
+        [Vowels()],
+        output={"dir": str(directory)},
+        inference=inference,
+        rollout={"prompts": 4, "group_size": 4, "max_tokens": 8},
+        training={"lr": 3e-3},
+        mismatch={"stop_above": 1e-4},
+        max_steps=steps,
+        **{"deterministic": True, "model.autocast": "none", **keys},
+    ).train()
+    return {name: tensor.clone() for name, tensor in done.trainer.backend.weights()}
+
+
+def test_training_equals_that_of_the_engine_in_process(one_by_one, model_dir, tmp_path):
+    own = train(model_dir, tmp_path / "own", {"name": "local", "max_rows": 1})
+    served = train(model_dir, tmp_path / "served", {"name": "embedded", "url": one_by_one, "api_key": KEY})
+    start = load_file(model_dir / "model.safetensors")
+    assert not all(torch.equal(tensor, start[name]) for name, tensor in own.items() if name in start)
+    assert own.keys() == served.keys()
+    for name, tensor in own.items():
+        assert torch.equal(tensor, served[name]), name
+    rows = [json.loads(line) for line in (tmp_path / "served" / "metrics.jsonl").read_text().splitlines()]
+    assert all("time/verify" in row for row in rows)
+
+
+def test_spans_across_an_update_match_their_own_weights(play, backend, tmp_path):
+    way = WeightStore(tmp_path)
+
+    async def scene(client):
+        publisher = FilesystemPublisher(client, way)
+        await publisher.publish(backend, 4)
+        before = copy.deepcopy(backend.model)
+        tasks = [asyncio.create_task(client.generate([*PROMPT, n], LONG)) for n in range(3)]
+        await until(lambda: busy(client))
+        await asyncio.sleep(0.05)
+        change(backend.model, 5)
+        weight_ref = await publisher.publish(backend, 5)
+        assert (
+            await Canary(client.vocab_size, dtype="float32", tolerance=1e-4).verify(
+                backend, client, weight_ref
+            )
+            < 1e-4
+        )
+        return before, await asyncio.gather(*tasks)
+
+    before, completions = play(scene)
+    for number, completion in enumerate(completions):
+        (first, old), (second, new) = completion.versions
+        assert (first, old, new) == (0, 4, 5)
+        assert 0 < second < 400
+        by_old, by_new = (
+            logprobs(model, [*PROMPT, number], completion.token_ids) for model in (before, backend.model)
+        )
+        assert completion.logprobs[:second] == pytest.approx(by_old[:second], abs=1e-4)
+        assert completion.logprobs[second:] == pytest.approx(by_new[second:], abs=1e-4)
+        assert by_old[second:] != pytest.approx(by_new[second:], abs=1e-2)
+
+
+def test_a_request_waits_while_the_server_is_paused(play, model, tokenizer, backend, tmp_path):
+    async def scene(client):
+        await FilesystemPublisher(client, WeightStore(tmp_path)).publish(backend, 1)
+        expected = await client.generate(PROMPT, LONG)
+        task = asyncio.create_task(client.generate(PROMPT, LONG))
+        await until(lambda: busy(client))
+        await client.pause()
+        await asyncio.sleep(0.3)
+        held = await client.http.get("/server_info")
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        assert (await client.http.get("/server_info"))["decode_steps"] == held["decode_steps"]
+        health = asyncio.create_task(client.health())
+        await asyncio.sleep(0.1)
+        assert not health.done()  # as of a server that generates a token for it
+        await client.resume()
+        await health
+        assert (await task).token_ids == expected.token_ids
+
+    play(scene)
+
+
+def test_aborted_requests_return_their_tokens_so_far(play):
+    async def scene(client):
+        whole = await client.generate(PROMPT, LONG)
+        ids = [f"1/a/{number}" for number in range(3)]
+        tasks = [asyncio.create_task(client.attempt(PROMPT, LONG, name)) for name in ids]
+        await until(lambda: busy(client))
+        with pytest.raises(RefusedError, match="Duplicate request ID"):
+            await client.sample(PROMPT, LONG, ids[0])
+        await client.abort("of nobody")
+        await client.abort(ids[0])
+        first = await tasks[0]
+        assert not any(task.done() for task in tasks[1:])
+        await client.pause("abort")
+        await client.resume()
+        for found in (first, *await asyncio.gather(*tasks[1:])):
+            assert found.finish_reason == "abort"
+            assert 0 < len(found.token_ids) < 400
+            assert found.token_ids == whole.token_ids[: len(found.token_ids)]
+        assert not await busy(client)
+
+    play(scene)
+
+
+def test_a_client_that_disconnects_aborts_its_request(play):
+    async def scene(client):
+        tasks = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(3)]
+        await until(lambda: busy(client))
+        for task in tasks:
+            task.cancel()
+        begin = time.monotonic()
+        await until(lambda: _idle(client))
+        assert time.monotonic() - begin < 2
+        streamed = openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none")
+        async with streamed:
+            stream = await streamed.completions.create(
+                model=(await streamed.models.list()).data[0].id,
+                prompt=PROMPT,
+                temperature=0,
+                max_tokens=500,
+                stream=True,
+            )
+            await until(lambda: busy(client))
+            await stream.close()
+        await until(lambda: _idle(client))
+
+    play(scene)
+
+
+async def _idle(client):
+    return not await busy(client)
+
+
+BAD = {
+    "token 320 of the vocabulary": ({"input_ids": [5, 10**6]}, "token id 1000000 is outside the vocabulary"),
+    "no prompt": ({"input_ids": []}, "the prompt is empty"),
+    "a text for tokens": ({"input_ids": "five"}, "input_ids must be a list of token ids"),
+    "numbers that are not whole": ({"input_ids": [5, 1.5]}, "input_ids must be a list of token ids"),
+    "a prompt that fills the context": ({"input_ids": [5] * 5000}, "leaves no room in the context"),
+    "no tokens": ({"sampling_params": {"max_new_tokens": 0}}, "max_tokens=0 is not accepted: at least 1"),
+    "a text for a number": ({"sampling_params": {"temperature": "hot"}}, "temperature='hot' is not accepted"),
+    "top_p": ({"sampling_params": {"top_p": 2}}, "top_p=2 is not accepted: above 0, at most 1"),
+    "a typing error": ({"sampling_params": {"max_tokens": 5}}, "Did you mean 'max_new_tokens'"),
+    "a penalty": ({"sampling_params": {"min_p": 0.1}}, "min_p=0.1 is not accepted. Accepted: 0"),
+    "a field": ({"txt": "a"}, "the field='txt' is unknown"),
+    "a stream": ({"stream": True}, "/v1/completions stream"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_requests_are_refused_by_name(play, name):
+    body, message = BAD[name]
+
+    async def scene(client):
+        with pytest.raises(RefusedError, match="answered 400") as refused:
+            await client.http.post("/generate", {"input_ids": PROMPT, **body})
+        assert message in str(refused.value)
+        await client.generate(PROMPT, SAMPLED)
+
+    play(scene)
+
+
+def damaged(kind, directory):
+    """Damage a version, and return a part of the refusal."""
+    file = next(iter(directory.glob("*.safetensors")))
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    manifest = directory / "manifest.json"
+    if kind == "flipped bit":
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        return "its hash differs"
+    if kind == "missing directory":
+        shutil.rmtree(directory)
+        return "does not exist on the server's machine"
+    manifest.unlink()  # as in a directory that is not a trainer's
+    if kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+        return "file not fully covered"
+    if kind == "NaN":
+        tensors[name][0, 0] = float("nan")
+    if kind == "missing tensor":
+        del tensors[name]
+    if kind == "other shape":
+        tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return "cannot be loaded" if kind == "other shape" else name
+
+
+@pytest.mark.parametrize(
+    "kind", ["flipped bit", "truncated", "NaN", "missing tensor", "other shape", "missing directory"]
+)
+def test_damaged_weights_are_refused_and_the_old_stay(play, backend, tmp_path, kind):
+    async def scene(client):
+        store = WeightStore(tmp_path)
+        weight_ref = await FilesystemPublisher(client, store).publish(backend, 1)
+        digest = await client.checksum()
+        change(backend.model, 2)
+        broken = FilesystemPublisher(client, store).write(backend, 2)
+        backend.model.load_state_dict(load_model(weight_ref.path).state_dict())
+        with pytest.raises(EngineError, match="keeps version 1 of the weights") as refused:
+            message = damaged(kind, tmp_path / "v000002")
+            await client.load(broken)
+        assert message in str(refused.value)
+        assert (await client.version(), await client.checksum()) == (1, digest)
+        await Canary(client.vocab_size, dtype="float32", tolerance=1e-4).verify(backend, client, weight_ref)
+
+    play(scene, visible_within_s=0.2)
+
+
+def test_weights_of_another_model_are_refused(play, tokenizer, tmp_path):
+    build_model(tokenizer, seed=0, hidden_size=32, num_layers=1).save_pretrained(tmp_path)
+
+    async def scene(client):
+        with pytest.raises(ConfigError, match="does not serve the model that trains"):
+            await client.load(WeightRef(3, "full", str(tmp_path)))
+        body = {"model_path": str(tmp_path), "weight_version": "3"}
+        with pytest.raises(RefusedError, match="are not of the model that is served"):
+            await client.http.post("/update_weights_from_disk", body)
+
+    play(scene)
+
+
+def test_files_are_the_only_way_to_send_weights(play, backend):
+    async def scene(client):
+        with pytest.raises(EngineError, match=r"cannot load WeightRef.kind='lora'. Accepted: full"):
+            await client.load(WeightRef(1, "lora", "/nowhere"))
+        with pytest.raises(ConfigError, match=r"inference.cohost=true is not accepted"):
+            await client.sleep()
+
+    play(scene)
+
+
+def test_the_openai_package_chats_and_streams(url, model_dir):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list().data
+        assert model.id == str(model_dir)
+        asked = {
+            "model": model.id,
+            "messages": [{"role": "user", "content": "How many coins are 37 and 48?"}],
+            "max_tokens": 60,
+            "seed": 3,
+        }
+        whole = client.chat.completions.create(**asked, logprobs=True)
+        text = whole.choices[0].message.content
+        assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.content)
+        chunks = list(
+            client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text
+        assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert chunks[-1].usage == whole.usage
+        stopped = client.chat.completions.create(**asked, stop=text[4:7], stream=True)
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in stopped)
+        assert said == text[: text.find(text[4:7])]
+        plain = client.completions.create(
+            model=model.id, prompt="coins", temperature=0, max_tokens=40, logprobs=1
+        )
+        pieces = client.completions.create(
+            model=model.id, prompt="coins", temperature=0, max_tokens=40, stream=True
+        )
+        assert "".join(piece.choices[0].text for piece in pieces) == plain.choices[0].text
+        assert len(plain.choices[0].logprobs.token_logprobs) == plain.usage.completion_tokens
+
+
+def test_requests_of_openai_are_refused_by_name(url, one_by_one):
+    said = [{"role": "user", "content": "Hello."}]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        name = client.models.list().data[0].id
+        wrong = {
+            "presence_penalty is not accepted": {"presence_penalty": 1.0},
+            "the context length is": {"max_tokens": 10**6},
+            "temperature=-1 is not accepted": {"temperature": -1},
+            "n=2 is not accepted": {"n": 2},
+        }
+        for message, fields in wrong.items():
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.chat.completions.create(model=name, messages=said, **fields)
+        with pytest.raises(openai.BadRequestError, match="suffix is not accepted"):
+            client.completions.create(model=name, prompt="a", suffix="b")
+        with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+            client.chat.completions.create(model="gpt", messages=said)
+    with (
+        openai.OpenAI(base_url=f"{one_by_one}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"),
+    ):
+        client.models.list()
+
+
+def test_forms_of_websites_cannot_send_requests(url):
+    asked = [
+        "curl",
+        "-s",
+        "-d",
+        '{"mode": "abort"}',
+        "-H",
+        "Content-Type: text/plain",
+        f"{url}/pause_generation",
+    ]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert "Content-Type must be application/json" in answer
+
+
+class TwoTurns(BaseMDPEnv):
+    """Ask for more once, and kill a server in between."""
+
+    continue_truncated = True
+    victim = None
+
+    def respond(self, sample):
+        launcher, TwoTurns.victim = TwoTurns.victim, None
+        if launcher is not None and not sample.session.startswith("0/"):
+            children = psutil.Process(launcher.pid).children()[0].children()
+            os.kill(children[0].pid, signal.SIGKILL)
+        elif launcher is not None:
+            TwoTurns.victim = launcher
+        return [ChatMessage("user", "Go on.")]
+
+
+def test_a_run_survives_kill_9_of_its_server(model_dir, tmp_path):
+    port = free_port("127.0.0.1")
+    said = tmp_path / "said"
+    words = ["serve", "--engine", "embedded", "--restarts", "1", "--log", tmp_path / "log", model_dir]
+    words += ["--port", port, "model.autocast=none", "--cpu"]
+    with open(said, "wb") as out:
+        launcher = subprocess.Popen([sys.executable, "-m", "rl4llm", *map(str, words)], stderr=out)
+    try:
+        TwoTurns.victim = launcher
+        inference = {"name": "embedded", "url": f"http://127.0.0.1:{port}"}
+        train(model_dir, tmp_path / "run", inference, steps=4, env=TwoTurns, **{"env.max_steps": 2})
+        assert TwoTurns.victim is None
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    assert "Restarting embedded in 1 s" in said.read_text()
+    log = (tmp_path / "log").read_text()
+    assert log.count("Serves ") == 2
+    assert "Holds version 1 of the weights" in log.rpartition("Serves ")[2]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["trajectories"], row["failures"]) for row in rows] == [(16, 0)] * 4
+
+
+def words(*flags):
+    return server_command("embedded", flags, python=sys.executable).words[1:]
+
+
+def test_unknown_options_are_refused_before_the_start(model_dir):
+    line = words(str(model_dir), "inference.max_rows=8", "--port", "21000")
+    assert line == (
+        "-m", "rl4llm.extensions.servers.embedded", str(model_dir), "inference.max_rows=8",
+        "--host", "127.0.0.1", "--port", "21000",
+    )  # fmt: skip
+    wrong = {
+        "--tp is not an option of the embedded engine": (model_dir, "--tp", "2"),
+        "the key='inference.max_row' is unknown.*Did you mean 'inference.max_rows'": (
+            model_dir,
+            "inference.max_row=8",
+        ),
+        "was given no model": ("model.dtype=bfloat16",),
+        "was given the models a, b": ("a", "b"),
+        "is not a directory on this machine": ("/nowhere",),
+        "without a key is not accepted": (model_dir, "--host", "0.0.0.0"),
+    }
+    for message, flags in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            words(*map(str, flags))
