@@ -347,8 +347,8 @@ def _parser(engine: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl4llm serve" if engine is None else "python -m rl4llm.inference.launch_sgl_server",
         description="Start an inference server, wait until it is healthy, and clean up all its processes on exit.",
-        epilog="All other flags are passed to the server, for example --model-path M --port 30000 for SGLang. For vLLM and the "
-        "embedded engine, the model's path comes first. --port 0 selects a free port.",
+        epilog="All other flags are passed to the server, for example --model-path M --port 30000 for SGLang. For vLLM and "
+        "the embedded engine, the model's path comes first. --port 0 selects a free port.",
         allow_abbrev=False,  # --py might be a flag of the server
     )
     parser.add_argument(

@@ -275,6 +275,7 @@ BAD = {
     "a typing error": ({"sampling_params": {"max_tokens": 5}}, "Did you mean 'max_new_tokens'"),
     "a penalty": ({"sampling_params": {"min_p": 0.1}}, "min_p=0.1 is not accepted. Accepted: 0"),
     "a field": ({"txt": "a"}, "the field='txt' is unknown"),
+    "metrics": ({"log_metrics": False}, "the field='log_metrics' is unknown"),
     "a stream": ({"stream": True}, "/v1/completions stream"),
 }
 

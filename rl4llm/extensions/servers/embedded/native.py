@@ -12,6 +12,11 @@ from rl4llm.core.types import Completion, SamplingParams
 from rl4llm.envs.chat_completions import RequestError
 
 FIELDS = ("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream")
+ADDED = {
+    "model": None, "return_text_in_logprobs": False, "log_metrics": True, "return_hidden_states": False,
+    "background": False, "no_logs": False, "return_bytes": False, "return_entropy": False,
+}  # fmt: skip
+"""What SGLang's router adds to requests, which asks for nothing."""
 SAMPLED = {
     "max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop": "stop",
     "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "sampling_seed": "seed",
@@ -37,8 +42,8 @@ class Asked:
 
 def read_native(body: Any) -> Asked:
     """Check a request's JSON. Raises RequestError."""
-    for name in object_of(body):
-        if name not in FIELDS:
+    for name, value in object_of(body).items():
+        if name not in FIELDS and (name not in ADDED or value is not ADDED[name]):
             raise RequestError(unknown("/generate: the field", name, FIELDS), param=name)
     if body.get("stream"):
         raise RequestError(

@@ -25,6 +25,7 @@ from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsErr
 from rl4llm.core.types import WeightRef
 from rl4llm.envs.chat_completions import RequestError, dumps
 from rl4llm.extensions.servers.embedded.native import (
+    Asked,
     completion_body,
     object_of,
     read_native,
@@ -52,6 +53,7 @@ class EmbeddedServer:
         self._running.set()
         self._weights = asyncio.Lock()  # held while they change or are read
         self._under_way: set[str] = set()
+        self._answers = 0
 
     def application(self) -> web.Application:
         """Return the web application."""
@@ -76,7 +78,11 @@ class EmbeddedServer:
         return app
 
     async def _generate(self, body: Any) -> Any:
-        asked = read_native(body)
+        answer = await self._native(read_native(body))
+        self._answers += 1
+        return answer
+
+    async def _native(self, asked: Asked) -> dict[str, Any]:
         if asked.scores:
             async with self._weights:
                 return scores_body(
@@ -174,7 +180,8 @@ class EmbeddedServer:
 
     async def _server_info(self, body: Any) -> Any:
         device = str(self._engine.device.type)
-        return {**await self._model_info(body), "device": device, "tp_size": 1, **await self._engine.health()}
+        info = {**await self._model_info(body), "device": device, "tp_size": 1, "answers": self._answers}
+        return {**info, **await self._engine.health()}
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return _json(self._openai.models())
