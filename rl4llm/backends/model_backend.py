@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import ValueHead
-from rl4llm.backends.runner import TokenNumbers
+from rl4llm.backends.runner import ModelRunner, TokenNumbers
 from rl4llm.backends.source_form import SourceForm, save_pretrained
 from rl4llm.backends.vision_language import WEIGHTS as MODEL
 from rl4llm.backends.vision_language import whole_checkpoint
@@ -67,6 +67,11 @@ class ModelBackend(BaseBackend):
         self._ranks = ranks
         self._autocast = autocast
         self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast], ranks)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Return what computes hidden states, for numbers of other tokens than a batch's own."""
+        return self._module.runner
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._names.converted(self.own_weights())

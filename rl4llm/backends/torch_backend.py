@@ -196,6 +196,11 @@ class TorchBackend(ModelBackend):
         """Return by name what has the gradients and takes the steps: parameters, or their float32 masters."""
         return self._optimizer.stepped
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return what takes the steps."""
+        return self._optimizer
+
     def optim_step(self) -> dict[str, float]:
         return self._optimizer.step()
 

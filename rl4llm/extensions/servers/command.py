@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from rl4llm.core.registry import load
+
+TINKER = "rl4llm.extensions.tinker.command:run"
 
 
 def add(commands: Any) -> None:
@@ -16,6 +21,9 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.flags[:1] == ["tinker"]:
+        serve_tinker: Callable[[Sequence[str]], int] = load(TINKER, "rl4llm serve tinker")
+        return serve_tinker(arguments.flags[1:])
     from rl4llm.extensions.servers.launch import serve
 
     return serve(arguments.flags)

@@ -1,0 +1,265 @@
+"""Base models, what trains on them, and what samples from them.
+
+Adapters share the tensors of their base model: each has its own modules around the same parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rl4llm.backends.heads import logprobs_of_logits, selected_logprobs
+from rl4llm.backends.lora import LoraAdapter, add_adapter
+from rl4llm.backends.models import load_model, stored_tokenizer
+from rl4llm.backends.optimizer import OptimizerOptions
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.base_backend import ADAPTER_WEIGHTS
+from rl4llm.core.errors import CheckpointError, ConfigError, unknown
+from rl4llm.core.types import TrainBatch
+from rl4llm.extensions.tinker.losses import TARGETS, all_computed, batch_of, check_data, loss_of, total
+from rl4llm.extensions.tinker.messages import Datum, ForwardBackward
+from rl4llm.inference.local import LocalClient
+from rl4llm.inference.paths import context_limit
+
+ALPHA = 32  # of every adapter, whatever its rank, so that a learning rate suits all ranks
+TOKENS_AT_ONCE = 4096  # of a forward and backward pass; the gradients of several add up
+SAMPLERS = 4  # loaded at once, beside the base models
+ADAM = {
+    "learning_rate": "lr",
+    "eps": "eps",
+    "weight_decay": "weight_decay",
+    "grad_clip_norm": "max_grad_norm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a base model trains: an adapter of this `rank`, or with rank 0 all of its weights."""
+
+    base_model: str
+    rank: int = 32
+    seed: int = 0
+    mlp: bool = True
+    attention: bool = True
+
+    @classmethod
+    def of(cls, base_model: str, lora: Mapping[str, Any]) -> Shape:
+        """Return the shape that a request's `lora_config` describes."""
+        given = {"rank": lora.get("rank"), "seed": lora.get("seed")}
+        given |= {"mlp": lora.get("train_mlp"), "attention": lora.get("train_attn")}
+        return cls(base_model, **{name: value for name, value in given.items() if value is not None})
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it."""
+        return asdict(self)
+
+
+class Base:
+    """A model of a directory under the name that clients know, whose tensors adapters share."""
+
+    def __init__(self, name: str, directory: Path, dtype: str):
+        self.name, self.directory = name, directory.resolve()
+        self.model = load_model(directory, dtype).requires_grad_(False)
+        self.tokenizer = stored_tokenizer(directory)
+        self.context_length = context_limit(self.model, None)[0]
+
+    def adapted(self, shape: Shape) -> LoraAdapter:
+        """Return a new adapter on modules of its own around the tensors of this model."""
+        shared = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        model = copy.deepcopy(self.model, shared)
+        return add_adapter(
+            model, rank=shape.rank, alpha=ALPHA, targets=_targets(model, shape), seed=shape.seed
+        )
+
+    def copied(self) -> PreTrainedModel:
+        """Return a copy whose weights train."""
+        return copy.deepcopy(self.model).requires_grad_(True)
+
+
+def _targets(model: PreTrainedModel, shape: Shape) -> Sequence[str]:
+    """Return the names of layers to adapt; none for all of them."""
+    if shape.mlp and shape.attention:
+        return ()
+    if not (shape.mlp or shape.attention):
+        raise ConfigError(
+            "lora_config has train_mlp=false and train_attn=false: nothing would train. Set one to true."
+        )
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "attn" in name
+    ]
+    others = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "mlp" in name
+    ]
+    return sorted({name.rpartition(".")[2] for name in (names if shape.attention else others)})
+
+
+class Trained:
+    """A client's model: it trains, and is saved and loaded."""
+
+    def __init__(self, base: Base, shape: Shape):
+        self.base, self.shape = base, shape
+        adapter = base.adapted(shape) if shape.rank else None
+        self.backend = TorchBackend(adapter.model if adapter else base.copied(), adapter=adapter)
+
+    def forward_backward(self, request: ForwardBackward) -> tuple[list[Tensor], dict[str, float]]:
+        """Return the log-probs of each datum's targets, in their shape, and the metrics; add the gradient if asked to."""
+        loss, options = loss_of(request.loss_fn, request.options)
+        check_data(
+            request.loss_fn, loss, request.data, self.backend.model.get_input_embeddings().num_embeddings
+        )
+        logprobs: list[Tensor] = []
+        summed = 0.0
+        for data in _parts(request.data):
+            with torch.set_grad_enabled(not request.forward_only):
+                batch = batch_of(data).to(self.backend.device)
+                logprobs_M = self._logprobs(batch, data)
+                part = total(loss, options, data, batch, logprobs_M)
+            if part.requires_grad:
+                part.backward()
+            summed += part.item()
+            sizes = [datum.inputs[TARGETS].numel() for datum in data]
+            rows = logprobs_M.detach().cpu().split(sizes)
+            logprobs += [row.view(datum.inputs[TARGETS].shape) for row, datum in zip(rows, data, strict=True)]
+        return logprobs, {"loss:sum": summed}
+
+    def _logprobs(self, batch: TrainBatch, data: Sequence[Datum]) -> Tensor:
+        """Return the log-probs (M) of all targets, one datum after the other, with all targets of a position together."""
+        runner = self.backend.runner
+        targets = [datum.inputs[TARGETS].long().view(len(datum.tokens), -1) for datum in data]
+        counts_P = torch.cat([torch.full((len(rows),), rows.shape[1]) for rows in targets]).to(
+            batch.mask_BT.device
+        )
+        targets_M = torch.cat([rows.flatten() for rows in targets]).to(batch.mask_BT.device)
+        states_SD, place_BT = (runner.hidden if runner.splits else runner.logits)(all_computed(batch))
+        states_MD = states_SD.index_select(0, place_BT[batch.mask_BT].repeat_interleave(counts_P))
+        if runner.splits:
+            return selected_logprobs(states_MD, runner.output_layer(), targets_M)[0]
+        return logprobs_of_logits(states_MD, targets_M)[0]
+
+    def optim_step(self, given: Mapping[str, Any]) -> dict[str, float]:
+        """Take a step of AdamW with the parameters of a request; return the metrics."""
+        accepted = {*ADAM, "beta1", "beta2"}
+        if other := sorted(given.keys() - accepted - {"type"}):
+            raise ConfigError(unknown("adam_params", other[0], accepted))
+        options = {own: given[name] for name, own in ADAM.items() if name in given}
+        options = {"lr": 1e-4, "eps": 1e-12, "max_grad_norm": 0.0, **options}
+        betas = float(given.get("beta1", 0.9)), float(given.get("beta2", 0.95))
+        self.backend.optimizer.use(OptimizerOptions(betas=betas, **options))
+        return {f"{name}:mean": value for name, value in self.backend.optim_step().items()}
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimizer."""
+        self.backend.save(directory)
+
+    def load(self, directory: Path, *, optimizer: bool) -> None:
+        """Load what `save` wrote, the optimizer too or as a new one."""
+        self.backend.load(directory)
+        if not optimizer:
+            self.backend.optimizer.forget()
+
+    def publish(self, directory: Path) -> None:
+        """Write what a sampler loads: the adapter as a PEFT directory, or the whole model."""
+        if self.shape.rank:
+            self.backend.write_adapter(directory)
+        else:
+            self.backend.export(directory)
+
+
+def _parts(data: Sequence[Datum]) -> Iterator[list[Datum]]:
+    """Yield runs of data that fit into one pass when padded to their longest."""
+    part: list[Datum] = []
+    for datum in data:
+        longest = max(len(item.tokens) for item in (*part, datum))
+        if part and longest * (len(part) + 1) > TOKENS_AT_ONCE:
+            yield part
+            part = []
+        part.append(datum)
+    if part:
+        yield part
+
+
+class Sampler:
+    """The embedded engine on a base model, or on weights that a client saved."""
+
+    def __init__(self, base: Base, weights: Path | None, shape: Shape | None, dtype: str):
+        self.tokenizer = base.tokenizer
+        if weights is None or shape is None:
+            self.model = base.model
+        elif shape.rank:
+            self.model = self._with_adapter(base.adapted(shape), weights)
+        else:
+            self.model = load_model(weights, dtype).requires_grad_(False)
+        self.client = LocalClient(self.model, base.tokenizer)
+        self.running = 0
+
+    def _with_adapter(self, adapter: LoraAdapter, weights: Path) -> PreTrainedModel:
+        tensors = load_file(weights / ADAPTER_WEIGHTS)
+        with torch.no_grad():
+            for name, parameter in adapter.parameters():
+                if name not in tensors:
+                    raise CheckpointError(f"{weights} has no {name}. It belongs to another model.")
+                parameter.copy_(tensors[name])
+        return adapter.model
+
+    @torch.inference_mode()
+    def distributions(self, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Return the log-probs (N - 1, V) of what follows each token but the last."""
+        logits = self.model(input_ids=torch.tensor([token_ids], device=self.model.device)).logits[0, :-1]
+        return (logits.float() / (temperature or 1.0)).log_softmax(-1)
+
+
+class Samplers:
+    """The samplers that are loaded; of those on saved weights, the ones that were not used for longest make room."""
+
+    def __init__(self, bases: Mapping[str, Base], dtype: str):
+        self._bases, self._dtype = bases, dtype
+        self._of_base: dict[str, Sampler] = {}
+        self._saved: OrderedDict[Path, Sampler] = OrderedDict()
+
+    def of(self, name: str, weights: Path | None, shape: Shape | None) -> Sampler:
+        """Return the sampler of these weights, or of the base model itself."""
+        if weights is None:
+            if name not in self._of_base:
+                self._of_base[name] = Sampler(self._bases[name], None, None, self._dtype)
+            return self._of_base[name]
+        if weights not in self._saved:
+            if not weights.is_dir():
+                raise CheckpointError(
+                    "These weights had no name and were replaced by newer ones. Make a new sampling client."
+                )
+            self._saved[weights] = Sampler(self._bases[name], weights, shape, self._dtype)
+        self._saved.move_to_end(weights)
+        idle = [path for path, sampler in self._saved.items() if not sampler.running and path != weights]
+        for path in idle[: max(0, len(self._saved) - SAMPLERS)]:
+            del self._saved[path]
+        return self._saved[weights]
+
+    def drop(self, below: Path) -> None:
+        """Forget the samplers of weights below a directory."""
+        for path in [path for path in self._saved if path.is_relative_to(below)]:
+            del self._saved[path]
+
+    @property
+    def loaded(self) -> int:
+        return len(self._saved) + len(self._of_base)
+
+
+def likeliest(logprobs_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` likeliest tokens (N, K) of each row, and their log-probs."""
+    found = logprobs_NV.topk(min(count, logprobs_NV.shape[1]), dim=-1)
+    return found.indices, found.values
+
+
+def after_first(tensor_N: Tensor, value: float = math.nan) -> Tensor:
+    """Return the rows behind one of this value, which stands for the first token: nothing came before it."""
+    return torch.cat([tensor_N.new_full((1, *tensor_N.shape[1:]), value), tensor_N])

@@ -1,0 +1,114 @@
+"""Answer a sampling request: completions, and the log-probs of the prompt that it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.types import SamplingParams
+from rl4llm.extensions.tinker.messages import NO_LOGPROB, NOTHING, PromptScores, encode_samples
+from rl4llm.extensions.tinker.models import Sampler, after_first, likeliest
+from rl4llm.runtime.seeds import derive_seed
+
+REFUSED = {
+    "prompt_alt_tokens_k": "other tokens for a prompt's places",
+    "record_stability_info": "what loss_fn='stable_reinforce' reads (set loss_fn=importance_sampling)",
+}
+
+
+async def drawn(sampler_of: Callable[[], Sampler], body: Mapping[str, Any]) -> bytes:
+    """Return the encoded answer of an `asample` request."""
+    for key, what in REFUSED.items():
+        if body.get(key):
+            raise ConfigError(f"{key}={body[key]} is not available: {what}.")
+    tokens = _tokens(body["prompt"])
+    count, given = body.get("num_samples", 1), body.get("sampling_params") or {}
+    sampler = sampler_of()
+    sampler.running += 1
+    try:
+        params = params_of(given, sampler.client.context_length - len(tokens))
+        seeds = [derive_seed(params.seed, "sample", number) for number in range(count)]
+        prompt = _scores(sampler, tokens, body)
+        asked = (sampler.client.generate(tokens, params.replace(seed=seed)) for seed in seeds)
+        completions = await asyncio.gather(*asked)
+        top = body.get("topk_sample_logprobs") or 0
+        likely: list[tuple[Tensor, Tensor] | None] = [None] * count
+        if top:
+            sequences = [[*tokens, *one.token_ids] for one in completions]
+            places = [sampler.distributions(ids, params.temperature)[len(tokens) - 1 :] for ids in sequences]
+            likely = [likeliest(rows, top) for rows in places]
+        return encode_samples(completions, likely, prompt)
+    finally:
+        sampler.running -= 1
+
+
+def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:
+    """Return the parameters of a request; without `max_tokens` a completion may fill the room that is left."""
+    stop = given.get("stop") or ()
+    stop = [stop] if isinstance(stop, str) else list(stop)
+    optional: dict[str, Any] = {
+        "temperature": given.get("temperature"),
+        "top_p": given.get("top_p"),
+        "max_tokens": given.get("max_tokens") or max(room, 1),
+        "seed": secrets.randbits(62) if given.get("seed") is None else given["seed"],
+    }
+    return SamplingParams(
+        top_k=max(given.get("top_k") or 0, 0),
+        stop=tuple(item for item in stop if isinstance(item, str)),
+        stop_token_ids=tuple(item for item in stop if isinstance(item, int)),
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+
+
+def _tokens(prompt: Mapping[str, Any]) -> list[int]:
+    found: list[int] = []
+    for chunk in prompt["chunks"]:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise ConfigError(
+                f"The prompt has a chunk of {chunk['type']!r}. This server's models read text alone."
+            )
+        found += chunk["tokens"]
+    return found
+
+
+def _scores(sampler: Sampler, tokens: list[int], body: Mapping[str, Any]) -> PromptScores:
+    """Return what the request asks of its prompt, at temperature 1."""
+    asked, top, targets = (
+        body.get(key) for key in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
+    )
+    if not (asked or top or targets):
+        return PromptScores()
+    logprobs_NV = (
+        sampler.distributions(tokens).cpu() if len(tokens) > 1 else torch.zeros(0, sampler.client.vocab_size)
+    )
+    own_N = logprobs_NV.gather(1, torch.tensor(tokens[1:], dtype=torch.long)[:, None])[:, 0]
+    left_out = len(tokens) - (body.get("prompt_logprobs_last_n") or len(tokens))
+    own_N = after_first(own_N).index_fill(0, torch.arange(left_out), math.nan)
+    likely = None
+    if top:
+        ids_NK, values_NK = likeliest(logprobs_NV, top)
+        values_NK = after_first(values_NK, NO_LOGPROB).index_fill(0, torch.arange(left_out), NO_LOGPROB)
+        likely = after_first(ids_NK, NOTHING).index_fill(0, torch.arange(left_out), NOTHING), values_NK
+    return PromptScores(
+        own_N if asked else None, likely, _of_targets(logprobs_NV, targets) if targets else None
+    )
+
+
+def _of_targets(logprobs_NV: Tensor, targets: Mapping[str, Any]) -> Tensor:
+    """Return the log-probs (N, K) of the given tokens, NaN where a token is -1."""
+    if targets.get("sparse_crow_indices") is not None:
+        raise ConfigError("target_prompt_logprobs in a sparse form is not available. Next: send it dense.")
+    tokens_NK = torch.tensor(targets["data"], dtype=torch.long).view(targets["shape"])
+    if len(tokens_NK) != len(logprobs_NV) or tokens_NK.max() >= logprobs_NV.shape[1]:
+        raise ConfigError(
+            f"target_prompt_logprobs of shape {list(tokens_NK.shape)} is not accepted. Accepted: ids of the vocabulary in "
+            f"{len(logprobs_NV)} rows, one for each token of the prompt after the first."
+        )
+    return logprobs_NV.gather(1, tokens_NK.clamp(min=0)).masked_fill(tokens_NK < 0, math.nan)

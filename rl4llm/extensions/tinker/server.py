@@ -1,0 +1,142 @@
+"""The HTTP side: verbs below /api/v1, a key, errors that the SDK shows, and polls that wait for an answer.
+
+The SDK repeats a request without end when it gets a status of 500 or above, so an error is an answer: a status of 4xx where
+the verb answers at once, and else ``{"error", "category"}`` with the status 200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from rl4llm.core.errors import ConfigError, RL4LLMError
+from rl4llm.extensions.tinker.service import Gone, Service
+
+KEY_PREFIX = "tml-"
+POLL_S = 30.0  # of a poll; the SDK waits 45 s
+TIDY_S = 5.0
+LONGEST_BODY = 1 << 30
+PROTOBUF = "application/x-protobuf"
+SERVICE = web.AppKey("service", Service)
+KEY = web.AppKey("key", str)
+VERBS = (
+    "create_session", "session_heartbeat", "create_model", "get_info", "optim_step", "save_weights", "load_weights",
+    "save_weights_for_sampler", "create_sampling_session", "asample", "weights_info", "unload_model", "telemetry",
+)  # fmt: skip
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+log = logging.getLogger("rl4llm.tinker")
+
+
+def application(service: Service, key: str) -> web.Application:
+    """Return the web application; every request needs the key or, without one, any key of the right form."""
+    app = web.Application(client_max_size=LONGEST_BODY, middlewares=[_guarded])
+    app[SERVICE], app[KEY] = service, key
+    app.cleanup_ctx.append(_tidying)
+    for verb in VERBS:
+        app.router.add_post(f"/api/v1/{verb}", _verb)
+    app.router.add_post("/api/v1/forward_backward", _forward_backward)
+    app.router.add_post("/api/v1/retrieve_future", _retrieve_future)
+    app.router.add_post("/api/v1/client/config", _client_config)
+    app.router.add_get("/api/v1/get_server_capabilities", _capabilities)
+    app.router.add_get("/api/v1/healthz", _healthz)
+    return app
+
+
+@web.middleware
+async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    key, given = request.app[KEY], request.headers.get("X-API-Key", "")
+    if not (hmac.compare_digest(given.encode(), key.encode()) if key else given.startswith(KEY_PREFIX)):
+        accepted = "the key that it was started with" if key else f"any that begins with {KEY_PREFIX}"
+        return _error(401, f"The API key is not this server's. Accepted: {accepted}, in TINKER_API_KEY.")
+    answer = asyncio.ensure_future(handler(request))
+    try:
+        await asyncio.wait([answer])
+    finally:
+        answer.cancel()  # when the client has gone
+    error = answer.exception()
+    return answer.result() if error is None else _refusal(request.path, error)
+
+
+def _refusal(path: str, error: BaseException) -> web.Response:
+    """Return the answer to a request that cannot be accepted; never a status of 500, which would be asked again for ever."""
+    if isinstance(error, Gone):
+        return _error(410 if path.endswith(("heartbeat", "retrieve_future")) else 404, str(error))
+    if isinstance(error, web.HTTPException):
+        return _error(error.status, f"{path} is not available on this server.")
+    if isinstance(error, RL4LLMError):
+        return _error(400, str(error))
+    log.error("A request failed.", exc_info=error)
+    return _error(400, f"{path}: the request is not one of this protocol ({type(error).__name__}: {error}).")
+
+
+def _error(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text, "detail": text, "category": "user"}, status=status)
+
+
+async def _verb(request: web.Request) -> web.Response:
+    do = getattr(request.app[SERVICE], request.path.rpartition("/")[2])  # one of VERBS
+    return web.json_response(do(await request.json()))
+
+
+async def _forward_backward(request: web.Request) -> web.Response:
+    if request.content_type != PROTOBUF:
+        raise ConfigError(
+            f"forward_backward as {request.content_type} is not accepted. Accepted: {PROTOBUF}."
+        )
+    return web.json_response(request.app[SERVICE].forward_backward(await request.read()))
+
+
+async def _retrieve_future(request: web.Request) -> web.Response:
+    request_id = (await request.json())["request_id"]
+    promise = request.app[SERVICE].promise(request_id)
+    outcome = asyncio.wrap_future(promise.outcome)
+    await asyncio.wait([outcome], timeout=POLL_S)
+    if not promise.outcome.done():
+        return web.json_response({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+    promise.delivered = asyncio.get_running_loop().time()
+    if (error := promise.outcome.exception()) is not None:
+        return web.json_response(_failure(error))
+    kind = PROTOBUF if promise.binary else "application/json"
+    return web.Response(body=promise.outcome.result(), content_type=kind)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, RL4LLMError):
+        return {"error": str(error), "category": "user"}
+    log.error("A request failed.", exc_info=error)
+    return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+
+
+async def _client_config(request: web.Request) -> web.Response:
+    return web.json_response({"pjwt_auth_enabled": False})
+
+
+async def _capabilities(request: web.Request) -> web.Response:
+    return web.json_response(request.app[SERVICE].capabilities())
+
+
+async def _healthz(request: web.Request) -> web.Response:
+    return web.Response(body=json.dumps({"status": "ok"}), content_type="application/json")
+
+
+async def _tidying(app: web.Application) -> AsyncIterator[None]:
+    """End what belongs to clients that have disappeared, as long as the server runs."""
+
+    async def tidy() -> None:
+        while True:
+            await asyncio.sleep(TIDY_S)
+            app[SERVICE].tidy()
+
+    task = asyncio.create_task(tidy())
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(app[SERVICE].worker.close)

@@ -1,0 +1,92 @@
+"""Checkpoints of the server: one sealed directory for each `tinker://MODEL/KIND/NAME`, whole or absent after a kill."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.errors import CheckpointError
+from rl4llm.runs import manifest
+from rl4llm.runs.run_dir import sync_directory
+
+SCHEME = "tinker://"
+WEIGHTS, SAMPLER, PASSING = "weights", "sampler_weights", "passing"
+FACTS = "tinker.json"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+KEPT = 3  # passing weights of a model, which the next ones replace
+
+
+class Store:
+    """The directory of a server; `tinker://MODEL/weights/NAME` is its `MODEL/weights/NAME`.
+
+    `passing` weights are those of sampling clients without a name; only the newest few of a model stay.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        for left in (*root.glob("*/*/*.tmp-*"), *root.glob(f"*/{PASSING}")):
+            shutil.rmtree(left, ignore_errors=True)  # of a server that was killed
+
+    def save(
+        self,
+        model_id: str,
+        kind: str,
+        name: str,
+        facts: dict[str, Any],
+        write: Callable[[Path], Any],
+        *,
+        overwrite: bool = False,
+    ) -> str:
+        """Have `write` fill a directory, and give it its name when it is on the disk; return its `tinker://` address."""
+        if not NAME.fullmatch(name):
+            raise CheckpointError(
+                f"path={name!r} is not accepted. Accepted: letters, digits and . _ - : in a name."
+            )
+        final = self.root / model_id / kind / name
+        if final.exists() and not overwrite:
+            raise CheckpointError(f"{SCHEME}{model_id}/{kind}/{name} exists. Next: choose another name.")
+        unfinished = final.with_name(f"{name}.tmp-{secrets.token_hex(4)}")
+        unfinished.mkdir(parents=True)
+        try:
+            write(unfinished)
+            (unfinished / FACTS).write_text(json.dumps(facts))
+            manifest.seal(unfinished)
+            if final.exists():
+                final.rename(final.with_name(f"{name}.tmp-{secrets.token_hex(4)}"))
+            unfinished.rename(final)
+        finally:
+            for left in final.parent.glob(f"{name}.tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        sync_directory(final.parent)
+        if kind == PASSING:
+            self._prune(final.parent)
+        return f"{SCHEME}{model_id}/{kind}/{name}"
+
+    def find(self, address: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
+        """Return the directory of an address of these kinds, and its facts; raise CheckpointError if it is not whole."""
+        parts = address.removeprefix(SCHEME).split("/")
+        if not address.startswith(SCHEME) or len(parts) != 3 or parts[1] not in kinds:
+            forms = " or ".join(f"{SCHEME}MODEL/{kind}/NAME" for kind in kinds)
+            raise CheckpointError(f"{address!r} is not an address of such weights. Accepted: {forms}.")
+        if not all(map(NAME.fullmatch, parts)):
+            raise CheckpointError(f"{address!r} has a part that is not a name.")
+        path = self.root.joinpath(*parts)
+        if problem := manifest.damage(path) if path.is_dir() else "it is not there":
+            raise CheckpointError(
+                f"{address} cannot be used: {problem}. This server keeps weights in {self.root}."
+            )
+        return path, json.loads((path / FACTS).read_text())
+
+    def drop_passing(self, model_id: str) -> None:
+        """Delete the weights of a model that have no name."""
+        shutil.rmtree(self.root / model_id / PASSING, ignore_errors=True)
+
+    def _prune(self, directory: Path) -> None:
+        for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
