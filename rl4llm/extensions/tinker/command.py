@@ -36,15 +36,14 @@ def run(words: Sequence[str]) -> int:
     bases = {name: Base(name, path, arguments.dtype) for name, path in directories.items()}
     service = Service(bases, arguments.output, arguments.dtype)
 
-    async def ready(app: web.Application) -> None:
-        say(f"{url_of(arguments.host, port)}  serves {', '.join(bases)} to Tinker clients. Ctrl-C stops it.")
-        shown = "(the key)" if key else "tml-local"
-        say(f"Their environment: TINKER_BASE_URL={url_of(arguments.host, port)} {KEY}={shown}")
+    def ready(_: str) -> None:
+        url = url_of(arguments.host, port)
+        say(f"{url}  serves {', '.join(bases)} to Tinker clients. Ctrl-C stops it.")
+        say(f"Their environment: TINKER_BASE_URL={url} {KEY}={'(the key)' if key else 'tml-local'}")
 
-    app = application(service, key)
-    app.on_startup.append(ready)
     try:
-        web.run_app(app, host=arguments.host, port=port, print=None, access_log=None, shutdown_timeout=1)
+        app = application(service, key)  # `ready` is called when it listens
+        web.run_app(app, host=arguments.host, port=port, print=ready, access_log=None, shutdown_timeout=1)
     finally:
         lock.release()
     return 0

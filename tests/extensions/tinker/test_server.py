@@ -1,0 +1,443 @@
+"""Clients of the Tinker protocol train and sample models of this machine."""
+
+import json
+import os
+import signal
+import struct
+
+import pytest
+import torch
+from tinker_client import KEY, NAME, Client, Refused, read_losses, served_apart, served_here, sparse
+
+from rl4llm.algorithms.cispo import CISPO
+from rl4llm.algorithms.grpo import GRPO
+from rl4llm.algorithms.gspo import GSPOToken
+from rl4llm.algorithms.sft import SFT
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.types import TrainBatch
+from rl4llm.extensions.tinker.models import Shape
+from rl4llm.extensions.tinker.protobuf import field, parse
+
+PROMPT, ANSWER = 5, 7  # tokens
+NEVER = 1e9  # a clip that never cuts
+LEARNS = {"learning_rate": 0.01}
+
+
+@pytest.fixture(scope="module")
+def server(model_dir, tmp_path_factory):
+    with served_here(model_dir, tmp_path_factory.mktemp("tinker")) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server):
+    return Client(server[0])
+
+
+def sequences(count=3):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 300, (PROMPT + ANSWER + one,), generator=generator) for one in range(count)]
+
+
+def demonstrations():
+    """Return data for cross_entropy: each token but those of the prompt, with a weight that is not 1."""
+    return [
+        (ids[:-1].tolist(), {"target_tokens": ids[1:], "weights": answer_only(ids, 0.7)})
+        for ids in sequences()
+    ]
+
+
+def answer_only(ids, values):
+    row = torch.full((len(ids) - 1,), values) if isinstance(values, float) else values.clone()
+    row[: PROMPT - 1] = 0.0
+    return row
+
+
+def rollouts(targets=lambda ids: ids[1:], masked=False):
+    """Return data of a policy loss; ratios lie on both sides of 1, and advantages have both signs."""
+    generator = torch.Generator().manual_seed(6)
+    found = []
+    for ids in sequences():
+        sampled = answer_only(ids, -5.8 + 0.6 * torch.randn(len(ids) - 1, generator=generator))
+        advantages = answer_only(ids, torch.randn(len(ids) - 1, generator=generator))
+        inputs = {"target_tokens": targets(ids), "logprobs": sampled, "advantages": advantages}
+        if masked:
+            inputs["sequence_ratio_mask"] = answer_only(ids, 1.0)
+        found.append((ids[:-1].tolist(), inputs))
+    return found
+
+
+def as_batch(data, every=False):
+    """Return what `rl4llm train` would make of the data: one row, tokens with their own numbers.
+
+    With `every`, all tokens count that come after another, and not only those of the answers.
+    """
+    rows = [torch.tensor([*tokens, int(inputs["target_tokens"][-1])]) for tokens, inputs in data]
+
+    def row(name, default=0.0):
+        values = [inputs.get(name, torch.full((len(tokens),), default)) for tokens, inputs in data]
+        return torch.cat([torch.cat([torch.zeros(1), one]) for one in values])[None]
+
+    segments = torch.cat([torch.full((len(ids),), number) for number, ids in enumerate(rows, 1)])[None]
+    positions = torch.cat([torch.arange(len(ids)) for ids in rows])[None]
+    mask = positions >= (1 if every else PROMPT)
+    batch = TrainBatch(
+        token_ids_BT=torch.cat(rows)[None], position_ids_BT=positions, segment_ids_BT=segments,
+        mask_BT=mask, sampled_logprobs_BT=row("logprobs"), credits_BT=row("advantages"),
+        weights_BT=row("weights", 1.0) * mask,
+    )  # fmt: skip
+    batch.old_logprobs_BT, batch.advantages_BT = row("logprobs"), row("advantages")
+    return batch
+
+
+def own_backend(service, seed):
+    """Return a backend with the adapter that a client gets for this seed, moved off its start."""
+    adapter = service.bases[NAME].adapted(Shape(NAME, rank=4, seed=seed))
+    stir(adapter.model)
+    return TorchBackend(adapter.model, adapter=adapter)
+
+
+def stir(model):
+    """B begins as 0, which hides half of the gradient."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def dro(batch, logprobs_BT, entropy_BT):
+    squared_BT = (logprobs_BT - batch.old_logprobs_BT).square()
+    return -batch.advantages_BT * logprobs_BT + 0.3 / 2 * squared_BT, {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ours"),
+    [
+        ("cross_entropy", {}, SFT().token_losses),
+        ("importance_sampling", {}, GRPO(clip_low=1.0, clip_high=NEVER).token_losses),
+        ("ppo", {}, GRPO(clip_low=0.2, clip_high=0.2).token_losses),
+        (
+            "ppo",
+            {"clip_low_threshold": 0.5, "clip_high_threshold": 3},
+            GRPO(clip_low=0.5, clip_high=2.0).token_losses,
+        ),
+        ("cispo", {"clip_high_threshold": 1.1}, CISPO(clip_high=0.1).token_losses),
+        ("gspo", {}, GSPOToken(clip_low=0.2, clip_high=0.2).token_losses),
+        ("dro", {"beta": 0.3}, dro),
+    ],
+)
+def test_losses_and_gradients_are_the_algorithms(server, client, name, options, ours):
+    data = demonstrations() if name == "cross_entropy" else rollouts(masked=name == "gspo")
+    model_id = client.model(seed=3)
+    served = server[1]._models[model_id].backend
+    stir(served.model)
+    own = own_backend(server[1], seed=3)
+    expected = own.forward_backward(as_batch(data, every=name == "dro"), ours)
+    logprobs, metrics = client.losses(model_id, 1, data, name, **options)
+    assert metrics["loss:sum"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert [len(row) for row in logprobs] == [len(tokens) for tokens, _ in data]
+    pairs = zip(served.model.named_parameters(), own.model.named_parameters(), strict=True)
+    trained = [(a.grad, b.grad) for (_, a), (_, b) in pairs if a.requires_grad]
+    scale = max(float(theirs.abs().max()) for _, theirs in trained)
+    assert scale > 0 and all(torch.allclose(a, b, rtol=0, atol=1e-6 * scale) for a, b in trained)
+
+
+def test_targets_need_not_be_what_the_model_reads_next(client):
+    """The cookbook's targets of a prompt are 0; and several targets stand at one place in a distillation."""
+    model = client.model()
+    (plain,), _ = client.losses(model, 1, rollouts()[:1], "importance_sampling", forward_only=True)
+    zeroed = rollouts(
+        targets=lambda ids: torch.cat([torch.zeros(PROMPT - 1, dtype=torch.long), ids[PROMPT:]])
+    )
+    (other,), _ = client.losses(model, 2, zeroed[:1], "importance_sampling", forward_only=True)
+    assert torch.allclose(other[PROMPT - 1 :], plain[PROMPT - 1 :], atol=1e-6)
+    assert not torch.allclose(other[: PROMPT - 1], plain[: PROMPT - 1])
+
+    ids = sequences()[0]
+    targets = torch.stack([ids[1:], ids[1:].flip(0)], 1)
+    weights = torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)) - 0.5
+    for seq, encoded in ((3, lambda tensor: tensor), (4, sparse)):
+        inputs = {"target_tokens": encoded(targets), "weights": encoded(weights)}
+        (found,), metrics = client.losses(model, seq, [(ids[:-1].tolist(), inputs)])
+        assert torch.allclose(found[:, 0], plain, atol=1e-6)
+        assert metrics["loss:sum"] == pytest.approx(-(found * weights).sum().item(), rel=1e-5)
+
+
+def test_a_custom_loss_is_forward_and_weights(server, client):
+    """The SDK computes d loss / d log-prob itself, and sends it as weights of cross_entropy with the opposite sign."""
+    model_id, data = client.model(seed=4), demonstrations()
+    logprobs, _ = client.losses(model_id, 1, data, forward_only=True)
+    parameters = [one for one in server[1]._models[model_id].backend.model.parameters() if one.requires_grad]
+    assert all(one.grad is None for one in parameters)
+    weights = [-2 * row for row in logprobs]  # of the sum of squares
+    client.losses(
+        model_id, 2, [(ids, {**one, "weights": w}) for (ids, one), w in zip(data, weights, strict=True)]
+    )
+    found = [one.grad.clone() for one in parameters]
+    own = own_backend(server[1], seed=4)
+    for name, parameter in own.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    batch = as_batch(data, every=True)
+    batch.weights_BT = batch.mask_BT.float()
+    own.forward_backward(batch, lambda batch, logprobs_BT, _: (logprobs_BT.square(), {}))
+    for mine, theirs in zip(found, (one for one in own.model.parameters() if one.requires_grad), strict=True):
+        assert torch.allclose(mine, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_requests_run_in_the_order_of_their_number(client):
+    model, data = client.model(), demonstrations()
+    later = client.call("optim_step", model_id=model, seq_id=2, adam_params=LEARNS)
+    first = client.ask_losses(model, 1, data)
+    again = client.ask_losses(model, 1, data)
+    assert again == first
+    assert client.wait(later)["metrics"]["grad_norm:mean"] > 0
+    before = read_losses(client.wait(first))
+    assert client.wait(again) == client.wait(first)
+    _, after = client.losses(model, 3, data, forward_only=True)
+    assert after["loss:sum"] < before[1]["loss:sum"]
+
+
+def test_a_repeated_request_adds_its_gradient_once(client):
+    data = demonstrations()
+    norms = []
+    for number, repeats in enumerate((1, 3)):
+        model = client.model(number, seed=1)
+        promised = [client.ask_losses(model, 1, data) for _ in range(repeats)]
+        client.wait(promised[-1])
+        norms.append(
+            client.do("optim_step", model_id=model, seq_id=2, adam_params=LEARNS)["metrics"]["grad_norm:mean"]
+        )
+    assert norms[0] == norms[1]
+
+
+def test_micro_batches_change_no_gradient(client, monkeypatch):
+    norms = []
+    for number, tokens in enumerate((4096, 8)):
+        monkeypatch.setattr("rl4llm.extensions.tinker.models.TOKENS_AT_ONCE", tokens)
+        model = client.model(number, seed=1)
+        client.losses(model, 1, rollouts(), "ppo")
+        norms.append(
+            client.do("optim_step", model_id=model, seq_id=2, adam_params={})["metrics"]["grad_norm:mean"]
+        )
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "change", "message"),
+    [
+        ("stable_reinforce", {}, {}, "loss_fn=importance_sampling"),
+        ("pppo", {}, {}, "Did you mean 'ppo'"),
+        ("ppo", {"clip_low": 0.8}, {}, "clip_low_threshold"),
+        ("ppo", {"clip_low_threshold": "low"}, {}, "Accepted: a number"),
+        ("ppo", {}, {"advantages": None}, "lacks advantages"),
+        ("ppo", {}, {"weights": torch.ones(11)}, "unknown weights"),
+        ("ppo", {}, {"logprobs": torch.zeros(3)}, "logprobs has the shape [3]"),
+        ("ppo", {}, {"target_tokens": torch.full((11,), 10**6)}, "outside the vocabulary"),
+    ],
+)
+def test_a_wrong_loss_is_answered_with_what_is_accepted(client, loss, options, change, message):
+    tokens, inputs = rollouts()[0]
+    inputs = {name: value for name, value in {**inputs, **change}.items() if value is not None}
+    model = client.model()
+    with pytest.raises(Refused) as caught:
+        client.losses(model, 1, [(tokens, inputs)], loss, **options)
+    assert caught.value.args[0] == "user" and message in caught.value.args[1]
+    client.losses(model, 2, rollouts(), "ppo")  # the model goes on
+
+
+def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
+    model = client.model()
+    refused = [
+        (lambda: Client(server[0], key="tml-other"), 401, "TINKER_API_KEY"),
+        (lambda: client.call("copy_weights"), 404, "copy_weights is not available"),
+        (lambda: client.call("optim_step"), 400, "not one of this protocol"),
+        (
+            lambda: client.call("optim_step", model_id="gone:train:0", seq_id=1),
+            404,
+            "begin again from saved weights",
+        ),
+        (lambda: client.call("retrieve_future", request_id="gone"), 410, "unknown"),
+        (lambda: client.sampler(base_model="other"), 400, "--model other=DIRECTORY"),
+        (lambda: client.sampler(model_path="tinker://a/sampler_weights/b"), 400, "it is not there"),
+        (lambda: client.sampler(model_path="tinker://../sampler_weights/b"), 400, "not a name"),
+        (lambda: client.model(7, base_model="other"), "user", "--model other=DIRECTORY"),
+        (lambda: client.model(8, train_mlp=False, train_attn=False), "user", "nothing would train"),
+        (
+            lambda: client.do("optim_step", model_id=model, seq_id=1, optimizer_params={"type": "dimuon"}),
+            "user",
+            "adamw",
+        ),
+        (
+            lambda: client.sample(client.sampler(base_model=NAME), 0, [3], record_stability_info=True),
+            "user",
+            "record_stab",
+        ),
+        (lambda: client.do("save_weights", model_id=model, seq_id=2, path="../x"), "user", "letters, digits"),
+    ]
+    for ask, kind, message in refused:
+        with pytest.raises(Refused) as caught:
+            ask()
+        assert caught.value.args[0] == kind and message in caught.value.args[1], caught.value.args
+    image = field(1, model) + field(2, 3) + field(3, field(1, field(2, field(1, b"png")))) + field(4, "ppo")
+    for body, message in ((image, "image or sound"), (b"\x0a\xff", "protobuf")):
+        with pytest.raises(Refused, match=message):
+            client.post("forward_backward", body, "application/x-protobuf")
+
+
+def test_saved_weights_go_on_with_the_optimizer_or_without(client):
+    data = demonstrations()
+
+    def step(model, seq):
+        client.losses(model, seq, data)
+        client.do("optim_step", model_id=model, seq_id=seq + 1, adam_params=LEARNS)
+        return client.losses(model, seq + 2, data, forward_only=True)[1]["loss:sum"]
+
+    model = client.model(seed=1)
+    step(model, 1)
+    path = client.do("save_weights", model_id=model, seq_id=4, path="one")["path"]
+    assert path == f"tinker://{model}/weights/one"
+    with pytest.raises(Refused, match="exists"):
+        client.do("save_weights", model_id=model, seq_id=5, path="one")
+    gone_on = step(model, 6)
+    found = []
+    for number, optimizer in ((1, True), (2, False)):
+        made = client.do(
+            "load_weights", session_id=client.session, model_seq_id=number, path=path, optimizer=optimizer
+        )
+        found.append(step(made["model_id"], 1))
+    assert found[0] == gone_on and found[1] != pytest.approx(gone_on, rel=1e-4)
+    client.do("load_weights", model_id=model, seq_id=9, path=path, optimizer=True)
+    assert step(model, 10) == gone_on
+    assert client.call("weights_info", tinker_path=path) == {
+        "base_model": NAME,
+        "is_lora": True,
+        "lora_rank": 4,
+    }
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_samples_come_from_the_weights_as_they_were_saved(client, rank):
+    """Rank 0 trains the whole model."""
+    model, data, prompt = client.model(rank=rank), demonstrations(), sequences()[0].tolist()
+    for seq in (1, 3, 5):
+        client.losses(model, seq, data)
+        client.do("optim_step", model_id=model, seq_id=seq + 1, adam_params=LEARNS)
+    (expected,), _ = client.losses(model, 7, data[:1], forward_only=True)
+    passing = client.do("save_weights_for_sampler", model_id=model, seq_id=8, sampling_session_seq_id=50)
+    named = client.do("save_weights_for_sampler", model_id=model, seq_id=9, path="kept")["path"]
+    client.losses(model, 10, data)
+    client.do("optim_step", model_id=model, seq_id=11, adam_params=LEARNS)
+    assert client.call("get_info", model_id=model)["lora_rank"] == rank
+    targets = {"data": [*prompt[1:-1], -1], "dtype": "int64", "shape": [len(prompt) - 1, 1]}
+    asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 3, "target_prompt_logprobs": targets}
+    for sampler in (passing["sampling_session_id"], client.sampler(model_path=named)):
+        found = client.sample(sampler, 0, prompt, 2, {"seed": 1}, **asked)
+        own = found.prompt_logprobs
+        assert own[0].isnan() and torch.allclose(own[1:], expected, atol=1e-4)
+        assert (
+            torch.allclose(found.targets[:-1, 0], expected[:-1], atol=1e-4) and found.targets[-1, 0].isnan()
+        )
+        assert found.likely[0].shape == (len(prompt), 3) and (found.likely[1][1:, 0] >= own[1:]).all()
+        assert (
+            found.tokens == client.sample(sampler, 1, prompt, 2, {"seed": 1}).tokens
+            and found.tokens[0] != found.tokens[1]
+        )
+        whole = prompt + found.tokens[0]
+        scored = client.sample(sampler, 2, whole, prompt_logprobs=True).prompt_logprobs
+        assert torch.allclose(scored[len(prompt) :], found.logprobs[0], atol=1e-4)
+    base = client.sample(client.sampler(base_model=NAME), 0, prompt, prompt_logprobs=True).prompt_logprobs
+    assert not torch.allclose(base[1:], expected, atol=1e-2)
+
+
+def test_a_stop_ends_a_sample_and_is_its_last_token(client):
+    sampler, prompt = client.sampler(base_model=NAME), sequences()[0].tolist()
+    free = client.sample(sampler, 0, prompt, params={"temperature": 0.0})
+    stopped = client.sample(sampler, 1, prompt, params={"temperature": 0.0, "stop": [free.tokens[0][2]]})
+    assert stopped.tokens[0] == free.tokens[0][: free.tokens[0].index(free.tokens[0][2]) + 1]
+    assert stopped.stops == ["stop"] and free.stops == ["length"]
+
+
+def test_adapters_share_the_tensors_of_their_base(server, client):
+    first, second = client.model(0), client.model(1, rank=8)
+    base = server[1].bases[NAME].model
+    shared = {parameter.data_ptr() for parameter in base.parameters()}
+    for model_id in (first, second):
+        frozen = [
+            one for one in server[1]._models[model_id].backend.model.parameters() if not one.requires_grad
+        ]
+        assert frozen and {one.data_ptr() for one in frozen} == shared
+    data = demonstrations()
+    before = client.losses(second, 1, data, forward_only=True)[1]
+    client.losses(first, 1, data)
+    client.do("optim_step", model_id=first, seq_id=2, adam_params=LEARNS)
+    assert client.losses(second, 2, data, forward_only=True)[1] == before
+
+
+def test_a_client_without_a_heartbeat_frees_what_it_had(model_dir, tmp_path):
+    with served_here(model_dir, tmp_path, idle_s=0.0) as (url, service):
+        client = Client(url)
+        service._idle_s = 1000.0
+        model = client.model()
+        client.do("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0)
+        kept = client.do("save_weights", model_id=model, seq_id=2, path="kept")["path"]
+        service._idle_s = 0.0
+        service.tidy()
+        with pytest.raises(Refused, match="unknown"):
+            client.call("session_heartbeat", session_id=client.session)
+        service._idle_s = 1000.0
+        other = Client(url)
+        other.model()  # behind the job that frees
+        assert model not in service._models and not (tmp_path / model / "passing").exists()
+        other.do("load_weights", session_id=other.session, model_seq_id=1, path=kept, optimizer=True)
+
+
+def test_saved_weights_outlive_a_killed_server(model_dir, tmp_path):
+    data, prompt = demonstrations(), sequences()[0].tolist()
+    with served_apart(model_dir, tmp_path) as (url, pid):
+        client = Client(url)
+        model = client.model()
+        client.losses(model, 1, data)
+        client.do("optim_step", model_id=model, seq_id=2, adam_params=LEARNS)
+        state = client.do("save_weights", model_id=model, seq_id=3, path="s")["path"]
+        weights = client.do("save_weights_for_sampler", model_id=model, seq_id=4, path="w")["path"]
+        expected = client.losses(model, 5, data, forward_only=True)
+        os.kill(pid, signal.SIGKILL)
+    unfinished = tmp_path / model / "weights" / "t.tmp-00"
+    unfinished.mkdir()
+    with served_apart(model_dir, tmp_path) as (url, _):
+        client = Client(url)
+        made = client.do(
+            "load_weights", session_id=client.session, model_seq_id=0, path=state, optimizer=True
+        )
+        logprobs, metrics = client.losses(made["model_id"], 1, data, forward_only=True)
+        assert metrics == expected[1] and torch.equal(logprobs[0], expected[0][0])
+        found = client.sample(client.sampler(model_path=weights), 0, prompt, prompt_logprobs=True)
+        assert torch.allclose(found.prompt_logprobs[1:], logprobs[0], atol=1e-4)
+        assert not unfinished.exists()
+        (tmp_path / model / "weights" / "s" / "weights.safetensors").write_bytes(b"damaged")
+        with pytest.raises(Refused, match="instead of"):
+            client.do("load_weights", model_id=made["model_id"], seq_id=2, path=state, optimizer=True)
+
+
+def test_the_wire_format_is_that_of_protobuf():
+    """The bytes are the examples of https://protobuf.dev/programming-guides/encoding."""
+    assert field(1, 150) == bytes.fromhex("089601") and field(2, "testing") == bytes.fromhex(
+        "120774657374696e67"
+    )
+    body = field(1, 2**40) + field(2, b"") + field(3, 0.5) + b"\x25" + struct.pack("<f", 2.0)
+    assert parse(body) == {1: [2**40], 2: [b""], 3: [0.5], 4: [2.0]}
+
+
+def test_what_the_server_offers_is_told(client):
+    (model,) = json.loads(json.dumps(client_get(client, "get_server_capabilities")))["supported_models"]
+    assert model == {"model_name": NAME, "max_context_length": 512, "trainable": True, "sampleable": True}
+
+
+def client_get(client, path):
+    import urllib.request
+
+    request = urllib.request.Request(f"{client.url}/api/v1/{path}", headers={"X-API-Key": KEY})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
