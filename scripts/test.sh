@@ -9,8 +9,8 @@
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
 #   --fast           without the tests that need a real inference server or DeepSpeed
 #   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)
-#   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once. That of
-#                    transformers 4 lies beside this directory, 1.1 GB
+#   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once. Those of
+#                    transformers 4, 1.1 GB, and the Tinker SDK, 1.6 GB, lie beside this directory
 set -euo pipefail
 since=0
 took() { printf '%s took %d s.\n' "$1" "$((SECONDS - since))" && since="$SECONDS"; }
@@ -42,6 +42,9 @@ wait "$vllm"
 transformers4="$(dirname "$servers")/transformers4"
 scripts/install_transformers4.sh "$transformers4"
 export RL4LLM_TRANSFORMERS4_PYTHON="$transformers4/bin/python"
-took "Installing bubblewrap, the servers and transformers 4"
+tinker="$(dirname "$servers")/tinker"
+scripts/install_tinker.sh "$tinker"
+export RL4LLM_TINKER_PYTHON="$tinker/bin/python"
+took "Installing bubblewrap, the servers, transformers 4 and the Tinker SDK"
 export RL4LLM_SGLANG_PYTHON="$servers/sglang/bin/python" RL4LLM_VLLM_PYTHON="$servers/vllm/bin/python"
 exec "${pytest[@]}" "$@"

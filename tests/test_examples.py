@@ -11,7 +11,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 LOOPS = (
     "loop.py",
     "loop_sglang.py",
-)  # no runs with logs; tests/trainers/test_loop.py and test_sglang.py have them
+    "tinker_loop.py",
+)  # no runs with logs; tests/trainers/test_loop.py, test_sglang.py and tests/extensions/tinker have them
 PARTS = ("shared.py", "sums.py")  # not programs that train
 RUNNABLE = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in (*PARTS, *LOOPS))
 

@@ -49,14 +49,14 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _named(text: str) -> tuple[str, Path]:
-    name, equals, directory = text.partition("=")
-    if not (name and equals and Path(directory).is_dir()):
+def _named(text: str) -> tuple[str, str]:
+    """Return the name that clients know, and the directory or hub name of the model, by default the same."""
+    name, equals, source = text.partition("=")
+    if not name or (equals and not source):
         raise ConfigError(
-            f"--model {text} is not accepted. Accepted: NAME=DIRECTORY, a name that clients know and a model's directory, "
-            "such as Qwen/Qwen3-4B-Instruct-2507=models/tiny."
+            f"--model {text} is not accepted. Accepted: NAME=DIRECTORY, or the name of a model on the hub."
         )
-    return name, Path(directory)
+    return name, source or name
 
 
 def _key(arguments: argparse.Namespace) -> str:
@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         action="append",
         required=True,
-        metavar="NAME=DIR",
-        help="a name that clients ask for, and the model's directory; may be repeated",
+        metavar="NAME[=DIR]",
+        help="a name that clients ask for, and the model's directory, by default the hub's of this name; may be repeated",
     )
     parser.add_argument(
         "--output",

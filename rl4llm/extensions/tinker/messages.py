@@ -11,7 +11,17 @@ from torch import Tensor
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import Completion
-from rl4llm.extensions.tinker.protobuf import blobs, entries, field, integer, integers, packed, parse, texts
+from rl4llm.extensions.tinker.protobuf import (
+    Fields,
+    blobs,
+    entries,
+    field,
+    integer,
+    integers,
+    packed,
+    parse,
+    texts,
+)
 
 DTYPES = {1: torch.float32, 2: torch.int64, 3: torch.int32, 4: torch.bfloat16}
 STOPPED, TOO_LONG = 0, 1
@@ -32,24 +42,24 @@ class Datum:
 class ForwardBackward:
     """A request to compute a loss and, unless `forward_only`, to add its gradient."""
 
-    model_id: str
-    seq_id: int
     data: tuple[Datum, ...]
     loss_fn: str
     options: dict[str, float | str]
     forward_only: bool
 
 
-def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Return the request of an encoded ForwardBackwardRequest; raise DataError for what no language model can train on."""
-    fields = parse(body)
+def place_of(fields: Fields) -> tuple[str, int]:
+    """Return whose request a ForwardBackwardRequest is, and its number."""
+    return (texts(fields, 1) or [""])[-1], integer(fields, 2)
+
+
+def read_forward_backward(fields: Fields) -> ForwardBackward:
+    """Return the request that these fields describe; raise DataError for what no language model can train on."""
     options = {name: value for name, value in entries(fields, 5).items() if isinstance(value, float)}
     for name, value in entries(fields, 7).items():
         if isinstance(value, dict):
             options[name] = texts(value, 2)[-1] if 2 in value else _number(value)  # type: ignore[assignment]
     return ForwardBackward(
-        model_id=texts(fields, 1)[-1],
-        seq_id=integer(fields, 2),
         data=tuple(_datum(data) for data in blobs(fields, 3)),
         loss_fn=texts(fields, 4)[-1],
         options=dict(options),
@@ -57,7 +67,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
-def _number(value: dict[int, list[int | float | bytes]]) -> float:
+def _number(value: Fields) -> float:
     return float(value.get(1, [0.0])[-1])
 
 
@@ -75,13 +85,14 @@ def _datum(data: bytes) -> Datum:
     return Datum(torch.cat(pieces or [torch.zeros(0, dtype=torch.int32)]).long(), tensors)
 
 
-def tensor_of(fields: dict[int, list[int | float | bytes]]) -> Tensor:
+def tensor_of(fields: Fields) -> Tensor:
     """Return the tensor of a Tensor message, whose sparse form has 0 wherever nothing is listed."""
     dtype, shape = DTYPES.get(integer(fields, 3)), integers(fields, 4)
     if dtype is None:
         raise DataError(f"A tensor has the unknown dtype {integer(fields, 3)}. Known: {sorted(DTYPES)}.")
     if 2 not in fields:
-        return _buffer((blobs(fields, 1) or [b""])[-1], dtype).reshape(shape)
+        flat = _buffer((blobs(fields, 1) or [b""])[-1], dtype)
+        return flat.reshape(shape) if shape else flat
     parts = parse(blobs(fields, 2)[-1])
     values, rows, columns = ((blobs(parts, number) or [b""])[-1] for number in (1, 2, 3))
     counts = _buffer(rows, torch.int64).diff()

@@ -65,12 +65,12 @@ class Shape:
 
 
 class Base:
-    """A model of a directory under the name that clients know, whose tensors adapters share."""
+    """A model of a directory or the hub under the name that clients know, whose tensors adapters share."""
 
-    def __init__(self, name: str, directory: Path, dtype: str):
-        self.name, self.directory = name, directory.resolve()
-        self.model = load_model(directory, dtype).requires_grad_(False)
-        self.tokenizer = stored_tokenizer(directory)
+    def __init__(self, name: str, source: str, dtype: str):
+        self.name, self.source = name, str(Path(source).resolve()) if Path(source).is_dir() else source
+        self.model = load_model(source, dtype).requires_grad_(False)
+        self.tokenizer = stored_tokenizer(source)
         self.context_length = context_limit(self.model, None)[0]
 
     def adapted(self, shape: Shape) -> LoraAdapter:

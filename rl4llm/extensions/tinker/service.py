@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
-from rl4llm.extensions.tinker.messages import encode_losses, read_forward_backward
+from rl4llm.extensions.tinker.messages import encode_losses, place_of, read_forward_backward
 from rl4llm.extensions.tinker.models import Base, Samplers, Shape, Trained
+from rl4llm.extensions.tinker.protobuf import parse
 from rl4llm.extensions.tinker.sampling import drawn
 from rl4llm.extensions.tinker.store import PASSING, SAMPLER, WEIGHTS, Store
 from rl4llm.extensions.tinker.turns import Job, Order, Worker
@@ -82,7 +83,7 @@ class Service:
         data = {
             "arch": type(base.model).__name__,
             "model_name": base.name,
-            "tokenizer_id": str(base.directory),
+            "tokenizer_id": base.source,
         }
         return {
             "type": "get_info",
@@ -94,12 +95,15 @@ class Service:
         }
 
     def forward_backward(self, body: bytes) -> Body:
-        request = read_forward_backward(body)
+        fields = parse(body)
+        model_id, seq_id = place_of(fields)
 
-        def job() -> bytes:
-            return encode_losses(*self._models[request.model_id].forward_backward(request))
+        def job() -> (
+            bytes
+        ):  # reads the rest, since a request that is refused before it has a place would leave a gap
+            return encode_losses(*self._models[model_id].forward_backward(read_forward_backward(fields)))
 
-        return self._ordered(request.model_id, request.seq_id, job, binary=True)
+        return self._ordered(model_id, seq_id, job, binary=True)
 
     def optim_step(self, body: Body) -> Body:
         model_id = body["model_id"]

@@ -159,7 +159,7 @@ def served_here(model_dir, output, idle_s=1000.0):
     loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
 
     async def start():
-        service = Service({NAME: Base(NAME, model_dir, "float32")}, output, "float32", idle_s)
+        service = Service({NAME: Base(NAME, str(model_dir), "float32")}, output, "float32", idle_s)
         runner = web.AppRunner(application(service, KEY))
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

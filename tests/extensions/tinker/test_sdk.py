@@ -1,0 +1,147 @@
+"""The unchanged Tinker SDK and loops of its cookbook against the server."""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+from tinker_client import KEY, NAME, served_apart
+
+from rl4llm.backends.tiny import save_model
+
+SNAPSHOT = "abc"  # any name of a commit
+
+ROWS = """
+import random, runpy, sys
+import datasets
+
+def local(path, *names, split=None, **options):
+    rng, rows = random.Random(0), []
+    for _ in range(64):
+        a, b = rng.randint(1, 9), rng.randint(1, 9)
+        chat = [{"role": "user", "content": f"{a} + {b}"}, {"role": "assistant", "content": "Answer: " + str(a + b)}]
+        rows.append({"messages": chat, "question": f"{a} + {b}", "answer": f"#### {a + b}"})
+    parts = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:8]))
+    return parts[split] if split else parts
+
+datasets.load_dataset = local  # no rows are downloaded
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+ASKS = """
+import tinker
+from tinker import types
+
+def said(ask):
+    try:
+        ask()
+    except tinker.TinkerError as error:
+        return f"{type(error).__name__}: {error}"
+
+def tensor(values, dtype):
+    return types.TensorData(data=values, dtype=dtype)
+
+name = "%(name)s"
+print(said(lambda: tinker.ServiceClient(api_key="tml-other").create_lora_training_client(name).result()))
+service = tinker.ServiceClient()
+print([model.model_name for model in service.get_server_capabilities().supported_models])
+training = service.create_lora_training_client(name, rank=4, seed=1).result()
+inputs = {"target_tokens": tensor([4, 5, 6], "int64"), "logprobs": tensor([-5.0] * 3, "float32")}
+inputs["advantages"] = tensor([1.0, -1.0, 0.5], "float32")
+data = [types.Datum(model_input=types.ModelInput.from_ints([3, 4, 5]), loss_fn_inputs=inputs)] * 2
+print(said(lambda: training.forward_backward(data, "stable_reinforce").result()))
+for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+    assert len(training.forward_backward(data, loss).result().loss_fn_outputs) == 2
+
+def squares(data, logprobs):
+    loss = sum((row**2).sum() for row in logprobs)
+    return loss, {"squares": float(loss)}
+
+weighed = {"target_tokens": tensor([4, 5, 6], "int64"), "weights": tensor([1.0] * 3, "float32")}
+data = [types.Datum(model_input=types.ModelInput.from_ints([3, 4, 5]), loss_fn_inputs=weighed)]
+losses = []
+for _ in range(3):
+    losses.append(training.forward_backward_custom(data, squares).result().metrics["squares"])
+    training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+assert losses[2] < losses[1] < losses[0], losses
+state = training.save_state("mine").result().path
+sampling = training.save_weights_and_get_sampling_client().result()
+scored = sampling.compute_logprobs(types.ModelInput.from_ints([3, 4, 5, 6])).result()
+trained = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+assert scored[0] is None and all(abs(a - b) < 1e-4 for a, b in zip(scored[1:], trained)), (scored, trained)
+again = service.create_training_client_from_state_with_optimizer(state).result()
+assert again.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist() == trained
+print("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def sdk(python_of, _model, tokenizer, tmp_path_factory):
+    """Return run(words): a program of the SDK's environment, beside a server of a small model."""
+    python, home = python_of("tinker"), tmp_path_factory.mktemp("sdk")
+    save_model(_model, tokenizer, home / "model")
+    hub = (
+        home / "hf" / "hub" / f"models--{NAME.replace('/', '--')}"
+    )  # where the cookbook looks for the tokenizer
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text(SNAPSHOT)
+    shutil.copytree(home / "model", hub / "snapshots" / SNAPSHOT)
+    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "OMP_NUM_THREADS")}
+    settings = {
+        "TINKER_API_KEY": KEY,
+        "TINKER_TELEMETRY": "0",
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    with served_apart(home / "model", home / "out") as (url, _):
+
+        def run(*words):
+            environment = {**kept, **settings, "TINKER_BASE_URL": url}
+            command = [python, *map(str, words)]
+            done = subprocess.run(
+                command, env=environment, cwd=home, capture_output=True, text=True, timeout=240
+            )
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+            return done.stdout + done.stderr
+
+        yield run
+
+
+def rows_of(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_cookbooks_supervised_loop_learns_and_resumes(sdk, tmp_path):
+    recipe = ("-c", ROWS, "tinker_cookbook.recipes.sl_loop", f"model_name={NAME}", f"log_path={tmp_path}")
+    recipe += ("batch_size=8", "learning_rate=0.01", "lora_rank=8", "save_every=2")
+    sdk(*recipe, "max_steps=4")
+    first = [row["train_mean_nll"] for row in rows_of(tmp_path)]
+    assert len(first) == 4 and first[3] < first[0]
+    checkpoints = [json.loads(line) for line in (tmp_path / "checkpoints.jsonl").read_text().splitlines()]
+    assert checkpoints[0]["state_path"].startswith("tinker://")
+    checkpoints = checkpoints[:1]  # as if the run had been killed after it
+    (tmp_path / "checkpoints.jsonl").write_text(json.dumps(checkpoints[0]) + "\n")
+    assert "Resuming from batch 2" in sdk(*recipe, "max_steps=4")
+    assert [row["train_mean_nll"] for row in rows_of(tmp_path)[4:]] == pytest.approx(first[2:], rel=1e-5)
+
+
+def test_the_cookbooks_loop_of_reinforcement_learning_runs(sdk, tmp_path):
+    recipe = ("-c", ROWS, "tinker_cookbook.recipes.rl_loop", f"model_name={NAME}", f"log_path={tmp_path}")
+    sdk(*recipe, "batch_size=2", "group_size=4", "max_tokens=8", "save_every=1", "max_steps=2")
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1]
+
+
+def test_the_sdk_shows_errors_and_computes_custom_losses(sdk):
+    printed = sdk("-c", ASKS % {"name": NAME})
+    assert "AuthenticationError" in printed and "The API key is not this server's" in printed
+    assert "RequestFailedError" in printed and "loss_fn=importance_sampling" in printed
+    assert f"['{NAME}']" in printed and "done" in printed
+
+
+def test_the_example_trains_through_the_sdk(sdk):
+    from test_examples import EXAMPLES
+
+    printed = sdk(EXAMPLES / "tinker_loop.py", "--model", NAME, "--steps", 2)
+    assert "step 2: mean reward" in printed and "/sampler_weights/sums" in printed
