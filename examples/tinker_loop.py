@@ -17,7 +17,7 @@ from tinker import types
 
 PROMPTS, GROUP = 4, 8
 SYSTEM = {"role": "system", "content": "Answer with one number."}
-PARAMS = types.SamplingParams(max_tokens=8, temperature=1.0)
+PARAMS = types.SamplingParams(max_tokens=16, temperature=1.0)
 
 
 def problem(rng):

@@ -40,7 +40,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """A request to compute a loss and, unless `forward_only`, to add its gradient."""
+    """Describes a loss to compute and, unless `forward_only`, to add its gradient."""
 
     data: tuple[Datum, ...]
     loss_fn: str
@@ -131,7 +131,7 @@ def encode_losses(logprobs: Sequence[Tensor], metrics: dict[str, float]) -> byte
 @dataclass(frozen=True, slots=True)
 class PromptScores:
     """The log-probs of a prompt's tokens (N), the likeliest tokens at each place with theirs (N, K), and those of tokens
-    that were asked for (N - 1, K); NaN where there is none.
+    that were asked for (N - 1, K); NaN without one.
     """
 
     logprobs_N: Tensor | None = None

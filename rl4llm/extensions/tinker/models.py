@@ -74,7 +74,7 @@ class Base:
         self.context_length = context_limit(self.model, None)[0]
 
     def adapted(self, shape: Shape) -> LoraAdapter:
-        """Return a new adapter on modules of its own around the tensors of this model."""
+        """Return a new adapter on new modules around the tensors of this model."""
         shared = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         model = copy.deepcopy(self.model, shared)
         return add_adapter(

@@ -77,7 +77,7 @@ class Store:
         if not all(map(NAME.fullmatch, parts)):
             raise CheckpointError(f"{address!r} has a part that is not a name.")
         path = self.root.joinpath(*parts)
-        if problem := manifest.damage(path) if path.is_dir() else "it is not there":
+        if problem := manifest.damage(path) if path.is_dir() else "it was not found":
             raise CheckpointError(
                 f"{address} cannot be used: {problem}. This server keeps weights in {self.root}."
             )

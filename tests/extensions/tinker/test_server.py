@@ -260,7 +260,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
         ),
         (lambda: client.call("retrieve_future", request_id="gone"), 410, "unknown"),
         (lambda: client.sampler(base_model="other"), 400, "--model other=DIRECTORY"),
-        (lambda: client.sampler(model_path="tinker://a/sampler_weights/b"), 400, "it is not there"),
+        (lambda: client.sampler(model_path="tinker://a/sampler_weights/b"), 400, "it was not found"),
         (lambda: client.sampler(model_path="tinker://../sampler_weights/b"), 400, "not a name"),
         (lambda: client.model(7, base_model="other"), "user", "--model other=DIRECTORY"),
         (lambda: client.model(8, train_mlp=False, train_attn=False), "user", "nothing would train"),
@@ -287,7 +287,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
     client.losses(model, 4, rollouts(), "ppo")  # no refusal leaves a gap in the order
 
 
-def test_saved_weights_go_on_with_the_optimizer_or_without(client):
+def test_saved_weights_continue_with_the_optimizer_or_without(client):
     data = demonstrations()
 
     def step(model, seq):
@@ -431,7 +431,7 @@ def test_the_wire_format_is_that_of_protobuf():
     assert parse(body) == {1: [2**40], 2: [b""], 3: [0.5], 4: [2.0]}
 
 
-def test_what_the_server_offers_is_told(client):
+def test_the_server_names_the_models_that_it_has(client):
     (model,) = json.loads(json.dumps(client_get(client, "get_server_capabilities")))["supported_models"]
     assert model == {"model_name": NAME, "max_context_length": 512, "trainable": True, "sampleable": True}
 
