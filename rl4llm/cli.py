@@ -24,6 +24,7 @@ COMMANDS: Registry[Any] = Registry(
         "train": "rl4llm.commands.train:TRAIN",
         "sft": "rl4llm.commands.train:SFT",
         "dpo": "rl4llm.commands.train:DPO",
+        "serve": "rl4llm.commands.serve",
         "completion": "rl4llm.commands.completion",
     },
 )

@@ -1,7 +1,6 @@
-"""Inference servers: their clients, the ways of weights to them, and the command that starts one."""
+"""Inference servers: their clients, the ways of weights to them, and what starts one."""
 
 PROVIDES = {
-    "rl4llm.commands": {"serve": "rl4llm.extensions.servers.command"},
     "rl4llm.engines": {
         "sglang": "rl4llm.extensions.servers.clients.sglang:SGLangClient",
         "vllm": "rl4llm.extensions.servers.clients.vllm:VLLMClient",
