@@ -8,9 +8,7 @@ from typing import Any
 
 from rl4llm.core.registry import Registry, from_extension
 
-KINDS: Registry[Callable[[Sequence[str]], int]] = Registry(
-    "rl4llm serve", group="rl4llm.servers"
-)
+KINDS: Registry[Callable[[Sequence[str]], int]] = Registry("rl4llm serve", group="rl4llm.servers")
 """Other kinds of servers by the first word after ``serve``; each is called with the words that follow."""
 
 

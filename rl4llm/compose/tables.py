@@ -30,7 +30,6 @@ ENGINES: Registry[type[BaseClient]] = Registry(
     "rl4llm.core.base_client:BaseClient",
     group="rl4llm.engines",
     table={
-        "embedded": "rl4llm.extensions.servers.clients.embedded:EmbeddedClient",
         "local": "rl4llm.inference.local:LocalClient",
     },
 )

@@ -2,6 +2,7 @@
 
 PROVIDES = {
     "rl4llm.engines": {
+        "embedded": "rl4llm.extensions.servers.clients.embedded:EmbeddedClient",
         "sglang": "rl4llm.extensions.servers.clients.sglang:SGLangClient",
         "vllm": "rl4llm.extensions.servers.clients.vllm:VLLMClient",
     },
