@@ -13,6 +13,9 @@ from custom_env import Closeness, GuessTheNumber
 from shared import prompts
 
 import rl4llm as rl
+from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
+from rl4llm.extensions.servers.sync.store import WeightStore
 
 
 def loop(model, url, rows, steps):
@@ -20,11 +23,11 @@ def loop(model, url, rows, steps):
     tokenizer, algorithm = rl.load_tokenizer(model), rl.GRPO()
     backend = rl.TorchBackend(rl.load_model(model), lr=3e-3)
     sizes = backend.model.config
-    client = rl.SGLangClient(
+    client = SGLangClient(
         url, tokenizer, vocab_size=sizes.vocab_size, context_length=sizes.max_position_embeddings
     )
-    store = rl.WeightStore(tempfile.mkdtemp(prefix="rl4llm-weights-"))
-    publisher = rl.FilesystemPublisher(client, store, tokenizer.save_pretrained)
+    store = WeightStore(tempfile.mkdtemp(prefix="rl4llm-weights-"))
+    publisher = FilesystemPublisher(client, store, tokenizer.save_pretrained)
     env = GuessTheNumber(rows, tokenizer, [Closeness()], group_size=16, max_steps=3)
     rollout = rl.Rollout(env, client)
     stream = rl.PromptStream(num_rows=len(rows), batch_size=4)

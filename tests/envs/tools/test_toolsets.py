@@ -7,7 +7,6 @@ import pytest
 
 from rl4llm.core.errors import ConfigError, EnvError, SandboxError
 from rl4llm.envs.tools import (
-    Python,
     Tool,
     ToolError,
     ToolSet,
@@ -17,6 +16,7 @@ from rl4llm.envs.tools import (
 )
 from rl4llm.envs.tools.arguments import objection
 from rl4llm.extensions.sandbox import Outcome
+from rl4llm.extensions.sandbox.python_tool import Python
 
 needs_bubblewrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed; scripts/install_sandbox.sh does it"

@@ -635,16 +635,18 @@ def test_the_log_of_a_server_is_for_its_owner_only(stand_in, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    "command",
     [
-        (("rl4llm", "serve"), "invalid choice: 'serve'"),
-        (("rl4llm.inference.launch_sgl_server",), "needs an extension of rl4llm that provides 'serve'"),
+        ("rl4llm", "serve"),
+        ("rl4llm.inference.launch_sgl_server",),
     ],
 )
-def test_without_its_folder_the_launcher_is_refused(tmp_path, command, said):
+def test_without_its_folder_the_launcher_is_refused(tmp_path, command):
     package = Path(rl4llm.__file__).parent
     shutil.copytree(package, tmp_path / "rl4llm", ignore=shutil.ignore_patterns("servers", "__pycache__"))
     words = [sys.executable, "-m", *command, "--model-path", "m"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "needs an extension of rl4llm that provides 'serve'" in done.stderr and "Traceback" not in done.stderr
+    )
