@@ -165,7 +165,7 @@ TRAINERS = _of(
     ("refills_until_full", "rl.py", "(missing := wanted - self._count(step)[0]) > 0",
      "(missing := wanted - self._count(step)[0]) > 1",
      "test_dynamic_sampling.py::test_dropped_groups_are_replaced_until_the_step_is_full"),
-    ("stale_tokens", "rl.py", "if not found.issubset(", "if found and not found.issuperset(",
+    ("stale_tokens", "rl.py", "if not found.issubset(range(oldest, self.step + 1)):", "if not found:",
      "test_training.py::test_tokens_of_weights_that_were_not_published_stop_the_run"),
     ("checkpoint_interrupts_nothing", "rl.py", "return next(saves, most)", "return most", REPEATABLE),
     ("bound_of_staleness", "rl.py", "self.staleness.limit + 1,", "self.staleness.limit + 2,",
