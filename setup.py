@@ -103,6 +103,7 @@ setup(
             "py.typed",
             "*.pyi",
             "**/*.pyi",
+            "extensions/*/*.yaml",
             "extensions/view/page/*",
             "extensions/remote/environments.*",
             "configs/*.yaml",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from typing import Any
 
-from rl4llm.extensions.migration.original import ORIGINAL
-from rl4llm.extensions.migration.projects import PROJECTS, of_trl
-from rl4llm.extensions.migration.row import Row
+from rl4llm.core.registry import PARTS, from_extension, provided
+from rl4llm.extensions.migration.table import row_of
+
+IMPORTS = " `rl4llm import FILE` converts a whole configuration."
 
 
 def of_key(given: str) -> str:
@@ -17,30 +19,32 @@ def of_key(given: str) -> str:
     "'data.train_batch_size' is a key of verl: here it is `rollout.prompts` (global there, ...). ..."
     """
     name = given.lstrip("+~")
-    near = next(_found(name), None) is None and get_close_matches(name, _undotted(), n=1, cutoff=0.85)
+    near = next(_found(name), None) is None and get_close_matches(name, _of_trl(), n=1, cutoff=0.85)
     name = near[0] if near else name
-    project, row = next(_found(name), ("", None))
-    if row is None or row.ours.startswith(f"`{name}`"):
+    project, says = next(_found(name), ("", ""))
+    if not says or says.startswith(f"here it is `{name}`"):
         return ""
-    here = f"here it is {row}" if row.ours else f"it has no counterpart: {row.note}"
     what = f"{given!r} is unknown. Did you mean {name!r}? It" if near else f"{given!r}"
-    return f"{what} is a key of {project}: {here}. `rl4llm import FILE` converts a whole configuration."
+    return f"{what} is a key of {project}: {says}.{IMPORTS if project == 'verl' else ''}"
 
 
-def _undotted() -> list[str]:
-    """Return the keys without a section of all projects."""
-    projects = [*PROJECTS, *of_trl("grpo", "dpo", "sft")]
-    names = [key.removeprefix("method.") for project in projects for key in project.rows]
-    return [name for name in dict.fromkeys(names) if name.replace("_", "").isalnum()]
+def _found(name: str) -> Iterator[tuple[str, str]]:
+    """Yield projects that have a key, and what it is here.
 
-
-def _found(name: str) -> Iterator[tuple[str, Row]]:
-    """Yield projects that have a key: the whole one, or its last part if our key for it is in the section that was given."""
+    A name of TRL may have a section of ours in front, if our key for it is in that section.
+    """
     section, _, last = name.rpartition(".")
-    whole = [(project, [*project.prepare({name: None})][-1]) for project in PROJECTS]
-    words = [(project, last) for project in of_trl("grpo", "dpo", "sft")]
-    words.append((ORIGINAL, f"method.{last}"))
-    for project, candidate in (*(whole if section else ()), *words, *whole):
-        row = project.row(candidate)
-        if row and ((project, candidate) in whole or not section or f"`{section}." in row.ours):
-            yield project.name, row
+    alias = _of_trl().get(last)
+    if alias is not None and (not section or f"`{section}." in alias.says):
+        here = alias.kind in ("key", "joint")
+        yield "TRL", f"{'here it is' if here else 'it has no counterpart:'} {alias.says}"
+    if row := row_of(name):
+        yield "verl", f"here it is {row}" if row.ours else f"it has {row}"
+
+
+def _of_trl() -> Mapping[str, Any]:
+    """Return TRL's names; none if no extension provides them."""
+    if "trl_tables" not in provided(PARTS):
+        return {}
+    tables = from_extension("trl_tables", "TRL's names")
+    return tables["sft"] | tables["dpo"] | tables["grpo"]

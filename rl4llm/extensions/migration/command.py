@@ -1,9 +1,10 @@
-"""``rl4llm import`` converts a command or configuration of another project."""
+"""``rl4llm import`` converts a command or configuration of verl."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ def add(commands: Any) -> None:
     examples = (
         "rl4llm import run_qwen3_4b_fsdp.sh --out qwen3.yaml",
         "rl4llm import 'python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=M'",
-        "rl4llm import configs/grpo_config.yaml --out grpo.yaml",
     )
-    about = "convert a command or configuration of verl, TRL or michaelnny/rl4llm"
+    about = "convert a command or configuration of verl"
     command = add_command(commands, "import", run, about, examples)
     command.add_argument(
         "source", metavar="COMMAND_OR_YAML", help="a YAML file, a script, or a quoted command"
@@ -32,10 +32,9 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rl4llm.extensions.migration.check import check
     from rl4llm.extensions.migration.convert import convert
     from rl4llm.extensions.migration.read import read
-    from rl4llm.extensions.migration.row import DataFacts
+    from rl4llm.extensions.migration.rules import DataFacts
 
     out = arguments.out
     if out is not None and out.exists():
@@ -44,16 +43,30 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunDirError(f"{out} cannot be written: the directory {out.parent} does not exist.")
     if arguments.rows is not None and arguments.rows < 1:
         raise ConfigError(f"--rows {arguments.rows} is not accepted. Accepted: 1 or more.")
-    source = read(arguments.source)
-    made = convert(source.project, source.values, DataFacts(arguments.rows))
-    text = made.text(
-        f"Converted from {source.project.name} by `rl4llm import`. Train with: rl4llm train {out or 'FILE'}"
-    )
+    made = convert(read(arguments.source), DataFacts(arguments.rows))
+    text = made.text(f"Converted from verl by `rl4llm import`. Train with: rl4llm train {out or 'FILE'}")
     if out is None:
         sys.stdout.write(text)
     else:
         out.write_text(text, encoding="utf-8")
         counts = f"{len(made.keys)} keys, {len(made.without)} without a counterpart"
         say(f"Wrote {out}: {counts}, {len(made.open)} to be decided. Each line says what it was.")
-    check(text)
+    _check(text)
     return 0
+
+
+def _check(text: str) -> None:
+    """Raise ConfigError if the configuration is not accepted, as `rl4llm train` does before it loads anything."""
+    from rl4llm.compose import Given, build_algorithm
+    from rl4llm.compose.choices import check_choices
+    from rl4llm.config import load_config
+
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "converted.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            config = load_config(file)
+            check_choices(config, Given(), build_algorithm(config).needs())
+        except ConfigError as error:
+            said = str(error).replace(f"{file}: ", "")
+            raise ConfigError(f"The converted configuration needs a change: {said}") from error

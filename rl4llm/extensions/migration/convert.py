@@ -1,4 +1,4 @@
-"""Turn the keys of another project into a configuration of rl4llm, with a comment on each line."""
+"""Turn keys of verl into a configuration of rl4llm, with a comment on each line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import yaml
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import redacted
-from rl4llm.extensions.migration.row import DataFacts, JointRule, Project
+from rl4llm.extensions.migration.rules import RULES, DataFacts, JointRule
+from rl4llm.extensions.migration.table import DEFAULTS, row_of
 
 SECTIONS = (
     "model", "data", "eval", "env", "rewards", "parts", "rollout", "inference", "sync", "algorithm", "training", "backend",
@@ -50,21 +51,27 @@ class Converted:
         return "\n".join(lines) + "\n"
 
 
-def convert(project: Project, values: Mapping[str, Any], facts: DataFacts) -> Converted:
+BASE = {
+    "data.answer_column": "reward_model.ground_truth",
+    "model.autocast": "bfloat16",
+    "algorithm.old_logprobs": "recomputed",
+}
+"""Our keys that each converted file begins with."""
+
+
+def convert(values: Mapping[str, Any], facts: DataFacts) -> Converted:
     """Convert every key, by its row or by the rules that read several of them; secrets are left out and to be decided."""
-    given = project.prepare(values)
-    made = Converted({name: (value, f"as {project.name} has it") for name, value in project.base.items()})
+    given = dict(values)
+    made = Converted({name: (value, "as verl has it") for name, value in BASE.items()})
     for name in [name for name, value in given.items() if isinstance(value, str) and UNKNOWN.search(value)]:
         made.open.append(f"{_pair(name, given.pop(name))}: set the variable, and convert again")
-    merged = dict(project.defaults) | given
+    merged = dict(DEFAULTS) | given
     for name, value in merged.items():
-        _by_row(made, project, name, value, name in given)
-    answered = {
-        name for rule in project.rules for name in _by_rule(made, project, rule, merged, given, facts)
-    }
+        _by_row(made, name, value, name in given)
+    answered = {name for rule in RULES for name in _by_rule(made, rule, merged, given, facts)}
     for name in given:
-        row = project.row(name)
-        if row is not None and row.keys is None and row.ours and name not in answered:
+        row = row_of(name)
+        if row is not None and row.ours and not row.to and name not in answered:
             made.without.append((_pair(name, given[name]), f"nothing to set with these values, see {row}"))
     for key in [key for key, (value, _) in made.keys.items() if redacted({key: value}) != {key: value}]:
         del made.keys[key]
@@ -75,12 +82,7 @@ def convert(project: Project, values: Mapping[str, Any], facts: DataFacts) -> Co
 
 
 def _by_rule(
-    made: Converted,
-    project: Project,
-    rule: JointRule,
-    merged: Mapping[str, Any],
-    given: Mapping[str, Any],
-    facts: DataFacts,
+    made: Converted, rule: JointRule, merged: Mapping[str, Any], given: Mapping[str, Any], facts: DataFacts
 ) -> list[str]:
     """Add what a rule says; return the keys that it read, [] if it had nothing to say."""
     names = [name for name in merged if any(fnmatchcase(name, known) for known in rule.names)]
@@ -96,24 +98,24 @@ def _by_rule(
         made.open += [f"{_pair(name, merged[name])}: the value is not understood" for name in shown]
         return names
     said = ", ".join(_pair(name, merged[name]) for name in shown)
-    made.keys |= {name: (value, _of(project, said, shown[0] in given)) for name, value in found.items()}
+    made.keys |= {name: (value, _of(said, shown[0] in given)) for name, value in found.items()}
     return names if found else []
 
 
-def _by_row(made: Converted, project: Project, name: str, value: Any, given: bool) -> None:
-    row = project.row(name)
+def _by_row(made: Converted, name: str, value: Any, given: bool) -> None:
+    row = row_of(name)
     if row is None:
-        made.open.append(f"{_pair(name, value)}: not a key of {project.name} that is known here")
-    elif row.keys is not None:
+        made.open.append(f"{_pair(name, value)}: not a key of verl that is known here")
+    elif row.to:
         try:
             found = row.keys(value)
-        except (ConfigError, TypeError, ValueError) as error:
-            _add(made.open, str(error) if isinstance(error, ConfigError) else f"{_pair(name, value)}: {row}")
+        except (TypeError, ValueError):
+            _add(made.open, f"{_pair(name, value)}: {row}")
             return
         for key, item in found.items():
             changed = row.note if given and item != value else ""
             said = "; ".join(filter(None, (_pair(name, value), changed)))
-            made.keys[key] = (item, _of(project, said, given))
+            made.keys[key] = (item, _of(said, given))
     elif given and not row.ours:
         made.without.append((_pair(name, value), row.note))
 
@@ -123,14 +125,14 @@ def _add(lines: list[str], line: str) -> None:
         lines.append(line)
 
 
-def _of(project: Project, said: str, given: bool) -> str:
-    return said if given else f"{said}, the default of {project.name}"
+def _of(said: str, given: bool) -> str:
+    return said if given else f"{said}, the default of verl"
 
 
 def _pair(name: str, value: Any) -> str:
     value = redacted({name: value})[name]
     text = " ".join((value if isinstance(value, str) else _inline(value)).split())
-    return f"{name.removeprefix('method.')}={text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}"
+    return f"{name}={text if len(text) <= SHOWN else f'{text[:SHOWN]}...'}"
 
 
 def _tree(keys: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:

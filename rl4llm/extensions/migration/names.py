@@ -32,7 +32,7 @@ NAMES: dict[str, str] = {
     "set_seed": "of michaelnny/rl4llm: set `seed`, which every run and trainer applies.",
     "math_problem_grader": "of michaelnny/rl4llm: use the reward `math`, `rl4llm.rewards.MathReward`.",
     "load_multiple_datasets": "of michaelnny/rl4llm: set `data.path`, or `parts` for several datasets.",
-    "load_yaml_config_file": "of michaelnny/rl4llm: use `rl4llm.load_config`. `rl4llm import FILE` converts the file.",
+    "load_yaml_config_file": "of michaelnny/rl4llm: use `rl4llm.load_config`.",
     **dict.fromkeys(
         ("build_model_and_tokenizer", "build_policy_model_and_tokenizer"),
         "of michaelnny/rl4llm: use `rl4llm.load_model` and `rl4llm.load_tokenizer`.",
@@ -57,9 +57,6 @@ NAMES: dict[str, str] = {
     "AsyncGRPOTrainer": f"of TRL: {_AHEAD}.",
     "AsyncGRPOConfig": f"of TRL: {_AHEAD}.",
     "RichProgressCallback": "of TRL: there are no callbacks; `output.console` chooses how progress is shown.",
-    # RL-MAX
-    "Rewarder": "of RL-MAX: list rewards in `rewards`, each with a `weight`.",
-    "ThinkFormatReward": "of RL-MAX: use the reward `format`, which wants think and answer tags.",
     # verl
     "RayPPOTrainer": f"of verl: {_BUILT}. `rl4llm import run.sh` converts a command.",
     "DataProto": "of verl: a batch is `rl4llm.core.types.TrainBatch`.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,27 +27,3 @@ class Alias:
     default: Any
     says: str
     keys: Callable[[Any], Keys] = lambda value: {}
-
-
-def key(
-    name: str, default: Any, convert: Callable[[Any], Any] = lambda value: value, note: str = ""
-) -> Alias:
-    """Return the alias of a name whose converted value belongs to one key."""
-    return Alias("key", default, f"`{name}`{note and '; ' + note}", lambda value: {name: convert(value)})
-
-
-def joint(default: Any, says: str) -> Alias:
-    return Alias("joint", default, says)
-
-
-def inert(default: Any, why: str) -> Alias:
-    return Alias("inert", default, why)
-
-
-def refused(default: Any, instead: str) -> Alias:
-    return Alias("refused", default, instead)
-
-
-def each(make: Callable[[Any, str], Alias], says: str, **defaults: Any) -> Mapping[str, Alias]:
-    """Return the same alias for several names."""
-    return {name: make(default, says) for name, default in defaults.items()}

@@ -2,9 +2,5 @@
 
 PROVIDES = {
     "rl4llm.commands": {"run": "rl4llm.extensions.trl.command"},
-    "rl4llm.parts": {
-        "trl_facts": "rl4llm.extensions.trl.joint:TrainingFacts",
-        "trl_joints": "rl4llm.extensions.trl.joint:JOINTS",
-        "trl_tables": "rl4llm.extensions.trl.table:TABLES",
-    },
+    "rl4llm.parts": {"trl_tables": "rl4llm.extensions.trl.table:TABLES"},
 }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from rl4llm.api import PolicyTrainer
 from rl4llm.compose import Given
-from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
+from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl.attributes import attribute
 from rl4llm.extensions.trl.script import Script, named
+
+OBJECTS = ("dataset", "eval_dataset", "reward_functions", "reward_transform_fn", "tokenizer")
+"""What a trainer takes as Python objects, beside the model and the environment."""
 
 
 class TRLTrainer(PolicyTrainer):
@@ -24,40 +27,19 @@ class TRLTrainer(PolicyTrainer):
         self,
         model: Any = None,
         *positional: Any,
-        dataset: Any = None,
-        reward_functions: Sequence[Any] | None = None,
-        tokenizer: Any = None,
-        eval_dataset: Any = None,
-        reward_transform_fn: RewardTransform | None = None,
         env: type[BaseMDPEnv] | Mapping[str, Any] | str | None = None,
         config: str | Path | None = None,
         **arguments: Any,
     ):
         named(self.algorithm, positional, arguments)
         self._script = script = Script(self.algorithm, arguments, configured=config is not None)
-        given = Given(
-            model=model,
-            tokenizer=tokenizer,
-            dataset=dataset,
-            eval_dataset=eval_dataset,
-            reward_functions=reward_functions,
-            reward_transform_fn=reward_transform_fn,
-            env_class=env if isinstance(env, type) else None,
-        )
+        objects = {name: arguments.pop(name, None) for name in OBJECTS}
+        given = Given(model=model, env_class=env if isinstance(env, type) else None, **objects)
         given = script.unwrapped(given)
         keys = arguments | script.keys(given.dataset, arguments)
         given = script.objects(given)
-        super().__init__(
-            given.model,
-            given.dataset,
-            given.reward_functions,
-            tokenizer=given.tokenizer,
-            eval_dataset=given.eval_dataset,
-            reward_transform_fn=given.reward_transform_fn,
-            env=given.env_class or env,
-            config=config,
-            **keys,
-        )
+        objects = {name: getattr(given, name) for name in OBJECTS}
+        super().__init__(given.model, **objects, env=given.env_class or env, config=config, **keys)
 
     def train(self, resume_from_checkpoint: bool | None = None) -> Self:
         """Train until `max_steps`, or resume the run in `output.dir`. It always resumes, so True has no effect.

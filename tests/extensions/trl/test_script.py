@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -255,15 +254,6 @@ def test_both_names_of_one_thing_are_refused(model_dir):
 def test_texts_and_messages_are_not_mixed():
     with pytest.raises(DataError, match="row 1: the prompt is"):
         rows.prompts([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}], True)
-
-
-def test_the_page_has_the_tables_as_they_are():
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "migration_tables.py"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.partition("\n\n<!-- ")[0] in (ROOT / "docs" / "migration.md").read_text()
-    assert "`num_generations`" in done.stdout
 
 
 def test_reward_model_that_is_missing_is_named():

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -368,58 +367,3 @@ def test_rewards_of_trl_score_as_documented_there():
     assert long([[1] * 80, [1] * 90, [1] * 100, [1] * 101]) == [0.0, -0.5, -1.0, -1.0]
     repeated = functions.get_repetition_penalty_reward(ngram_size=2)
     assert repeated([[1, 2, 3, 4], [5] * 5, [1]]) == [0.0, -0.75, 0.0]
-
-
-def test_table_of_scripts_says_why_one_is_refused(tmp_path):
-    (tmp_path / "trl" / "scripts").mkdir(parents=True)
-    (tmp_path / "examples" / "scripts" / "more").mkdir(parents=True)
-    write(
-        tmp_path / "trl" / "scripts",
-        "import trl\nfrom trl.experimental.papo import PAPOTrainer  # and GRPOTrainer",
-    )
-    write(
-        tmp_path / "examples" / "scripts" / "more",
-        "from trl.experimental.async_grpo import AsyncGRPOTrainer",
-    )
-    write(tmp_path / "examples" / "scripts", "# This file has moved.")
-    command = [sys.executable, ROOT / "scripts" / "trl_scripts.py", "--trl", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    own, row = done.stdout.splitlines()
-    assert own.startswith(
-        "| `script.py` in examples/scripts/more | refused | line 1: trl.experimental.async_grpo"
-    )
-    assert row.startswith(
-        "| `script.py` in trl/scripts | refused | line 2: trl.experimental.papo has no counterpart"
-    )
-
-
-def test_table_of_tests_counts_why_one_does_not_pass(tmp_path):
-    (tmp_path / "tests").mkdir()
-    text = """
-import pytest
-from datasets import load_dataset
-from trl import GRPOConfig
-from trl.experimental.papo import PAPOTrainer
-from trl.import_utils import is_vllm_available
-
-def test_pass():
-    assert len(load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")) == 8
-
-@pytest.mark.skipif(not is_vllm_available(), reason="needs vllm")
-def test_skip(): pass
-
-def test_refused(): PAPOTrainer()
-
-def test_differs(): assert GRPOConfig().beta == 1
-
-@pytest.mark.parametrize("name", ["trl-internal-testing/tiny-Another"])
-def test_hub(name): pass
-"""
-    write(tmp_path / "tests", text, "test_rewards.py")
-    command = [sys.executable, ROOT / "scripts" / "trl_scripts.py", "--tests", tmp_path, "--only", "rewards"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.splitlines()
-    assert "| rewards | 1 | 1 | 1 | 2 |" in printed
-    assert any("1 refused by name: ConfigError: trl.experimental.papo" in line for line in printed)

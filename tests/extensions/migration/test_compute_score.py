@@ -1,34 +1,13 @@
-"""Rewards of RL-MAX and verl work unchanged."""
+"""Reward functions of verl work unchanged."""
 
 import pytest
 
-from rl4llm import ChatMessage, register_reward
+from rl4llm import ChatMessage
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.migration.rewards import BaseReward
 from rl4llm.rewards import as_reward_function, score
-from rl4llm.rewards.registry import REWARDS
 
 MESSAGES = [ChatMessage("system", "Add."), ChatMessage("user", "1+1?"), ChatMessage("assistant", "It is 2.")]
-
-
-def test_reward_of_rl_max_is_registered_and_scaled():
-    @register_reward
-    class Short(BaseReward):
-        name: str = "short"
-        max_value: float = 10.0
-
-        def score(self, prompt: str, completion: str, metadata: dict) -> float:
-            assert prompt == "Add.\n1+1?"
-            return float(len(completion)) + metadata["bonus"]
-
-    assert REWARDS["Short"] is Short
-    assert Short()(MESSAGES, "2", bonus=-4) == pytest.approx(0.4)
-    assert Short()(MESSAGES, "2", bonus=50) == 1.0
-    assert Short(max_value=5.0, weight=2.0)(MESSAGES, "2", bonus=-4) == pytest.approx(1.6)
-    assert Short().name == "short"
-    with pytest.raises(ConfigError, match="the option 'wieght' is unknown"):
-        Short(wieght=1)
 
 
 VERL = """
@@ -82,15 +61,6 @@ def test_async_function_of_verl_scores_all_episodes_at_once(tmp_path):
     assert scored("later", "It is 2.", "It is 3.") == ([1.0, 0.0], ["", ""])
     assert scored("sometimes", "It is 2.", "5", "It is not 2.") == ([1.0, 0.25, 1.0], [""] * 3)
     assert scored("breaks", "2")[1] == ["compute_score/raised"]
-
-
-def test_async_score_of_rl_max_is_refused_by_name():
-    class Later(BaseReward):
-        async def score(self, prompt, completion, metadata):
-            return 1.0
-
-    with pytest.raises(ConfigError, match=r"Later: the method `score` is async.*Next: subclass"):
-        Later()
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.migration.row import DataFacts, JointRule, Keys, at_least_zero
+from rl4llm.extensions.migration.table import Keys, at_least_zero
 
 A, M, R = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What a file does not contain: the rows of its dataset, None if unknown."""
+
+    rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JointRule:
+    """Several keys that are read together. Any of `names` triggers it; `keys` returns ours for all values."""
+
+    names: tuple[str, ...]
+    keys: Callable[[Values, DataFacts], Keys]
+
 
 ESTIMATORS = {
     "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "remax": "remax",
@@ -223,61 +240,49 @@ def _lora(values: Values, facts: DataFacts) -> Keys:
     return {"model.lora.rank": rank, "model.lora.alpha": alpha or 16, "model.lora.targets": list(named)}
 
 
+def _trackers(values: Values, facts: DataFacts) -> Keys:
+    chosen = values["trainer.logger"]
+    names = [chosen] if isinstance(chosen, str) else list(chosen or ())
+    return {f"tracking.{name}": True for name in names if name in ("wandb", "tensorboard")}
+
+
+def _backend(values: Values, facts: DataFacts) -> Keys:
+    if (name := values[f"{A}.strategy"]) not in ("fsdp", "fsdp2"):
+        raise ConfigError(f"{A}.strategy={name} has no counterpart. Accepted: fsdp, fsdp2.")
+    return {"backend.name": "torch", "backend.shard": "fsdp2"}
+
+
+def _joint(keys: Callable[[Values, DataFacts], Keys], names: str) -> JointRule:
+    short = {"A": A, "M": M, "R": R}
+    parts = (name.partition(".") for name in names.split())
+    return JointRule(tuple(f"{short.get(first, first)}.{rest}" for first, _, rest in parts), keys)
+
+
 RULES = (
-    JointRule(
-        ("algorithm.adv_estimator", f"{A}.policy_loss.loss_mode", "algorithm.filter_groups.enable"),
-        _algorithm,
-    ),
-    JointRule(("data.train_batch_size", f"{A}.ppo_mini_batch_size"), _batches),
-    JointRule(("trainer.total_epochs", "trainer.total_training_steps"), _steps),
-    JointRule((f"{A}.optim.lr_warmup_steps", f"{A}.optim.lr_warmup_steps_ratio"), _warmup),
-    JointRule(
-        tuple(
-            f"{A}.{name}"
-            for name in (
-                "clip_ratio",
-                "clip_ratio_low",
-                "clip_ratio_high",
-                "clip_ratio_c",
-                "tau_pos",
-                "tau_neg",
-            )
-        ),
-        _clipping,
-    ),
-    JointRule(
-        (
-            *(f"{A}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type")),
-            *(
-                f"algorithm.{name}"
-                for name in ("use_kl_in_reward", "kl_penalty", "kl_ctrl.kl_coef", "kl_ctrl.type")
-            ),
-            "algorithm.kl_ctrl.target_kl",
-        ),
+    _joint(_algorithm, "algorithm.adv_estimator A.policy_loss.loss_mode algorithm.filter_groups.enable"),
+    _joint(_batches, "data.train_batch_size A.ppo_mini_batch_size"),
+    _joint(_steps, "trainer.total_epochs trainer.total_training_steps"),
+    _joint(_warmup, "A.optim.lr_warmup_steps A.optim.lr_warmup_steps_ratio"),
+    _joint(_clipping, "A.clip_ratio A.clip_ratio_low A.clip_ratio_high A.clip_ratio_c A.tau_pos A.tau_neg"),
+    _joint(
         _divergence,
+        "A.use_kl_loss A.kl_loss_coef A.kl_loss_type algorithm.use_kl_in_reward algorithm.kl_penalty "
+        "algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl",
     ),
-    JointRule((f"{A}.loss_agg_mode", f"{A}.loss_scale_factor"), _aggregation),
-    JointRule(("algorithm.norm_adv_by_std_in_grpo",), _scaling),
-    JointRule(
-        (
-            *("critic.optim.lr", "critic.model.path", "critic.cliprange_value", "critic.ppo_epochs"),
-            *("algorithm.gamma", "algorithm.lam", "trainer.critic_warmup"),
-        ),
+    _joint(_aggregation, "A.loss_agg_mode A.loss_scale_factor"),
+    _joint(_scaling, "algorithm.norm_adv_by_std_in_grpo"),
+    _joint(
         _critic,
+        "critic.optim.lr critic.model.path critic.cliprange_value critic.ppo_epochs algorithm.gamma algorithm.lam "
+        "trainer.critic_warmup",
     ),
-    JointRule(
-        (
-            *("custom_reward_function.path", "reward.custom_reward_function.path"),
-            *("reward_model.enable", "reward.reward_model.enable"),
-        ),
+    _joint(
         _rewards,
+        "custom_reward_function.path reward.custom_reward_function.path reward_model.enable reward.reward_model.enable",
     ),
-    JointRule((f"{R}.name",), _engine),
-    JointRule(("trainer.default_local_dir", "trainer.experiment_name"), _directory),
-    JointRule(
-        tuple(
-            f"{M}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "lora.rank", "lora.alpha")
-        ),
-        _lora,
-    ),
+    _joint(_engine, "R.name"),
+    _joint(_backend, "A.strategy"),
+    _joint(_trackers, "trainer.logger"),
+    _joint(_directory, "trainer.default_local_dir trainer.experiment_name"),
+    _joint(_lora, "M.lora_rank M.lora_alpha M.target_modules M.lora.rank M.lora.alpha M.lora.target_modules"),
 )
