@@ -2,7 +2,7 @@
 #
 #   docker build -t rl4llm .                            # torch for CPUs
 #   docker build -t rl4llm --build-arg TORCH=cu130 .    # torch for GPUs with CUDA 13.0
-#   docker run --rm -it -v "$PWD:/work" rl4llm quickstart
+#   docker run --rm -it -v "$PWD:/work" rl4llm recipe quickstart
 #
 # Programs that a model wrote run in bubblewrap, which Docker's default profile forbids: add --security-opt seccomp=unconfined
 # --security-opt apparmor=unconfined, or leave such programs to sandboxes on another machine.

@@ -3,7 +3,7 @@
     python examples/sums.py DIRECTORY
 
 SmolLM2-135M-Instruct solves about one in seven before training. The 128 held-out sums are never trained on.
-`rl4llm quickstart --real` writes the same files.
+`rl4llm recipe run sums` writes the same files.
 """
 
 import argparse

@@ -21,11 +21,8 @@ COMMANDS: Registry[Any] = Registry(
     "rl4llm",
     group="rl4llm.commands",
     table={
-        "train": "rl4llm.commands.train:TRAIN",
-        "sft": "rl4llm.commands.train:SFT",
-        "dpo": "rl4llm.commands.train:DPO",
+        "train": "rl4llm.commands.train",
         "serve": "rl4llm.commands.serve",
-        "completion": "rl4llm.commands.completion",
     },
 )
 """Each command is a module, or an object in one, which has `add`."""
@@ -143,7 +140,7 @@ def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(
         given=given,
         prog="rl4llm",
-        description="Reinforcement learning for language models. Start with `rl4llm quickstart`.",
+        description="Reinforcement learning for language models. Start with `rl4llm recipe quickstart`.",
         epilog="Run `rl4llm COMMAND --help` for the arguments and examples of a command.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16),
     )

@@ -15,7 +15,7 @@ set -- remote # what is installed
 cd "$here"
 port="${PORT:-50051}"
 
-rl4llm serve-env --env "${ENVS:-tool,chat}" --port "$port" &
+rl4llm serve env --env "${ENVS:-tool,chat}" --port "$port" &
 host=$!
 trap 'kill "$host" 2> /dev/null || true; wait "$host" || true' EXIT
 rl4llm train "$root/configs/remote_dapo.yaml" model.path="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \

@@ -30,8 +30,6 @@ SMALL = {
 
 CASES = """
 wrong path      | train nowhere.yaml                               | There is no configuration file nowhere.yaml
-wrong path      | sft nowhere.yaml                                 | There is no configuration file nowhere.yaml
-wrong path      | dpo nowhere.yaml                                 | There is no configuration file nowhere.yaml
 wrong path      | launch nowhere.yaml                              | There is no configuration file nowhere.yaml
 wrong path      | plan nowhere.yaml                                | There is no configuration file nowhere.yaml
 wrong path      | check nowhere.yaml                               | There is no configuration file nowhere.yaml
@@ -44,26 +42,25 @@ wrong path      | eval small.yaml --compare nowhere.json           | --compare n
 wrong path      | grade nowhere.jsonl                              | The dataset 'nowhere.jsonl' does not exist
 wrong path      | export nowhere --out x                           | nowhere is not a run
 wrong path      | view nowhere                                     | 'nowhere' does not exist
-wrong path      | play nowhere.yaml                                | There is no configuration file nowhere.yaml
-wrong path      | play small.yaml --out nowhere/x.jsonl            | nowhere/x.jsonl cannot be written
-not accepted    | play small.yaml --prompt -1                      | --prompt -1 is not accepted
-wrong path      | replay nowhere                                   | nowhere holds no optimizer step
+wrong path      | recipe play nowhere.yaml                                | There is no configuration file nowhere.yaml
+wrong path      | recipe play small.yaml --out nowhere/x.jsonl            | nowhere/x.jsonl cannot be written
+not accepted    | recipe play small.yaml --prompt -1                      | --prompt -1 is not accepted
 wrong path      | run nowhere.py                                   | nowhere.py is not a file. Accepted: a Python script
-wrong path      | quickstart --dir small.yaml                      | small.yaml
+wrong path      | recipe quickstart --dir small.yaml                      | small.yaml
 wrong path      | import nowhere.yaml                              | The file nowhere.yaml does not exist
 another version | import damaged.yaml                              | damaged.yaml cannot be read
-wrong path      | new small.yaml --write-only                      | small.yaml cannot be written
-wrong path      | new fresh --write-only --data nowhere.jsonl      | The dataset 'nowhere.jsonl' does not exist
-not accepted    | new fresh --write-only --turns 0                 | turns=0 is not accepted. Accepted: 1 or more
+wrong path      | recipe new small.yaml --write-only                      | small.yaml cannot be written
+wrong path      | recipe new fresh --write-only --data nowhere.jsonl      | The dataset 'nowhere.jsonl' does not exist
+not accepted    | recipe new fresh --write-only --turns 0                 | turns=0 is not accepted. Accepted: 1 or more
 not accepted    | check small.yaml --prompts 4                     | --prompts is not accepted without --task
 wrong path      | serve --model-path ./nowhere --python {python}   | nowhere
-wrong path      | serve-env --env nowhere --port 0                 | 'nowhere' is unknown
+wrong path      | serve env --env nowhere --port 0                 | 'nowhere' is unknown
 broken run      | train small.yaml output.dir=broken               | run.json is damaged
 broken run      | eval small.yaml output.dir=broken                | No checkpoint in broken/checkpoints can be used
 broken run      | collect small.yaml --out x.jsonl output.dir=broken | No checkpoint in broken/checkpoints can be used
 broken run      | export broken --out x                            | No checkpoint in broken/checkpoints can be used
-broken run      | replay broken/failed/step-000001                 | holds no optimizer step
-broken run      | replay broken/failed/step-000002                 | holds no optimizer step
+broken run      | check broken/failed/step-000001                 | holds no optimizer step
+broken run      | check broken/failed/step-000002                 | holds no optimizer step
 broken run      | view small.yaml                                  | is not a directory
 another version | train other.yaml                                 | other.yaml: Unknown configuration key 'rollout.batch'
 another version | plan other.yaml                                  | other.yaml: Unknown configuration key 'rollout.batch'
@@ -71,24 +68,21 @@ another version | check other.yaml                                 | other.yaml:
 another version | eval other.yaml                                  | other.yaml: Unknown configuration key 'rollout.batch'
 another version | collect other.yaml --out x.jsonl                 | other.yaml: Unknown configuration key 'rollout.batch'
 another version | launch other.yaml                                | other.yaml: Unknown configuration key 'rollout.batch'
-another version | sft other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
-another version | dpo other.yaml                                   | other.yaml: Unknown configuration key 'rollout.batch'
+another version | train other.yaml                                 | other.yaml: Unknown configuration key 'rollout.batch'
 another version | train damaged.yaml                               | damaged.yaml is not valid YAML
 another version | train list.yaml                                  | list.yaml must be a mapping of keys, not a list
 another version | train empty.yaml                                 | model.path is not set
 another version | train refers.yaml                                | model.path: Interpolation key 'nowhere' not found
 no such device  | train small.yaml model.device=cuda:99            | model.device='cuda:99' is not available: torch
 no such device  | plan small.yaml model.device=cuda:99             | `rl4llm plan --device-memory`
-another method  | sft small.yaml                                   | learns from episodes, but `rl4llm sft`
-another method  | dpo small.yaml algorithm.name=sft                | learns from demonstrations, but `rl4llm dpo`
 port in use     | view broken --port {port}                        | --port {port} cannot be used
-port in use     | serve-env --env chat --port {port}               | Port {port}
+port in use     | serve env --env chat --port {port}               | Port {port}
 port in use     | serve --model-path {model} --python {python} --port {port} | Port {port}
 read-only       | train small.yaml output.dir={locked}/run         | {locked}/run
 read-only       | eval small.yaml --out {locked}/x.json            | {locked}/x.json cannot be written
 read-only       | collect small.yaml --out {locked}/x.jsonl        | {locked}
 read-only       | view broken --export {locked}/x.html             | {locked}/x.html cannot be written
-read-only       | quickstart --dir {locked}/quick                  | {locked}/quick
+read-only       | recipe quickstart --dir {locked}/quick                  | {locked}/quick
 not accepted    | view broken --port 99999                         | 0-65535. Next: use another port
 no such device  | train small.yaml model.device=mps                | model.device='mps' is not accepted
 no number       | train small.yaml training.lr=inf                 | training.lr=inf is not accepted: a finite number
@@ -100,13 +94,13 @@ no number       | train small.yaml threads=100000                  | threads=100
 no number       | collect small.yaml --out x.jsonl --filter-reward nan | --filter-reward nan is not accepted
 no such recipe  | recipe run nowhere                               | recipe='nowhere' is unknown. Known:
 no number       | recipe run sums --seed -1                        | seed=-1 is not accepted
-no number       | quickstart --dir quick --seed -1                 | seed=-1 is not accepted
+no number       | recipe quickstart --dir quick --seed -1                 | seed=-1 is not accepted
 too much        | train small.yaml rollout.prompts=1000000000000000 | MemoryError: Unable to allocate
 no class        | train small.yaml env.name=os:path                | Accepted: a subclass of BaseMDPEnv
 no class        | train small.yaml env.name=.os:path               | cannot be imported
 no address      | train small.yaml inference.name=sglang inference.url=http://127.0.0.1:99999 | http://HOST:PORT
 no address      | train small.yaml inference.name=sglang inference.url=3 | inference.url=3 is not accepted
-no class        | serve-env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
+no class        | serve env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
 wrong key       | launch small.yaml algorithm.clip_hi=1            | Did you mean 'clip_high'?
 wrong key       | launch small.yaml env.step=1 --on local          | env option='step' is unknown
 wrong value     | launch small.yaml backend.shard=zero3            | backend.shard='zero3' is unknown
@@ -121,7 +115,7 @@ no text         | launch small.yaml --on ssh --option hosts=latin1 | latin1, lin
 no address      | train small.yaml env.remote=3                    | env.remote=3 is not accepted
 no file         | view broken --export pipe                        | pipe cannot be written: it exists but is not a regular
 not accepted    | info nothing                                     | invalid choice
-not accepted    | completion csh                                   | invalid choice
+not accepted    | info --completion csh                            | invalid choice
 not accepted    | collect small.yaml                               | required: --out
 not accepted    | eval small.yaml --k 2                            | --k 2 is not accepted
 """
@@ -265,7 +259,7 @@ program()
 def test_ctrl_c_during_the_imports_exits_silently_or_is_ignored(ignored, code):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
     try:
-        words = [sys.executable, "-c", EARLY, "completion", "bash"]
+        words = [sys.executable, "-c", EARLY, "info", "--completion", "bash"]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     finally:
         if ignored:
@@ -293,7 +287,7 @@ def test_ctrl_c_inside_an_import_counts_as_ctrl_c(monkeypatch, capsys):
         main(["info"])
 
 
-@pytest.mark.parametrize("words", [["completion", "bash"], ["train", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["info", "--completion", "bash"], ["train", "--help"]], ids=" ".join)
 def test_a_closed_pipe_ends_a_command_silently(words):
     reader, writer = os.pipe()
     os.close(reader)
@@ -310,5 +304,5 @@ def test_a_closed_pipe_ends_a_command_silently(words):
 
 
 def test_closed_streams_are_no_reason_to_fail():
-    command = f"exec {sys.executable} -m rl4llm completion bash <&- >&- 2>&-"
+    command = f"exec {sys.executable} -m rl4llm info --completion bash <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=120).returncode == 0

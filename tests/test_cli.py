@@ -343,7 +343,7 @@ def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path, ca
         "rollout.prompts=2",
         "eval.every=0",
     ]
-    assert main(["sft", str(ROOT / "configs/sft.yaml"), small[0], *learned, "model.autocast=none"]) == 0
+    assert main(["train", str(ROOT / "configs/sft.yaml"), small[0], *learned, "model.autocast=none"]) == 0
     assert (tmp_path / "sft" / "model").is_dir()
 
 

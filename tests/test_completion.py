@@ -1,4 +1,4 @@
-"""A shell completes with the script of `rl4llm completion`; the tests press Tab in bash."""
+"""A shell completes with the script of `rl4llm info --completion`; the tests press Tab in bash."""
 
 import os
 import pty
@@ -18,7 +18,7 @@ from rl4llm.envs import ENVIRONMENTS
 ROOT = Path(__file__).parents[1]
 TYPED = {
     "rl4llm tra": "rl4llm train",
-    "rl4llm completion z": "rl4llm completion zsh",
+    "rl4llm info --completion z": "rl4llm info --completion zsh",
     "rl4llm eval configs/gsm8k_grp": "rl4llm eval configs/gsm8k_grpo.yaml",
     "rl4llm eval configs/gsm8k_grpo.yaml --fail-if": "rl4llm eval configs/gsm8k_grpo.yaml --fail-if-worse",
     "rl4llm train configs/sft.yaml training.weight_d": "rl4llm train configs/sft.yaml training.weight_decay=",
@@ -70,7 +70,8 @@ def bash(tmp_path_factory):
     (programs / "rl4llm").chmod(0o755)
     shell = Bash(programs)
     shell.send(
-        'bind "set enable-bracketed-paste off"; eval "$(rl4llm completion bash)"; echo rea""dy\n', "ready"
+        'bind "set enable-bracketed-paste off"; eval "$(rl4llm info --completion bash)"; echo rea""dy\n',
+        "ready",
     )
     yield shell
     shell.close()
@@ -86,7 +87,7 @@ def test_bash_completes_commands_files_options_keys_and_names(bash, typed):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_code_of_every_shell_is_printed(shell, capsys):
-    assert main(["completion", shell]) == 0
+    assert main(["info", "--completion", shell]) == 0
     assert "_ARGCOMPLETE" in capsys.readouterr().out
 
 

@@ -41,7 +41,7 @@ DATA = {
     "humaneval_grpo": "HumanEval.jsonl",
 }
 STAND_INS = {"MODEL": "model", "CHATS": "chats", "PAIRS": "pairs", "HumanEval.jsonl.gz": "HumanEval.jsonl"}
-TRAINED = ("sft", "train", "eval", "plan", "check")
+TRAINED = ("train", "eval", "plan", "check")
 ELSEWHERE = {  # what a line says that needs more than is here, and where such lines run
     "http://": "tests/extensions/servers/test_sglang.py, tests/envs/test_debate.py",
     "inference.name=": "tests/extensions/servers/test_sglang.py, tests/extensions/servers/test_vllm.py",

@@ -177,10 +177,8 @@ collect small.yaml --out episodes.txt              | Accepted: a file that ends 
 export run --out exported                          | is not a run: config.yaml is missing. Accepted: the output.dir of a run
 export small.yaml --out exported                   | is not a run: config.yaml is missing. Accepted: the output.dir of a run
 view small.yaml                                    | is not a directory. Accepted: output.dir of a run
-replay run/failed/step-000001                      | there is no such directory. Accepted: a directory such as
-replay empty                                       | it has no file ... Accepted: a directory such as
-quickstart --dir busy                              | --dir busy has files that are not of a quickstart: thesis.tex
-sft small.yaml                                     | learns from episodes, but `rl4llm sft` ... Use `rl4llm train`
+check empty                                        | it has no file ... Accepted: a directory such as
+recipe quickstart --dir busy                       | --dir busy has files that are not of a quickstart: thesis.tex
 check small.yaml --prompts 4                       | --prompts is not accepted without --task
 check small.yaml --task --prompts 0                | --prompts 0 is not accepted. Accepted: 1 or more
 """

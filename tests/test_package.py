@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from small_run import SmallRun
 
 from rl4llm import TESTED_TORCH
+from rl4llm.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rl4llm"
@@ -189,6 +190,10 @@ def test_every_public_name_can_be_imported():
     for name in rl4llm.__all__:
         assert getattr(rl4llm, name)
     assert len(rl4llm.__all__) <= 40
+
+
+def test_there_are_few_commands():
+    assert len(list(COMMANDS)) <= 14
 
 
 def test_names_of_other_projects_are_not_at_the_top_level():

@@ -212,7 +212,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         raise NotFiniteError(
             f"{skipped} optimizer steps in a row were not finite (training.max_skipped), the last one in step "
             f"{self.step + 1}: loss {metrics['loss']:.3g}, gradient norm {metrics['grad_norm']:.3g}. The weights are "
-            f"unchanged. Next: `rl4llm replay {directory}` shows the cause. The same command resumes from the last "
+            f"unchanged. Next: `rl4llm check {directory}` shows the cause. The same command resumes from the last "
             "checkpoint."
         )
 

@@ -1,4 +1,4 @@
-"""Write a non-finite optimizer step, so that `rl4llm replay` can compute it again.
+"""Write a non-finite optimizer step, so that `rl4llm check` can compute it again.
 
 failed/step-000012/
   update.json          the step, which model it would have moved, and what was measured

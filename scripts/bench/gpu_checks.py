@@ -229,7 +229,7 @@ def learn(probe: Probe) -> None:
             config["rollout"] = {"prompts": 4, "group_size": group, "max_tokens": 8}
         (configs / name).write_text(yaml.safe_dump(config))
     with probe.finding("quickstart") as found:
-        words = ("-m", "rl4llm", "quickstart", "--dir", place, "--configs", configs)
+        words = ("-m", "rl4llm", "recipe", "quickstart", "--dir", place, "--configs", configs)
         code, text = probe.python(*words, limit=probe.limit - 20)
         file = place / "grpo" / "eval.jsonl"
         evals = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

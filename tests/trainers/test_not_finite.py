@@ -11,7 +11,7 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.cli import main
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import DataError, ModelError, NotFiniteError
-from rl4llm.extensions.inspect.replay.failed_update import load_update
+from rl4llm.extensions.inspect.check.failed_update import load_update
 
 BAD_ALGORITHM = '''
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def bad(tmp_path, monkeypatch):
 def test_two_steps_that_are_not_finite_stop_the_run(model_dir, tmp_path, bad):
     trainer = run(model_dir, tmp_path / "run", algorithm=bad)
     before = {name: tensor.clone() for name, tensor in trainer.trainer.backend.weights()}
-    with pytest.raises(NotFiniteError, match=r"2 optimizer steps in a row.*rl4llm replay .*step-000002"):
+    with pytest.raises(NotFiniteError, match=r"2 optimizer steps in a row.*rl4llm check .*step-000002"):
         trainer.train()
     for name, tensor in trainer.trainer.backend.weights():
         assert torch.equal(tensor, before[name]), name
@@ -104,7 +104,7 @@ def test_replay_shows_where_a_failed_step_is_not_finite(model_dir, tmp_path, bad
     update = load_update(step)
     assert update.facts["model"] == "model"
     (number,) = {int((batch.mask_BT & (batch.token_ids_BT % 2 == 0)).sum()) for batch in update.batches}
-    assert main(["replay", str(step)]) == 0
+    assert main(["check", str(step)]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"loss of {number} tokens" in shown
     assert "the model's output of" not in shown
@@ -128,14 +128,14 @@ def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(model_dir, tmp_path, mo
     (first,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert first["skipped"] == 1
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["replay", str(directory / "failed" / "step-000002-rank1")]) == 0
+    assert main(["check", str(directory / "failed" / "step-000002-rank1")]) == 0
     assert "not finite" in capsys.readouterr().out
 
 
 def test_a_directory_without_a_kept_step_is_refused(tmp_path, capsys):
     with pytest.raises(DataError, match="failed/step-000012"):
         load_update(tmp_path)
-    assert main(["replay", str(tmp_path)]) == 1
+    assert main(["check", str(tmp_path)]) == 1
 
 
 def test_one_bad_step_among_good_ones_does_not_stop_a_run(model_dir, tmp_path, monkeypatch):

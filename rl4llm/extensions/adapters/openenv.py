@@ -159,7 +159,7 @@ def _connected(url: str, message_timeout_s: float = 60.0) -> Any:
     except ImportError as error:
         raise ConfigError(
             "env.name='openenv' needs the package openenv, whose dependencies conflict with the trainer's. Run pip install "
-            "'rl4llm[openenv,remote]' in a separate environment, and host it from there: rl4llm serve-env --env openenv."
+            "'rl4llm[openenv,remote]' in a separate environment, and host it from there: rl4llm serve env --env openenv."
         ) from error
     client = GenericEnvClient(
         base_url=url, connect_timeout_s=CONNECT_TIMEOUT_S, message_timeout_s=message_timeout_s

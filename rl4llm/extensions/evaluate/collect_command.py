@@ -16,7 +16,7 @@ from rl4llm.core.errors import ConfigError
 def add(commands: Any) -> None:
     examples = (
         "rl4llm collect configs/gsm8k_grpo.yaml --out good.jsonl --filter-reward 1",
-        "rl4llm sft configs/sft.yaml data.path=good.jsonl eval.every=0",
+        "rl4llm train configs/sft.yaml data.path=good.jsonl eval.every=0",
     )
     about = "play episodes and write them as a dataset, for example for sft"
     command = add_command(commands, "collect", run, about, examples)

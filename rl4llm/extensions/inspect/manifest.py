@@ -6,6 +6,5 @@ PROVIDES = {
         "grade": "rl4llm.extensions.inspect.grade.command",
         "info": "rl4llm.extensions.inspect.info.command",
         "plan": "rl4llm.extensions.inspect.plan.command",
-        "replay": "rl4llm.extensions.inspect.replay.command",
     }
 }

@@ -143,7 +143,7 @@ def words(
         own = [*_cpu(config), "--restarts", "3", *_log(config, "router", number, host)]
         return ["serve", "--engine", "sglang-router", *own, *_workers(hosts["server"]), *where]
     if role.name == "env":
-        return ["serve-env", "--env", ",".join(_hosted(config)), *where]
+        return ["serve", "env", "--env", ",".join(_hosted(config)), *where]
     return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
 
 

@@ -9,6 +9,18 @@ from typing import Any
 from rl4llm.core.registry import PARTS, from_extension, provided
 from rl4llm.extensions.migration.table import row_of
 
+OF_SCRIPTS = {
+    "model": "model.path",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.path",
+    "dataset_train_split": "data.split",
+    "dataset_test_split": "eval.split",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_target_modules": "model.lora.targets",
+}
+"""What scripts of TRL take beside their config."""
+
 IMPORTS = " `rl4llm import FILE` converts a whole configuration."
 
 
@@ -34,6 +46,8 @@ def _found(name: str) -> Iterator[tuple[str, str]]:
     A name of TRL may have a section of ours in front, if our key for it is in that section.
     """
     section, _, last = name.rpartition(".")
+    if name in OF_SCRIPTS:
+        yield "TRL", f"here it is `{OF_SCRIPTS[name]}`"
     alias = _of_trl().get(last)
     if alias is not None and (not section or f"`{section}." in alias.says):
         here = alias.kind in ("key", "joint")

@@ -1,1 +1,1 @@
-"""`rl4llm new`: write the files of a task, and try them."""
+"""`rl4llm recipe new`: write the files of a task, and try them."""

@@ -1,4 +1,4 @@
-"""``rl4llm new``: five questions become the files of a task, which is then checked and played."""
+"""``rl4llm recipe new``: five questions become the files of a task, which is then checked and played."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Answers:
 
 def add(commands: Any) -> None:
     examples = (
-        "rl4llm new mytask",
-        "rl4llm new sums --data questions.jsonl --right number --tools none --turns 1 --model models/small",
-        "rl4llm new sql --tools sqlite --turns 4 --model Qwen/Qwen2.5-0.5B-Instruct",
+        "rl4llm recipe new mytask",
+        "rl4llm recipe new sums --data questions.jsonl --right number --tools none --turns 1 --model models/small",
+        "rl4llm recipe new sql --tools sqlite --turns 4 --model Qwen/Qwen2.5-0.5B-Instruct",
     )
     about = "write a task: reward or environment, tools, configuration, test; then check it and play eight episodes"
     command = add_command(commands, "new", run, about, examples)

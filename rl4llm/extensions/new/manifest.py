@@ -1,3 +1,3 @@
 """The command that writes the files of a task."""
 
-PROVIDES = {"rl4llm.commands": {"new": "rl4llm.extensions.new.command"}}
+PROVIDES = {"rl4llm.recipes": {"new": "rl4llm.extensions.new.command"}}

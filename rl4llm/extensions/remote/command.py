@@ -1,23 +1,27 @@
-"""``rl4llm serve-env``: host environments for trainers on other machines."""
+"""``rl4llm serve env``: host environments for trainers on other machines."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rl4llm.commands.arguments import add_command, add_overrides
+from rl4llm.commands.arguments import add_overrides
 from rl4llm.commands.output import say
 from rl4llm.core.errors import ConfigError
 
+EXAMPLES = """examples:
+  rl4llm serve env --env tool,chat --port 50051
+  rl4llm train configs/remote_dapo.yaml env.remote=127.0.0.1:50051"""
 
-def add(commands: Any) -> None:
-    examples = (
-        "rl4llm serve-env --env tool,chat --port 50051",
-        "rl4llm train configs/remote_dapo.yaml env.remote=127.0.0.1:50051",
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="rl4llm serve env",
+        description="Host environments, with tools and rewards, for trainers on other machines.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    about = "host environments, with tools and rewards, for trainers on other machines"
-    command = add_command(commands, "serve-env", run, about, examples)
     command.add_argument(
         "--env",
         required=True,
@@ -38,9 +42,12 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the certificate")
     add_overrides(command, "sandbox.key=value", "sandbox for programs of the policy")
+    return command
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(words: Sequence[str]) -> int:
+    """Serve until Ctrl-C; `words` are those after ``rl4llm serve env``."""
+    arguments = parser().parse_intermixed_args(words)
     from rl4llm.extensions.remote.serve_env import Listening, serve_env
 
     if not 0 <= arguments.port < 65536:

@@ -1,4 +1,4 @@
-"""``rl4llm serve-env --env tool,chat --port 50051``: host environments, with tools and rewards, for other machines.
+"""``rl4llm serve env --env tool,chat --port 50051``: host environments, with tools and rewards, for other machines.
 
 A trainer uses them with ``env.remote=host:port``. A caller can start programs on a host, since the command of an MCP
 server is an option of an environment. So a host requires a token. An address that other machines can reach needs a

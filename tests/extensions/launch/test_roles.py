@@ -8,6 +8,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import places
 from rl4llm.extensions.launch.part import part
 from rl4llm.extensions.launch.roles import ENV_TOKEN, SERVER_KEY, roles, words
+from rl4llm.extensions.remote.command import parser
 from rl4llm.extensions.remote.token import VARIABLE
 from rl4llm.extensions.servers.server_command import server_command
 from rl4llm.runtime.ports import KEY_VARIABLE
@@ -102,12 +103,18 @@ def test_force_reaches_only_the_trainer(tmp_path):
     assert ["--force" in found for found in told.values()] == [True, False]
 
 
+def hosted(words):
+    """Return the arguments of `rl4llm serve env`."""
+    assert words[:2] == ["serve", "env"]
+    return parser().parse_intermixed_args(words[2:])
+
+
 def test_every_part_gets_the_hosts_of_its_environment():
     own = ["parts={a: {data: {path: arithmetic}}, b: {env: {name: chat}}}"]
     arguments = _parsed(line("trainer", 0, *own))
     config = load_config(overrides=[*ALL, *own, *arguments.overrides])
     assert config.env["remote"] == config.parts["b"]["env"]["remote"] == ["[fe80::1]:50051", "d:50052"]
-    assert _parsed(line("env", 0, *own)).env == "tool,chat"
+    assert hosted(line("env", 0, *own)).env == "tool,chat"
 
 
 def test_processes_listen_at_known_ports_and_check_a_key(monkeypatch):
@@ -126,7 +133,7 @@ def test_processes_listen_at_known_ports_and_check_a_key(monkeypatch):
         "http://c:30001",
         "http://d:30002",
     ]
-    host = _parsed(line("env", 1))
+    host = hosted(line("env", 1))
     assert (host.env, host.host, host.port) == ("tool", "0.0.0.0", 50052)
     assert "--cpu" in line("server", 0, "launch.server_gpus=0")
 

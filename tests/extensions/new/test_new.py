@@ -1,4 +1,4 @@
-"""What `rl4llm new` writes is a task: its test passes, its check passes, and its episodes are played."""
+"""What `rl4llm recipe new` writes is a task: its test passes, its check passes, and its episodes are played."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def test_a_new_task_is_checked_played_and_trained(shape, model_dir, tmp_path, no
     right, tools, turns = shape
     place = tmp_path / "mine"
     options = ["--right", right, "--tools", tools, "--turns", str(turns), "--model", str(model)]
-    assert main(["new", str(place), *options]) == 0, capsys.readouterr()
+    assert main(["recipe", "new", str(place), *options]) == 0, capsys.readouterr()
     out = capsys.readouterr().out
     assert "All checks passed" in out
     assert out.count("reward ") >= 8
@@ -116,6 +116,6 @@ def test_questions_are_asked_on_a_terminal(monkeypatch):
 
 def test_a_task_is_never_overwritten(tmp_path, capsys):
     (tmp_path / "task.py").write_text("mine = 1\n")
-    assert main(["new", str(tmp_path)]) == 2
+    assert main(["recipe", "new", str(tmp_path)]) == 2
     assert "has task.py already" in capsys.readouterr().err
     assert (tmp_path / "task.py").read_text() == "mine = 1\n"

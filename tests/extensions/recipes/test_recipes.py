@@ -361,7 +361,7 @@ def test_a_recipe_has_the_name_of_its_directory(small, monkeypatch):
     ("words", "message"),
     [
         (["run", "sumz"], "Did you mean 'sums'?"),
-        (["run"], "needs the name of a recipe"),
+        (["run"], "the following arguments are required: name"),
         (["run", "sums", "--variant", "lara"], "Did you mean 'lora'?"),
     ],
 )

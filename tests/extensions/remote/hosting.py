@@ -10,7 +10,7 @@ from rl4llm.extensions.sandbox import Sandbox
 
 
 class HostThread:
-    """`rl4llm serve-env --env NAMES`, in a thread."""
+    """`rl4llm serve env --env NAMES`, in a thread."""
 
     def __init__(self, names, port=0, token="", change=lambda env_host: None, certificate=None):
         hosting = Hosting(names, lambda: Sandbox("rlimits", allow_weak=True))

@@ -34,10 +34,10 @@ ON_PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]
 
 
 class Host:
-    """`rl4llm serve-env`, in a process; what it says is kept."""
+    """`rl4llm serve env`, in a process; what it says is kept."""
 
     def __init__(self, names, port=0, environ=()):
-        command = [sys.executable, "-m", "rl4llm", "serve-env", "--env", names, "--port", str(port)]
+        command = [sys.executable, "-m", "rl4llm", "serve", "env", "--env", names, "--port", str(port)]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=os.environ | ON_PATH | dict(environ)
         )
@@ -161,7 +161,7 @@ def test_a_host_that_must_not_be_started_is_refused(arguments, message, capsys, 
     monkeypatch.delenv("RL4LLM_ENV_TOKEN", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         filled = [argument.format(taken=taken.getsockname()[1]) for argument in arguments]
-        assert main(["serve-env", *filled]) in (1, 2)
+        assert main(["serve", "env", *filled]) in (1, 2)
     assert message in " ".join(capsys.readouterr().err.split())
 
 

@@ -146,9 +146,9 @@ def test_what_cannot_be_played_is_refused(tmp_path, model_dir, capsys):
         json.dumps({"model": {"path": str(model_dir)}, "data": {"path": "arithmetic"}})
     )
     task = str(tmp_path / "task.yaml")
-    assert main(["play", task, "--prompt", "99999"]) == 2
+    assert main(["recipe", "play", task, "--prompt", "99999"]) == 2
     assert "they are 0 to 4095" in capsys.readouterr().err
-    assert main(["play", task, "--out", "episodes.csv"]) == 2
+    assert main(["recipe", "play", task, "--out", "episodes.csv"]) == 2
     assert "Accepted: a file that ends in .jsonl" in capsys.readouterr().err
-    assert main(["play", task, "parts={a: {}, b: {}}"]) == 2
+    assert main(["recipe", "play", task, "parts={a: {}, b: {}}"]) == 2
     assert "several environments" in capsys.readouterr().err

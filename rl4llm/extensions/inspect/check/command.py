@@ -1,4 +1,4 @@
-"""``rl4llm check``: validate a setup before it trains."""
+"""``rl4llm check``: validate a setup before it trains, or recompute a step that was not finite."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
-from rl4llm.commands.output import meanwhile, show, write_json
+from rl4llm.commands.output import meanwhile, show, show_facts, write_json
 from rl4llm.core.errors import ConfigError
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
@@ -20,10 +21,13 @@ def add(commands: Any) -> None:
         "rl4llm check configs/gsm8k_grpo.yaml",
         "rl4llm check configs/gsm8k_grpo.yaml inference.name=sglang --json",
         "rl4llm check configs/gsm8k_grpo.yaml --task --prompts 64",
+        "rl4llm check runs/x/failed/step-000012    # where its loss or gradient first went wrong",
     )
     about = "validate a setup (token masks, log-prob parity, weight sync, gradients); exit code 1 when a check fails"
     command = add_command(commands, "check", run, about, examples)
-    add_config(command)
+    add_config(
+        command, "path to a YAML file, configs/NAME.yaml for a bundled one, or the directory of a failed step"
+    )
     command.add_argument(
         "--task",
         action="store_true",
@@ -37,6 +41,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if Path(arguments.config).is_dir():
+        return _failed_step(arguments)
     if arguments.task:
         return _task(arguments)
     if arguments.prompts is not None:
@@ -67,6 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"{f'{failed} of {len(results)} checks failed' if failed else 'All checks passed'}, {seconds:.0f} s"
         )
     return 1 if failed else 0
+
+
+def _failed_step(arguments: argparse.Namespace) -> int:
+    """Recompute a step whose loss or gradient was not finite."""
+    from rl4llm.extensions.inspect.check.replay import replay
+
+    show_facts(replay(Path(arguments.config)), arguments.json)
+    return 0
 
 
 def _task(arguments: argparse.Namespace) -> int:

@@ -161,13 +161,13 @@ def _advice(
         key = key if config.data.path is None else "data.system_prompt"
         yield (
             f"{no_answer:.0%} of the answers lack the format of the reward{_format(trainer)}. Ask for it in {key}, choose "
-            "another `extract` of the reward, or teach the format with SFT first (`rl4llm sft`)."
+            "another `extract` of the reward, or teach the format with SFT first (`configs/sft.yaml`)."
         )
     elif equal >= MOST and (success is None or success <= FEW):
         right = "" if success is None else ", and nearly nothing is right"
         yield (
             f"Nearly every group scores the same{right}. Use easier prompts, a stronger model, a reward with partial "
-            "credit, or SFT first (`rl4llm sft`)."
+            "credit, or SFT first (`configs/sft.yaml`)."
         )
     if equal >= MOST and (success or 0.0) >= MOST:
         yield "Nearly everything is right already. Use harder prompts."
@@ -183,7 +183,7 @@ def _of_tools(found: Mapping[str, float]) -> Iterator[str]:
     if calls is not None and calls < MANY:
         yield (
             f"The model calls tools {calls:.2f} times an episode. Show a call in the system prompt, or teach calls with SFT "
-            "first (`rl4llm sft`)."
+            "first (`configs/sft.yaml`)."
         )
     elif calls and errors / calls >= 1 - MANY:
         yield (

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_json
-from rl4llm.commands.output import show_facts
+from rl4llm.commands.output import show_facts, write_text
 from rl4llm.core.errors import ConfigError
 
 TOPICS = ("algorithms", "environments", "rewards", "engines", "backends", "devices", "model")
@@ -20,9 +20,16 @@ def add(commands: Any) -> None:
     command.add_argument("topic", nargs="?", choices=TOPICS, help=about)
     command.add_argument("path", nargs="?", help="with the topic model: a model directory or hub name")
     add_json(command)
+    about = 'print a completion script instead; put eval "$(rl4llm info --completion bash)" into ~/.bashrc'
+    command.add_argument("--completion", choices=("bash", "zsh", "fish"), help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.completion is not None:
+        from argcomplete.shell_integration import shellcode
+
+        write_text(shellcode(["rl4llm"], shell=arguments.completion))
+        return 0
     from rl4llm.extensions.inspect.info.inventory import facts
 
     if (arguments.topic == "model") != (arguments.path is not None):

@@ -1,4 +1,4 @@
-// The page of `rl4llm play`: a person answers in the place of the policy.
+// The page of `rl4llm recipe play`: a person answers in the place of the policy.
 
 import { h, longText, number, replace } from "./dom.js";
 import { message } from "./episode.js";
@@ -91,6 +91,6 @@ async function follow() {
 
 document.documentElement.dataset.theme = "auto";
 if (location.search) history.replaceState(null, "", "/"); // the token is in a cookie now
-replace(document.getElementById("top"), h("div", { class: "bar" }, h("b", { class: "brand" }, "rl4llm play"), h("span", { class: "quiet" }, "you are the policy")));
+replace(document.getElementById("top"), h("div", { class: "bar" }, h("b", { class: "brand" }, "rl4llm recipe play"), h("span", { class: "quiet" }, "you are the policy")));
 replace(document.getElementById("main"), conversation, said, form, details, choice);
 follow();

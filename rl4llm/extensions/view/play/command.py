@@ -1,4 +1,4 @@
-"""``rl4llm play``: a person plays an environment in the browser."""
+"""``rl4llm recipe play``: a person plays an environment in the browser."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rl4llm.extensions.view.command import add_address, serve_page
 
 def add(commands: Any) -> None:
     examples = (
-        "rl4llm play task.yaml",
-        "rl4llm play configs/quickstart.yaml --prompt 3 --open",
-        "rl4llm play task.yaml --out good.jsonl",
+        "rl4llm recipe play task.yaml",
+        "rl4llm recipe play configs/quickstart.yaml --prompt 3 --open",
+        "rl4llm recipe play task.yaml --out good.jsonl",
     )
     about = "play an environment yourself, in the browser, in the place of the policy"
     command = add_command(commands, "play", run, about, examples)

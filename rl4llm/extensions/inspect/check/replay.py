@@ -1,4 +1,4 @@
-"""Recompute an optimizer step that was not finite: ``rl4llm replay runs/NAME/failed/step-000012``."""
+"""Recompute an optimizer step that was not finite: ``rl4llm check runs/NAME/failed/step-000012``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import TokenLosses, TokenMetrics
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import TrainBatch
-from rl4llm.extensions.inspect.replay.failed_update import FailedUpdate, load_update
+from rl4llm.extensions.inspect.check.failed_update import FailedUpdate, load_update
 
 CONTEXT = 8  # tokens shown before one that is not finite
 

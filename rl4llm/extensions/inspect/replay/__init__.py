@@ -1,1 +1,0 @@
-"""``rl4llm replay``: recompute a step that was not finite."""
