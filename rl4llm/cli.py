@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from rl4llm import __version__
+from rl4llm.commands.arguments import add_registered
 from rl4llm.commands.output import STOPPED, say
 from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL4LLMError
 from rl4llm.core.registry import Registry, elsewhere
@@ -22,6 +23,7 @@ COMMANDS: Registry[Any] = Registry(
     group="rl4llm.commands",
     table={
         "train": "rl4llm.commands.train",
+        "recipe": "rl4llm.commands.recipe",
         "serve": "rl4llm.commands.serve",
     },
 )
@@ -150,13 +152,7 @@ def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser_class: Any = partial(_Parser, given=given)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=parser_class)
-    for name in COMMANDS:
-        try:
-            command = COMMANDS[name]
-        except ConfigError:
-            _add_refused(commands, name)
-        else:
-            command.add(commands)
+    add_registered(commands, COMMANDS)
     return parser
 
 
@@ -170,13 +166,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         dotted = (word[2:].partition("=")[0] for word in self.given if word.startswith("--") and "." in word)
         super().error(next(filter(None, (elsewhere("key", name) for name in dotted)), message))
-
-
-def _add_refused(commands: Any, name: str) -> None:
-    """Add a command of an installed package that cannot be imported: running it raises the ConfigError."""
-    command = commands.add_parser(name, help="(its package is broken)", add_help=False, prefix_chars="\0")
-    command.set_defaults(run=lambda _: COMMANDS[name], resumes=False, debug=False)
-    command.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
 
 
 def console_script() -> None:

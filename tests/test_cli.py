@@ -245,11 +245,13 @@ def test_info_lists_versions_algorithms_environments_and_rewards(capsys):
 def test_the_examples_in_every_help_text_can_be_parsed():
     (commands,) = (action.choices for action in build_parser()._actions if action.choices)
     assert len(commands) == len(list(COMMANDS))
-    for name, command in commands.items():
-        if name == "serve":  # the launcher's own help
+    (actions,) = (action.choices for action in commands["recipe"]._actions if action.choices)
+    inner = {f"recipe {name}": action for name, action in actions.items()}
+    for name, command in (commands | inner).items():
+        if name in ("serve", "recipe"):  # the launcher's own help; the words that follow have examples
             continue
         _, _, examples = command.format_help().partition("examples:\n")
-        assert f"rl4llm {name} " in f"{examples} ", name
+        assert f"rl4llm {name} " in examples.replace("\n", " "), name
         for example in examples.strip().splitlines():
             words = shlex.split(example)
             assert words[0] == "rl4llm"

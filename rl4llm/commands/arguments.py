@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rl4llm.commands import completers
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import Registry
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -31,6 +33,21 @@ def add_command(
     )
     command.set_defaults(run=run, resumes=resumes)
     return command
+
+
+def add_registered(commands: Any, table: Registry[Any]) -> None:
+    """Add the commands of a table; running one of an installed package that cannot be imported raises its ConfigError."""
+    for name in table:
+        try:
+            command = table[name]
+        except ConfigError:
+            refused = commands.add_parser(
+                name, help="(its package is broken)", add_help=False, prefix_chars="\0"
+            )
+            refused.set_defaults(run=lambda _, name=name: table[name], resumes=False, debug=False)
+            refused.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+        else:
+            command.add(commands)
 
 
 def add_config(

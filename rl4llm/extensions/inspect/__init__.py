@@ -1,1 +1,1 @@
-"""Commands that look at a setup or a run: `info`, `plan`, `check` (invariants), `grade` (answers) and `replay` (a step)."""
+"""Commands that look at a setup or a run: `info`, `plan`, `check` (invariants, or a failed step) and `grade` (answers)."""

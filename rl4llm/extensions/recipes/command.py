@@ -1,4 +1,4 @@
-"""``rl4llm recipe``: list runs with published results, and repeat one."""
+"""``rl4llm recipe run``: repeat a run with published results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rl4llm.commands.arguments import add_command, add_json, add_overrides
 from rl4llm.commands.output import Facts, say, show, write_json
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.registry import Registry
 
 if TYPE_CHECKING:
     from rl4llm.extensions.recipes.recipe import Recipe
@@ -19,30 +18,13 @@ if TYPE_CHECKING:
 FAILED = 1
 
 
-ACTIONS: Registry[Any] = Registry("rl4llm recipe", group="rl4llm.recipes")
-"""Further actions, by the word after ``recipe``; each is a module with `add`, as a command is."""
-
-
-def add(commands: Any) -> None:
-    about = "start something: repeat a run with published results, write a task, or play one yourself"
-    command = commands.add_parser("recipe", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    actions = command.add_subparsers(required=True, metavar="ACTION", parser_class=type(command))
-    listing = add_command(
-        actions, "list", _list, "list the recipes and their results", ("rl4llm recipe list",)
-    )
-    add_json(listing)
-    _add_run(actions)
-    for name in ACTIONS:
-        ACTIONS[name].add(actions)
-
-
-def _add_run(actions: Any) -> None:
+def add(actions: Any) -> None:
     examples = (
         "rl4llm recipe run sums --seed 0 --verify",
         "rl4llm recipe run sums --variant lora model.path=models/SmolLM2-135M-Instruct",
     )
     about = "repeat a recipe, and compare it with its published results"
-    command = add_command(actions, "run", _run, about, examples, resumes=True)
+    command = add_command(actions, "run", run, about, examples, resumes=True)
     command.add_argument("name", help="a recipe, or a directory with recipe.yaml")
     add_overrides(command, "key.sub=value", "override a key of the stages that have {overrides}")
     command.add_argument("--seed", type=int, help="seed of the repetition (default: the recipe's first)")
@@ -54,19 +36,7 @@ def _add_run(actions: Any) -> None:
     add_json(command)
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    from rl4llm.extensions.recipes.recipe import load, names
-    from rl4llm.extensions.recipes.summary import COLUMNS, listed, rows
-
-    if arguments.json:
-        found = [row for name in names() for row in rows(load(name))]
-        write_json({"recipes": [dict(zip(COLUMNS, row, strict=True)) for row in found]})
-    else:
-        show(*(line for name in names() for line in listed(load(name))))
-    return 0
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.recipes.recipe import FILLED, changes, load
     from rl4llm.extensions.recipes.repeat import measured, repeat
     from rl4llm.extensions.recipes.results import directory, outdated, stored

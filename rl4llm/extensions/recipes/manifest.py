@@ -1,3 +1,8 @@
 """The command that repeats runs."""
 
-PROVIDES = {"rl4llm.commands": {"recipe": "rl4llm.extensions.recipes.command"}}
+PROVIDES = {
+    "rl4llm.recipes": {
+        "list": "rl4llm.extensions.recipes.list_command",
+        "run": "rl4llm.extensions.recipes.command",
+    }
+}

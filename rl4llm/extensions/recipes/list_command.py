@@ -1,0 +1,26 @@
+"""``rl4llm recipe list``: the runs with published results."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rl4llm.commands.arguments import add_command, add_json
+from rl4llm.commands.output import show, write_json
+
+
+def add(actions: Any) -> None:
+    about = "list the recipes and their results"
+    add_json(add_command(actions, "list", run, about, ("rl4llm recipe list",)))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.extensions.recipes.recipe import load, names
+    from rl4llm.extensions.recipes.summary import COLUMNS, listed, rows
+
+    if arguments.json:
+        found = [row for name in names() for row in rows(load(name))]
+        write_json({"recipes": [dict(zip(COLUMNS, row, strict=True)) for row in found]})
+    else:
+        show(*(line for name in names() for line in listed(load(name))))
+    return 0
