@@ -31,8 +31,6 @@ TEXT = '''\
 """The run {name} on Modal.
 
     modal run --detach modal_app.py::train             start it, or resume from its last checkpoint
-    modal run modal_app.py::checkpoints                list its checkpoints
-    modal run modal_app.py::clear --steps 10,20        delete some; without --steps all except the newest
 """
 
 from pathlib import Path
@@ -40,8 +38,7 @@ from pathlib import Path
 from rl4llm.extensions.launch.modal_app import build
 
 run = build(Path(__file__).with_name("config.yaml"), {name!r}, {options!r})
-app, files = run.app, run.files
-checkpoints, clear = run.checkpoints, run.clear
+app = run.app
 
 
 @app.local_entrypoint()

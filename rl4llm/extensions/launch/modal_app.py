@@ -30,13 +30,11 @@ from packaging.requirements import Requirement
 
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.extensions.launch import checkpoints as saved
 from rl4llm.extensions.launch import volume
 from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.modal import CONFIG, SHARED, check
 from rl4llm.extensions.launch.roles import NUMBER, SGLANG, Role, hosts_variable, roles
 from rl4llm.runs.run_dir import RunDir
-from rl4llm.runtime.terminal import visible
 
 VOLUME = "RL4LLM_VOLUME"
 SOURCES = "/root"  # where Modal puts Python sources; only processes that it starts search there
@@ -57,15 +55,11 @@ class ModalRun:
 
     Args:
         app: trainer and servers; running it starts the servers.
-        files: functions that read the volume, without trainer and servers.
     """
 
     app: modal.App
-    files: modal.App
     trainer: modal.Function[..., Any, Any]
     servers: Sequence[modal.Server]
-    checkpoints: modal.Function[..., Any, Any]
-    clear: modal.Function[..., Any, Any]
 
     def start(self) -> None:
         """Start the trainer and wait for it; with ``modal run --detach`` it keeps running when this process ends."""
@@ -96,7 +90,7 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
         "env": {VOLUME: disk},
     }
     keys: dict[str, Any] = {"secrets": _secrets(wanted["trainer"], options)}
-    app, files = (modal.App(title, include_source=False) for title in (name, f"{name}-files"))
+    app = modal.App(name, include_source=False)
     trainer, server = wanted["trainer"], wanted.get("server")
     limits: dict[str, Any] = {
         "timeout": DAY_S,
@@ -106,11 +100,8 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
     }
     return ModalRun(
         app,
-        files,
         app.function(name="trainer", gpu=_gpu(trainer), **limits, **shared, **keys)(actor),
         [_server(app, server, number, shared | keys) for number in range(server.count)] if server else [],
-        files.function(name="checkpoints", timeout=DAY_S, **shared)(checkpoints),
-        files.function(name="clear", timeout=DAY_S, **shared)(clear),
     )
 
 
@@ -166,26 +157,6 @@ def _work() -> None:
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(code)
-
-
-def checkpoints(run: str = "") -> str:
-    """Return a list of the checkpoints of a run, by default the run of this configuration."""
-    return _said(lambda: saved.listed(_root(run)))
-
-
-def clear(run: str = "", steps: str = "") -> str:
-    """Delete checkpoints of a run: the given steps, separated by commas, or by default all except the newest."""
-    words = [word.strip() for word in steps.split(",") if word.strip()]
-    wrong = [word for word in words if not word.isdecimal()]
-    if wrong:
-        return _said(
-            lambda: (
-                f"steps={wrong[0]!r} is not accepted. Accepted: numbers separated by commas. Nothing was deleted."
-            )
-        )
-    text = _said(lambda: saved.clear(_root(run), [int(word) for word in words]))
-    _volume().commit()
-    return text
 
 
 class Programs:
@@ -363,17 +334,3 @@ class Disk:
 
 def _volume() -> volume.Volume:
     return Disk(os.environ[VOLUME])
-
-
-def _root(run: str) -> Path:
-    return Path(SHARED) / (run or load_config(CONFIG).output.dir)
-
-
-def _said(look: Callable[[], str]) -> str:
-    """Return and log a text; for an invalid request it is the error message."""
-    try:
-        text = look()
-    except ConfigError as error:
-        text = str(error)
-    sys.stdout.write(f"{visible(text)}\n")
-    return text

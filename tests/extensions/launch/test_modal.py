@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from modal_containers import SGLANG, Containers, Copies
+from modal_containers import SGLANG, Containers
 from small_run import CONFIG
 
 from rl4llm.config import load_config
@@ -24,7 +24,6 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch import volume
 from rl4llm.extensions.launch.launchers import launch_on
 from rl4llm.extensions.launch.modal import CONFIG as IN_CONTAINER
-from rl4llm.runs.checkpoint import save_checkpoint
 
 modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'rl4llm[modal]'")
 STEPS = 3
@@ -154,23 +153,6 @@ def test_modal_app_without_keys_or_with_wrong_extras_is_refused(written, monkeyp
         modal_app.build(directory / "config.yaml", "x", {})
 
 
-def test_looking_at_checkpoints_starts_no_server(written):
-    from modal_plane import control_plane
-
-    directory = written("rewards=[math]")
-    words = ["modal_app.py::clear", "--steps", "10,20"]
-    with control_plane(result="") as plane, modal_run(directory, plane, *words) as process:
-        said = process.communicate(timeout=180)[0]
-        assert process.returncode == 0, said
-    assert {request.function.function_name for request in plane.of("FunctionCreate")} == {
-        "checkpoints",
-        "clear",
-    }
-    assert not any(request.function.resources.gpu_config.count for request in plane.of("FunctionCreate"))
-    _, keywords = pickle.loads(plane.of("FunctionMap")[0].pipelined_inputs[0].input.args)
-    assert keywords == {"run": "", "steps": "10,20"}
-
-
 def test_modal_sandbox_has_no_network_secrets_or_volume():
     from modal_plane import api_pb2, control_plane
 
@@ -293,69 +275,6 @@ def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monk
     assert all("time/verify" in row and row["mismatch/max"] < 1e-4 for row in rows)
     seen = tmp_path / "worker" / "runs" / "small" / "weights"
     assert (seen / "LATEST").exists(), "the worker has its own view, which it reloaded"
-    check_checkpoints(containers.committed, run / "checkpoints", monkeypatch)
-
-
-def check_checkpoints(disk, directory, monkeypatch):
-    """Those of a real run are listed and cleared by the functions that do it on Modal."""
-    from rl4llm.extensions.launch import modal_app
-
-    monkeypatch.setattr(modal_app, "SHARED", str(disk))
-    monkeypatch.setattr(modal_app, "_volume", lambda: Copies(disk, disk))
-    listed = modal_app.checkpoints("runs/small").splitlines()
-    assert [line.split()[1] for line in listed] == ["1", "2", "3"]
-    assert listed[-1].endswith("intact, newest")
-    assert "steps=3 is the newest" in modal_app.clear("runs/small", "1,3")
-    assert len([*directory.glob("step-*")]) == 3
-    assert "Deleted 1, 2" in modal_app.clear("runs/small")
-    assert [path.name for path in directory.glob("step-*")] == ["step-000003"]
-
-
-@pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """The two functions where the volume is a directory; and how often it was committed."""
-    from rl4llm.extensions.launch import modal_app
-
-    commits = []
-    recorder = type("Recorder", (), {"commit": lambda self: commits.append(1)})
-    monkeypatch.setattr(modal_app, "SHARED", str(tmp_path / "disk"))
-    monkeypatch.setattr(modal_app, "_volume", recorder)
-    (tmp_path / "disk" / "runs" / "new").mkdir(parents=True)
-    (tmp_path / "disk" / "runs" / "new" / "run.json").write_text("{}")
-    return modal_app.checkpoints, modal_app.clear, commits
-
-
-def test_modal_reports_missing_runs_and_checkpoints(asked):
-    checkpoints, clear, _ = asked
-    assert "does not contain a run" in checkpoints("runs/nwe")
-    assert "Runs next to it: new" in checkpoints("runs/nwe")
-    assert checkpoints("runs/new").endswith("has no checkpoints yet.")
-    assert "intact" in clear("runs/new")
-
-
-def test_modal_clear_keeps_the_newest_and_refuses_unknown_steps(asked, tmp_path):
-    checkpoints, clear, commits = asked
-    root = tmp_path / "disk" / "runs" / "new" / "checkpoints"
-    for step in (1, 2, 3, 4):
-        save_checkpoint(
-            root, step, lambda path: (path / "weights").write_text("x" * 100) and None, {}, keep=4
-        )
-    (root / "step-000004" / "weights").write_text("damaged")
-    names = lambda: sorted(path.name for path in root.glob("step-*"))  # noqa: E731 - asked again and again
-    assert "damaged" in checkpoints("runs/new").splitlines()[-1]
-    assert "intact, newest" in checkpoints("runs/new").splitlines()[-2]
-    for steps, message in (
-        ("2,7", "are: 1, 2, 3, 4"),
-        ("3", "is the newest"),
-        ("2;1", "not accepted"),
-    ):
-        assert message in clear("runs/new", steps)
-        assert len(names()) == 4
-    assert "Deleted 1 of" in clear("runs/new", "1")
-    assert "Deleted 2, 4 of" in clear("runs/new")
-    assert names() == ["step-000003"]
-    assert "has only its newest checkpoint" in clear("runs/new")
-    assert len(commits) >= 2
 
 
 TRAINER = """
