@@ -14,10 +14,6 @@ Keys = dict[str, Any]
 """Dotted configuration keys of rl4llm and their values."""
 
 
-def _first_file(value: Any) -> str:
-    return _path(value[0] if isinstance(value, list) else value)
-
-
 def _path(value: Any) -> str:
     return str(Path(str(value)).expanduser())
 
@@ -30,7 +26,7 @@ def at_least_zero(value: Any) -> int:
 CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "as_it_is": lambda value: value,
     "at_least_zero": at_least_zero,
-    "first_file": _first_file,
+    "first_file": lambda files: _path(files[0] if isinstance(files, list) else files),
     "if_set": lambda value: value,
     "limit": lambda count: count if count and count > 0 else None,
     "path": _path,

@@ -188,7 +188,7 @@ def _parts(data: Sequence[Datum]) -> Iterator[list[Datum]]:
         yield part
 
 
-class Sampler:
+class ModelSampler:
     """The embedded engine on a base model, or on weights that a client saved."""
 
     def __init__(self, base: Base, weights: Path | None, shape: Shape | None, dtype: str):
@@ -223,21 +223,21 @@ class Samplers:
 
     def __init__(self, bases: Mapping[str, Base], dtype: str):
         self._bases, self._dtype = bases, dtype
-        self._of_base: dict[str, Sampler] = {}
-        self._saved: OrderedDict[Path, Sampler] = OrderedDict()
+        self._of_base: dict[str, ModelSampler] = {}
+        self._saved: OrderedDict[Path, ModelSampler] = OrderedDict()
 
-    def of(self, name: str, weights: Path | None, shape: Shape | None) -> Sampler:
+    def of(self, name: str, weights: Path | None, shape: Shape | None) -> ModelSampler:
         """Return the sampler of these weights, or of the base model itself."""
         if weights is None:
             if name not in self._of_base:
-                self._of_base[name] = Sampler(self._bases[name], None, None, self._dtype)
+                self._of_base[name] = ModelSampler(self._bases[name], None, None, self._dtype)
             return self._of_base[name]
         if weights not in self._saved:
             if not weights.is_dir():
                 raise CheckpointError(
                     "These weights had no name and were replaced by newer ones. Make a new sampling client."
                 )
-            self._saved[weights] = Sampler(self._bases[name], weights, shape, self._dtype)
+            self._saved[weights] = ModelSampler(self._bases[name], weights, shape, self._dtype)
         self._saved.move_to_end(weights)
         idle = [path for path, sampler in self._saved.items() if not sampler.running and path != weights]
         for path in idle[: max(0, len(self._saved) - SAMPLERS)]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.tinker.messages import NO_LOGPROB, NOTHING, PromptScores, encode_samples
-from rl4llm.extensions.tinker.models import Sampler, after_first, likeliest
+from rl4llm.extensions.tinker.models import ModelSampler, after_first, likeliest
 from rl4llm.runtime.seeds import derive_seed
 
 REFUSED = {
@@ -23,7 +23,7 @@ REFUSED = {
 }
 
 
-async def drawn(sampler_of: Callable[[], Sampler], body: Mapping[str, Any]) -> bytes:
+async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any]) -> bytes:
     """Return the encoded answer of an `asample` request."""
     for key, what in REFUSED.items():
         if body.get(key):
@@ -78,7 +78,7 @@ def _tokens(prompt: Mapping[str, Any]) -> list[int]:
     return found
 
 
-def _scores(sampler: Sampler, tokens: list[int], body: Mapping[str, Any]) -> PromptScores:
+def _scores(sampler: ModelSampler, tokens: list[int], body: Mapping[str, Any]) -> PromptScores:
     """Return what the request asks of its prompt, at temperature 1."""
     asked, top, targets = (
         body.get(key) for key in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")

@@ -21,7 +21,7 @@ from rl4llm.extensions.tinker.models import Base, Samplers, Shape, Trained
 from rl4llm.extensions.tinker.protobuf import parse
 from rl4llm.extensions.tinker.sampling import drawn
 from rl4llm.extensions.tinker.store import PASSING, SAMPLER, WEIGHTS, Store
-from rl4llm.extensions.tinker.turns import Job, Order, Worker
+from rl4llm.extensions.tinker.turns import Job, JobWorker, Order
 
 IDLE_S = 120.0  # a session without a heartbeat for so long is over; clients send one every 10 s
 KEPT_S = 300.0  # a result that was delivered stays so long, for polls that overlap
@@ -46,7 +46,7 @@ class Service:
     """The state of a server. Methods named as verbs of the protocol take the body of a request and return its answer."""
 
     def __init__(self, bases: Mapping[str, Base], output: Path, dtype: str, idle_s: float = IDLE_S):
-        self.bases, self.store, self.worker = bases, Store(output), Worker()
+        self.bases, self.store, self.worker = bases, Store(output), JobWorker()
         self._idle_s = idle_s
         self._samplers = Samplers(bases, dtype)
         self._seen: dict[str, float] = {}

@@ -19,7 +19,7 @@ Draw = Callable[[], Coroutine[Any, Any, bytes]]
 """Computes it beside other samples."""
 
 
-class Worker:
+class JobWorker:
     """Runs jobs and samples in a thread with its own event loop; everything else may be called from any thread.
 
     A job holds up the samples that are being drawn. After each, samples get as long as it took, while there are any.
@@ -100,7 +100,7 @@ def _settle(task: asyncio.Task[bytes], outcome: Future[bytes]) -> None:
 class Order:
     """The requests of one model in the order of their `seq_id`, however they arrive."""
 
-    def __init__(self, worker: Worker, model_id: str):
+    def __init__(self, worker: JobWorker, model_id: str):
         self._worker, self._model_id = worker, model_id
         self._next = 1
         self._held: dict[int, tuple[Job, Future[bytes]]] = {}

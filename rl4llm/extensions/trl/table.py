@@ -54,10 +54,6 @@ def _scaling(value: Any) -> str:
     return {True: "group", False: "none"}.get(value, value)
 
 
-def _top_k(value: Any) -> int:
-    return max(0, value or 0)
-
-
 def _optimizer(value: Any) -> Keys:
     name = str(getattr(value, "value", value))
     if name not in ("adamw_torch", "adamw_torch_fused"):
@@ -67,22 +63,10 @@ def _optimizer(value: Any) -> Keys:
     return {}
 
 
-def _template_args(value: Any) -> Keys:
-    return {"env.template_args": dict(value)} if value else {}
-
-
-def _turns(value: Any) -> Keys:
-    return {} if value is None else {"env.max_steps": value + 1}
-
-
 def _likelihood(value: Any) -> Keys:
     if value not in (None, "nll", "chunked_nll"):
         raise ConfigError(f"loss_type={value!r} has no counterpart. Accepted: nll, chunked_nll.")
     return {}
-
-
-def _deepspeed(value: Any) -> Keys:
-    return {} if value is None else {"backend.name": "deepspeed", "backend.config": value}
 
 
 def _lora(value: Any) -> Keys:
@@ -125,19 +109,19 @@ VALUES: Mapping[str, Callable[[Any], Any]] = {
     "as_it_is": lambda value: value,
     "scaling": _scaling,
     "schedule": _lr_schedule,
-    "top_k": _top_k,
+    "top_k": lambda count: max(0, count or 0),
 }
 """What `by` names where `to` names the key."""
 
 KEYS: Mapping[str, Callable[[Any], Keys]] = {
-    "deepspeed": _deepspeed,
+    "deepspeed": lambda file: {} if file is None else {"backend.name": "deepspeed", "backend.config": file},
     "likelihood": _likelihood,
     "lora": _lora,
     "model_options": _model_options,
     "on_cpu": lambda on: {"model.device": "cpu"} if on else {},
     "optimizer": _optimizer,
-    "template_args": _template_args,
-    "turns": _turns,
+    "template_args": lambda options: {"env.template_args": dict(options)} if options else {},
+    "turns": lambda calls: {} if calls is None else {"env.max_steps": calls + 1},
 }
 """What `by` names where the value becomes other keys, or none."""
 

@@ -31,7 +31,7 @@ NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetitio
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NativeRequest:
     """A request for a completion of tokens, or with `scores` for the log-probs of the tokens themselves."""
 
     id: str
@@ -40,7 +40,7 @@ class Asked:
     scores: bool
 
 
-def read_native(body: Any) -> Asked:
+def read_native(body: Any) -> NativeRequest:
     """Check a request's JSON. Raises RequestError."""
     for name, value in object_of(body).items():
         if name not in FIELDS and (name not in ADDED or value is not ADDED[name]):
@@ -61,7 +61,7 @@ def read_native(body: Any) -> Asked:
             raise RequestError(message + known, param=name)
     params = sampling_params({own: given[name] for name, own in SAMPLED.items() if name in given})
     rid = body.get("rid")
-    return Asked(
+    return NativeRequest(
         rid if isinstance(rid, str) and rid else secrets.token_hex(8),
         tokens_of(body.get("input_ids"), "input_ids"),
         params,
@@ -107,7 +107,7 @@ def version_text(version: int) -> str:
     return "default" if version < 0 else str(version)
 
 
-def completion_body(asked: Asked, completion: Completion) -> dict[str, Any]:
+def completion_body(asked: NativeRequest, completion: Completion) -> dict[str, Any]:
     """Return the JSON of a completion: exactly what was sampled, and the version of the weights of each run of tokens."""
     runs = completion.versions or ((0, completion.version),)
     ends = (*(start for start, _ in runs[1:]), len(completion.token_ids))
@@ -129,7 +129,7 @@ def completion_body(asked: Asked, completion: Completion) -> dict[str, Any]:
     return {"text": completion.text, "output_ids": list(completion.token_ids), "meta_info": meta}
 
 
-def scores_body(asked: Asked, scores: list[float], version: int) -> dict[str, Any]:
+def scores_body(asked: NativeRequest, scores: list[float], version: int) -> dict[str, Any]:
     """Return the JSON of the log-probs of the request's tokens."""
     rows = [[score, token, None] for score, token in zip([None, *scores], asked.token_ids, strict=True)]
     meta = {"id": asked.id, "finish_reason": {"type": "length"}, "weight_version": version_text(version)}

@@ -15,7 +15,7 @@ KEYS = (
 """Keys of a configuration that decide how the engine computes; they mean the same as in a run."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"rl4llm serve --engine embedded: {message}.")
 
@@ -26,7 +26,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     >>> read_options(["runs/grpo", "--port", "30200", "inference.max_rows=64"]).overrides
     ['model.path=runs/grpo', 'inference.max_rows=64']
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = _FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--api-key", default="")

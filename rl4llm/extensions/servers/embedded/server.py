@@ -25,7 +25,7 @@ from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsErr
 from rl4llm.core.types import WeightRef
 from rl4llm.envs.chat_completions import RequestError, dumps
 from rl4llm.extensions.servers.embedded.native import (
-    Asked,
+    NativeRequest,
     completion_body,
     object_of,
     read_native,
@@ -82,7 +82,7 @@ class EmbeddedServer:
         self._answers += 1
         return answer
 
-    async def _native(self, asked: Asked) -> dict[str, Any]:
+    async def _native(self, asked: NativeRequest) -> dict[str, Any]:
         if asked.scores:
             async with self._weights:
                 return scores_body(
