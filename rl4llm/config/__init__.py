@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def load_config(
     if not isinstance(overrides, Mapping):
         files += [Path(text) for text in overrides if _is_file(text)]
         overrides = [text for text in overrides if not _is_file(text)]
-    merged = OmegaConf.structured(Config)
+    merged = _defaults()
     for file in files:
         try:
             merged = _merge(merged, _read(file))
@@ -59,6 +60,12 @@ def load_config(
     if of_run:
         hide_unset(merged)
     return _checked(merged)
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """Return the layer under all others, which a merge copies."""
+    return OmegaConf.structured(Config)
 
 
 def by_part(config: Config) -> dict[str, Config]:
@@ -121,7 +128,20 @@ def variables_of(config: Config) -> dict[str, bool]:
 
 
 def _container(config: Config) -> dict[str, Any]:
-    return _plain(OmegaConf.structured(config))
+    values = _in_containers(config)
+    assert isinstance(values, dict)  # as a dataclass is
+    return values
+
+
+def _in_containers(value: Any) -> Any:
+    """Return a copy of a configuration's dataclasses, mappings and lists as dicts and lists."""
+    if dataclasses.is_dataclass(value):
+        value = {
+            item.name: getattr(value, item.name) for item in dataclasses.fields(value) if not item.metadata
+        }
+    if isinstance(value, Mapping):
+        return {name: _in_containers(item) for name, item in value.items()}
+    return [_in_containers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(layer: DictConfig) -> dict[str, Any]:
