@@ -11,6 +11,7 @@ if os.path.exists("/dev/nvidiactl"):
         ""  # all tests are of a CPU; scripts/bench/gpu.py is what checks a GPU
     )
 
+import forked_python
 import pytest
 import torch
 from rank_processes import RankProcesses
@@ -76,6 +77,8 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    if any(item.get_closest_marker("deepspeed") for item in items):
+        forked_python.IMPORTED += forked_python.OF_DEEPSPEED
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
@@ -91,6 +94,13 @@ def _same_on_every_processor():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(request, monkeypatch):
+    """Leave out the picture of a run's curve, half of the time of a short run, outside the tests of it."""
+    if request.path.parent.name != "tracking":
+        monkeypatch.setattr("rl4llm.tracking.run.RunTracker._draw_curve", lambda self, step: None)
 
 
 @pytest.fixture(scope="session")
@@ -157,9 +167,12 @@ def python_of():
     return _python_of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def on_ranks():
-    """Return on_ranks(function, *args): the results of `function(ranks, *args)` on two processes that train together."""
+    """Return on_ranks(function, *args): the results of `function(ranks, *args)` on two processes that train together.
+
+    They serve the tests of all files, and start again after a test that fails on a rank or ends one.
+    """
     with RankProcesses(size=2) as processes:
         yield processes
 

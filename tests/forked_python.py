@@ -26,17 +26,19 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = [
     "rl4llm.api", "rl4llm.compose", "rl4llm.cli", "torch.distributed.fsdp", "torch.utils.tensorboard", "matplotlib.pyplot",
     "peft", "rl4llm.backends.torch_backend", "rl4llm.algorithms.grpo",
-    "torch._inductor.compile_fx",  # which DeepSpeed imports
-    "deepspeed",  # which some ranks train with
-    "tests.frozen_heap",  # the last one
 ]  # fmt: skip
+OF_DEEPSPEED = [
+    "torch._inductor.compile_fx",
+    "deepspeed",
+]  # imported too if a chosen test trains with it, see conftest
+LAST = "tests.frozen_heap"
 
 
 def forks():
     """Return the context of processes, which are forked where what all of them need is already imported."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # which DeepSpeed reads when it is imported
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload([*IMPORTED, LAST])
     with contextlib.chdir(ROOT):  # where it finds `tests`
         forkserver.ensure_running()
     return context

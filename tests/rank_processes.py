@@ -6,7 +6,7 @@
     def test_all_ranks_say_the_same(on_ranks):
         first, second = on_ranks(norms, torch.ones(3))
 
-The processes start at the first call and serve all tests of a file. Arguments and results are pickled. A function that
+The processes start at the first call and serve further ones. Arguments and results are pickled. A function that
 fails on any rank, or is not done within the deadline, fails the test with what every rank was doing; the next call then
 starts new processes.
 """
@@ -32,6 +32,7 @@ from forked_python import forks
 
 from rl4llm.compose import models
 from rl4llm.runtime.ranks import join_ranks
+from rl4llm.tracking.run import RunTracker
 
 GRACE_S = 2.0  # for the others to fail by themselves, once one has
 
@@ -161,7 +162,8 @@ def _answer(connection: Connection) -> tuple[bool, object]:
 def _serve(connection: Connection, environ: dict[str, str], stacks: Path) -> None:
     os.environ.update(environ)
     torch.set_num_threads(1)
-    models.multiplies_bfloat16 = lambda: False  # as in the process of the tests
+    models.multiplies_bfloat16 = lambda: False  # both as in the process of the tests
+    RunTracker._draw_curve = lambda self, step: None
     with open(stacks, "w") as file:
         faulthandler.enable(file=file)  # a crash leaves the stacks of all threads
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -185,7 +187,7 @@ def _run(task: bytes, ranks) -> bytes:
 
 
 def _imported(file: str, name: str):
-    if name not in sys.modules:
+    if getattr(sys.modules.get(name), "__file__", None) != file:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

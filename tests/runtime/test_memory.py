@@ -9,8 +9,8 @@ from rl4llm.runtime.cpu import set_aside_what_stays
 
 SCRIPT = """
 import ctypes, resource, sys
-from rl4llm.runtime.cpu import keep_freed_memory
 if sys.argv[1] == "keep":
+    from rl4llm.runtime.cpu import keep_freed_memory
     assert keep_freed_memory()
 
 libc = ctypes.CDLL(None)

@@ -115,12 +115,13 @@ BACKENDS = [
 def test_runs_killed_at_random_times_lose_at_most_one_interval(
     whole, processes, model_dir, tmp_path, backend, sweep
 ):
-    kills = KILLS or (4 if sweep else 2)
+    kills = KILLS or (4 if sweep else 1)
     expected, chance, killed, resumed, done, saved = whole(backend), random.Random(0), 0, 0, 0, 0
-    while killed < kills or resumed < kills // 2:  # some die before they have saved anything
+    while killed < kills or resumed < max(1, kills // 2):  # some die before they have saved anything
         directory = tmp_path / str(done)
         processes.begin(trained, model_dir, directory, backend)
-        if over_before(chance, processes, directory, saved, expected.seconds):
+        after = saved or EVERY * (kills == 1)  # a single kill comes after the first checkpoint
+        if over_before(chance, processes, directory, after, expected.seconds):
             assert_same_weights(processes.end()[0], expected.weights)
             done, saved = done + 1, 0
             continue
@@ -136,13 +137,13 @@ def test_runs_killed_at_random_times_lose_at_most_one_interval(
     assert steps_logged(tmp_path / str(done)) == list(range(1, STEPS + 1))
 
 
-def over_before(chance, processes, directory, saved, seconds):
+def over_before(chance, processes, directory, after, seconds):
     """Return whether a run is over before a random moment: the start, or up to two steps' time after a random step of it.
 
     By its steps, as what a run takes in seconds changes with what else the machine does.
     """
-    first = chance.randint(saved, STEPS)
-    while first > saved and max(steps_logged(directory), default=0) < first:
+    first = chance.randint(after, STEPS)
+    while first > 0 and max(steps_logged(directory), default=0) < first:
         if processes.over_within(0.01):
             return True
     return processes.over_within(chance.uniform(0.0, seconds / 3))
@@ -210,11 +211,8 @@ SAVING = {
     "the other rank, before the manifest": Moment(rf"open {SCRATCH}/manifest.json w", victim=1),
 }
 SAMPLE = {  # tests/runs has the other moments, of one rank
-    "ddp": (
-        "in the middle of a tensor", "before the name", "before the pointer", "before pruning",
-        "the other rank, before the manifest",
-    ),
-    "deepspeed": ("between weights and moments", "the other rank, with the moments"),
+    "ddp": ("in the middle of a tensor", "before the pointer", "the other rank, before the manifest"),
+    "deepspeed": ("the other rank, with the moments",),
 }  # fmt: skip
 SAVED = ("before the pointer", "before pruning", "in the middle of pruning")
 
@@ -233,7 +231,6 @@ def test_a_run_killed_while_saving_resumes(whole, processes, model_dir, tmp_path
     expected = whole(backend)
     given = model_dir, tmp_path, backend
     processes(trained, *given, tuple((options | {"max_steps": 1}).items()))
-    processes.close()
     for name in SAVING if sweep else SAMPLE[backend.get("shard", "deepspeed")]:
         moment = SAVING[name]
         before = step_saved(tmp_path)
@@ -282,7 +279,6 @@ def test_a_run_killed_while_publishing_resumes(processes, tokenizer, model_dir, 
         expected, _ = processes(trained, *given(server, "whole"))
     with serving(FaultServer(model, tokenizer, one_by_one=True)) as server:
         processes(trained, *given(server, "killed", max_steps=1))
-        processes.close()
         for name in PUBLISHING if sweep else TOGETHER:
             moment = PUBLISHING[name]
             if moment is None:

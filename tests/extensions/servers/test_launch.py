@@ -177,11 +177,11 @@ def end(way, launcher, family):
 
 
 @pytest.mark.parametrize("way, code", [("ctrl-c", 130), ("sigterm", 143), ("kill -9", -9), ("crash", 1)])
-@pytest.mark.parametrize("moment", ["ready", "ready again", "ready once more", "booting", "still booting"])
+@pytest.mark.parametrize("moment", ["ready", "booting"])
 def test_no_process_is_left_on_any_exit(launch, tmp_path, way, code, moment):
-    launcher = launch(mode="serves" if moment.startswith("ready") else "silent")
+    launcher = launch(mode="serves" if moment == "ready" else "silent")
     noted = pids(tmp_path)
-    if moment.startswith("ready"):
+    if moment == "ready":
         until_ready(launcher)
     family = family_of(launcher)
     assert set(noted) < {process.pid for process in family}

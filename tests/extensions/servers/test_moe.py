@@ -20,9 +20,9 @@ from rl4llm.sync.verify import Canary
 
 STEPS = 14
 EXPERT = "model.layers.1.mlp.experts.2."
-SERVERS = [
+SERVERS = [  # each starts for these tests alone; SGLang takes experts in three ways, vLLM in one of them
     pytest.param("sglang", marks=pytest.mark.sglang, id="sglang"),
-    pytest.param("vllm", marks=pytest.mark.vllm, id="vllm"),
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.sweep], id="vllm"),
 ]
 CLIENTS = {"sglang": SGLangClient, "vllm": VLLMClient}
 WAYS = {"sglang": ["filesystem", "tensor", "distributed"], "vllm": ["filesystem"]}
