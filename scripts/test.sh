@@ -4,7 +4,7 @@
 #   scripts/test.sh [--smoke | --fast] [pytest arguments]
 #
 # Two processes share the files of tests. `-n 8` starts more, `-n 0` starts none. `--sweep` runs all cases of a kind
-# instead of a sample of them. The slowest 25 tests are printed at the end, and before that how long each other part took.
+# instead of a sample of them. Each part prints how long it took, the tests by directory, and the slowest 25 of them.
 #
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
 #   --fast           without the tests that need a real inference server or DeepSpeed

@@ -3,7 +3,10 @@
 import copy
 import os
 import resource
+import shutil
 import signal
+import tempfile
+from collections import Counter
 from contextlib import contextmanager
 
 if os.path.exists("/dev/nvidiactl"):
@@ -60,7 +63,9 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_configure():
-    """Restore Ctrl-C where a shell started the tests in the background, which has all that they start ignore it.
+    """Give this process a temporary directory of its own, so that no other run of the tests holds locks in it.
+
+    Restore Ctrl-C where a shell started the tests in the background, which has all that they start ignore it.
 
     Without `CI` and `BUILD_NUMBER`, pytest shows where two long values begin to differ. With one of them, it compares the
     bytes of two models line by line, for longer than all tests take.
@@ -69,6 +74,17 @@ def pytest_configure():
         os.environ.pop(variable, None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault(
+        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
+    )  # where tmp_path is, after a failure too
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
+    os.chmod(
+        tempfile.tempdir, 0o1777
+    )  # as that of the machine: what other users may read there is read by tests
+
+
+def pytest_unconfigure():
+    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -80,6 +96,28 @@ def pytest_collection_modifyitems(config, items):
     if any(item.get_closest_marker("deepspeed") for item in items):
         forked_python.IMPORTED += forked_python.OF_DEEPSPEED
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print how long each part took where the slowest tests are asked for, as scripts/test.sh does."""
+    if not config.getoption("durations"):
+        return
+    took = Counter()
+    for report in (item for reports in terminalreporter.stats.values() for item in reports):
+        if hasattr(report, "duration"):
+            took[part_of(report.nodeid.partition("::")[0])] += report.duration
+    terminalreporter.section("seconds of each part, over all processes")
+    for part, seconds in took.most_common():
+        terminalreporter.line(f"{seconds:7.0f} {part}")
+
+
+def part_of(file):
+    """Return the directory of a file of tests; those beside the directories have types, docs and the rest."""
+    directory, _, name = file.rpartition("/")
+    if directory != "tests":
+        return directory
+    docs = name.startswith(("test_docs", "test_prose", "test_site", "test_notebook"))
+    return "types" if name == "test_types.py" else "docs" if docs else "tests/*.py"
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import json
 from rl4llm.api import GRPOTrainer
 from rl4llm.core.base_env import BaseRewardFunction
 
-WHOLE = {"training.lr": 6e-3, "max_steps": 25}
+WHOLE = {"training.lr": 6e-3, "max_steps": 14}  # from 0.17 to about 0.54
 
 
 class Vowels(BaseRewardFunction):
@@ -59,6 +59,6 @@ def check_learned(directory, steps):
     later = rewards[steps // 2 :]
     assert sum(later) / len(later) > 0.35  # half vowels is where some runs rest for a while
     taught = [row for row in rows if "mismatch/max" in row]  # at the end all rewards of a step may be equal
-    assert len(taught) > 10
+    assert len(taught) > steps // 2
     assert all(row["mismatch/max"] < 1e-4 and row["mismatch/ess"] > 0.999 for row in taught)
     assert all("time/verify" in row for row in rows)

@@ -387,11 +387,11 @@ def test_a_rank_that_loses_the_others_reports_it(on_ranks, model_dir, tmp_path, 
 
 def hangs(ranks, directory):
     os.dup2(os.open(directory / str(ranks.rank), os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-    with Watchdog(ranks, deadline_s=1.5) as watchdog, watchdog.phase("step"):
-        with watchdog.phase("rollout" if ranks.is_first else "prepare"):
-            if ranks.is_first:
-                time.sleep(300)
-            ranks.wait()
+    phase = "rollout" if ranks.is_first else "prepare"
+    with Watchdog(ranks, deadline_s=1.5) as watchdog, watchdog.phase("step"), watchdog.phase(phase):
+        if ranks.is_first:
+            time.sleep(300)
+        ranks.wait()
 
 
 def test_a_rank_that_hangs_ends_the_run_with_every_ranks_place(on_ranks, tmp_path):

@@ -10,7 +10,7 @@ from rl4llm.runtime.ranks import Ranks
 
 ADAPTER = {
     "training.lr": 1e-2,
-    "max_steps": 16,
+    "max_steps": 10,
     "model.lora.rank": 8,
     "algorithm": {
         "scale_rewards": "none",

@@ -30,7 +30,7 @@ from rl4llm.sync.verify import Canary
 from rl4llm.testing import check_client
 
 CONTEXT = 512
-LONG = 480
+LONG = 240
 SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True)
 GREEDY = SAMPLED.replace(temperature=0.0)
 PROMPTS = [[5, 9, 40, 33, 7], [8, 100], [12, 12, 13, 200, 4, 4, 90, 31, 77, 2, 6]]
@@ -843,7 +843,7 @@ def test_a_version_that_shows_late_is_loaded_when_it_shows(real, run, full, tmp_
 def test_a_special_stop_token_ends_a_completion_of_the_server(real, run, full):
     async def script(client):
         await client.load(full(0, 85))
-        params = SamplingParams(max_tokens=LONG, stop=("<|im_end|>",), ignore_eos=True, temperature=2.0)
+        params = SamplingParams(max_tokens=2 * LONG, stop=("<|im_end|>",), ignore_eos=True, temperature=2.0)
         return await asyncio.gather(
             *(client.generate(PROMPTS[0], params.replace(seed=seed)) for seed in range(8))
         )
@@ -1044,4 +1044,4 @@ def test_grpo_learns_an_adapter_through_the_server(real, run, learns, adaptable,
     base = adaptable(real.models[0])
     run(lambda client: client.load(WeightRef(0, "full", str(base))))
     learns(base, tmp_path / "run", {"name": "vllm", "url": real.url}, "lora")
-    assert (tmp_path / "run" / "weights" / "v000016" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "run" / "weights" / "v000010" / "adapter_model.safetensors").exists()
