@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections import Counter
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 
 if os.path.exists("/dev/nvidiactl"):
     os.environ["CUDA_VISIBLE_DEVICES"] = (
@@ -63,7 +64,7 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_configure():
-    """Give this process a temporary directory of its own, so that no other run of the tests holds locks in it.
+    """Give this process a separate temporary directory, so that no other run of the tests holds locks in it.
 
     Restore Ctrl-C where a shell started the tests in the background, which has all that they start ignore it.
 
@@ -81,10 +82,9 @@ def pytest_configure():
     os.chmod(
         tempfile.tempdir, 0o1777
     )  # as that of the machine: what other users may read there is read by tests
-
-
-def pytest_unconfigure():
-    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    Finalize(
+        None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200
+    )  # after what lies in it has ended
 
 
 def pytest_collection_modifyitems(config, items):
