@@ -75,16 +75,11 @@ def pytest_configure():
         os.environ.pop(variable, None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault(
-        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
-    )  # where tmp_path is, after a failure too
+    # tmp_path stays where it is, also after a failure; other users may enter the directory, as they may that of the machine.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
-    os.chmod(
-        tempfile.tempdir, 0o1777
-    )  # as that of the machine: what other users may read there is read by tests
-    Finalize(
-        None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200
-    )  # after what lies in it has ended
+    os.chmod(tempfile.tempdir, 0o1777)
+    Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 
 
 def pytest_collection_modifyitems(config, items):
