@@ -10,6 +10,7 @@ from forked_python import python
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LOOPS = (
     "loop.py",
+    "loop_async.py",
     "loop_sglang.py",
     "tinker_loop.py",
 )  # no runs with logs; tests/trainers/test_loop.py, test_sglang.py and tests/extensions/tinker have them

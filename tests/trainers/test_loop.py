@@ -1,10 +1,13 @@
 """A loop of the library's own parts ends with the weights of `rl4llm train`, bit for bit."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from embedded_server import embedded_server
 from rank_processes import RankProcesses
 
 import rl4llm as rl
@@ -34,7 +37,6 @@ def trained(trainer, model_dir, directory, ranks, **options):
         rows(),
         [game.Closeness()],
         env=game.GuessTheNumber,
-        max_steps=STEPS,
         deterministic=True,
         rollout={"prompts": 4 // ranks.size, "group_size": 16, "max_tokens": 4},
         training={"lr": 3e-3},
@@ -42,7 +44,7 @@ def trained(trainer, model_dir, directory, ranks, **options):
         tracking={"tensorboard": False},
         output={"dir": str(directory)},
         **{"env.max_steps": 3, "model.autocast": "none"},  # as the loop computes
-        **options,
+        **{"max_steps": STEPS, **options},
     ).train()
     torch.use_deterministic_algorithms(False)  # which the run switched on for the whole process
     return numbers(run.trainer.backend)
@@ -104,6 +106,26 @@ def test_the_example_ends_with_the_weights_of_the_trainer(model_dir, tmp_path):
     assert same(ended, trained(rl.GRPOTrainer, model_dir, tmp_path / "run", Ranks()))
     start = dict(rl.TorchBackend(rl.load_model(str(model_dir)), lr=0.0).weights())
     assert not same(ended, start)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_asynchronous_loop_ends_like_the_trainer(model_dir, tmp_path, staleness):
+    steps = 4
+    with embedded_server(model_dir, "inference.max_rows=1") as (url, _):
+        loop = example("loop_async").loop
+        ended = numbers(loop(str(model_dir), url, rows(), steps, staleness, deterministic=True))
+        run = trained(
+            rl.GRPOTrainer,
+            model_dir,
+            tmp_path / "run",
+            Ranks(),
+            max_steps=steps,
+            inference={"name": "embedded", "url": url},
+            **{"rollout.max_staleness": staleness},
+        )
+    assert same(ended, run)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("staleness", 0) for row in metrics] == [min(step, staleness) for step in range(steps)]
 
 
 def test_the_same_loop_with_a_critic_is_ppo(model_dir, tmp_path):
