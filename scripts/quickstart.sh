@@ -3,6 +3,7 @@
 #
 #   scripts/quickstart.sh [--seed 0] [--dir runs/quickstart]
 #   scripts/quickstart.sh --real     # the recipe `sums` instead: SmolLM2-135M-Instruct learns to solve sums, 10 to 30 minutes
+#   scripts/quickstart.sh --async    # samples in a separate process while it trains
 #
 # Ctrl-C stops cleanly; the same command resumes it.
 set -euo pipefail

@@ -12,11 +12,17 @@ from rl4llm.commands.output import STOPPED, say, show
 
 def add(actions: Any) -> None:
     about = "build a small model, and train it with GRPO; minutes on a CPU"
-    examples = ("rl4llm recipe quickstart", "rl4llm recipe quickstart --dir runs/other --seed 0")
+    examples = (
+        "rl4llm recipe quickstart",
+        "rl4llm recipe quickstart --async",
+        "rl4llm recipe quickstart --dir runs/other --seed 0",
+    )
     command = add_command(actions, "quickstart", run, about, examples, resumes=True)
     command.add_argument(
         "--dir", type=Path, default=Path("runs/quickstart"), help="output directory (default: %(default)s)"
     )
+    about = "sample in a separate process while training (rollout.max_staleness=1), on two cores"
+    command.add_argument("--async", dest="asynchronous", action="store_true", help=about)
     command.add_argument(
         "--seed", type=int, default=0, help="seed of model, data and sampling (default: %(default)s)"
     )
@@ -33,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.config import CONFIGS
     from rl4llm.extensions.quickstart.run import quickstart
 
-    if not quickstart(arguments.dir, seed=arguments.seed, configs=arguments.configs or CONFIGS):
+    how = {"seed": arguments.seed, "asynchronous": arguments.asynchronous}
+    if not quickstart(arguments.dir, configs=arguments.configs or CONFIGS, **how):
         show("Stopped and saved. The same command resumes.")
         return STOPPED
     return 0

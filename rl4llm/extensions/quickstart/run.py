@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -15,22 +17,31 @@ from rich.table import Table
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 from rl4llm.compose import build_trainer
 from rl4llm.config import Config, load_config
+from rl4llm.core.registry import from_extension
 from rl4llm.extensions.quickstart.demonstrations import demonstrations
 from rl4llm.extensions.quickstart.directory import mark_directory
 from rl4llm.runs.run_dir import replace_directory, write_atomically
 from rl4llm.runtime.terminal import Terminal
 from rl4llm.tracking.tracker import read_jsonl
 
+ONE_CORE: Mapping[str, str | int] = {"threads": 1, "model.autocast": "none"}
+"""Trainer and server have a core each."""
 
-def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
-    """Run or resume the quickstart in `directory`; return whether it finished, False if it was asked to stop."""
+
+def quickstart(directory: Path, *, seed: int, configs: Path, asynchronous: bool = False) -> bool:
+    """Run or resume the quickstart in `directory`; return whether it finished, False if it was asked to stop.
+
+    If `asynchronous`, the last of its three parts is another run, for which a server samples while the trainer learns.
+    """
     console = Terminal()
     started = time.monotonic()
     model, warm, data = directory / "model", directory / "warm", directory / "data" / "train.jsonl"
     warm_up = _configured(
         configs / "quickstart_warmup.yaml", seed, model, directory / "warmup", {"data.path": str(data)}
     )
-    grpo = _configured(configs / "quickstart.yaml", seed, warm, directory / "grpo")
+    run = directory / ("async" if asynchronous else "grpo")
+    grpo = partial(_configured, configs / "quickstart.yaml", seed, warm, run)
+    grpo()  # refuses a wrong one before anything starts
     mark_directory(directory, seed)
     console.rule("1/3  build a small model")
     _write_demonstrations(data, seed)
@@ -39,12 +50,28 @@ def quickstart(directory: Path, *, seed: int, configs: Path) -> bool:
     if not _warm_up(warm_up, warm):
         return False
     console.rule("3/3  train with GRPO")
-    with build_trainer(grpo) as trainer:
+    with _keys(warm, directory / "server.log", asynchronous) as keys, build_trainer(grpo(keys)) as trainer:
         trainer.train()
         finished = not trainer.stopped
     if finished:
-        _show(console, directory / "grpo", time.monotonic() - started)
+        _show(console, run, time.monotonic() - started)
     return finished
+
+
+@contextmanager
+def _keys(model: Path, log: Path, asynchronous: bool) -> Iterator[Mapping[str, str | int]]:
+    """Yield the keys of an asynchronous run, whose server runs meanwhile, or none."""
+    if not asynchronous:
+        yield {}
+        return
+    flags = [str(model), "--port", "0", *(f"{key}={value}" for key, value in ONE_CORE.items())]
+    with from_extension("start_server", "--async")("embedded", flags, log=log) as server:
+        yield {
+            **ONE_CORE,
+            "inference.name": "embedded",
+            "inference.url": server.url,
+            "rollout.max_staleness": 1,
+        }
 
 
 def _configured(
@@ -86,6 +113,9 @@ def _show(console: Terminal, run: Path, seconds: float) -> None:
     rows = read_jsonl(run / "eval.jsonl")
     if rows:  # none with eval.every=0
         _show_progress(console, rows)
+    steps = [row for row in read_jsonl(run / "metrics.jsonl") if "staleness" in row]
+    if steps:
+        _show_waiting(console, steps)
     _show_files(console, run, seconds)
 
 
@@ -100,6 +130,17 @@ def _show_progress(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None
     console.print(
         f"The policy solves {last['accuracy']:.1%} of the held-out problems, {first['accuracy']:.1%} before training. "
         f"It learned to ask the calculator: {last['turns']:.1f} turns an episode, {first['turns']:.1f} before."
+    )
+
+
+def _show_waiting(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print how old the tokens were that trained, and which share of the time the trainer waited for them."""
+    steps = rows[1:] or rows  # the first step's episodes could not begin early
+    waited, total = (sum(row[f"time/{phase}"] for row in steps) for phase in ("rollout", "step"))
+    age = sum(row["staleness"] for row in steps) / len(steps)
+    console.print(
+        f"A token that trained was {age:.2f} versions of the weights old on average. The trainer waited for episodes "
+        f"{waited / total:.0%} of its time."
     )
 
 

@@ -134,6 +134,19 @@ def test_the_quickstart_ends_with_a_table_and_a_picture(quickstart):
     assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 3]
 
 
+def test_an_asynchronous_quickstart_shows_who_waited(quickstart):
+    command = ["-m", "rl4llm", "recipe", "quickstart", "--async", "--configs", "configs"]
+    done = python(*command, cwd=quickstart.directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = quickstart.directory / "runs" / "quickstart"
+    rows = [json.loads(line) for line in (runs / "async" / "metrics.jsonl").read_text().splitlines()]
+    ages = [row["staleness"] for row in rows if "staleness" in row]
+    assert ages[0] == 0 and max(ages) > 0
+    said = " ".join(done.stdout.split())
+    assert f"A token that trained was {sum(ages[1:]) / len(ages[1:]):.2f} versions of the weights old" in said
+    assert "The trainer waited for episodes" in said
+
+
 def test_quickstart_without_evaluations_shows_its_files(tmp_path, capsys):
     run._show(Terminal(), tmp_path, 1.0)
     said = capsys.readouterr().out
