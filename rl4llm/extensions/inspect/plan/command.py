@@ -40,6 +40,12 @@ def add(commands: Any) -> None:
         help="also play and train on a few prompts, for about ten seconds if the machine is fast enough, and estimate how "
         "long a step and the run take on this machine",
     )
+    command.add_argument(
+        "--run",
+        dest="timed",
+        metavar="DIR",
+        help="also estimate steps with other values of rollout.max_staleness, from the times of a run with 0",
+    )
     add_json(command)
 
 
@@ -49,26 +55,28 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
     from rl4llm.extensions.inspect.plan.show import as_json, parse_size, tables, verdict
     from rl4llm.extensions.inspect.plan.speed import CARDS, estimate, given_card
+    from rl4llm.extensions.inspect.plan.staleness import of_run, of_time, under_way
 
-    if arguments.devices < 1:
-        raise ConfigError(f"--devices {arguments.devices} is not accepted. Accepted: 1 or more.")
-    for flag, given in (("--device-memory", arguments.device_memory), ("--gpu", arguments.gpu)):
-        if arguments.time and given is not None:
-            raise ConfigError(f"--time measures this machine, so it is not accepted with {flag}. Remove one.")
+    _check(arguments)
     config = load_config(arguments.config, arguments.overrides)
     card = given_card(arguments.gpu, config.model.device) if arguments.gpu else None
     memory = CARDS[card].memory if card else None
     if arguments.device_memory is not None:
         memory = parse_size(arguments.device_memory)
+    overlap = of_run(arguments.timed)
     config = on_target(config, memory)
     plan = make_plan(config, arguments.devices, memory)
     found = [] if plan.fits else changes(plan)
-    times: dict[str, Any] = {"rollout": estimate(plan, card, here=memory is None)}
+    times: dict[str, Any] = {
+        "under_way": under_way(plan),
+        "rollout": estimate(plan, card, here=memory is None),
+    }
     if arguments.time and plan.fits:
         from rl4llm.extensions.inspect.check.times import measure
 
         with meanwhile():
             times["time"] = measure(config)
+    times["overlap"] = overlap or of_time(times.get("time"))
     times = {name: time for name, time in times.items() if time}
     if arguments.json:
         write_json(as_json(plan, found) | {name: time.as_json() for name, time in times.items()})
@@ -76,3 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         lines = (line for time in times.values() for line in time.lines())
         show(*tables(plan), *verdict(plan, found), *lines)
     return 0 if plan.fits else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.devices < 1:
+        raise ConfigError(f"--devices {arguments.devices} is not accepted. Accepted: 1 or more.")
+    for flag, given in (("--device-memory", arguments.device_memory), ("--gpu", arguments.gpu)):
+        if arguments.time and given is not None:
+            raise ConfigError(f"--time measures this machine, so it is not accepted with {flag}. Remove one.")
