@@ -31,6 +31,7 @@ GROWN, NOTICEABLE, LARGE = (
 MOST = 0.5  # of the attempts in one of several environments, or of the calls of a tool
 FEW_CALLS = 16  # of a step, of all tools together; fewer tell less of a policy that is learning to call
 LATE = 0.02  # of the attempts of a step; rollout.max_failed_share stops a run at 0.1 by default
+BOTH_WAIT = 0.25  # of a step
 REFUSED = 0.05  # of the answers of a step
 _REFUSED = re.compile("(?:.*/)?model_faults/.+/refused")
 _RAISED = re.compile("((?:.*/)?tool/(.+))/raised/(.+)")
@@ -170,6 +171,15 @@ def no_calls(row: Row, first: Sequence[Row]) -> str | None:
     return f"no tool was called in {_number(row, 'trajectories', below=0.0):.0f} episodes"
 
 
+def both_wait(row: Row, first: Sequence[Row]) -> str | None:
+    """Return the sign if episodes may begin early, and the trainer and the servers wait for each other all the same."""
+    waits = _number(row, "time/rollout", below=0.0) / max(_number(row, "time/step", below=0.0), 1e-9)
+    idle = _number(row, "fleet/idle", below=0.0)
+    if "staleness" not in row or min(waits, idle) < BOTH_WAIT:
+        return None
+    return f"the trainer waits for episodes {waits:.0%} of a step, and servers have no request {idle:.0%} of the time"
+
+
 RULES = (
     Rule(
         "constant reward",
@@ -256,6 +266,13 @@ RULES = (
         "The run continues without this environment, since the others have enough samples.",
         "failures/<class> of the part, its env and rewards, and env.remote",
         enough=3.0,
+    ),
+    Rule(
+        "binding staleness",
+        "fleet/idle",
+        both_wait,
+        "A few slow episodes hold up a step, and rollout.max_staleness lets no others begin.",
+        "rollout.max_staleness, rollout.max_tokens, and how long tools and rewards take",
     ),
 )
 

@@ -106,6 +106,7 @@ mismatch/newest | Is the share of tokens from the newest weights, which alone ar
 mismatch/ess | Is the effective sample size of the importance weights between engine and trainer. | share | near 1
 staleness | Averages the age of tokens against the weights that they train. | versions | up to the bound
 staleness/max | Is the age of the oldest token that trains. | versions | up to the bound
+fleet/idle | Is the share of the time since the last step in which a server had no request. | share | near 0
 fleet/servers | Counts the inference servers in the pool. | servers | all servers
 fleet/attempts | Counts the requests to servers since the start. | requests |
 fleet/retries | Counts the retries of requests since the start. | requests | 0

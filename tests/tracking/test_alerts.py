@@ -45,6 +45,7 @@ SICK = {
     "failing calls": {"env/tool_calls": 0.25, "env/tool_errors": 0.25},
     "no calls": {"env/tool_calls": 0.0, "env/tool_errors": 0.0},
     "refused answers": {"model_faults/llm_judge/refused": 20.0},
+    "binding staleness": {"staleness": 1.0, "time/rollout": 6.0, "time/step": 10.0, "fleet/idle": 0.4},
     "timeouts": {"failures/math/timeout": 2.0, "played_again/llm_judge/timeout": 3.0, "failures": 2.0},
 }
 
@@ -98,6 +99,10 @@ def test_the_glossary_explains_the_metric_of_each_rule():
         [{"env/tool_calls": 1 / 64, "env/tool_errors": 1 / 64}] * 39,  # of 128 attempts, two call
         [{"part/web/failures": 2.0, "part/web/trajectories": 6.0, "failures": 2.0}] * 60,
         [{"failures/math/timeout": 1.0, "failures": 1.0}] * 60,  # of 128
+        [{"time/rollout": 6.0, "time/step": 10.0, "fleet/idle": 0.4}] * 60,  # takes turns
+        [{"staleness": 1.0, "time/rollout": 6.0, "time/step": 10.0, "fleet/idle": 0.1}] * 60,  # busy servers
+        [{"staleness": 1.0, "time/rollout": 1.0, "time/step": 10.0, "fleet/idle": 0.9}]
+        * 60,  # a busy trainer
         [{"reward/mean": math.nan, "mismatch/mean": math.nan, "surprise": math.nan, "truncated": None}] * 60,
     ],
 )

@@ -134,13 +134,13 @@ def _show_progress(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None
 
 
 def _show_waiting(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print how old the tokens were that trained, and which share of the time the trainer waited for them."""
+    """Print how old the tokens were that trained, and which shares of the time trainer and server waited."""
     steps = rows[1:] or rows  # the first step's episodes could not begin early
     waited, total = (sum(row[f"time/{phase}"] for row in steps) for phase in ("rollout", "step"))
-    age = sum(row["staleness"] for row in steps) / len(steps)
+    age, idle = (sum(row[name] for row in steps) / len(steps) for name in ("staleness", "fleet/idle"))
     console.print(
         f"A token that trained was {age:.2f} versions of the weights old on average. The trainer waited for episodes "
-        f"{waited / total:.0%} of its time."
+        f"{waited / total:.0%} of its time, and the server had no request {idle:.0%} of the time."
     )
 
 

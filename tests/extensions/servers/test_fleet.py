@@ -240,6 +240,22 @@ def test_ten_faults_neither_lose_nor_double_nor_change_a_sample(play, undisturbe
     )
 
 
+def test_the_fleet_measures_how_long_servers_wait(play):
+    async def story(scene):
+        scene.fleet.metrics()
+        await asyncio.sleep(0.3)
+        assert scene.fleet.metrics()["fleet/idle"] == pytest.approx(1.0, abs=0.01)
+        begun = time.monotonic()
+        await rollout(scene.fleet, prompts=6)
+        played_s = time.monotonic() - begun
+        busy = 1 - scene.fleet.metrics()["fleet/idle"]
+        assert 0.3 < busy <= 1.0
+        await asyncio.sleep(played_s)
+        assert scene.fleet.metrics()["fleet/idle"] == pytest.approx(1.0, abs=0.01)
+
+    play(story, 2)
+
+
 def test_a_killed_server_comes_back_with_the_right_weights_only(play, undisturbed, weights):
     async def story(scene):
         dead, alive = scene.servers

@@ -1,5 +1,6 @@
 """The page in a real browser, as a user would use it: the tests see only what the page shows."""
 
+import json
 import os
 
 import pytest
@@ -267,6 +268,33 @@ def test_two_runs_show_how_their_last_values_differ(page):
         "[...document.querySelectorAll('[data-compared=\"reward/mean\"] td')].map(e => e.innerText)"
     )
     assert cells == ["0.4", "0.5 (+0.1)"]  # means of steps 2 to 6, and of 1 to 3 with 0.3 more
+
+
+def test_timeline_shows_who_waited_for_whom(browser, tmp_path):
+    times = {
+        "time/step": 10.0,
+        "time/rollout": 6.0,
+        "time/update": 3.0,
+        "time/publish": 1.0,
+        "fleet/idle": 0.25,
+    }
+    steps = [{"step": step, "staleness": 0.5, "reward/mean": 0.1, **times} for step in range(1, 15)]
+    steps[-1] |= {"time/step": 5.0, "time/rollout": 1.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    with served(tmp_path) as url:
+        browser.open(url)
+        browser.until("document.querySelectorAll('.timeline tbody tr').length === 12")
+        assert browser.text('[data-step="14"]').split() == ["14", "5", "s", "0.5", "25", "%"]
+        widths = "[...document.querySelectorAll('[data-step=\"STEP\"] i')].map(e => e.style.width)"
+        assert browser.value(widths.replace("STEP", "13")) == ["60%", "0%", "30%", "10%", "0%"]
+        assert browser.value(widths.replace("STEP", "14")) == ["10%", "0%", "30%", "10%", "0%"]
+        bars = "[...document.querySelectorAll('[data-step=\"13\"] i')].map(e => e.getBoundingClientRect())"
+        assert browser.value(f"{bars}[2].width > 50 && {bars}[2].top === {bars}[0].top")
+    assert not browser.errors
+
+
+def test_turns_have_no_timeline(page):
+    assert page.value("document.querySelectorAll('.timeline').length") == 0
 
 
 def test_a_phone_needs_no_sideways_scrolling(page):

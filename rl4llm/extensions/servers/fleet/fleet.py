@@ -92,6 +92,7 @@ class FleetClient(BaseClient):
         self._names = RequestNames()
         self._homes = Homes()
         self._absent = members[0].absent
+        self._measured_at = time.monotonic()
 
     def __str__(self) -> str:
         return f"FleetClient of {', '.join(map(str, self._servers))}"
@@ -179,12 +180,18 @@ class FleetClient(BaseClient):
         return {"version": version, "in_pool": [str(member) for member in self._upkeep.serving()], "out": out}
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of servers in the pool, and counts of attempts and failures since the start."""
+        """Return the number of servers in the pool, counts of attempts and failures since the start, and the share of the
+        time since the last call in which a server had no request.
+        """
+        now = time.monotonic()
+        passed_s, self._measured_at = now - self._measured_at, now
+        idle_s = sum(member.idle_s() for member in self._servers) / len(self._servers)
         kinds = ("attempts", "retries", "failures", "doubles", "left", "came_back")
         counts = {f"fleet/{kind}": float(self._pool.counts[kind]) for kind in kinds}
         return {
             "fleet/servers": float(len(self._upkeep.serving())),
             "fleet/moved": float(self._homes.moved),
+            "fleet/idle": idle_s / max(passed_s, 1e-9),
             **counts,
         }
 

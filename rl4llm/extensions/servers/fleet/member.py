@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -61,6 +62,8 @@ class Member(Endpoint):
         self.replies = 0
         self.ready_at = 0.0  # when it may be asked again; it reported that it is busy
         self._under_way: set[asyncio.Task[Any]] = set()
+        self._idle_s = 0.0  # that have been counted, until `_idle_from`
+        self._idle_from = time.monotonic()
         super().__init__(client.base_url)
 
     def bind(self) -> None:
@@ -71,6 +74,7 @@ class Member(Endpoint):
     async def run(self, request: Coroutine[Any, Any, T]) -> T:
         """Return a request's result; raise MovedError if the server leaves the pool meanwhile."""
         task = asyncio.create_task(request)
+        self._count_idle()
         self._under_way.add(task)
         try:
             return await task
@@ -80,7 +84,20 @@ class Member(Endpoint):
                 raise
             raise MovedError(f"{self} left the pool: {self.reason}") from None
         finally:
+            self._count_idle()
             self._under_way.discard(task)
+
+    def idle_s(self) -> float:
+        """Return the seconds since the last call in which it had no request."""
+        self._count_idle()
+        found, self._idle_s = self._idle_s, 0.0
+        return found
+
+    def _count_idle(self) -> None:
+        """Count the time until now; called before requests come or go."""
+        now = time.monotonic()
+        self._idle_s += 0.0 if self._under_way else now - self._idle_from
+        self._idle_from = now
 
     def give_up_requests(self) -> None:
         """Cancel all running requests, so that they move to another server."""

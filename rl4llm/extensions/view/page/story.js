@@ -1,6 +1,7 @@
 // What happened: a headline for each run, episodes that show it and some that look suspicious, and the differences of runs.
 
 import { h, inUnit, number, replace, signed } from "./dom.js";
+import { timeline } from "./timeline.js";
 
 const COMPARED = ["eval/accuracy", "eval/reward/mean", "eval/loss", "accuracy", "reward/mean", "completion_length/mean", "truncated", "tokens/s"];
 const ENDS = 5; // training steps that are averaged at the end
@@ -22,7 +23,7 @@ export function storyView(app) {
   function about(run, many) {
     const { text, alerts } = run.story;
     const name = many ? [h("span", { class: "swatch" }), ` ${run.name}: `] : null;
-    const parts = [cards(run, "shown", "Episodes that show it"), cards(run, "suspicious", "Worth a look: these could be wrong")].filter(Boolean);
+    const parts = [cards(run, "shown", "Episodes that show it"), cards(run, "suspicious", "Worth a look: these could be wrong"), timeline(run)].filter(Boolean);
     let inside = parts;
     if (many && parts.length) {
       inside = h("details", { open: opened.has(run.number) }, h("summary", {}, "Episodes that show it"), parts);
