@@ -4,11 +4,14 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from forked_python import python
 from torch.profiler import ProfilerActivity, profile
+
+from rl4llm.extensions.inspect.plan.staleness import Overlap
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 SCRIPTS = [path for path in sorted(BENCH.glob("*.py")) if "ArgumentParser" in path.read_text()]
@@ -87,3 +90,24 @@ def test_rewards_page_has_our_verdicts(graders):
         if verdict is not row["right"] and row["kind"] != graders.CHOICE
     ]
     assert sorted(reply for replies in listed for reply in replies) == sorted(kept)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+def test_simulated_steps_are_those_that_the_plan_estimates(monkeypatch, bound):
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    from async_sim import simulate
+
+    times = {
+        "base_s": 0.1,
+        "row_s": 0.0,
+        "update_s": 4.0,
+        "publish_s": 0.0,
+    }  # rows do not slow each other down
+    options = SimpleNamespace(prompts=2, samples=3, steps=31, warm_up=7, **times)
+    step_s, waits, idle = simulate(options, 1, bound, lambda: 100)
+    assert step_s == pytest.approx(Overlap(rollout_s=10.0, training_s=4.0).step_s(bound, busy=0.0), rel=0.02)
+    assert waits == pytest.approx(1 - 4.0 / step_s, abs=0.02)
+    assert idle == pytest.approx(max(0.0, 4.0 / step_s if bound == 0 else 0.0), abs=0.02)
+    times["row_s"] = 0.1  # six rows take seven times as long as the first token of one
+    slow_s = simulate(SimpleNamespace(**{**vars(options), **times}), 1, bound, lambda: 100)[0]
+    assert slow_s >= 60.0

@@ -1,0 +1,250 @@
+"""What `rollout.max_staleness` would give on other hardware: the source of groups, with a clock and servers simulated.
+
+    python scripts/bench/async_sim.py --update-s 8 --servers 1 16 --median 300 --sigma 1.0    # lengths are log-normal
+    python scripts/bench/async_sim.py --run runs/turns        # lengths and times of a run with rollout.max_staleness=0
+
+`GroupStream` starts the groups and hands them over, as in training. A server decodes a token for all its rows in --base-s
+plus --row-s for each row. An episode goes to the server with the fewest rows and stays there. The trainer takes --update-s
+for a step, and a publish stops the servers for --publish-s. With --run, the servers are as fast as those of the run, on
+average. It prints seconds per step, and the shares of their time that trainer and servers wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import selectors
+import statistics
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from rl4llm.data.prompts import PromptStream
+from rl4llm.envs.stream import GroupStream
+from rl4llm.tracking.tracker import read_jsonl
+
+FITS = 3
+
+
+class Clock(selectors.SelectSelector):
+    """A selector that jumps to the next timer, so that waiting takes no time."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class Simulation:
+    """Runs coroutines by a simulated clock, only while the trainer waits for one; takes the place of a `Runner`."""
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+        self._loop = asyncio.SelectorEventLoop(self._clock)
+        self._loop.time = lambda: self._clock.now  # type: ignore[method-assign]
+        self.outcome: Any = None
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Simulation:
+        self.outcome = self._loop.create_task(coroutine)
+        return self
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(coroutine)
+
+    def close(self) -> None:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self.run(asyncio.wait(tasks))
+        self._loop.close()
+
+    def wait(self, outcomes: Sequence[Future[Any]]) -> None:
+        for outcome in outcomes:
+            self.run(asyncio.wait_for(asyncio.wrap_future(outcome, loop=self._loop), None))
+
+
+class Server:
+    """Decodes a token for all of its rows at a time."""
+
+    def __init__(self, base_s: float, row_s: float):
+        self.base_s, self.row_s = base_s, row_s
+        self.rows: dict[Future[None], float] = {}  # and the tokens that are missing
+        self.paused = False
+        self.busy_s = 0.0
+        self._changed = asyncio.Event()
+
+    async def decode(self, tokens: int) -> None:
+        row: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.rows[row] = tokens  # type: ignore[index]
+        self._changed.set()
+        await row
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+        self._changed.set()
+
+    async def serve(self) -> None:
+        """Decode for ever; between two changes of the rows all of them advance at the same speed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            if self.paused or not self.rows:
+                await self._changed.wait()
+                continue
+            token_s, began = self.base_s + self.row_s * len(self.rows), loop.time()
+            try:
+                async with asyncio.timeout(min(self.rows.values()) * token_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self.busy_s += loop.time() - began
+            for row in self.rows:
+                self.rows[row] -= (loop.time() - began) / token_s
+            for row in [row for row, missing in self.rows.items() if missing < 1e-6]:
+                del self.rows[row]
+                row.set_result(None)
+
+
+class Group:
+    """The episodes of a prompt, as `GroupStream` plays them."""
+
+    def __init__(self, rollout: Fleet, lengths: Sequence[int]):
+        self.rollout, self.lengths = rollout, lengths
+        self.outcome: Future[None] = Future()
+
+    async def announce(self) -> None:
+        """Do nothing; no server waits for others."""
+
+    async def play(self) -> None:
+        await asyncio.gather(*map(self.rollout.generate, self.lengths))
+        self.outcome.set_result(None)
+
+
+class Fleet:
+    """Plays groups on servers; takes the place of a `Rollout`."""
+
+    plays_whole = False
+
+    def __init__(self, servers: Sequence[Server], group_size: int, length: Callable[[], int]):
+        self.servers, self.group_size, self._length = servers, group_size, length
+
+    def begin(self, rows: Sequence[int], **how: Any) -> list[Group]:
+        return [Group(self, [self._length() for _ in range(self.group_size)]) for _ in rows]
+
+    async def generate(self, tokens: int) -> None:
+        await min(self.servers, key=lambda server: len(server.rows)).decode(tokens)
+
+
+def simulate(
+    options: argparse.Namespace, servers: int, bound: int, length: Callable[[], int]
+) -> tuple[float, ...]:
+    """Return the seconds of a step, and the shares of the time that the trainer and the servers wait."""
+    clock = Simulation()
+    fleet = Fleet([Server(options.base_s, options.row_s) for _ in range(servers)], options.samples, length)
+    stream = GroupStream(fleet, PromptStream(1 << 20, options.prompts), clock, dict)  # type: ignore[arg-type]
+    for server in fleet.servers:
+        clock.start(server.serve())
+    waited, busy_s, began_s = 0.0, 0.0, 0.0
+    for step in range(options.steps):
+        if step == options.warm_up:  # then episodes could begin early
+            waited, began_s, busy_s = 0.0, clock.now, sum(server.busy_s for server in fleet.servers)
+        while stream.left < options.prompts * (bound + 1):
+            stream.admit(options.prompts)
+        asked = clock.now
+        stream.take(options.prompts)
+        waited += clock.now - asked
+        clock.run(asyncio.sleep(options.update_s))
+        for paused in (True, False):
+            for server in fleet.servers:
+                server.pause(paused)
+            clock.run(asyncio.sleep(options.publish_s * paused))
+    total = clock.now - began_s
+    clock.close()
+    busy = (sum(server.busy_s for server in fleet.servers) - busy_s) / servers
+    return total / (options.steps - options.warm_up), waited / total, 1 - busy / total
+
+
+def log_normal(options: argparse.Namespace) -> tuple[random.Random, Callable[[], int]]:
+    """Return draws of lengths."""
+    draw, middle = random.Random(0), math.log(options.median)
+    return draw, lambda: max(1, min(options.most, round(draw.lognormvariate(middle, options.sigma))))
+
+
+def of_run(directory: Path, options: argparse.Namespace) -> tuple[random.Random, Callable[[], int]]:
+    """Set the times to those of a run with rollout.max_staleness=0; return draws of its lengths."""
+    rows = [row for row in read_jsonl(directory / "metrics.jsonl") if "time/rollout" in row][
+        options.warm_up :
+    ]
+    publishing = [sum(row.get(f"time/{phase}", 0.0) for phase in ("publish", "verify")) for row in rows]
+    options.publish_s = statistics.fmean(publishing)
+    options.update_s = (
+        statistics.fmean(row["time/step"] - row["time/rollout"] for row in rows) - options.publish_s
+    )
+    lengths = [
+        sum(len(span["token_ids"]) for span in episode["spans"] if span["author"] == "policy")
+        for file in sorted((directory / "episodes").glob("step-*.jsonl"))
+        for episode in map(json.loads, file.read_text().splitlines())
+    ]
+    rollout_s = statistics.fmean(row["time/rollout"] for row in rows)
+    draw = random.Random(0)
+    base_s, row_s = options.base_s, options.row_s
+    for _ in range(FITS):  # a rollout takes a multiple of the time of a token
+        draw.seed(0)
+        found, waits, _ = simulate(options, options.servers[0], 0, lambda: draw.choice(lengths))
+        scale = rollout_s / (found * waits)
+        options.base_s, options.row_s = options.base_s * scale, options.row_s * scale
+    print(
+        f"fitted to rollouts of {rollout_s:.2f} s: {options.base_s / base_s:.3g} times --base-s={base_s:g} and "
+        f"--row-s={row_s:g}; update {options.update_s:.2f} s, publish {options.publish_s:.2f} s"
+    )
+    return draw, lambda: draw.choice(lengths)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", type=int, nargs="+", default=[1])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--median", type=float, default=300.0, help="tokens of an episode")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the tokens")
+    parser.add_argument("--most", type=int, default=8192, help="tokens of an episode")
+    parser.add_argument("--base-s", type=float, default=0.01)
+    parser.add_argument("--row-s", type=float, default=0.0001)
+    parser.add_argument("--update-s", type=float, default=8.0)
+    parser.add_argument("--publish-s", type=float, default=0.5)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count")
+    parser.add_argument("--run", type=Path, help="a run with rollout.max_staleness=0")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    draw, length = of_run(options.run, options) if options.run else log_normal(options)
+    for servers in options.servers:
+        first = None
+        for bound in options.staleness:
+            draw.seed(0)
+            step_s, waits, idle = simulate(options, servers, bound, length)
+            first = first or step_s
+            print(
+                f"{servers} servers, max_staleness={bound}: {step_s:.2f} s a step, {first / step_s:.2f} times; "
+                f"trainer waits {waits:.0%}, servers wait {idle:.0%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
