@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.model_memory import EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.runtime.runner import run
@@ -29,9 +30,14 @@ class Generates(Protocol):
 
     @abstractmethod
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
-        """Sample one completion of `prompt_ids`.
+        """Sample one completion of `prompt_ids`; `images` are the places among them that stand for images.
 
         Raises EngineError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
         """

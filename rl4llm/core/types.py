@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import DataError, EngineError
+from rl4llm.core.images import ImagePlace, moved
 from rl4llm.core.message import ROLES as ROLES
 from rl4llm.core.message import ChatMessage as ChatMessage
 
@@ -86,12 +87,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """A run of tokens with one author. Only the policy's own tokens carry log-probs, and only they train."""
+    """A run of tokens with one author. Only the policy's own tokens carry log-probs, and only they train.
+
+    `images` are the places of images among the tokens, in order; only context has any.
+    """
 
     token_ids: tuple[int, ...]
     author: Author
     logprobs: tuple[float, ...] | None = None
     version: int | None = None
+    images: tuple[ImagePlace, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.author == "policy") != (self.logprobs is not None):
@@ -100,9 +105,9 @@ class TokenSpan:
             raise EngineError(f"A span has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs.")
 
     @classmethod
-    def context(cls, token_ids: list[int] | tuple[int, ...]) -> TokenSpan:
+    def context(cls, token_ids: list[int] | tuple[int, ...], images: Sequence[ImagePlace] = ()) -> TokenSpan:
         """Return a span of tokens that the environment or the template wrote."""
-        return cls(tuple(token_ids), "context")
+        return cls(tuple(token_ids), "context", images=tuple(images))
 
     @classmethod
     def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
@@ -113,6 +118,16 @@ class TokenSpan:
             cls(completion.token_ids[start:end], "policy", completion.logprobs[start:end], version)
             for (start, version), end in zip(runs, ends, strict=True)
         )
+
+
+def images_of(spans: Sequence[TokenSpan]) -> tuple[ImagePlace, ...]:
+    """Return the places of the images among all tokens of these spans together."""
+    found: list[ImagePlace] = []
+    before = 0
+    for span in spans:
+        found += moved(span.images, before)
+        before += len(span.token_ids)
+    return tuple(found)
 
 
 def count_turns(spans: Sequence[TokenSpan]) -> int:

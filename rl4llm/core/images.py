@@ -1,0 +1,38 @@
+"""An image as the model sees it, and its place among tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The name and size of an image; its pixels are in the run's `ImageStore`.
+
+    The pixels are RGB and have the size at which the model sees them: they are resized once, when they are read.
+    `digest` is the SHA-256 of size and pixels, in hex.
+    """
+
+    digest: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """`length` tokens from `offset` on that stand for an image. Nothing else marks them: a token with the placeholder's id
+    outside of all places is a token like any other."""
+
+    image: Image
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def moved(places: Iterable[ImagePlace], tokens: int) -> tuple[ImagePlace, ...]:
+    """Return the places with `tokens` more tokens before them."""
+    return tuple(replace(place, offset=place.offset + tokens) for place in places)
