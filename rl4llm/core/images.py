@@ -1,9 +1,16 @@
-"""An image as the model sees it, and its place among tokens."""
+"""Images: as they are given, as the model sees them, and their places among tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image as a data set, a tool or an environment gives it: the bytes of a PNG, JPEG or WebP file."""
+
+    data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,203 @@
+"""Read images from strangers within limits, and keep the pixels that the model sees.
+
+picture = read_picture(row["image"], directory)      # a file's bytes, checked by its header
+image = store.add(canonical(picture, size))           # RGB pixels at the model's size, named by their digest
+pixels_HWC = store.pixels(image)                      # the same bytes on every machine, after a resume too
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+from numpy.typing import NDArray
+
+from rl4llm.core.errors import BadRowError, DataError
+from rl4llm.core.images import Image, Picture
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_BYTES, MAX_PIXELS = 32 << 20, 1 << 25
+"""Limits of an image: of its file, and of its pixels, which take 3 bytes each when they are decoded."""
+
+KEPT = 512  # images whose pixels stay in memory
+
+Pixels = NDArray[np.uint8]
+"""RGB (H, W, 3)."""
+
+
+def read_picture(value: Any, directory: Path | None = None) -> Picture:
+    """Return the picture that a column, a content part or a tool gives.
+
+    Accepted: a Picture, an image of Pillow, bytes of a file, ``{"bytes": ..., "path": ...}``, a data URI, base64 text, and a
+    path relative to `directory`, below it. Raises BadRowError for anything else, addresses of the network among it, and for
+    a file that is broken or exceeds the limits; only its header is decoded.
+    """
+    picture = _picture(value, directory)
+    _opened(picture)
+    return picture
+
+
+def canonical(picture: Picture, size: Callable[[int, int], tuple[int, int]], resample: int) -> Pixels:
+    """Return RGB pixels, resized once to `size(height, width)`; transparent parts are white, EXIF rotations applied.
+
+    Raises BadRowError for an image that cannot be decoded or resized.
+    """
+    image = _opened(picture)
+    try:
+        image.load()
+        image = PIL.ImageOps.exif_transpose(image)
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            ground = PIL.Image.new("RGBA", image.size, "white")
+            image = PIL.Image.alpha_composite(ground, image)
+        image = image.convert("RGB")
+        height, width = size(image.height, image.width)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise BadRowError(f"the image cannot be used: {error}.") from error
+    if (width, height) != image.size:
+        image = image.resize((width, height), resample=resample)
+    return np.asarray(image, np.uint8)
+
+
+class ImageStore:
+    """The canonical pixels of a run's images, by digest: in memory, and as PNG files in a directory.
+
+    Args:
+        directory: where the files are; None keeps all pixels in memory.
+    """
+
+    def __init__(self, directory: Path | None = None):
+        self._directory = directory
+        self._kept: OrderedDict[str, Pixels] = OrderedDict()
+
+    def add(self, pixels_HWC: Pixels) -> Image:
+        """Keep pixels (H, W, 3) and return their name."""
+        height, width, _ = pixels_HWC.shape
+        digest = hashlib.sha256(f"{height}x{width}:".encode() + pixels_HWC.tobytes()).hexdigest()
+        if digest not in self._kept:
+            if self._directory is not None and not self._file(digest).exists():
+                self._write(self._file(digest), pixels_HWC)
+            self._keep(digest, pixels_HWC)
+        return Image(digest, height, width)
+
+    def pixels(self, image: Image) -> Pixels:
+        """Return the pixels of an image (H, W, 3); raises DataError if their file is gone or is another image."""
+        if image.digest in self._kept:
+            self._kept.move_to_end(image.digest)
+            return self._kept[image.digest]
+        if self._directory is None:
+            raise DataError(f"The image {image.digest[:12]} is not in memory, and the run has no directory.")
+        file = self._file(image.digest)
+        try:
+            with PIL.Image.open(file, formats=["PNG"]) as opened:
+                pixels = np.asarray(opened.convert("RGB"), np.uint8)
+        except (OSError, ValueError) as error:
+            raise DataError(f"The image {file} cannot be read: {error}.") from error
+        found = hashlib.sha256(f"{image.height}x{image.width}:".encode() + pixels.tobytes()).hexdigest()
+        if found != image.digest:
+            raise DataError(f"The image {file} is not the one that its name says. Restore the file.")
+        self._keep(image.digest, pixels)
+        return pixels
+
+    def _keep(self, digest: str, pixels: Pixels) -> None:
+        self._kept[digest] = pixels
+        while self._directory is not None and len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+    def _file(self, digest: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{digest}.png"
+
+    @staticmethod
+    def _write(file: Path, pixels: Pixels) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        PIL.Image.fromarray(pixels).save(beside, format="PNG")
+        beside.replace(file)
+
+
+def _picture(value: Any, directory: Path | None) -> Picture:
+    if isinstance(value, Picture):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Picture(bytes(value))
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:
+            return _picture(value["bytes"], directory)
+        name = next((value[key] for key in ("path", "url", "image") if value.get(key) is not None), None)
+        if name is not None:
+            return _picture(name, directory)
+    elif isinstance(value, str):
+        return _of_text(value, directory)
+    elif hasattr(value, "save") and hasattr(value, "mode"):  # an image of Pillow
+        file = io.BytesIO()
+        value.save(file, format="PNG")
+        return Picture(file.getvalue())
+    raise BadRowError(
+        f"an image cannot be a {type(value).__name__}: {value!r:.60}. Accepted: bytes, {{'bytes': ...}}, a data URI, base64 "
+        "text, a path below the data's directory, or an image of Pillow."
+    )
+
+
+def _of_text(text: str, directory: Path | None) -> Picture:
+    if text.startswith("data:"):
+        kind, _, text = text.partition(",")
+        if not kind.endswith(";base64"):
+            raise BadRowError(f"the image {kind[:40]!r} is not base64.")
+        return Picture(_decoded(text))
+    if "://" in text[:12]:
+        raise BadRowError(
+            f"the image {text[:80]!r} is an address, and nothing is downloaded. Store the file."
+        )
+    if len(text) > 512 and "." not in text[:512]:
+        return Picture(_decoded(text))
+    return _of_file(text, directory)
+
+
+def _of_file(text: str, directory: Path | None) -> Picture:
+    if directory is None:
+        raise BadRowError(f"the image {text[:80]!r} is a path, but the rows come from no directory.")
+    file, root = (directory / text).resolve(), directory.resolve()
+    if not file.is_relative_to(root):
+        raise BadRowError(f"the image {text[:80]!r} is not below {root}, the directory of the data.")
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise BadRowError(f"the image {text[:80]!r} has more than {MAX_BYTES:,} bytes.")
+        return Picture(file.read_bytes())
+    except OSError as error:
+        raise BadRowError(f"the image {text[:80]!r} cannot be read: {error.strerror}.") from error
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRowError(f"an image is not base64: {text[:40]!r}.") from error
+
+
+def _opened(picture: Picture) -> Any:
+    """Return an image of Pillow whose header was read and is within the limits."""
+    if len(picture.data) > MAX_BYTES:
+        raise BadRowError(f"the image has {len(picture.data):,} bytes. Accepted: at most {MAX_BYTES:,}.")
+    try:
+        image = PIL.Image.open(io.BytesIO(picture.data), formats=FORMATS)
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise BadRowError(
+            f"the image is no {', '.join(FORMATS)} file: {picture.data[:12]!r}... Convert it, or remove the row."
+        ) from error
+    if image.width * image.height > MAX_PIXELS:
+        raise BadRowError(f"the image has {image.width} x {image.height} pixels. Accepted: {MAX_PIXELS:,}.")
+    if getattr(image, "n_frames", 1) > 1:
+        raise BadRowError(f"the image has {image.n_frames} frames. Accepted: one.")
+    return image

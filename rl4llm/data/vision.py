@@ -1,0 +1,138 @@
+"""What a family of vision-language models makes of an image: its size, its number of tokens, their positions.
+
+    vision = Vision(model_directory, ImageStore(run / "images"))
+    image = vision.see(picture)                  # resized once, stored by digest
+    vision.tokens(image)                         # placeholders in the prompt
+    vision.positions(len(token_ids), places)     # along three axes for families with a grid of positions
+
+Everything is read from the model's config and its image processor, and the size is found by trying the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoImageProcessor
+
+from rl4llm.core.errors import BadRowError, ModelError
+from rl4llm.core.images import Image, ImagePlace, Picture
+from rl4llm.data.images import ImageStore, Pixels, canonical
+
+MAX_SEEN = 4096  # pictures whose images are remembered
+
+
+class Vision:
+    """The image side of a model directory.
+
+    Args:
+        path: of the model, with `config.json` and the files of its image processor.
+        store: where the pixels are kept.
+
+    Raises ModelError for a model without images, and for a family that is not supported.
+
+    Attributes:
+        placeholder: the id of the token that stands for an image in the template's rendering.
+        axes: the number of axes of a position: 3 (time, row, column) or 1.
+    """
+
+    def __init__(self, path: str | Path, store: ImageStore):
+        self.store, self._path = store, str(path)
+        self.config = AutoConfig.from_pretrained(self._path, local_files_only=Path(path).is_dir())
+        placeholder = getattr(self.config, "image_token_id", None)
+        if placeholder is None:
+            raise ModelError(f"model.vision: {type(self.config).__name__} in {self._path!r} sees no images.")
+        self.placeholder = int(placeholder)
+        text = self.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+        self.axes = 3 if "mrope_section" in rope else 1
+        self._see = lru_cache(MAX_SEEN)(self._seen)
+        self._fit = lru_cache(MAX_SEEN)(self._fitted)
+        self._patch  # noqa: B018, the processor is there and of a known kind
+
+    def see(self, picture: Picture) -> Image:
+        """Return the image that the model sees; raises BadRowError for one that cannot be read or is out of proportion."""
+        return self._see(picture)
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that the processor makes of an image of this size."""
+        return self._fit(height, width)
+
+    def tokens(self, image: Image) -> int:
+        """Return the number of tokens that stand for an image."""
+        rows, columns = self._grid(image)
+        return rows * columns
+
+    def positions(self, length: int, places: Sequence[ImagePlace]) -> NDArray[np.int64]:
+        """Return the positions (length, axes) of a sequence's tokens.
+
+        Text counts along all axes alike. The tokens of an image share the first and count its rows and columns along the
+        others; the text after it begins behind the largest of them (Qwen2-VL, arXiv:2409.12191, section 2.1).
+        """
+        if self.axes == 1:
+            return np.arange(length, dtype=np.int64)[:, None]
+        positions = np.empty((length, 3), np.int64)
+        done, begin = 0, 0
+        for place in places:
+            ahead = place.offset - done
+            positions[done : place.offset] = np.arange(begin, begin + ahead)[:, None]
+            begin += ahead
+            rows, columns = self._grid(place.image)
+            positions[place.offset : place.end, 0] = begin
+            positions[place.offset : place.end, 1] = begin + np.repeat(np.arange(rows), columns)
+            positions[place.offset : place.end, 2] = begin + np.tile(np.arange(columns), rows)
+            begin, done = begin + max(rows, columns), place.end
+        positions[done:] = np.arange(begin, begin + length - done)[:, None]
+        return positions
+
+    def inputs(self, pixels: Sequence[Pixels]) -> dict[str, Any]:
+        """Return the arguments of the model's `get_image_features` for canonical pixels (H, W, 3)."""
+        made = self._processor(
+            images=list(pixels), do_resize=False, input_data_format="channels_last", return_tensors="pt"
+        )
+        return dict(made)
+
+    def _seen(self, picture: Picture) -> Image:
+        return self.store.add(canonical(picture, self.fit, int(self._processor.resample)))
+
+    def _fitted(self, height: int, width: int) -> tuple[int, int]:
+        blank = np.zeros((height, width, 3), np.uint8)
+        try:
+            made = self._processor(images=[blank], input_data_format="channels_last")
+        except ValueError as error:
+            raise BadRowError(
+                f"the image of {height} x {width} pixels is refused by the model: {error}."
+            ) from error
+        _, rows, columns = (int(count) for count in np.asarray(made["image_grid_thw"])[0])
+        return rows * self._patch, columns * self._patch
+
+    def _grid(self, image: Image) -> tuple[int, int]:
+        """Return the rows and columns of the tokens of an image."""
+        side = self._patch * int(self._processor.merge_size)
+        return image.height // side, image.width // side
+
+    @cached_property
+    def _patch(self) -> int:
+        """The side of a patch, in pixels."""
+        made = self._processor(images=[np.zeros((64, 64, 3), np.uint8)], input_data_format="channels_last")
+        if "image_grid_thw" not in made:
+            raise ModelError(
+                f"model.vision: {type(self.config).__name__} in {self._path!r} is not supported. Supported: families whose "
+                "image processor makes grids (image_grid_thw), as Qwen2.5-VL, Qwen3-VL and Qwen3.5 have."
+            )
+        return int(self._processor.patch_size)
+
+    @cached_property
+    def _processor(self) -> Any:
+        try:
+            return AutoImageProcessor.from_pretrained(
+                self._path, local_files_only=Path(self._path).is_dir(), backend="pil"
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"model.vision: {self._path!r} has no image processor that can be read (preprocessor_config.json): {error}."
+            ) from error
