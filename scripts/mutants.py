@@ -114,7 +114,7 @@ DATA = _of(
      "test_pack.py::test_every_trajectory_is_in_exactly_one_batch_as_recorded"),
     ("credit_of_a_turn", "pack.py", 'turn += span.author == "policy" != before', 'turn += span.author == "policy"',
      "test_pack.py::test_credits_per_turn_ignore_changes_of_weights_in_a_turn"),
-    ("append_only_end", "render.py", "token_ids[self._sampled_end(token_ids, by) :] if ended else token_ids", "token_ids",
+    ("append_only_end", "render.py", "token_ids[cut:]", "token_ids",
      "test_render.py::test_a_turn_is_closed_exactly_once_even_if_truncated"),
     ("every_stop_token", "render.py", "token_ids[-1] in self.stop_token_ids", "token_ids[-1] == self.stop_token_ids[0]",
      "test_render.py::test_a_turn_that_waits_for_a_tool_is_closed_only_once"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl4llm.core.errors import BadRowError, DataError
+from rl4llm.core.images import Picture
 
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -28,6 +29,7 @@ METADATA = frozenset((
 ))  # fmt: skip
 """Keys that tell something about a message that no model reads."""
 
+UNSEEN = "but only text is read and trained here. Set model.vision=frozen for images, or remove the row."
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 
 THOUGHT_ENDS = "</think>"
@@ -45,8 +47,14 @@ _MEDIA_FILES = (
     ".mp3", ".flac", ".ogg",
 )  # fmt: skip
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+
+Part = str | Picture
+ReadPicture = Callable[[Any], Picture]
+"""What a part of a message holds, None for the next image of the row's column -> the picture."""
+
 _OTHERS = ("tool_calls", "tool_call_id", "function_call", "from", "value")
-_READ = frozenset(("role", "content", *THOUGHTS, *FLAGS, *_OTHERS))
+_READ = frozenset(("role", "content", "parts", *THOUGHTS, *FLAGS, *_OTHERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,9 @@ class ChatMessage:
     answers. Only templates that ask for calls before answers use it, so `to_dict` leaves it out. `reasoning` is what the
     assistant thought before it spoke, where it is not part of `content`. `learned` tells whether a demonstration trains on
     the message; None leaves this to its role. A tool message is `failed` if its call went wrong, whatever its text says.
+
+    `parts` are the texts and pictures of a message with pictures, in order; `content` is then their texts as one. Use
+    `showing` to make one. An assistant's message has no pictures.
     """
 
     role: str
@@ -66,17 +77,43 @@ class ChatMessage:
     reasoning: str = ""
     learned: bool | None = field(default=None, compare=False)
     failed: bool = False
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise DataError(f"ChatMessage.role={self.role!r} is not accepted. Accepted: {', '.join(ROLES)}.")
         if not isinstance(self.content, str):
             raise DataError(f"ChatMessage.content must be a string, not {type(self.content).__name__}.")
+        if self.parts:
+            self._check_parts()
+
+    @classmethod
+    def showing(cls, role: str, *parts: Part, **fields: Any) -> ChatMessage:
+        """Return a message with pictures: ``ChatMessage.showing("user", "What colour is this?", picture)``."""
+        return cls(role, _joined(parts), parts=parts, **fields)
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures of the message, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Picture))
+
+    def _check_parts(self) -> None:
+        if strange := [part for part in self.parts if not isinstance(part, str | Picture)]:
+            raise DataError(
+                f"a part of a message cannot be a {type(strange[0]).__name__}: {strange[0]!r:.60}. Accepted: texts, and "
+                "pictures, which rl4llm.data.images.read_picture makes."
+            )
+        if _joined(self.parts) != self.content:
+            raise DataError(
+                "ChatMessage.content must be the texts of its parts. Use ChatMessage.showing(...)."
+            )
+        if self.role == "assistant":
+            raise BadRowError("a message of the assistant has an image, and the policy writes text alone.")
 
     @property
     def is_empty(self) -> bool:
-        """Whether the message has no text, no thought and no calls."""
-        return not (self.content.strip() or self.reasoning.strip() or self.tool_calls)
+        """Whether the message has no text, no pictures, no thought and no calls."""
+        return not (self.content.strip() or self.reasoning.strip() or self.tool_calls or self.parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form in which rows store it; empty fields are left out, as templates test for their presence."""
@@ -89,14 +126,16 @@ class ChatMessage:
             row["reasoning_content"] = self.reasoning
         if self.learned is not None:
             row["weight"] = int(self.learned)
+        if self.parts:
+            row["parts"] = list(self.parts)
         return row
 
     @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> ChatMessage:
-        """Read a message in any known form.
+    def from_dict(cls, row: Mapping[str, Any], picture: ReadPicture | None = None) -> ChatMessage:
+        """Read a message in any known form; `picture` reads its images.
 
         Raises DataError for a missing role or content, and for keys and values that are not read, all by name;
-        BadRowError for one with images or other media.
+        BadRowError for one with images if `picture` is None, and for one with other media.
         """
         if len(row) == 2 and row.get("role") in ROLES and type(row.get("content")) is str:
             return cls(row["role"], row["content"])
@@ -108,7 +147,9 @@ class ChatMessage:
         role = _ROLE_NAMES.get(role, role) if isinstance(role, str) else role
         calls = _calls_of(given, role)
         reasoning = _one_of(given, THOUGHTS, _text) or ""
-        content = _text("content", said) if said is not None else "" if calls or reasoning else None
+        stored = given.get("parts")
+        parts = tuple(_parts(*(("content", said) if stored is None else ("parts", stored)), picture))
+        content = _joined(parts) if said is not None or parts else "" if calls or reasoning else None
         missing = [key for key, value in (("role", role), ("content", content)) if value is None]
         if missing:
             raise DataError(f"the message has no {' and no '.join(missing)}: {dict(row)!r:.200}.")
@@ -125,6 +166,7 @@ class ChatMessage:
             None if call_id is None else str(call_id),
             reasoning,
             learned,
+            parts=parts if any(isinstance(part, Picture) for part in parts) else (),
         )
 
 
@@ -168,7 +210,7 @@ def _is_given(value: Any) -> bool:
 
 def _check_keys(given: Mapping[str, Any]) -> None:
     if media := [key for key in MEDIA if key in given]:
-        raise BadRowError(f"the message has {media[0]!r}, but only text is read and trained. Remove the row.")
+        raise BadRowError(f"the message has {media[0]!r}, {UNSEEN}")
     if "mask" in given:
         raise DataError(
             "the message's key 'mask' is not read: in some projects 1 means learned, in others hidden. Next step: write "
@@ -185,26 +227,36 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 
 def _text(key: str, value: Any) -> str:
     """Return a text, or text parts as one."""
-    if isinstance(value, str):
-        return value
+    return _joined(_parts(key, value, None))
+
+
+def _joined(parts: Sequence[Part]) -> str:
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _parts(key: str, value: Any, picture: ReadPicture | None) -> list[Part]:
+    """Return a text, or the texts and pictures of a list of parts."""
+    if value is None or isinstance(value, str):
+        return [value] if value else []
     if not isinstance(value, list | tuple):
         raise DataError(
             f"{key} must be a string or a list of text parts, not {type(value).__name__}: {value!r:.60}."
         )
-    return "".join(_part(key, part) for part in value)
+    return [_part(key, part, picture) for part in value]
 
 
-def _part(key: str, part: Any) -> str:
-    if isinstance(part, str):
+def _part(key: str, part: Any, picture: ReadPicture | None) -> Part:
+    if isinstance(part, str | Picture):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind in _TEXT_PARTS and isinstance(text, str):
         return text
+    if kind in _IMAGE_PARTS and picture is not None:
+        stored = (part.get(name) for name in ("image_url", "image", "url", "path", "bytes", "base64"))
+        return picture(next((value for value in stored if value is not None), None))
     if any(name in str(kind) for name in ("image", "video", "audio", "file")):
-        raise BadRowError(
-            f"{key} has a part of type {kind!r}, but only text is read and trained. Remove the row."
-        )
+        raise BadRowError(f"{key} has a part of type {kind!r}, {UNSEEN}")
     raise DataError(
         f"{key} has a part of type {kind!r}: {part!r:.60}. Accepted: parts {{'type': 'text', 'text': ...}}."
     )

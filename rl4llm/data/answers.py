@@ -16,8 +16,8 @@ from typing import Any
 
 from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.columns import TOOLS
-from rl4llm.data.load import PROMPT_COLUMNS, Messages, RowReader, conversation, has_column, value_at
+from rl4llm.data.columns import TOOLS, has_column, value_at
+from rl4llm.data.load import PROMPT_COLUMNS, Messages, RowReader, conversation
 
 ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),

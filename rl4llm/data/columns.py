@@ -32,6 +32,22 @@ def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def has_column(row: Mapping[str, Any], column: str) -> bool:
+    """Return whether a row has a column; a dot leads into a nested one, such as ``reward_model.ground_truth``."""
+    if column in row:
+        return True
+    name, _, rest = column.partition(".")
+    return bool(rest) and isinstance(row.get(name), Mapping) and has_column(row[name], rest)
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column that the row has, see `has_column`."""
+    if column in row:
+        return row[column]
+    name, _, rest = column.partition(".")
+    return value_at(row[name], rest)
+
+
 def columns_key(row: Mapping[str, Any], own: Sequence[str]) -> str:
     """Return the tools and template variables of a row as JSON text; "" if it has none.
 

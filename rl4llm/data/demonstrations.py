@@ -46,12 +46,14 @@ def demonstration(
         raise DataError(f"{row} cannot be imitated. {error}") from error
     if not segments:
         raise DataError(f"{row} has no assistant message, so there is nothing to imitate.")
-    spans = [TokenSpan.context(segments[0].token_ids)]
+    spans = [renderer.context(segments[0].token_ids, segments[0].messages)]
     for segment in segments[
         1:
     ]:  # after the prompt, tokens that are learned are the policy's, all others context
         spans.append(
-            _policy(segment.token_ids) if _learns(segment, learned) else TokenSpan.context(segment.token_ids)
+            _policy(segment.token_ids)
+            if _learns(segment, learned)
+            else renderer.context(segment.token_ids, segment.messages)
         )
     count = renderer.special_tokens(messages)
     noted = {**(extras or {}), **({"metrics": {"special_tokens": count}} if count else {})}
@@ -96,7 +98,7 @@ def valued_at_the_end(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
     of transformers give the score there. A value describes the state before a policy token (see `rl4llm.backends.heads`),
     so one is appended. Any token works, since none follows it.
     """
-    read = [TokenSpan.context(span.token_ids) for span in trajectory.spans]
+    read = [TokenSpan.context(span.token_ids, span.images) for span in trajectory.spans]
     if renderer.after_turn:
         read.append(TokenSpan.context(renderer.after_turn))
     stop = renderer.stop_token_ids[0]
@@ -179,7 +181,14 @@ def _kind(message: Mapping[str, Any]) -> tuple[Any, ...]:
     content = message["content"]
     opening = content.lstrip()[:8] if content.lstrip().startswith("<") else ""  # such as <think>
     given = tuple(bool(message.get(key)) for key in ("tool_calls", "reasoning_content"))
-    return message["role"], bool(content.strip()), opening, THOUGHT_ENDS in content, *given
+    return (
+        message["role"],
+        bool(content.strip()),
+        bool(message.get("parts")),
+        opening,
+        THOUGHT_ENDS in content,
+        *given,
+    )
 
 
 def as_row(episode: Trajectory) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import io
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,20 @@ from numpy.typing import NDArray
 
 from rl4llm.core.errors import BadRowError, DataError
 from rl4llm.core.images import Image, Picture
+from rl4llm.core.types import ChatMessage
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_BYTES, MAX_PIXELS = 32 << 20, 1 << 25
 """Limits of an image: of its file, and of its pixels, which take 3 bytes each when they are decoded."""
 
+MAX_IMAGES = 64
+"""The most images of a row."""
+
+COLUMNS, MARK = ("image", "images"), "<image>"
+
 KEPT = 512  # images whose pixels stay in memory
+
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
 
 Pixels = NDArray[np.uint8]
 """RGB (H, W, 3)."""
@@ -46,6 +55,13 @@ def read_picture(value: Any, directory: Path | None = None) -> Picture:
     picture = _picture(value, directory)
     _opened(picture)
     return picture
+
+
+def size_of(picture: Picture) -> tuple[int, int]:
+    """Return the height and width of a picture as it is shown, read from its header."""
+    image = _opened(picture)
+    turned = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+    return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def canonical(picture: Picture, size: Callable[[int, int], tuple[int, int]], resample: int) -> Pixels:
@@ -70,24 +86,77 @@ def canonical(picture: Picture, size: Callable[[int, int], tuple[int, int]], res
     return np.asarray(image, np.uint8)
 
 
+class RowImages:
+    """The images of a row: those inside its messages, and those of its columns `image` and `images`, taken in order.
+
+    The places of a column's images are content parts without data, ``{"type": "image"}``, or ``<image>`` in the texts; an
+    image of a row that marks no place stands before the first message of the user.
+    """
+
+    def __init__(self, row: Mapping[str, Any], directory: Path | None):
+        self._directory = directory
+        given = [row[name] for name in COLUMNS if row.get(name) is not None]
+        values = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
+        self._waiting = [read_picture(value, directory) for value in values if value is not None]
+        self._found = 0
+
+    def __call__(self, value: Any = None) -> Picture:
+        """Return the picture of a content part, or the next one of the column for a part without data."""
+        self._found += 1
+        if self._found > MAX_IMAGES:
+            raise BadRowError(f"the row has more than {MAX_IMAGES} images.")
+        if value is not None:
+            return read_picture(value, self._directory)
+        if not self._waiting:
+            raise BadRowError("the messages have more places for images than the row has images.")
+        return self._waiting.pop(0)
+
+    def placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return messages with the images of the columns at their places; raises BadRowError if any is left."""
+        if not self._waiting:
+            return list(messages)
+        marks = sum(message.content.count(MARK) for message in messages)
+        if marks == 0 and not self._found:
+            first = next((n for n, message in enumerate(messages) if message.role == "user"), 0)
+            pictures = [self() for _ in self._waiting[:]]
+            return [
+                replace(message, parts=(*pictures, message.content)) if number == first else message
+                for number, message in enumerate(messages)
+            ]
+        if marks != len(self._waiting):
+            raise BadRowError(
+                f"the row has {len(self._waiting)} images beside its messages, whose texts have {marks} times {MARK!r}."
+            )
+        return [self._split(message) if MARK in message.content else message for message in messages]
+
+    def _split(self, message: ChatMessage) -> ChatMessage:
+        first, *rest = message.content.split(MARK)
+        parts = [first, *(part for text in rest for part in (self(), text))]
+        return ChatMessage.showing(message.role, *filter(None, parts))
+
+
 class ImageStore:
     """The canonical pixels of a run's images, by digest: in memory, and as PNG files in a directory.
 
-    Args:
-        directory: where the files are; None keeps all pixels in memory.
+    All pixels stay in memory until `open` names the directory.
     """
 
-    def __init__(self, directory: Path | None = None):
-        self._directory = directory
+    def __init__(self) -> None:
+        self._directory: Path | None = None
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
+
+    def open(self, directory: Path) -> None:
+        """Keep the files in a directory from now on."""
+        self._directory = directory
+        for digest, pixels in self._kept.items():
+            self._write(digest, pixels)
 
     def add(self, pixels_HWC: Pixels) -> Image:
         """Keep pixels (H, W, 3) and return their name."""
         height, width, _ = pixels_HWC.shape
         digest = hashlib.sha256(f"{height}x{width}:".encode() + pixels_HWC.tobytes()).hexdigest()
         if digest not in self._kept:
-            if self._directory is not None and not self._file(digest).exists():
-                self._write(self._file(digest), pixels_HWC)
+            self._write(digest, pixels_HWC)
             self._keep(digest, pixels_HWC)
         return Image(digest, height, width)
 
@@ -98,7 +167,7 @@ class ImageStore:
             return self._kept[image.digest]
         if self._directory is None:
             raise DataError(f"The image {image.digest[:12]} is not in memory, and the run has no directory.")
-        file = self._file(image.digest)
+        file = self._directory / f"{image.digest}.png"
         try:
             with PIL.Image.open(file, formats=["PNG"]) as opened:
                 pixels = np.asarray(opened.convert("RGB"), np.uint8)
@@ -115,12 +184,9 @@ class ImageStore:
         while self._directory is not None and len(self._kept) > KEPT:
             self._kept.popitem(last=False)
 
-    def _file(self, digest: str) -> Path:
-        assert self._directory is not None
-        return self._directory / f"{digest}.png"
-
-    @staticmethod
-    def _write(file: Path, pixels: Pixels) -> None:
+    def _write(self, digest: str, pixels: Pixels) -> None:
+        if self._directory is None or (file := self._directory / f"{digest}.png").exists():
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
         PIL.Image.fromarray(pixels).save(beside, format="PNG")
@@ -132,7 +198,7 @@ def _picture(value: Any, directory: Path | None) -> Picture:
         return value
     if isinstance(value, bytes | bytearray | memoryview):
         return Picture(bytes(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping):  # of Arrow, or of OpenAI
         if value.get("bytes") is not None:
             return _picture(value["bytes"], directory)
         name = next((value[key] for key in ("path", "url", "image") if value.get(key) is not None), None)
@@ -198,6 +264,6 @@ def _opened(picture: Picture) -> Any:
         ) from error
     if image.width * image.height > MAX_PIXELS:
         raise BadRowError(f"the image has {image.width} x {image.height} pixels. Accepted: {MAX_PIXELS:,}.")
-    if getattr(image, "n_frames", 1) > 1:
-        raise BadRowError(f"the image has {image.n_frames} frames. Accepted: one.")
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        raise BadRowError(f"the image has {frames} frames. Accepted: one.")
     return image

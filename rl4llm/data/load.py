@@ -9,17 +9,23 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.errors import BadRowError, ConfigError, DataError, unknown
+from rl4llm.core.message import ReadPicture
 from rl4llm.core.registry import load
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.columns import shown_columns
+from rl4llm.data.columns import has_column, shown_columns, value_at
 from rl4llm.data.read import Located, read_rows
 
+if TYPE_CHECKING:
+    from rl4llm.data.images import RowImages
+
+IMAGES = ("image", "images")
 Row = dict[str, Any]
 Messages = list[ChatMessage]
 PROMPT_COLUMNS = ("messages", "prompt", "conversations")
@@ -38,6 +44,9 @@ ROW_READERS: Mapping[LearnsFrom, str] = {
     "labels": "rl4llm.data.answers:Labels",
 }
 """The class that reads a stored row, by what an algorithm learns from."""
+
+SEES: tuple[LearnsFrom, ...] = ("episodes", "demonstrations", "conversations")
+"""What algorithms learn from that may have images."""
 
 OR_SKIP = "Or set data.bad_rows=skip to leave out rows with such faults."
 
@@ -73,14 +82,11 @@ def load_rows(
     source: Any,
     *,
     split: str = "train",
-    prompt_column: str | None = None,
-    answer_column: str | None = None,
-    answer_pattern: str | None = None,
-    system_prompt: str | None = None,
-    prompt_template: str | None = None,
     limit: int | None = None,
     learns_from: LearnsFrom = "episodes",
     bad_rows: Literal["stop", "skip"] = "stop",
+    images: bool = False,
+    **columns: str | None,
 ) -> Rows:
     r"""Read prompts from rows, a `datasets.Dataset`, a file, a directory, or the hub.
 
@@ -98,13 +104,15 @@ def load_rows(
     "conversations" contain the assistant's messages, or a prompt and its answer in `answer_column` or "completion".
     "pairs", "comparisons" (pairs that are compared as a whole) and "labels" contain answers beside the prompt. The prompt's
     column is `prompt_column`, "prompt" or "messages", see `rl4llm.data.answers`.
+    With `images`, rows may have images: in content parts, and in the columns `image` and `images`, see
+    `rl4llm.data.images.RowImages`. Otherwise a row with images is bad.
     `limit` takes the first rows. With `bad_rows="skip"`, rows with a fault of their content, such as an empty reply, are
     left out, and `skipped` says why; by default the first of them raises BadRowError.
     Raises ConfigError for options that cannot work, and DataError, with the row's file and
     line, for invalid data.
     """
-    options = prompt_column, answer_column, answer_pattern, system_prompt, prompt_template
-    reader: RowReader = load(ROW_READERS[learns_from])(*options)
+    home = _directory_of(source) if images and learns_from in SEES else None
+    reader: RowReader = load(ROW_READERS[learns_from])(**columns, home=home)
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit={limit} is not accepted. Accepted: 1 or more, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
@@ -140,11 +148,13 @@ class Draft:
 class RowReader:
     """Make prompts of episodes from stored rows; subclasses in `rl4llm.data.answers` read other datasets."""
 
-    prompt_column: str | None
-    answer_column: str | None
-    answer_pattern: str | None
-    system_prompt: str | None
-    prompt_template: str | None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    answer_pattern: str | None = None
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    home: Path | None = None  # the directory of images whose rows name them; None refuses rows with images
+    images: RowImages | None = None  # those of the row that is read
 
     def __post_init__(self) -> None:
         if (template := self.prompt_template) is not None:
@@ -177,7 +187,24 @@ class RowReader:
             raise DataError(
                 f"{where}: a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}.{table}"
             )
+        if self.home is not None:
+            return self._with_images(where, row)
+        return self._draft(where, row)
+
+    def _with_images(self, where: str, row: Mapping[str, Any]) -> Draft:
+        """Return the prompt of a row that may have images."""
+        try:
+            reader = replace(self, home=None, images=load("rl4llm.data.images:RowImages")(row, self.home))
+            return reader._draft(where, {name: row[name] for name in row if name not in IMAGES})
+        except BadRowError as error:
+            raise error if str(error).startswith(where) else BadRowError(f"{where}: {error}") from error
+
+    def _draft(self, where: str, row: Mapping[str, Any]) -> Draft:
         messages, answers, stored = self.read(where, row)
+        if self.images is not None:
+            messages = self.images.placed(messages)
+            pictures = [hashlib.sha256(each.data).hexdigest() for item in messages for each in item.pictures]
+            stored = (stored, pictures) if pictures else stored
         self.check(where, messages)
         messages = self.with_system_prompt(where, row, messages)
         ground_truth = self.ground_truth(where, row)
@@ -199,7 +226,7 @@ class RowReader:
                 raise BadRowError(
                     f"{where}: {around!r} contains a lone surrogate, which is not valid Unicode."
                 ) from error
-        text = json.dumps(stored, sort_keys=True, default=str)
+        text = json.dumps(stored, sort_keys=True, default=_named)
         content_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Draft(where, _given_id(where, row), content_hash, made)
 
@@ -240,7 +267,7 @@ class RowReader:
                 f"{where}: the prompt ends with a message of role 'assistant', which leaves nothing to answer. Remove that "
                 "message, or train on whole conversations with algorithm.name=sft."
             )
-        if not messages or not messages[-1].content.strip():
+        if not messages or messages[-1].is_empty:
             raise BadRowError(
                 f"{where}: the prompt is empty. It must end with a message to answer that is not blank."
             )
@@ -269,7 +296,7 @@ class RowReader:
                     f"data.prompt_template wraps a text, but the column {column!r} holds messages. Remove it, or set "
                     "data.prompt_column to a column of texts."
                 )
-            return conversation(where, column, prompt)
+            return conversation(where, column, prompt, self.images)
         if not isinstance(prompt, str):
             raise DataError(
                 f"{where}: column {column!r} must be a string or a list of messages, not {prompt!r:.60}."
@@ -279,8 +306,11 @@ class RowReader:
         return [ChatMessage("user", prompt)]
 
 
-def conversation(where: str, column: str, stored: Any) -> Messages:
-    """Return the messages of a column; raises DataError, with the place, for anything else."""
+def conversation(where: str, column: str, stored: Any, picture: ReadPicture | None = None) -> Messages:
+    """Return the messages of a column; raises DataError, with the place, for anything else.
+
+    `picture` reads the images of their parts, which are refused without it.
+    """
     if isinstance(stored, str) and stored.lstrip().startswith("["):
         stored = json_or_text(stored)
     if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
@@ -290,7 +320,7 @@ def conversation(where: str, column: str, stored: Any) -> Messages:
     messages = []
     for number, message in enumerate(stored, start=1):
         try:
-            messages.append(ChatMessage.from_dict(message))
+            messages.append(ChatMessage.from_dict(message, picture))
         except DataError as error:
             raise type(error)(f"{where}: message {number} of {column}: {error}") from error
     return messages
@@ -341,20 +371,15 @@ def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
     return str(value)
 
 
-def has_column(row: Mapping[str, Any], column: str) -> bool:
-    """Return whether a row has a column; a dot leads into a nested one, such as ``reward_model.ground_truth``."""
-    if column in row:
-        return True
-    name, _, rest = column.partition(".")
-    return bool(rest) and isinstance(row.get(name), Mapping) and has_column(row[name], rest)
+def _named(value: Any) -> str:
+    """Return what stands for a value that is no JSON; the text of an image of Pillow would be another one in each run."""
+    return type(value).__name__ if hasattr(value, "save") else str(value)
 
 
-def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column that the row has, see `has_column`."""
-    if column in row:
-        return row[column]
-    name, _, rest = column.partition(".")
-    return value_at(row[name], rest)
+def _directory_of(source: Any) -> Path:
+    """Return the directory below which the rows of a source may name files; that of a dataset in memory is empty."""
+    path = Path(source) if isinstance(source, str | os.PathLike) else Path(os.devnull)
+    return path if path.is_dir() or path == Path(os.devnull) else path.parent
 
 
 def _column(where: str, row: Mapping[str, Any], option: str, column: str) -> Any:

@@ -75,7 +75,15 @@ def shown_message(message: ChatMessage, form: CallForm | None = None) -> dict[st
     row.pop("weight", None)
     if message.reasoning:
         row |= dict.fromkeys(THOUGHTS, message.reasoning)  # each template reads one of these keys
-    texts_only = not message.tool_calls and type(message.role) is type(message.content) is str
+    if message.parts:
+        row.pop("parts")
+        row["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in message.parts
+        ]
+    texts_only = (
+        not message.tool_calls and not message.parts and type(message.role) is type(message.content) is str
+    )
     if texts_only:
         return row
     row = plain(row)
@@ -191,7 +199,7 @@ class Frames:
     def most_tokens(self, messages: Sequence[ChatMessage]) -> int | None:
         """Return a number of tokens that a prompt does not exceed; None if its contents may not appear unchanged in it."""
         roles = tuple(message.role for message in messages)
-        if not set(roles) <= {"system", "user"}:
+        if not set(roles) <= {"system", "user"} or any(message.parts for message in messages):
             return None
         if roles not in self._bytes:
             made_up = [ChatMessage(role, f"ProbeContent{number}End") for number, role in enumerate(roles)]

@@ -14,17 +14,21 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
-from rl4llm.core.types import ChatMessage
+from rl4llm.core.message import UNSEEN
+from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS, columns_key, read_tools
 from rl4llm.data.messages import Frames, answering, check_roles, checked_args, roles_of, unusable
 from rl4llm.data.probe import alike, objection, opening_objection, showing
 from rl4llm.data.template import ChatTemplate, Shape, decode, opening
 from rl4llm.data.thoughts import check_thoughts, drops_thoughts
-from rl4llm.data.written import written_turn
+from rl4llm.data.written import sampled_end, stop_token_ids, written_turn
+
+if TYPE_CHECKING:
+    from rl4llm.data.vision import Vision
 
 _KEPT = 512  # follow-ups whose tokens are kept
 
@@ -62,6 +66,7 @@ class Renderer:
             template does not show them.
         special_tokens: what special tokens in messages become: "escape", "refuse" or "allow", see `SpecialTokens`.
         thoughts: what becomes of thoughts that the template drops from earlier turns: "keep", "drop" or "refuse".
+        vision: what the model makes of images; None refuses messages with images.
 
     Attributes:
         stop_token_ids: the tokens that end the policy's turn.
@@ -69,8 +74,8 @@ class Renderer:
     """
 
     @classmethod
-    def of(cls, env: BaseMDPEnv, tokenizer: Any) -> Renderer:
-        """Return a renderer for the conversations of an environment."""
+    def of(cls, env: BaseMDPEnv, tokenizer: Any, vision: Vision | None = None) -> Renderer:
+        """Return a renderer for the conversations of an environment; with `vision` they may have images."""
         roles = env.reply_roles if env.max_steps > 1 else ()
         return cls(
             tokenizer,
@@ -80,6 +85,7 @@ class Renderer:
             env.special_tokens,
             env.call_example,
             env.thoughts,
+            vision,
         )
 
     def __init__(
@@ -91,8 +97,9 @@ class Renderer:
         special_tokens: str = "escape",
         call_example: str = "",
         thoughts: str = "keep",
+        vision: Vision | None = None,
     ):
-        others = special_tokens, call_example, thoughts
+        others = special_tokens, call_example, thoughts, vision
         self._with_args = lambda args: Renderer(tokenizer, tools, roles, args, *others)
         self._args, self._call_example = checked_args(template_args), call_example
         self._template = showing(
@@ -109,12 +116,12 @@ class Renderer:
         self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
         opened = re.search(r"<think>\s*$", self._template.generation_prompt(system=self._systems[0]))
         self._opened = opened.group() if opened else ""
-        self.stop_token_ids = self._stop_token_ids(roles)
+        self.stop_token_ids = stop_token_ids(self._template, roles, self._ends_before_tools)
         # A follow-up has the same tokens after any answer, and follow-ups within a group are often equal.
         self._behind_any = lru_cache(_KEPT)(lambda template, new: self._behind(template, self._base, new))
         for role in roles:
             self._way((role,))
-        self.thoughts = thoughts
+        self.thoughts, self._vision = thoughts, vision
         self.dropping = frozenset(role for role in roles if drops_thoughts(self._way((role,)).template, role))
         check_thoughts(self._template, thoughts, drops=bool(self.dropping))
 
@@ -161,6 +168,21 @@ class Renderer:
             self._latest = messages, tuple(self.encode(self._text(messages)))
         return list(self._latest[1])
 
+    def context(self, token_ids: Sequence[int], messages: Sequence[ChatMessage]) -> TokenSpan:
+        """Return tokens that were rendered for new messages as a span in which the images of these messages have places.
+
+        Raises TemplateError if the template has no placeholder for each, and DataError for images without `vision`.
+        """
+        pictures = [picture for message in messages for picture in message.pictures]
+        if not pictures:
+            return TokenSpan.context(tuple(token_ids))
+        if self._vision is None:
+            raise DataError(f"the messages have images, {UNSEEN}")
+        try:
+            return self._vision.span(token_ids, pictures)
+        except TemplateError as error:
+            raise self._error("images", str(error)) from error
+
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of a prompt as the template renders all of it, earlier turns of the policy too."""
         answered = any(message.role == "tool" for message in messages)
@@ -199,7 +221,8 @@ class Renderer:
             if way.needs_history
             else self._behind_any(way.template, new)
         )
-        return list(token_ids[self._sampled_end(token_ids, by) :] if ended else token_ids)
+        cut = sampled_end(self._template, token_ids, by, self.stop_token_ids[0]) if ended else 0
+        return list(token_ids[cut:])
 
     def ends_turn(self, token_ids: Sequence[int]) -> bool:
         """Return whether a completion ended its turn; a token limit, a stop string or another eos id leaves it open."""
@@ -270,6 +293,9 @@ class Renderer:
         if most is not None and most <= limit:
             return None
         count = len(self.first(messages))
+        count += sum(
+            self._vision.count(each) - 1 for item in messages for each in item.pictures if self._vision
+        )
         return count if count > limit else None
 
     def _behind(
@@ -358,43 +384,16 @@ class Renderer:
             return template
         return bare if alike(bare, template, shape, self._base) else template
 
-    def _stop_token_ids(self, roles: Sequence[str]) -> tuple[int, ...]:
-        tokenizer = self._template.tokenizer
-        stops = [] if tokenizer.eos_token is None else [tokenizer.eos_token]
-        try:
-            end = self._template.end
-        except TemplateError as error:
-            if not stops:
-                raise self._error(
-                    "any conversation, and the tokenizer has no eos token either", str(error)
-                ) from error
-        else:
-            stops = [end.token, *stops]
-            if end.next_role or "tool" in roles:
-                stops += self._ends_before_tools()
-        stops += filter(None, [self._template.waiting_end()])
-        return tuple(dict.fromkeys(tokenizer.convert_tokens_to_ids(stops)))
-
     def _ends_before_tools(self) -> list[str]:
         """Return the tokens that end a turn that answers of tools follow, without white space between."""
         try:
             way = self._way(("tool",), called=True)
             if not (way.template.calls or self._template.end.next_role):
                 return []
-            return [
-                way.template.split_end(way.template.after_reply(self._base, [ChatMessage("tool", "")]))[0]
-            ]
+            tail = way.template.after_reply(self._base, [ChatMessage("tool", "")])
+            return [way.template.split_end(tail)[0]]
         except (TemplateError, EnvError):
             return []
-
-    def _sampled_end(self, token_ids: Sequence[int], by: int | None) -> int:
-        """Return how many of the tokens behind an answer the policy sampled, given the token that ended its turn."""
-        end = self._template.end
-        if end.next_role:
-            return int(by is None or token_ids[0] == by)
-        stop = self.stop_token_ids[0]
-        late = not end.closing.startswith(end.token) and end.closing
-        return token_ids.index(stop) + 1 if late and stop in token_ids else 1
 
     def _error(self, what: str, reason: str | None) -> TemplateError:
         return unusable(self._template.name, what, reason)

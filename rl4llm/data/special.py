@@ -68,9 +68,15 @@ class SpecialTokens:
         """Return a message as templates see it, with marks for special tokens in its content, calls and other texts."""
         if self.mode == "allow":
             return row
-        role = row["role"]
+        role, content = row["role"], row["content"]
         rest = {name: value for name, value in row.items() if name not in ("role", "content")}
-        content = row["content"] and self.marked(row["content"], role)
+        if isinstance(content, list):  # texts and places of images
+            content = [
+                part | {"text": self.marked(part["text"], role)} if "text" in part else part
+                for part in content
+            ]
+        else:
+            content = content and self.marked(content, role)
         return {"role": role, "content": content, **(self.marked_data(rest) if rest else {})}
 
     def marked(self, text: str, role: str) -> str:

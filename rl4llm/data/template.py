@@ -202,7 +202,10 @@ class ChatTemplate:
                 call = (message.tool_calls or ({**MADE_UP_CALL, "id": f"call{number:05}"},))[0]
                 found[turn] = ChatMessage("assistant", "", (*calls, call))
                 found[number] = ChatMessage(
-                    "tool", message.content, tool_call_id=message.tool_call_id or call["id"]
+                    "tool",
+                    message.content,
+                    tool_call_id=message.tool_call_id or call["id"],
+                    parts=message.parts,
                 )
         return found
 

@@ -53,14 +53,14 @@ def check_thoughts(template: ChatTemplate, thoughts: str, *, drops: bool) -> Non
         )
 
 
-def forked(renderer: Renderer, token_ids: Sequence[int], messages: Sequence[ChatMessage]) -> list[int] | None:
+def forked(renderer: Renderer, token_ids: Sequence[int], messages: Sequence[ChatMessage]) -> TokenSpan | None:
     """Return the template's prompt for `messages` if thoughts are dropped and `token_ids` read differently, else None."""
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     new = {message.role for message in messages[answers[-1] + 1 :]} if answers else set()
     if renderer.thoughts != "drop" or not new & renderer.dropping:
         return None
-    prompt = renderer.prompt(messages)
-    return None if renderer.decode(prompt) == renderer.decode(token_ids) else prompt
+    prompt = renderer.context(renderer.prompt(messages), messages)
+    return None if renderer.decode(prompt.token_ids) == renderer.decode(token_ids) else prompt
 
 
 def kept_thoughts(renderer: Renderer, spans: Sequence[TokenSpan], messages: Sequence[ChatMessage]) -> int:
@@ -74,4 +74,5 @@ def kept_thoughts(renderer: Renderer, spans: Sequence[TokenSpan], messages: Sequ
     while end and authors[end - 1] == "policy":  # several versions of the weights may have written the turn
         end -= 1
     read = sum(len(span.token_ids) for span in spans[:end])
-    return max(0, read - len(renderer.prompt(messages[: answers[-1]])))
+    asked = messages[: answers[-1]]
+    return max(0, read - len(renderer.context(renderer.prompt(asked), asked).token_ids))

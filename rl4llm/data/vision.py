@@ -1,6 +1,6 @@
 """What a family of vision-language models makes of an image: its size, its number of tokens, their positions.
 
-    vision = Vision(model_directory, ImageStore(run / "images"))
+    vision = Vision(model_directory, ImageStore())
     image = vision.see(picture)                  # resized once, stored by digest
     vision.tokens(image)                         # placeholders in the prompt
     vision.positions(len(token_ids), places)     # along three axes for families with a grid of positions
@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoImageProcessor
 
-from rl4llm.core.errors import BadRowError, ModelError
+from rl4llm.core.errors import BadRowError, ModelError, TemplateError
 from rl4llm.core.images import Image, ImagePlace, Picture
-from rl4llm.data.images import ImageStore, Pixels, canonical
+from rl4llm.core.types import TokenSpan
+from rl4llm.data.images import ImageStore, Pixels, canonical, size_of
 
 MAX_SEEN = 4096  # pictures whose images are remembered
 
@@ -57,6 +58,29 @@ class Vision:
     def see(self, picture: Picture) -> Image:
         """Return the image that the model sees; raises BadRowError for one that cannot be read or is out of proportion."""
         return self._see(picture)
+
+    def count(self, picture: Picture) -> int:
+        """Return the number of tokens of a picture, of which only the header is read."""
+        height, width = self.fit(*size_of(picture))
+        return self.tokens(Image("", height, width))
+
+    def span(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> TokenSpan:
+        """Return rendered tokens as context in which each placeholder became as many as its picture has tokens.
+
+        Raises TemplateError if the template did not write a placeholder for each picture.
+        """
+        written = sum(token == self.placeholder for token in token_ids)
+        if written != len(pictures):
+            raise TemplateError(f"it writes {written} placeholders for {len(pictures)} images")
+        waiting = iter(pictures)
+        spread: list[int] = []
+        places: list[ImagePlace] = []
+        for token in token_ids:
+            if token == self.placeholder:
+                image = self.see(next(waiting))
+                places.append(ImagePlace(image, len(spread), self.tokens(image)))
+            spread += [token] * (places[-1].length if token == self.placeholder else 1)
+        return TokenSpan.context(spread, places)
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that the processor makes of an image of this size."""

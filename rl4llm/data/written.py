@@ -1,4 +1,4 @@
-"""What a chat template writes for a turn of the assistant, behind the generation prompt.
+"""What a chat template writes for a turn of the assistant, behind the generation prompt, and the tokens that end it.
 
 It can be more than the message says, such as a channel's name or an empty thought. A policy that was trained on the message
 alone would be asked in one way and answer in another.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rl4llm.core.errors import DataError
+from rl4llm.core.errors import DataError, TemplateError
 from rl4llm.core.types import ChatMessage
+from rl4llm.data.messages import unusable
 from rl4llm.data.probe import without_thoughts
 from rl4llm.data.template import ChatTemplate
 
@@ -95,3 +96,35 @@ def _lost(message: ChatMessage, said: str) -> str | None:
         if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in said:
             return f"it quotes the arguments {arguments[:40]!r}, which are a string; make them an object"
     return None
+
+
+def stop_token_ids(
+    template: ChatTemplate, roles: Sequence[str], before_tools: Callable[[], list[str]]
+) -> tuple[int, ...]:
+    """Return the tokens that end the policy's turn, that of the template first; `before_tools` are those before tools.
+
+    Raises TemplateError if there is none.
+    """
+    tokenizer = template.tokenizer
+    stops = [] if tokenizer.eos_token is None else [tokenizer.eos_token]
+    try:
+        end = template.end
+    except TemplateError as error:
+        if not stops:
+            what = "any conversation, and the tokenizer has no eos token either"
+            raise unusable(template.name, what, str(error)) from error
+    else:
+        stops = [end.token, *stops]
+        if end.next_role or "tool" in roles:
+            stops += before_tools()
+    stops += filter(None, [template.waiting_end()])
+    return tuple(dict.fromkeys(tokenizer.convert_tokens_to_ids(stops)))
+
+
+def sampled_end(template: ChatTemplate, token_ids: Sequence[int], by: int | None, stop: int) -> int:
+    """Return how many of the tokens behind an answer the policy sampled, given the token that ended its turn."""
+    end = template.end
+    if end.next_role:
+        return int(by is None or token_ids[0] == by)
+    late = not end.closing.startswith(end.token) and end.closing
+    return list(token_ids).index(stop) + 1 if late and stop in token_ids else 1

@@ -10,9 +10,9 @@ from itertools import chain
 from typing import Any
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import EnvError, SpecialTokenError, UnreachableError
+from rl4llm.core.errors import BadRowError, EnvError, SpecialTokenError, UnreachableError
 from rl4llm.core.sample import SampleState, messages_of
-from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns, images_of
 from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import forked
 from rl4llm.runtime.runner import Runner
@@ -103,8 +103,8 @@ class PolicyLLM:
             self._record_sampled(sample)
             if new := record.messages < len(sample.messages):
                 self._append_context(sample, record, len(sample.messages))
-        except SpecialTokenError as error:
-            sample.fail(str(error), "env/special_tokens")
+        except (SpecialTokenError, BadRowError) as error:
+            sample.fail(str(error), "env/image" if isinstance(error, BadRowError) else "env/special_tokens")
             return Completion("", (), (), "abort", NO_VERSION)
         if not new and sample.messages[-1].role == "assistant":
             raise EnvError(
@@ -202,7 +202,9 @@ class PolicyLLM:
         seed = derive_seed(*self._identity, params.seed, *whose, sample.index, *draw)
         try:
             seeded = self._with_stops(params).replace(seed=seed)
-            completion = await self._client.generate(prompt_ids, seeded, session=sample.session)
+            images = images_of(sample.spans)
+            seen = {"images": images} if images else {}
+            completion = await self._client.generate(prompt_ids, seeded, session=sample.session, **seen)
         except UnreachableError as error:  # after all retries; other requests may get through
             sample.fail(f"no server answered: {error}", "engine/unreachable")
             return Completion("", (), (), "abort", NO_VERSION)
@@ -227,11 +229,12 @@ class PolicyLLM:
             token_ids = renderer.following(new, ended=ended, by=by, messages=earlier)
         else:
             token_ids = renderer.first(new)
-        fork = forked(renderer, [*sample.token_ids, *token_ids], sample.messages[:end])
+        span = renderer.context(token_ids, new)
+        fork = forked(renderer, [*sample.token_ids, *span.token_ids], sample.messages[:end])
         if fork is not None:
             record.earlier.append(sample.spans[:])
-            sample.spans[:], token_ids = [], fork
-        sample.spans.append(TokenSpan.context(token_ids))
+            sample.spans.clear()
+        sample.spans.append(fork or span)
         record.messages = end
 
     def _record_sampled(self, sample: SampleState) -> None:

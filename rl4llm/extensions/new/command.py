@@ -142,7 +142,7 @@ def write(directory: Path, answers: Answers) -> None:
 
 def _columns(path: str) -> dict[str, Any]:
     """Return the section `data` for given rows, whose columns are found in the first row."""
-    from rl4llm.data.load import has_column, value_at
+    from rl4llm.data.columns import has_column, value_at
     from rl4llm.data.read import read_rows
 
     where, row = next(iter(read_rows(path, "train")), ("", None))
