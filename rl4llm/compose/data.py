@@ -115,6 +115,7 @@ def _load(
         prompt_template=data.prompt_template,
         limit=limit,
         bad_rows=data.bad_rows,
+        images=config.model.vision != "none",
     )
 
 
@@ -274,7 +275,7 @@ def micro_batch_plan(
 def _longest(env: BaseMDPEnv, renderer: Renderer, turn_tokens: int, context_length: int) -> tuple[int, int]:
     """Return the tokens of the longest prompt, and of what may follow it."""
     longest = max(
-        len(renderer.of_row(row).first(messages))
+        renderer.of_row(row).length(messages)
         for row in longest_rows(env.dataset, 16)
         for messages in _policy_openings(env, row)
     )

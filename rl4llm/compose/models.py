@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import re
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,9 +17,13 @@ from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError, ModelError
+from rl4llm.core.registry import load
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
 from rl4llm.runtime.ranks import Ranks, join_ranks
+
+if TYPE_CHECKING:
+    from rl4llm.data.vision import Vision
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
 
@@ -86,6 +92,21 @@ def autocast_of(config: Config) -> str:
         else planned or torch.cuda.is_bf16_supported(including_emulation=False)
     )
     return "bfloat16" if faster and config.model.dtype == "float32" else "none"
+
+
+def vision_of(config: Config) -> Vision | None:
+    """Return what the model makes of images, the same object for all of a run; None if it is to read text alone."""
+    if config.model.vision == "none":
+        return None
+    found: Vision = _vision(config.model.path, config.output.dir)
+    return found
+
+
+@lru_cache(1)
+def _vision(path: str, directory: str) -> Any:
+    store = load("rl4llm.data.images:ImageStore")()
+    store.open(Path(directory) / "images")
+    return load("rl4llm.data.vision:Vision")(path, store)
 
 
 def demand_device(name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream, rows_to_measure
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
-from rl4llm.compose.models import all_ranks, build_policy, build_reference
+from rl4llm.compose.models import all_ranks, build_policy, build_reference, vision_of
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of, warn
 from rl4llm.config import Config
@@ -176,6 +176,7 @@ def dataset_renderer(config: Config, tokenizer: Any, dataset: Any, answers: Sequ
         template_args=config.env.get("template_args"),
         special_tokens=config.data.special_tokens,
         call_example=call_example,
+        vision=vision_of(config),
     )
 
 

@@ -48,6 +48,7 @@ from rl4llm.compose.models import (
     device_of,
     plain_model,
     set_up_torch,
+    vision_of,
 )
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, as_written, by_part, flatten
@@ -164,12 +165,11 @@ def _task(
     for name in algorithm.needs().rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm needs", name, known))
-    env = build_env(config, given, dataset, tokenizer, rewards, transform, provided)
+    fixed = tokenizer, rewards, transform, provided
+    env = build_env(config, given, dataset, *fixed)
     rows = held_out_rows(config, given)
-    held_out = (
-        build_env(config, given, rows, tokenizer, rewards, transform, provided) if rows is not None else None
-    )
-    renderer = Renderer.of(env, tokenizer)
+    held_out = build_env(config, given, rows, *fixed) if rows is not None else None
+    renderer = Renderer.of(env, tokenizer, vision_of(config))
     check_examples(rewards)
     for opponent in env.opponents.values():
         opponent.check()

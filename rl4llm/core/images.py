@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +13,12 @@ class Picture:
     """An image as a data set, a tool or an environment gives it: the bytes of a PNG, JPEG or WebP file."""
 
     data: bytes = field(repr=False)
+
+    def to_part(self) -> dict[str, Any]:
+        """Return the picture as a content part with a data URI, in the form of OpenAI."""
+        kind = "jpeg" if self.data[:2] == b"\xff\xd8" else "webp" if self.data[:4] == b"RIFF" else "png"
+        url = f"data:image/{kind};base64,{base64.b64encode(self.data).decode()}"
+        return {"type": "image_url", "image_url": {"url": url}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,8 @@ class ChatMessage:
     @classmethod
     def showing(cls, role: str, *parts: Part, **fields: Any) -> ChatMessage:
         """Return a message with pictures: ``ChatMessage.showing("user", "What colour is this?", picture)``."""
-        return cls(role, _joined(parts), parts=parts, **fields)
+        seen = any(isinstance(part, Picture) for part in parts)
+        return cls(role, _joined(parts), parts=parts if seen else (), **fields)
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -128,6 +129,13 @@ class ChatMessage:
             row["weight"] = int(self.learned)
         if self.parts:
             row["parts"] = list(self.parts)
+        return row
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `to_dict` with pictures as data URIs, so that a file of rows needs no other files."""
+        row = self.to_dict()
+        if self.parts:
+            row["parts"] = [part if isinstance(part, str) else part.to_part() for part in self.parts]
         return row
 
     @classmethod

@@ -227,12 +227,17 @@ def _from_common_start(trajectories: Sequence[Trajectory]) -> Iterator[Trajector
 
     They may differ: a later role begins with what others said, and an agent with what it writes.
     """
-    firsts = [trajectory.spans[0].token_ids for trajectory in trajectories]
+    firsts = [trajectory.spans[0] for trajectory in trajectories]
     if len(set(firsts)) == 1:
         yield from trajectories
         return
-    shared = next(i for i, tokens in enumerate(zip_longest(*firsts)) if len(set(tokens)) > 1)
+    tokens = enumerate(zip_longest(*(first.token_ids for first in firsts)))
+    shared = next((i for i, ids in tokens if len(set(ids)) > 1), len(firsts[0].token_ids))
+    images = [set(first.images) for first in firsts]
+    common = set.intersection(*images)
+    apart = (place for place in set.union(*images) if place not in common or place.end > shared)
+    shared = min([shared, *(place.offset for place in apart)])
     for trajectory, first in zip(trajectories, firsts, strict=True):
-        rest = filter(None, [first[shared:]])
-        spans = (TokenSpan.context(first[:shared]), *map(TokenSpan.context, rest), *trajectory.spans[1:])
+        head, rest = first.cut(shared)
+        spans = (head, *([rest] if rest.token_ids else []), *trajectory.spans[1:])
         yield replace(trajectory, spans=spans)

@@ -109,6 +109,12 @@ class TokenSpan:
         """Return a span of tokens that the environment or the template wrote."""
         return cls(tuple(token_ids), "context", images=tuple(images))
 
+    def cut(self, at: int) -> tuple[TokenSpan, TokenSpan]:
+        """Return the tokens of a context span before and from `at` on, which is inside no image."""
+        head = tuple(place for place in self.images if place.offset < at)
+        tail = moved(self.images[len(head) :], -at)
+        return TokenSpan.context(self.token_ids[:at], head), TokenSpan.context(self.token_ids[at:], tail)
+
     @classmethod
     def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
         """Return the tokens that the policy sampled: one span for each version of the weights."""

@@ -198,7 +198,7 @@ def as_row(episode: Trajectory) -> dict[str, Any]:
         "prompt_id": "/".join(names),
         "group": episode.prompt_id,
         **({"role": episode.role} if episode.role else {}),
-        "messages": [message.to_dict() for message in episode.messages],
+        "messages": [message.to_json() for message in episode.messages],
         "ground_truth": episode.extras["ground_truth"],
         "reward": episode.reward,
         "rewards": dict(episode.rewards),

@@ -131,37 +131,37 @@ class RowImages:
 
     def _split(self, message: ChatMessage) -> ChatMessage:
         first, *rest = message.content.split(MARK)
-        parts = [first, *(part for text in rest for part in (self(), text))]
-        return ChatMessage.showing(message.role, *filter(None, parts))
+        parts: list[str | Picture] = [first, *(part for text in rest for part in (self(), text))]
+        return ChatMessage.showing(message.role, *(part for part in parts if part))
 
 
 class ImageStore:
     """The canonical pixels of a run's images, by digest: in memory, and as PNG files in a directory.
 
-    All pixels stay in memory until `open` names the directory.
+    All pixels stay in memory until `open` names the directory, and the directory around it, that of the run, is there.
     """
 
     def __init__(self) -> None:
         self._directory: Path | None = None
+        self._unwritten: set[str] = set()
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
 
     def open(self, directory: Path) -> None:
         """Keep the files in a directory from now on."""
-        self._directory = directory
-        for digest, pixels in self._kept.items():
-            self._write(digest, pixels)
+        self._directory, self._unwritten = directory, set(self._kept)
 
     def add(self, pixels_HWC: Pixels) -> Image:
         """Keep pixels (H, W, 3) and return their name."""
         height, width, _ = pixels_HWC.shape
         digest = hashlib.sha256(f"{height}x{width}:".encode() + pixels_HWC.tobytes()).hexdigest()
         if digest not in self._kept:
-            self._write(digest, pixels_HWC)
+            self._unwritten.add(digest)
             self._keep(digest, pixels_HWC)
         return Image(digest, height, width)
 
     def pixels(self, image: Image) -> Pixels:
         """Return the pixels of an image (H, W, 3); raises DataError if their file is gone or is another image."""
+        self._write()
         if image.digest in self._kept:
             self._kept.move_to_end(image.digest)
             return self._kept[image.digest]
@@ -181,16 +181,21 @@ class ImageStore:
 
     def _keep(self, digest: str, pixels: Pixels) -> None:
         self._kept[digest] = pixels
-        while self._directory is not None and len(self._kept) > KEPT:
+        self._write()
+        while len(self._kept) > KEPT and next(iter(self._kept)) not in self._unwritten:
             self._kept.popitem(last=False)
 
-    def _write(self, digest: str, pixels: Pixels) -> None:
-        if self._directory is None or (file := self._directory / f"{digest}.png").exists():
+    def _write(self) -> None:
+        if not self._unwritten or self._directory is None or not self._directory.parent.is_dir():
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        PIL.Image.fromarray(pixels).save(beside, format="PNG")
-        beside.replace(file)
+        self._directory.mkdir(exist_ok=True)
+        for digest in sorted(self._unwritten):
+            file = self._directory / f"{digest}.png"
+            if not file.exists():
+                beside = file.with_name(f".{digest}.{os.getpid()}.{secrets.token_hex(4)}")
+                PIL.Image.fromarray(self._kept[digest]).save(beside, format="PNG")
+                beside.replace(file)
+        self._unwritten.clear()
 
 
 def _picture(value: Any, directory: Path | None) -> Picture:

@@ -190,11 +190,22 @@ class Frames:
 
     Args:
         render: renders messages, with the generation prompt.
+        length: counts the tokens of the prompt that messages are.
     """
 
-    def __init__(self, render: Callable[[Sequence[ChatMessage]], str]):
-        self._render = render
+    def __init__(
+        self, render: Callable[[Sequence[ChatMessage]], str], length: Callable[[Sequence[ChatMessage]], int]
+    ):
+        self._render, self._length = render, length
         self._bytes: dict[tuple[str, ...], int | None] = {}  # of a rendering without its contents, by roles
+
+    def too_long(self, messages: Sequence[ChatMessage], limit: int) -> int | None:
+        """Return the number of tokens of a prompt if it exceeds `limit`, else None; most prompts need no rendering."""
+        most = self.most_tokens(messages)
+        if most is not None and most <= limit:
+            return None
+        count = self._length(messages)
+        return count if count > limit else None
 
     def most_tokens(self, messages: Sequence[ChatMessage]) -> int | None:
         """Return a number of tokens that a prompt does not exceed; None if its contents may not appear unchanged in it."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
+from rl4llm.core.images import Picture
 from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS, columns_key, read_tools
@@ -69,6 +70,7 @@ class Renderer:
         vision: what the model makes of images; None refuses messages with images.
 
     Attributes:
+        prompt_too_long: tells whether a first prompt has more tokens than a limit, see `Frames.too_long`.
         stop_token_ids: the tokens that end the policy's turn.
         dropping: the roles whose messages make the template drop the thoughts of turns before them.
     """
@@ -108,7 +110,7 @@ class Renderer:
         self._of_columns = lru_cache(_KEPT)(self._with_columns)
         self._known: dict[_Called, _Way | str] = {}  # or why it cannot be done
         self._inherited: Mapping[_Called, _Way | str] = {}  # of the renderer without the tools of a row
-        self._frames = Frames(self._text)
+        self.prompt_too_long = Frames(self._text, self.length).too_long
         self._latest: tuple[tuple[ChatMessage, ...], tuple[int, ...]] = ((), ())
         roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
         check_roles(roles)
@@ -145,7 +147,8 @@ class Renderer:
             return other.of_row({TOOLS: tools})
         other = copy.copy(self)
         other._template = showing(self._template.with_tools(tools), self._call_example)
-        other._known, other._frames, other._latest = {}, Frames(other._text), ((), ())
+        other._known, other._latest = {}, ((), ())
+        other.prompt_too_long = Frames(other._text, other.length).too_long
         other._inherited = self._known
         other._open(())
         return other
@@ -173,15 +176,18 @@ class Renderer:
 
         Raises TemplateError if the template has no placeholder for each, and DataError for images without `vision`.
         """
-        pictures = [picture for message in messages for picture in message.pictures]
-        if not pictures:
+        vision = self._vision_for(pictures := _pictures(messages))
+        if vision is None:
             return TokenSpan.context(tuple(token_ids))
-        if self._vision is None:
-            raise DataError(f"the messages have images, {UNSEEN}")
         try:
-            return self._vision.span(token_ids, pictures)
+            return vision.span(token_ids, pictures)
         except TemplateError as error:
             raise self._error("images", str(error)) from error
+
+    def _vision_for(self, pictures: Sequence[Picture]) -> Vision | None:
+        if pictures and self._vision is None:
+            raise DataError(f"the messages have images, {UNSEEN}")
+        return self._vision if pictures else None
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of a prompt as the template renders all of it, earlier turns of the policy too."""
@@ -284,19 +290,10 @@ class Renderer:
         """Raise SpecialTokenError if messages contain special tokens and those are refused."""
         self._template.special.check(message.to_dict() for message in messages)
 
-    def prompt_too_long(self, messages: Sequence[ChatMessage], limit: int) -> int | None:
-        """Return the number of tokens of a first prompt if it exceeds `limit`, else None.
-
-        A token covers at least one byte, so most prompts are known to be short enough without rendering.
-        """
-        most = self._frames.most_tokens(messages)
-        if most is not None and most <= limit:
-            return None
-        count = len(self.first(messages))
-        count += sum(
-            self._vision.count(each) - 1 for item in messages for each in item.pictures if self._vision
-        )
-        return count if count > limit else None
+    def length(self, messages: Sequence[ChatMessage]) -> int:
+        """Return the number of tokens of a first prompt; of images, only the headers are read."""
+        vision = self._vision_for(pictures := _pictures(messages))
+        return len(self.first(messages)) + sum(vision.count(picture) - 1 for picture in pictures if vision)
 
     def _behind(
         self, template: ChatTemplate, history: Sequence[ChatMessage], new: tuple[ChatMessage, ...]
@@ -397,3 +394,7 @@ class Renderer:
 
     def _error(self, what: str, reason: str | None) -> TemplateError:
         return unusable(self._template.name, what, reason)
+
+
+def _pictures(messages: Sequence[ChatMessage]) -> list[Picture]:
+    return [picture for message in messages for picture in message.pictures]

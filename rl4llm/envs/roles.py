@@ -158,7 +158,9 @@ class RolesEnv(BaseMDPEnv):
             return None
         last = speaker.last_message
         if heard and last.role == "user":  # it waits for the role's first answer
-            speaker.messages[-1] = ChatMessage("user", f"{last.content}\n\n{heard}")
+            speaker.messages[-1] = ChatMessage.showing(
+                "user", *(last.parts or (last.content,)), f"\n\n{heard}"
+            )
         elif heard:
             speaker.messages.append(ChatMessage("user", heard))
         return speaker

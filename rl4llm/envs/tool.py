@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import EnvError
+from rl4llm.core.images import Picture
 from rl4llm.core.message import after_thinking
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
@@ -32,9 +33,9 @@ logger = logging.getLogger("rl4llm.envs")
 
 
 class Reply(NamedTuple):
-    """The answer to a call, and whether the call failed."""
+    """The answer to a call, as texts and pictures, and whether the call failed."""
 
-    text: str
+    parts: tuple[str | Picture, ...]
     failed: bool = False
 
 
@@ -137,7 +138,12 @@ class ToolMDPEnv(BaseMDPEnv):
         elif len(calls) > left:
             replies.append(self._error(sample, f"all {self.budget} calls of this task are used up"))
         return [
-            ChatMessage("tool", reply.text, (self._answered(call, earlier + number),), failed=reply.failed)
+            ChatMessage.showing(
+                "tool",
+                *reply.parts,
+                tool_calls=(self._answered(call, earlier + number),),
+                failed=reply.failed,
+            )
             for number, (call, reply) in enumerate(zip(calls, replies, strict=False))
         ]
 
@@ -236,7 +242,15 @@ class ToolMDPEnv(BaseMDPEnv):
             return await function(**call.arguments)
         return await self.off_loop(lambda: function(**call.arguments))
 
-    def _shown(self, result: Any) -> str:
+    def _shown(self, result: Any) -> tuple[str | Picture, ...]:
+        """Return a result as texts and pictures; a list with pictures has several parts."""
+        if isinstance(result, Picture):
+            return (result,)
+        if isinstance(result, list | tuple) and any(isinstance(part, Picture) for part in result):
+            return tuple(part if isinstance(part, Picture) else self._text(part) for part in result)
+        return (self._text(result),)
+
+    def _text(self, result: Any) -> str:
         """Return a result as valid Unicode of at most `max_reply_chars` characters."""
         if not isinstance(result, str):
             try:

@@ -39,7 +39,8 @@ from torch import Tensor
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import DataError
-from rl4llm.core.types import ChatMessage, Group, TokenSpan, TrainBatch, Trajectory, count_turns
+from rl4llm.core.images import ImagePlace
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, TrainBatch, Trajectory, count_turns, images_of
 from rl4llm.tracking.tracker import read_jsonl
 
 LONG = ("messages", "ground_truth", "spans", "forks", "extras")
@@ -205,7 +206,7 @@ def _finished(trajectory: Trajectory, index: int, notes: Notes) -> dict[str, Any
         **({} if trajectory.success is None else {"success": trajectory.success}),
         "stop_reason": trajectory.stop_reason,
         "ground_truth": _plain(extras.pop("ground_truth", None)),
-        "messages": list(map(_message, trajectory.messages)),
+        "messages": _messages(trajectory.messages, (trajectory.spans, *trajectory.forks)),
         **_tokens(trajectory.spans, trajectory.forks, notes),
         "extras": _plain(extras),
     }
@@ -221,14 +222,32 @@ def _failed(sample: SampleState) -> dict[str, Any]:
         "failure_class": sample.failure_class,
         "stop_reason": sample.stop_reason,
         "ground_truth": _plain(sample.ground_truth),
-        "messages": list(map(_message, sample.messages)),
+        "messages": _messages(sample.messages, (sample.spans, *sample.special.forks)),
         **_tokens(sample.spans, sample.special.forks),
         "extras": _plain(sample.extras),
     }
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
-    return message.to_dict() | ({"failed": True} if message.failed else {})
+def _messages(
+    messages: Sequence[ChatMessage], records: Sequence[Sequence[TokenSpan]]
+) -> list[dict[str, Any]]:
+    """The messages of an episode; of an image that the policy saw, the digest, which names its file in the run."""
+    places = [images_of(record) for record in records]
+    longest: Sequence[ImagePlace] = max(places, key=len, default=())
+    seen = iter(longest)
+    rows = []
+    for message in messages:
+        row = message.to_dict() | ({"failed": True} if message.failed else {})
+        if message.parts:
+            row["parts"] = [
+                part if isinstance(part, str) else _image(next(seen, None)) for part in message.parts
+            ]
+        rows.append(row)
+    return rows
+
+
+def _image(place: ImagePlace | None) -> dict[str, Any]:
+    return {"type": "image", "digest": None if place is None else place.image.digest}
 
 
 def _tokens(
@@ -257,6 +276,8 @@ def _span(span: TokenSpan, note: SpanNote | None) -> dict[str, Any]:
     row: dict[str, Any] = {"author": span.author, "token_ids": list(span.token_ids)}
     if span.author == "policy":
         row |= {"logprobs": list(span.logprobs or ()), "version": span.version}
+    if span.images:
+        row["images"] = [[place.image.digest, place.offset, place.length] for place in span.images]
     if note is not None:
         row |= {
             "trainer_logprobs": note.logprobs,

@@ -259,6 +259,8 @@ def _plain(text: str) -> str:
 
 
 def _message(item: ChatMessage) -> Any:
+    if item.parts:
+        raise EnvError("env.remote takes no messages with images. Play this environment without hosts.")
     told = {"failed": item.failed, "reasoning": item.reasoning}
     message = MESSAGES["Message"](role=item.role, content=item.content, **told)
     message.tool_calls.extend(json.dumps(dict(call)) for call in item.tool_calls or ())

@@ -28,6 +28,7 @@ from rl4llm.compose.environments import (
     build_sandbox,
     with_hosts,
 )
+from rl4llm.compose.models import vision_of
 from rl4llm.compose.supervised import dataset_reader
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import batching_of
@@ -80,7 +81,7 @@ def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, co
         for name, part in by_part(config).items():
             env, measured = in_part(name, _environment, part, algorithm, tokenizer)
             opened.callback(env.close)
-            renderer = Renderer.of(env, tokenizer)
+            renderer = Renderer.of(env, tokenizer, vision_of(part))
             fitted = (env, renderer, context_length, part)
             env.dataset = in_part(name, fitting_prompts, env.dataset, *fitted, "data")
             measured = in_part(name, fitting_prompts, measured, *fitted, "eval")
@@ -146,7 +147,7 @@ def _prompt_lengths(env: BaseMDPEnv, renderer: Renderer) -> list[int]:
     every = max(1, len(env.dataset) // LOOKED_AT)
     rows = (env.dataset[number] for number in range(0, len(env.dataset), every))
     return [
-        len(renderer.of_row(row).first(env.openings(row)[role]))
+        renderer.of_row(row).length(env.openings(row)[role])
         for row in islice(rows, LOOKED_AT)
         for role in env.policy_roles
     ]
