@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from rl4llm.backends.text_part import register_text_part
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TensorSpec
 from rl4llm.runs.tensor_file import DTYPES
@@ -143,7 +144,7 @@ def is_around_text(config: PretrainedConfig) -> bool:
     text, known = config.get_text_config(), AutoModelForCausalLM._model_mapping
     if text is config:
         return False
-    if type(text) in known:
+    if type(text) in known or register_text_part(type(text)):
         return True
     if type(config) in known:
         return False
