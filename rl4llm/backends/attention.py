@@ -65,7 +65,7 @@ class Stream:
 
     `place_BT` is the index of each token of the batch in the row, -1 for those that are not computed. `pad_M` spreads the
     row over the blocks with their padding and `unpad_N` gathers it again; None when no block has any. With `spans`, all
-    blocks are one call.
+    blocks are one call. `axes_A1N` and `feature_ids_1N` are those of a batch with images.
     """
 
     token_ids_1N: Tensor
@@ -75,6 +75,8 @@ class Stream:
     pad_M: Tensor | None
     unpad_N: Tensor | None
     spans: Spans | None = None
+    axes_A1N: Tensor | None = None
+    feature_ids_1N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class PlainRows:
     position_ids_RT: Tensor
     attention_mask_RT: Tensor
     place_BT: Tensor
+    axes_ART: Tensor | None = None
+    feature_ids_RT: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class _Segments:
     token_ids: Tensor
     position_ids: Tensor
     shape: torch.Size
+    axes: Tensor | None
+    feature_ids: Tensor | None
 
     def flat(self, chosen: Ints) -> Ints:
         """Flat positions of all tokens of the chosen segments, in that order."""
@@ -129,6 +135,8 @@ def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
         None if pad is None else torch.from_numpy(pad).to(device, non_blocking=True),
         None if unpad is None else torch.from_numpy(unpad).to(device, non_blocking=True),
         spans,
+        None if segments.axes is None else segments.axes[chosen].T[:, None],
+        None if segments.feature_ids is None else segments.feature_ids[chosen][None],
     )
 
 
@@ -151,6 +159,10 @@ def rows_of(batch: TrainBatch, pad_token_id: int = 0) -> PlainRows:
         torch.where(real_RT, segments.position_ids[source_RT], 0),
         real_RT.long(),
         torch.from_numpy(place).to(device, non_blocking=True).view(segments.shape),
+        None
+        if segments.axes is None
+        else torch.where(real_RT[..., None], segments.axes[source_RT], 0).permute(2, 0, 1),
+        None if segments.feature_ids is None else torch.where(real_RT, segments.feature_ids[source_RT], -1),
     )
 
 
@@ -329,6 +341,8 @@ def _segments(batch: TrainBatch) -> _Segments:
         tokens,
         positions,
         batch.token_ids_BT.shape,
+        None if batch.axes_BTA is None else batch.axes_BTA.flatten(0, 1),
+        None if batch.feature_ids_BT is None else batch.feature_ids_BT.flatten(),
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rl4llm.backends.attention import STREAM_ATTENTION, STREAM_EAGER, register, rows_of, stream_of
 from rl4llm.backends.heads import OutputLayer, ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.recurrent import stream_recurrent, unstream_recurrent
+from rl4llm.backends.vision_language import tower_of
 from rl4llm.core.errors import ModelError
 from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
@@ -53,7 +54,7 @@ class ModelRunner:
 
     def logits(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return logits (S, V) as the model itself computes them, and `place_BT`."""
-        output, place_BT = _run_rows(self.model, batch)
+        output, place_BT = self._run_rows(self.model, batch)
         return output.logits.flatten(0, 1), place_BT
 
     def output_layer(self) -> OutputLayer:
@@ -68,8 +69,8 @@ class ModelRunner:
         dtype = torch.get_autocast_dtype(device.type) if casts else self.model.dtype
         stream = stream_of(batch, self.kernel(device, dtype))
         output = self.model.base_model(
-            input_ids=stream.token_ids_1N,
-            position_ids=stream.position_ids_1N,
+            **self._inputs(stream.token_ids_1N, stream.feature_ids_1N, batch),
+            position_ids=stream.position_ids_1N if stream.axes_A1N is None else stream.axes_A1N,
             # four dimensions: transformers makes no mask
             attention_mask=stream.token_ids_1N.new_empty(1, 1, 0, 0),
             use_cache=False,
@@ -88,8 +89,32 @@ class ModelRunner:
         return kernel_for(device, dtype, heads, kv_heads, width)
 
     def _rows(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        output, place_BT = _run_rows(self.model.base_model, batch)
+        output, place_BT = self._run_rows(self.model.base_model, batch)
         return output.last_hidden_state.flatten(0, 1), place_BT
+
+    def _run_rows(self, model: nn.Module, batch: TrainBatch) -> tuple[Any, Tensor]:
+        """Return the output of a model on padded rows, and `place_BT`."""
+        rows = rows_of(batch)
+        output = model(
+            **self._inputs(rows.token_ids_RT, rows.feature_ids_RT, batch),
+            attention_mask=rows.attention_mask_RT,
+            position_ids=rows.position_ids_RT if rows.axes_ART is None else rows.axes_ART,
+            use_cache=False,
+        )
+        return output, rows.place_BT
+
+    def _inputs(
+        self, token_ids_RT: Tensor, feature_ids_RT: Tensor | None, batch: TrainBatch
+    ) -> dict[str, Any]:
+        """Return the arguments for the tokens, with what the model sees of their images."""
+        if feature_ids_RT is None:
+            return {"input_ids": token_ids_RT}
+        tower = tower_of(self.model)
+        if tower is None:
+            raise ModelError(
+                "The batch has images, but the model was loaded without them. Set model.vision=frozen."
+            )
+        return tower.inputs(self.model, token_ids_RT, feature_ids_RT, batch.images)
 
     @torch.no_grad()
     def _output_layer_is_all(self) -> bool:
@@ -190,18 +215,6 @@ def nothing_of(numbers: Tensor) -> Tensor:
     return numbers.masked_fill(torch.ones_like(numbers, dtype=torch.bool), 0.0).sum()
 
 
-def _run_rows(model: torch.nn.Module, batch: TrainBatch) -> tuple[Any, Tensor]:
-    """The output of a model on padded rows, and `place_BT`."""
-    rows = rows_of(batch)
-    output = model(
-        input_ids=rows.token_ids_RT,
-        attention_mask=rows.attention_mask_RT,
-        position_ids=rows.position_ids_RT,
-        use_cache=False,
-    )
-    return output, rows.place_BT
-
-
 def _computed(states_SD: Tensor, place_BT: Tensor) -> Tensor:
     """The states of the tokens that are computed, in the batch's order."""
     return states_SD[place_BT[place_BT >= 0]]
@@ -213,22 +226,30 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 
 def _probe_batch(model: PreTrainedModel) -> TrainBatch:
-    """Return a batch of a shared prompt with two continuations and a separate trajectory; their lengths differ."""
-    lengths, T = (3, 2, 5, 4), 14
+    """Return a batch of a shared prompt with two continuations and a separate trajectory; their lengths differ.
+
+    Where the model sees images, the prompt has one.
+    """
+    tower = tower_of(model)
+    prompt = 3 if tower is None else len(tower.sequence()[0])
+    lengths, T = (prompt, 2, 5, 4), prompt + 11
     segments = torch.tensor([[segment for segment, length in enumerate(lengths, 1) for _ in range(length)]])
-    positions = [*range(3), *range(3, 5), *range(3, 8), *range(4)]
-    previous = [-1, 0, 1, 2, 3, 2, 5, 6, 7, 8, -1, 10, 11, 12]
+    positions = [*range(prompt), *range(prompt, prompt + 2), *range(prompt, prompt + 5), *range(4)]
+    sampled = [False] * prompt + [True] * 7 + [False] * 3 + [True]
+    previous = [place - 1 for place in range(T)]
+    previous[prompt + 2], previous[prompt + 7] = prompt - 1, -1
     vocabulary = model.config.get_text_config().vocab_size
     zeros = torch.zeros(1, T)
     return TrainBatch(
         token_ids_BT=torch.arange(1, T + 1)[None] * 7 % vocabulary,
         position_ids_BT=torch.tensor([positions]),
         segment_ids_BT=segments,
-        mask_BT=torch.tensor([[position >= 3 for position in positions]]),
+        mask_BT=torch.tensor([sampled]),
         sampled_logprobs_BT=zeros,
         credits_BT=zeros,
         weights_BT=zeros,
         previous_BT=torch.tensor([previous]),
+        **({} if tower is None else tower.among(positions, alone=4)),
     ).to(next(model.parameters()).device)
 
 

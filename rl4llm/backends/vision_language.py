@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -22,15 +22,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from rl4llm.backends.text_part import register_text_part
 from rl4llm.core.errors import ModelError
+from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec
 from rl4llm.runs.tensor_file import DTYPES
+
+if TYPE_CHECKING:
+    from rl4llm.backends.tower import Tower
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-ATTRIBUTE = "_rl4llm_whole_checkpoint"
+ATTRIBUTE, TOWER = "_rl4llm_whole_checkpoint", "_rl4llm_tower"
 
 
 class WholeCheckpoint:
@@ -144,7 +147,7 @@ def is_around_text(config: PretrainedConfig) -> bool:
     text, known = config.get_text_config(), AutoModelForCausalLM._model_mapping
     if text is config:
         return False
-    if type(text) in known or register_text_part(type(text)):
+    if type(text) in known or load("rl4llm.backends.text_part:register_text_part")(type(text)):
         return True
     if type(config) in known:
         return False
@@ -174,6 +177,11 @@ def is_scored(path: str, config: PretrainedConfig, values: bool) -> bool:
 def whole_checkpoint(model: PreTrainedModel) -> WholeCheckpoint | None:
     """Return the checkpoint that a text model is a part of, if it is one."""
     return getattr(model, ATTRIBUTE, None)
+
+
+def tower_of(model: PreTrainedModel) -> Tower | None:
+    """Return the image side beside a text model; None if the model sees no images."""
+    return getattr(model, TOWER, None)
 
 
 @contextmanager

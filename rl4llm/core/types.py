@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import DataError, EngineError
-from rl4llm.core.images import ImagePlace, moved
+from rl4llm.core.images import Image, ImagePlace, moved
 from rl4llm.core.message import ROLES as ROLES
 from rl4llm.core.message import ChatMessage as ChatMessage
 
@@ -281,6 +281,9 @@ class TrainBatch:
     `group_ids_BT` numbers the groups of a step, `record_ids_BT` the token records of the update, in which
     `position_ids_BT` gives the place of a policy token. `divergence` () is an estimate for the whole step; the
     algorithm defines what it means.
+
+    Where tokens stand for images, `feature_ids_BT` numbers the tokens of `images`, one image after the other, and is -1 at
+    all others. `axes_BTA` has the positions of a model that counts along several axes.
     """
 
     TOKEN_BYTES: ClassVar[int] = 80  # six columns of 8 bytes, six of 4, one of 1, and the algorithm's
@@ -295,6 +298,9 @@ class TrainBatch:
     previous_BT: Tensor | None = None
     group_ids_BT: Tensor | None = None
     record_ids_BT: Tensor | None = None
+    axes_BTA: Tensor | None = None
+    feature_ids_BT: Tensor | None = None
+    images: tuple[Image, ...] = ()
     later: Mapping[str, Tensor] = field(default_factory=dict)
     host: TrainBatch | None = field(default=None, repr=False, compare=False)
     """The batch that `to` copied to a GPU, where reading numbers would wait for all that the GPU still has to do."""
@@ -307,22 +313,22 @@ class TrainBatch:
     divergence = FilledLater("the trainer fills it for an algorithm whose `needs` say mismatched=True")
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> TrainBatch:
+    def of(cls, tensors: Mapping[str, Tensor], images: tuple[Image, ...] = ()) -> TrainBatch:
         """Return a batch with these tensors, by name."""
         own = {item.name for item in fields(cls)}
         later = {name: tensor for name, tensor in tensors.items() if name not in own}
         given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in own}
-        return cls(**given, later=later)
+        return cls(**given, later=later, images=images)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are set, by name."""
-        names = (item.name for item in fields(self) if item.name not in ("later", "host"))
+        names = (item.name for item in fields(self) if item.name not in ("later", "host", "images"))
         own = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in (own | dict(self.later)).items() if tensor is not None}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
         """Return a batch with `fn` applied to every tensor."""
-        return TrainBatch.of({name: fn(tensor) for name, tensor in self.tensors().items()})
+        return TrainBatch.of({name: fn(tensor) for name, tensor in self.tensors().items()}, self.images)
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """Return a batch with every tensor on `device`; copies to a GPU do not wait for it."""

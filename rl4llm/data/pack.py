@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,12 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.images import ImagePlace
+from rl4llm.core.registry import load
 from rl4llm.core.types import GroupKey, TrainBatch, Trajectory
 from rl4llm.data.aggregation import AGGREGATIONS, Floats, Ints, StepTotals, check_aggregation, totals_of
 from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths, Pieces, first_fit
 
+if TYPE_CHECKING:
+    from rl4llm.data.shown import Shown
+
 Credit = float | Sequence[float] | None
 """The credit of a trajectory, or of each of its turns; None counts in every total, but does not train."""
+
+Positions = Callable[[int, Sequence[ImagePlace]], Ints]
+"""Returns the positions (length, axes) of a sequence with images at these places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,7 @@ class Batching:
 
     Without `max_tokens_per_batch`, micro-batches have the usual size for the device. A longer trajectory, or with
     `whole_groups` a longer group, which cannot be cut, gets a micro-batch of its size.
-    `constant_length` is the divisor of the aggregation "constant", in tokens.
+    `constant_length` is the divisor of the aggregation "constant", in tokens. `positions` is for models that see images.
     """
 
     layout: str = "shared"
@@ -44,6 +52,7 @@ class Batching:
     epochs: int = 1
     constant_length: int = 0
     whole_groups: bool = False
+    positions: Positions | None = None
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.constant_length)
@@ -73,6 +82,7 @@ class Batching:
             totals=totals,
             pad_token_id=self.pad_token_id,
             whole_groups=self.whole_groups,
+            positions=self.positions,
         )
 
 
@@ -86,6 +96,7 @@ def pack(
     totals: StepTotals,
     pad_token_id: int,
     whole_groups: bool = False,
+    positions: Positions | None = None,
 ) -> list[TrainBatch]:
     """Return micro-batches of at most `max_tokens_per_batch` tokens each, padding included.
 
@@ -117,9 +128,11 @@ def pack(
             prompts=prompts[part],
             records=np.array(part, np.int64),
         )
+        shown = _shown([trajectories[i] for i in part], positions)
         budget = int(flat.lengths.max()) * len(part) if whole_groups else max_tokens_per_batch
         _check_budget(int(flat.lengths.max()), budget)
-        batches += [_batch(flat, pieces, pad_token_id) for pieces in LAYOUTS[layout](flat, budget).by_batch()]
+        placed = LAYOUTS[layout](flat, budget).by_batch()
+        batches += [_batch(flat, shown, pieces, pad_token_id) for pieces in placed]
     return batches
 
 
@@ -262,7 +275,7 @@ def _flatten(
     owner = np.repeat(np.arange(len(lengths)), lengths)
     # Trajectories that share a prompt form a group; one that begins with the policy is alone.
     firsts = (
-        (one.group_key, one.spans[0].token_ids)
+        (one.group_key, one.spans[0].token_ids, one.spans[0].images)
         if one.spans[0].author == "context" and one.spans[0].token_ids
         else number
         for number, one in enumerate(trajectories)
@@ -304,7 +317,17 @@ def _chained(parts: list[tuple[float, ...]], dtype: type) -> NDArray[Any]:
     return np.fromiter(itertools.chain.from_iterable(parts), dtype, count=sum(map(len, parts)))
 
 
-def _batch(flat: _Flat, pieces: Pieces, pad_token_id: int) -> TrainBatch:
+def _shown(trajectories: list[Trajectory], positions: Positions | None) -> Shown | None:
+    """Return the images among the tokens; None without any."""
+    if not any(span.images for trajectory in trajectories for span in trajectory.spans):
+        return None
+    if positions is None:
+        raise ConfigError("A trajectory has images, but the model sees none. Set model.vision=frozen.")
+    shown: Shown = load("rl4llm.data.shown:Shown").of(trajectories, positions)
+    return shown
+
+
+def _batch(flat: _Flat, shown: Shown | None, pieces: Pieces, pad_token_id: int) -> TrainBatch:
     rows, columns = int(pieces.row.max()) + 1, int((pieces.column + pieces.length).max())
     begins = np.cumsum(pieces.length) - pieces.length
     within = np.arange(int(pieces.length.sum())) - np.repeat(begins, pieces.length)
@@ -313,10 +336,12 @@ def _batch(flat: _Flat, pieces: Pieces, pad_token_id: int) -> TrainBatch:
     source = np.repeat(pieces.source, pieces.length) + within
 
     def spread(values: NDArray[Any], fill: int = 0) -> Tensor:
-        out = np.full(rows * columns, fill, values.dtype)
+        out = np.full((rows * columns, *values.shape[1:]), fill, values.dtype)
         out[target] = values
-        return torch.from_numpy(out.reshape(rows, columns))
+        return torch.from_numpy(out.reshape(rows, columns, *values.shape[1:]))
 
+    images, numbers = shown.features(source) if shown else ((), None)
+    axes = shown.axes if shown and images else None
     previous = None
     if (pieces.previous != NEVER).any():
         column_before = column - 1
@@ -333,6 +358,9 @@ def _batch(flat: _Flat, pieces: Pieces, pad_token_id: int) -> TrainBatch:
         previous_BT=previous,
         group_ids_BT=spread(flat.group_ids[source], NEVER),
         record_ids_BT=spread(flat.record_ids[source], NEVER),
+        axes_BTA=None if axes is None else spread(axes[source]),
+        feature_ids_BT=spread(numbers, NEVER) if images and numbers is not None else None,
+        images=images,
     )
 
 

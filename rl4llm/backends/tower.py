@@ -1,0 +1,210 @@
+"""The image side of a vision-language model, frozen as in the files, beside the text model that trains.
+
+The vision-language class itself never runs: it finds images by the ids of tokens and keeps positions as state, and the
+policy may sample a placeholder. Here the features of each image are computed once and put at places that are given,
+between embeddings that the text model computes, and positions are given too. Both ways are compared once, on one image.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from rl4llm.backends.model_files import check_model_path
+from rl4llm.backends.models import UNREADABLE, hub_options, without_progress_bars
+from rl4llm.backends.vision_language import TOWER, without_reports
+from rl4llm.core.errors import ModelError
+from rl4llm.core.images import Image, ImagePlace
+from rl4llm.data.vision import Vision
+from rl4llm.runtime.ranks import Ranks
+
+FEATURE_BYTES = 1 << 28  # of features that are kept, at least those of the last request
+PROBE_SIZE = 64, 96  # pixels, before the model's own resizing; not square, so that rows are told from columns
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+class Tower:
+    """Computes what a text model sees of images.
+
+    It is not a module of the text model: no optimizer, adapter, checkpoint or process group sees it.
+
+    Attributes:
+        vision: the sizes, tokens and positions of images.
+        probe: a small image of noise, the same in every run.
+    """
+
+    def __init__(self, module: Any, vision: Vision):
+        self._module, self.vision = module, vision
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        noise = np.random.default_rng(0).integers(0, 256, (*vision.fit(*PROBE_SIZE), 3), dtype=np.uint8)
+        self.probe = vision.store.add(noise)
+
+    def __deepcopy__(self, memo: Any) -> Tower:
+        return self  # it never changes
+
+    def features(self, images: Sequence[Image], device: torch.device) -> Tensor:
+        """Return what the layers see of these images, (N, K, D) for all their tokens, in order.
+
+        The first of K goes between the embeddings, the others are added after the first layers. Each image is computed
+        alone, so that its features do not depend on others; no gradient reaches them.
+        """
+        found = [self._features_of(image, device) for image in images]
+        most, used = FEATURE_BYTES, {image.digest for image in images}
+        size = sum(kept.nbytes for kept in self._kept.values())
+        for digest in [digest for digest in self._kept if digest not in used]:
+            if size <= most:
+                break
+            size -= self._kept.pop(digest).nbytes
+        return torch.cat(found)
+
+    def inputs(
+        self, model: PreTrainedModel, token_ids_BT: Tensor, feature_ids_BT: Tensor, images: Sequence[Image]
+    ) -> dict[str, Any]:
+        """Return the arguments of the text model for tokens among which images stand.
+
+        `feature_ids_BT` numbers the tokens of `images` in the order of `features`; -1 is a token like any other.
+        """
+        features_NKD = self.features(images, token_ids_BT.device)
+        shown_BT = feature_ids_BT >= 0
+        chosen_MKD = features_NKD[feature_ids_BT[shown_BT]]
+        embedded_BTD = model.get_input_embeddings()(token_ids_BT)
+        first_MD = chosen_MKD[:, 0].to(embedded_BTD.dtype)
+        found = {"inputs_embeds": embedded_BTD.masked_scatter(shown_BT[..., None], first_MD)}
+        if chosen_MKD.shape[1] == 1:
+            return found
+        later = [part.contiguous() for part in chosen_MKD[:, 1:].unbind(1)]
+        return {**found, "visual_pos_masks": shown_BT, "deepstack_visual_embeds": later}
+
+    def sequence(self) -> tuple[list[int], tuple[ImagePlace, ...]]:
+        """Return a few tokens with the probe among them, and its place."""
+        tokens = self.vision.tokens(self.probe)
+        return [1, *[self.vision.placeholder] * tokens, 2, 3], (ImagePlace(self.probe, 1, tokens),)
+
+    def among(self, positions: Sequence[int], alone: int) -> dict[str, Any]:
+        """Return what a batch of one row has besides tokens, if its first tokens are those of `sequence`.
+
+        `positions` are those of its tokens. The last `alone` belong to a trajectory without that prompt.
+        """
+        _, places = self.sequence()
+        features = torch.full((1, len(positions)), -1)
+        features[0, places[0].offset : places[0].end] = torch.arange(places[0].length)
+        found = {"feature_ids_BT": features, "images": (self.probe,)}
+        if self.vision.axes == 1:
+            return found
+        shared, own = (self.vision.positions(max(positions) + 1, given) for given in (places, ()))
+        axes = np.concatenate([shared[positions[:-alone]], own[positions[-alone:]]])
+        return {**found, "axes_BTA": torch.from_numpy(axes)[None]}
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise ModelError unless the text model with these inputs computes what the family's class computes."""
+        token_ids, places = self.sequence()
+        device = next(model.parameters()).device
+        ids_BT = torch.tensor([token_ids], device=device)
+        shown_BT = torch.zeros_like(ids_BT)
+        shown_BT[0, places[0].offset : places[0].end] = 1
+        own, text = self._module, model.base_model
+        accepted = inspect.signature(own.forward).parameters
+        marks = {name: shown_BT for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+        pixels = self._pixels(self.probe, device)
+        name = type(own).__name__.removesuffix("Model")
+        without = own.language_model
+        with torch.no_grad():
+            try:
+                own.language_model = text
+                expected = own(
+                    input_ids=ids_BT,
+                    attention_mask=torch.ones_like(ids_BT),
+                    use_cache=False,
+                    **marks,
+                    **pixels,
+                ).last_hidden_state
+                feature_ids_BT = torch.where(shown_BT > 0, shown_BT.cumsum(-1) - 1, -1)
+                axes = torch.from_numpy(self.vision.positions(len(token_ids), places)).to(device)
+                found = text(
+                    **self.inputs(model, ids_BT, feature_ids_BT, [self.probe]),
+                    attention_mask=torch.ones_like(ids_BT),
+                    position_ids=axes.T[:, None] if axes.shape[1] > 1 else axes.T,
+                    use_cache=False,
+                ).last_hidden_state
+            finally:
+                own.language_model = without
+        apart = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+        if not apart <= TOLERANCES[model.dtype]:
+            raise ModelError(
+                f"model.vision=frozen: on one image the states of {name} differ by {apart:.1e} of the largest from those of "
+                "the family's class, as in models whose image tokens attend to later ones. Use model.vision=none."
+            )
+
+    def _features_of(self, image: Image, device: torch.device) -> Tensor:
+        if image.digest not in self._kept:
+            # Engines compute in inference mode, whose tensors no backward pass may keep.
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+                self._kept[image.digest] = self._computed(image, device)
+        self._kept.move_to_end(image.digest)
+        return self._kept[image.digest]
+
+    def _computed(self, image: Image, device: torch.device) -> Tensor:
+        output = self._module.get_image_features(**self._pixels(image, device))
+        first = output.pooler_output[0]
+        later = [layer[0] for layer in getattr(output, "deepstack_features", None) or ()]
+        if len(first) != self.vision.tokens(image):
+            raise ModelError(
+                f"The model made {len(first)} tokens of an image of {image.height} x {image.width} pixels that stands at "
+                f"{self.vision.tokens(image)} places."
+            )
+        return torch.stack([first, *later], dim=1).detach()
+
+    def _pixels(self, image: Image, device: torch.device) -> dict[str, Any]:
+        if next(self._module.parameters()).device != device:
+            self._module.to(device)
+        made = self.vision.inputs([self.vision.store.pixels(image)])
+        return {name: value.to(device) for name, value in made.items()}
+
+
+def add_tower(
+    model: PreTrainedModel, path: str | Path, vision: Vision, shared_by: Ranks | None = None
+) -> None:
+    """Read the image side of the checkpoint around a text model, and put it beside the model.
+
+    Raises ModelError where it cannot be read, or where text model and image side together do not compute what the family's
+    class does; of the ranks `shared_by`, only the first holds the text model yet.
+    """
+    tower = Tower(_image_side(check_model_path(path), model.dtype), vision)
+    setattr(model, TOWER, tower)
+    if shared_by is None:
+        tower.check(model)
+        return
+    otherwise = ModelError("model.vision=frozen is not accepted; the first rank's message says why.")
+    shared_by.agree(lambda: tower.check(model) if shared_by.is_first else None, (ModelError,), otherwise)
+
+
+def _image_side(path: str, dtype: torch.dtype) -> Any:
+    """Return the vision-language model without its output layer and with an empty text model."""
+    config = copy.deepcopy(AutoConfig.from_pretrained(path, **hub_options(path)))
+    text = config.get_text_config()
+    text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
+    try:
+        with without_progress_bars(), without_reports():
+            model, report = AutoModelForImageTextToText.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # of the embedding
+                use_safetensors=True,
+                **hub_options(path),
+            )
+    except UNREADABLE as error:
+        raise ModelError(f"The image side of model.path={path!r} cannot be read: {error}") from error
+    if missing := sorted(name for name in report["missing_keys"] if "language_model" not in name):
+        raise ModelError(f"The image side of model.path={path!r} is not whole: it has no {missing[0]}.")
+    return model.base_model.requires_grad_(False).eval()

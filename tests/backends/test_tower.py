@@ -1,0 +1,186 @@
+"""Images in the trainer: every layout of a batch gives the numbers and gradients of the family's own forward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from vision_models import plain_logprobs, seeing_model, whole_model
+
+from rl4llm.backends.models import load_model
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import ConfigError, ModelError
+from rl4llm.core.types import TokenSpan, images_of
+from rl4llm.data.aggregation import totals_of
+from rl4llm.data.layouts import LAYOUTS
+from rl4llm.data.pack import pack
+
+
+def packed(trajectories, vision, layout="shared", size=10_000):
+    return pack(
+        trajectories, [1.0, -0.5, 2.0, 1.0, -1.0, 0.5][: len(trajectories)], max_tokens_per_batch=size, layout=layout,
+        aggregation="token", totals=totals_of(trajectories), pad_token_id=0, positions=vision and vision.positions,
+    )  # fmt: skip
+
+
+def by_record(batches, numbers):
+    """Return the number of each policy token, by record and place."""
+    found = {}
+    for batch, numbers_BT in zip(batches, numbers, strict=True):
+        for row, column in batch.mask_BT.nonzero().tolist():
+            key = int(batch.record_ids_BT[row, column]), int(batch.position_ids_BT[row, column])
+            found[key] = numbers_BT[row, column]
+    return found
+
+
+def expected_of(whole, vision, trajectories):
+    found = {}
+    for number, one in enumerate(trajectories):
+        logprobs = plain_logprobs(whole, vision, one.token_ids, images_of(one.spans))
+        place = 0
+        for span in one.spans:
+            for _ in span.token_ids:
+                if span.author == "policy":
+                    found[number, place] = logprobs[place - 1]
+                place += 1
+    return found
+
+
+def apart(found, expected):
+    assert found.keys() == expected.keys()
+    return max(float((found[key] - expected[key]).abs()) for key in found)
+
+
+@pytest.fixture
+def expected(seen):
+    directory, vision, trajectories = seen
+    with torch.no_grad():
+        return expected_of(whole_model(directory), vision, trajectories)
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["one row", "padded rows"])
+def test_every_layout_gives_the_familys_logprobs(seen, expected, streams):
+    directory, vision, trajectories = seen
+    backend = TorchBackend(seeing_model(directory, vision), lr=1e-3)
+    assert backend.runner.streams
+    backend.runner.streams = streams
+    for layout in LAYOUTS:
+        for size in (10_000, 40):  # all in one micro-batch; some with images, some without
+            batches = packed(trajectories, vision, layout, size)
+            assert (len(batches) > 2) == (size == 40)
+            found = by_record(batches, [backend.forward(batch) for batch in batches])
+            assert apart(found, expected) < 1e-5, (layout, size)
+
+
+def test_gradients_are_those_of_the_familys_forward(seen):
+    directory, vision, trajectories = seen
+    model, whole = seeing_model(directory, vision), whole_model(directory)
+    batches = packed(trajectories, vision)
+    backend = TorchBackend(model, lr=1e-3)
+    for batch in batches:
+        backend.forward_backward(batch, lambda batch, logprobs_BT, _: (-batch.credits_BT * logprobs_BT, {}))
+    weights = by_record(batches, [batch.credits_BT * batch.weights_BT for batch in batches])
+    plain = expected_of(whole, vision, trajectories)
+    sum(-weights[key] * plain[key] for key in plain).backward()
+    own = dict(model.named_parameters())
+    theirs = {
+        name.replace("model.language_model.", "model."): parameter.grad
+        for name, parameter in whole.named_parameters()
+        if "visual" not in name
+    }
+    assert own.keys() == theirs.keys()
+    largest = max(float(grad.abs().max()) for grad in theirs.values())
+    for name, parameter in own.items():
+        assert torch.allclose(parameter.grad, theirs[name], atol=1e-5 * largest), name
+
+
+def test_text_in_a_model_that_sees_images_is_bit_equal(seen):
+    directory, vision, trajectories = seen
+    blind, sighted = load_model(directory, device="cpu"), seeing_model(directory, vision)
+    (batch,) = packed(trajectories[4:], None)
+    assert batch.axes_BTA is batch.feature_ids_BT is None and batch.images == ()
+    assert torch.equal(
+        TorchBackend(blind, lr=1e-3).forward(batch), TorchBackend(sighted, lr=1e-3).forward(batch)
+    )
+
+
+def test_same_tokens_with_another_image_give_other_logprobs(seen):
+    directory, vision, trajectories = seen
+    backend = TorchBackend(seeing_model(directory, vision), lr=1e-3)
+    (batch,) = packed(trajectories[1:2], vision)
+    first = trajectories[1].spans[0]
+    places = tuple(
+        replace(place, image=vision.store.add(255 - vision.store.pixels(place.image)))
+        for place in first.images
+    )
+    other = replace(trajectories[1], spans=(replace(first, images=places), *trajectories[1].spans[1:]))
+    (another,) = packed([other], vision)
+    assert torch.equal(batch.token_ids_BT, another.token_ids_BT)
+    assert (backend.forward(batch) - backend.forward(another)).abs().max() > 0.01
+
+
+def test_samples_with_another_image_share_no_prompt(seen):
+    _, vision, trajectories = seen
+    first = trajectories[1].spans[0]
+    places = tuple(
+        replace(place, image=vision.store.add(255 - vision.store.pixels(place.image)))
+        for place in first.images
+    )
+    other = replace(trajectories[1], spans=(replace(first, images=places), *trajectories[1].spans[1:]))
+    (batch,) = packed([trajectories[1], other], vision)
+    assert batch.num_tokens == 2 * trajectories[1].num_tokens
+
+
+def test_each_image_is_computed_once(seen, monkeypatch):
+    directory, vision, trajectories = seen
+    model = seeing_model(directory, vision)
+    backend = TorchBackend(model, lr=1e-3)
+    asked = []
+    monkeypatch.setattr(
+        vision.store, "pixels", lambda image, own=vision.store.pixels: asked.append(image) or own(image)
+    )
+    for batch in packed(trajectories, vision, size=40) * 2:
+        backend.forward(batch)
+    assert len(asked) == len(set(asked)) == 4
+
+
+def test_image_side_never_trains_and_is_exported(seen, tmp_path):
+    directory, vision, trajectories = seen
+    backend = TorchBackend(seeing_model(directory, vision), lr=1e-2)
+    (batch,) = packed(trajectories, vision)
+    backend.forward_backward(batch, lambda batch, logprobs_BT, _: (-batch.credits_BT * logprobs_BT, {}))
+    backend.optim_step()
+    backend.export(tmp_path / "out")
+    before, after = whole_model(directory).state_dict(), whole_model(tmp_path / "out").state_dict()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if "visual" in name}
+    with torch.no_grad():
+        expected = expected_of(whole_model(tmp_path / "out"), vision, trajectories)
+    assert apart(by_record([batch], [backend.forward(batch)]), expected) < 1e-5
+
+
+def test_positions_that_are_not_the_familys_are_refused(seen, monkeypatch):
+    directory, vision, _ = seen
+    monkeypatch.setattr(vision, "positions", lambda length, places, own=vision.positions: own(length, ()))
+    with pytest.raises(ModelError, match=r"model\.vision=frozen: on one image the states of Qwen"):
+        seeing_model(directory, vision)
+
+
+def test_images_are_refused_by_a_model_that_sees_none(seen):
+    directory, vision, trajectories = seen
+    with pytest.raises(ConfigError, match=r"model\.vision=frozen"):
+        packed(trajectories, None)
+    (batch,) = packed(trajectories, vision)
+    with pytest.raises(ModelError, match=r"model\.vision=frozen"):
+        TorchBackend(load_model(directory, device="cpu"), lr=1e-3).forward(batch)
+
+
+def test_batches_carry_their_images_where_they_go(seen):
+    _, vision, trajectories = seen
+    (batch,) = packed(trajectories, vision)
+    moved = batch.to("cpu")
+    assert moved.images == batch.images and len(moved.images) == 4
+    assert torch.equal(moved.feature_ids_BT, batch.feature_ids_BT)
+    shown = (batch.feature_ids_BT >= 0) & ~batch.mask_BT
+    assert torch.equal(shown, batch.feature_ids_BT >= 0)
+    assert isinstance(trajectories[0].spans[1], TokenSpan)
+    assert vision.placeholder in trajectories[0].spans[1].token_ids  # which the policy sampled
