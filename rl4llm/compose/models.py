@@ -104,8 +104,7 @@ def vision_of(config: Config) -> Vision | None:
 
 @lru_cache(1)
 def _vision(path: str, directory: str) -> Any:
-    store = load("rl4llm.data.images:ImageStore")()
-    store.open(Path(directory) / "images")
+    store = load("rl4llm.data.images:ImageStore")(Path(directory) / "images")
     return load("rl4llm.data.vision:Vision")(path, store)
 
 
@@ -247,7 +246,8 @@ def plain_model(
     values: bool = False,
 ) -> Any:
     """Load a causal LM without a backend: the one given, that of `path`, or that of the configuration; see `load_model`."""
-    return load_model(
+    vision = vision_of(config)
+    model = load_model(
         given if given is not None else path or config.model.path,
         dtype=config.model.dtype,
         device=device_of(config),
@@ -255,6 +255,9 @@ def plain_model(
         shared_by=shared_by,
         values=values,
     )
+    if vision is not None:
+        load("rl4llm.backends.tower:add_tower")(model, path or config.model.path, vision, shared_by)
+    return model
 
 
 def _optimizer(config: Config, epochs: int, steps: int) -> dict[str, Any]:

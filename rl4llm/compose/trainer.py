@@ -286,17 +286,16 @@ def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:
 
 def _tell_of(sandbox: Any, run: RunDir, tracker: RunTracker, first: bool) -> None:
     """Show how strongly the sandbox isolates programs, and write it into the run's directory."""
-    if sandbox is None or sandbox.active is None or not first:
-        return
-    (tracker.note if sandbox.active.rank > 1 else tracker.warn)(str(sandbox.active))
-    run.keep("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
+    if sandbox is not None and sandbox.active is not None and first:
+        (tracker.note if sandbox.active.rank > 1 else tracker.warn)(str(sandbox.active))
+        run.keep("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
 
 
 def batching_of(
     config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0
 ) -> Batching:
     """Make the settings of micro-batches; `longest_completion` is the default divisor of the aggregation "constant"."""
-    training = config.training
+    training, vision = config.training, vision_of(config)
     return Batching(
         layout=training.layout,
         aggregation=algorithm.aggregation,
@@ -307,6 +306,7 @@ def batching_of(
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,
         whole_groups=algorithm.needs().whole_groups,
+        positions=vision and vision.positions,
     )
 
 

@@ -29,7 +29,7 @@ METADATA = frozenset((
 ))  # fmt: skip
 """Keys that tell something about a message that no model reads."""
 
-UNSEEN = "but only text is read and trained here. Set model.vision=frozen for images, or remove the row."
+UNSEEN = "but only text is read here. Images are read with model.vision=frozen, in prompts and conversations."
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 
 THOUGHT_ENDS = "</think>"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl4llm.core.errors import BadRowError, DataError
-from rl4llm.core.message import MEDIA, is_media, read_arguments
+from rl4llm.core.message import MEDIA, UNSEEN, is_media, read_arguments
 
 TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
 _OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf", "$defs", "required"))
@@ -21,8 +21,8 @@ def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     for name in MEDIA:
         if name in row and is_media(row[name]):
             raise BadRowError(
-                f"the column {name!r} holds pictures, videos or sounds, but only text is read and trained. Remove the "
-                "column if the text alone makes sense, or remove the row."
+                f"the column {name!r} holds pictures, videos or sounds, {UNSEEN} Remove the column if the text alone makes "
+                "sense, or remove the row."
             )
     found: dict[str, Any] = {}
     if row.get(TOOLS):

@@ -138,17 +138,13 @@ class RowImages:
 class ImageStore:
     """The canonical pixels of a run's images, by digest: in memory, and as PNG files in a directory.
 
-    All pixels stay in memory until `open` names the directory, and the directory around it, that of the run, is there.
+    All pixels stay in memory until there is a directory around `directory`, that of the run.
     """
 
-    def __init__(self) -> None:
-        self._directory: Path | None = None
+    def __init__(self, directory: Path | None = None):
+        self._directory = directory
         self._unwritten: set[str] = set()
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
-
-    def open(self, directory: Path) -> None:
-        """Keep the files in a directory from now on."""
-        self._directory, self._unwritten = directory, set(self._kept)
 
     def add(self, pixels_HWC: Pixels) -> Image:
         """Keep pixels (H, W, 3) and return their name."""

@@ -125,7 +125,7 @@ def test_what_cannot_be_read_is_refused_by_name(fault):
     ],
 )
 def test_a_message_with_media_is_a_bad_row(row):
-    with pytest.raises(BadRowError, match="only text is read and trained"):
+    with pytest.raises(BadRowError, match="only text is read here"):
         ChatMessage.from_dict(row)
 
 

@@ -1,0 +1,341 @@
+"""Images of rows, tools and stores: what is read, what is refused, and where they stand among the tokens."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from vision_models import vision_directories, vision_directory, vision_of  # noqa: F401 - fixtures
+
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.core.errors import BadRowError, DataError, TemplateError
+from rl4llm.core.images import ImagePlace, Picture
+from rl4llm.core.types import ChatMessage, TokenSpan, images_of
+from rl4llm.data import images as module
+from rl4llm.data.demonstrations import demonstration
+from rl4llm.data.images import ImageStore, canonical, read_picture, size_of
+from rl4llm.data.load import load_rows
+from rl4llm.data.render import Renderer
+
+
+def file_of(image, kind="PNG", **options):
+    data = io.BytesIO()
+    image.save(data, format=kind, **options)
+    return data.getvalue()
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+RED, BLUE = (file_of(PIL.Image.new("RGB", (60, 40), colour)) for colour in ("red", "blue"))
+
+
+def same(height, width):
+    return height, width
+
+
+def pixels(data, size=same):
+    return canonical(Picture(data), size, 3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        RED,
+        bytearray(RED),
+        {"bytes": RED, "path": None},
+        {"url": f"data:image/png;base64,{base64.b64encode(RED).decode()}"},
+        {"bytes": None, "path": "inside/red.png"},
+        "inside/red.png",
+        f"data:image/png;base64,{base64.b64encode(RED).decode()}",
+        Picture(RED),
+    ],
+    ids=lambda value: f"{type(value).__name__} {str(value)[:12]}",
+)
+def test_every_stored_form_is_the_same_picture(value, tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside/red.png").write_bytes(RED)
+    assert read_picture(value, tmp_path) == Picture(RED)
+
+
+def test_pillow_and_long_base64_are_read():
+    data = file_of(PIL.Image.fromarray(noise(40, 60)))
+    assert read_picture(base64.b64encode(data).decode()) == Picture(data)
+    assert (pixels(read_picture(PIL.Image.fromarray(noise(40, 60))).data) == noise(40, 60)).all()
+
+
+def header_of(width, height):
+    """Return a PNG of some bytes whose header promises many pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+REFUSED = {
+    "an address": ("https://example.org/red.png", "is an address"),
+    "a file address": ("file:///etc/hostname", "is an address"),
+    "a path outside": ("../red.png", "is not below"),
+    "an absolute path": ("/etc/hostname", "is not below"),
+    "a missing file": ("no.png", "cannot be read: No such file"),
+    "a text": (b"not an image", "is no PNG, JPEG, WEBP file"),
+    "a number": (3, "cannot be a int"),
+    "another format": (file_of(PIL.Image.new("RGB", (8, 8)), "GIF"), "is no PNG, JPEG, WEBP file"),
+    "many pixels": (header_of(13_000, 13_000), "13000 x 13000 pixels"),
+    "very many pixels": (header_of(40_000, 40_000), "is no PNG|pixels"),
+    "frames": (
+        file_of(
+            PIL.Image.new("RGB", (8, 8), "red"), "WEBP", save_all=True, lossless=True,
+            append_images=[PIL.Image.new("RGB", (8, 8), "blue")],
+        ),
+        "2 frames",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_no_image_within_the_limits_is_refused(fault, tmp_path, monkeypatch):
+    (tmp_path.parent / "red.png").write_bytes(RED)
+    value, reason = REFUSED[fault]
+    monkeypatch.setattr(PIL.Image.Image, "load", lambda image: pytest.fail("it was decoded"))
+    with pytest.raises(BadRowError, match=reason):
+        read_picture(value, tmp_path)
+
+
+def test_large_files_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_BYTES", 100)
+    (tmp_path / "large.png").write_bytes(RED + bytes(200))
+    for value in ("large.png", RED + bytes(200)):
+        with pytest.raises(BadRowError, match="bytes"):
+            read_picture(value, tmp_path)
+
+
+def test_a_picture_that_ends_early_is_a_bad_row():
+    data = file_of(PIL.Image.fromarray(noise(64, 64)))
+    with pytest.raises(BadRowError, match="cannot be used"):
+        pixels(data[: len(data) // 2])
+
+
+def test_all_kinds_become_rgb_with_white_behind():
+    grey = file_of(PIL.Image.new("L", (4, 2), 100))
+    assert (pixels(grey) == 100).all() and pixels(grey).shape == (2, 4, 3)
+    clear = file_of(PIL.Image.new("RGBA", (4, 2), (255, 0, 0, 0)))
+    assert (pixels(clear) == 255).all()
+    palette = PIL.Image.new("P", (4, 2), 1)
+    palette.putpalette([0, 0, 0, 10, 20, 30])
+    assert (pixels(file_of(palette)) == [10, 20, 30]).all()
+
+
+def test_a_photograph_on_its_side_is_turned():
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by a quarter
+    data = file_of(PIL.Image.fromarray(noise(20, 40)), exif=exif)
+    assert size_of(Picture(data)) == (40, 20)
+    assert (pixels(data) == np.rot90(noise(20, 40), -1)).all()
+
+
+def test_pixels_are_kept_by_digest_and_found_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", 1)
+    run = tmp_path / "run"
+    store, first = ImageStore(run / "images"), noise(8, 12)
+    image = store.add(first)
+    assert (image.height, image.width) == (8, 12) and image == ImageStore().add(first.copy())
+    assert image != store.add(noise(8, 12, seed=1)) and image != store.add(first.reshape(12, 8, 3))
+    store.add(noise(8, 8))
+    assert not run.exists()  # nothing is written before the run begins
+    run.mkdir()
+    store.add(noise(4, 4))
+    assert len([*(run / "images").iterdir()]) == 5
+    again = ImageStore(run / "images")
+    assert (again.pixels(image) == first).all() and (store.pixels(image) == first).all()
+    PIL.Image.fromarray(noise(8, 12, seed=2)).save(run / "images" / f"{image.digest}.png")
+    other = ImageStore(run / "images")
+    with pytest.raises(DataError, match="is not the one"):
+        other.pixels(image)
+
+
+def test_positions_are_those_of_the_family(vision_directory):  # noqa: F811
+    vision, generator = vision_of(vision_directory), np.random.default_rng(3)
+    model = AutoModelForImageTextToText.from_pretrained(vision_directory)
+    for _ in range(20):
+        token_ids, places = [], []
+        for seed in range(generator.integers(0, 4)):
+            token_ids += generator.integers(5, 300, generator.integers(min(seed, 1), 6)).tolist()
+            height, width = vision.fit(*generator.integers(20, 200, 2).tolist())
+            image = vision.store.add(noise(height, width, seed))
+            places.append(ImagePlace(image, len(token_ids), vision.tokens(image)))
+            token_ids += [vision.placeholder] * vision.tokens(image)
+        token_ids += generator.integers(5, 300, 3).tolist()
+        seen = [vision.store.pixels(place.image) for place in places]
+        grid = vision.inputs(seen)["image_grid_thw"] if seen else None
+        shown = torch.zeros(1, len(token_ids), dtype=torch.int)
+        for place in places:
+            shown[0, place.offset : place.end] = 1
+        expected, _ = model.model.get_rope_index(
+            torch.tensor([token_ids]), mm_token_type_ids=shown, image_grid_thw=grid
+        )
+        assert vision.positions(len(token_ids), places).tolist() == expected[:, 0].T.tolist()
+        if seen:
+            rows = int(grid.prod(-1).sum()) // 4
+            assert rows == sum(place.length for place in places)
+
+
+def test_an_image_is_resized_once(vision_directory):  # noqa: F811
+    vision = vision_of(vision_directory)
+    picture = Picture(file_of(PIL.Image.fromarray(noise(75, 131))))
+    image = vision.see(picture)
+    assert vision.fit(image.height, image.width) == (image.height, image.width)
+    assert vision.count(picture) == vision.tokens(image)
+    with pytest.raises(BadRowError, match="refused by the model"):
+        vision.see(Picture(file_of(PIL.Image.new("RGB", (800, 2)))))
+
+
+ASKED = [{"role": "user", "content": "What is this?"}]
+PLACES = {
+    "no place": ({"messages": ASKED, "image": RED}, ["P", "What is this?"]),
+    "a place in the text": ({"prompt": "A <image> and <image>?", "images": [RED, BLUE]}, ["A ", "P", " and ", "P", "?"]),
+    "parts without data": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], "image": RED},
+        ["P", "?"],
+    ),
+    "parts with data": (
+        {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": "red.png"}}]}]},
+        ["?", "P"],
+    ),
+    "null": ({"messages": ASKED, "image": None, "images": None}, []),
+    "no images": ({"prompt": "Is <image> a word?"}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PLACES)
+def test_images_stand_where_the_row_says(form, tmp_path):
+    stored, expected = PLACES[form]
+    (tmp_path / "red.png").write_bytes(RED)
+    row = load_rows([stored], images=True)[0] if form != "parts with data" else _of_file(stored, tmp_path)
+    message = ChatMessage.from_dict(row["messages"][0])
+    assert ["P" if isinstance(part, Picture) else part for part in message.parts] == expected
+    assert message.content == "".join(part for part in expected if part != "P") or not expected
+    assert not {"image", "images"} & {*row}
+    again = ChatMessage.from_dict(json.loads(json.dumps(message.to_json())), read_picture)
+    assert again == message
+
+
+def _of_file(stored, directory):
+    (directory / "rows.jsonl").write_text(json.dumps(stored) + "\n")
+    return load_rows(directory / "rows.jsonl", images=True)[0]
+
+
+UNMATCHED = {
+    "fewer images": ({"prompt": "<image><image>", "images": [RED]}, "1 images beside .* 2 times"),
+    "more images": ({"prompt": "<image>", "images": [RED, BLUE]}, "2 images beside .* 1 times"),
+    "no image for a part": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], "image": RED},
+        "more places for images",
+    ),
+    "an image of the assistant": (
+        {"messages": [*ASKED, {"role": "assistant", "content": [{"type": "image", "image": RED}]}, *ASKED]},
+        "message of the assistant has an image",
+    ),
+    "many images": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": RED}] * 65}]}, "more than 64 images"
+    ),
+    "a video": ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type 'video'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", UNMATCHED)
+def test_rows_whose_images_do_not_match_are_bad(fault):
+    row, reason = UNMATCHED[fault]
+    with pytest.raises(BadRowError, match=rf"dataset\[0\]: .*{reason}"):
+        load_rows([row], images=True)
+    assert len(load_rows([row, {"prompt": "text"}], images=True, bad_rows="skip")) == 1
+
+
+def test_rows_are_named_by_their_pixels():
+    first, second = load_rows([{"prompt": "?", "image": data} for data in (RED, BLUE)], images=True)
+    assert first["prompt_id"] != second["prompt_id"]
+    names = [
+        load_rows([{"prompt": "?", "image": PIL.Image.open(io.BytesIO(RED))}], images=True)[0] for _ in "ab"
+    ]
+    assert names[0]["prompt_id"] == names[1]["prompt_id"]
+
+
+def test_pairs_with_images_are_refused():
+    row = {"prompt": "?", "chosen": "a", "rejected": "b", "image": RED}
+    with pytest.raises(BadRowError, match=r"only text is read here.*model\.vision=frozen"):
+        load_rows([row], images=True, learns_from="pairs")
+
+
+@pytest.fixture
+def renderer(vision_directory):  # noqa: F811
+    vision = vision_of(vision_directory)
+    return Renderer(load_tokenizer(vision_directory), roles=("user", "tool"), vision=vision), vision
+
+
+def test_only_pictures_have_places(renderer):
+    renderer, vision = renderer
+    text = "<|image_pad|> is a word, "
+    messages = [ChatMessage.showing("user", text, Picture(RED), "and this", Picture(BLUE))]
+    span = renderer.context(renderer.first(messages), messages)
+    assert [place.image for place in span.images] == [vision.see(Picture(data)) for data in (RED, BLUE)]
+    assert len(span.token_ids) == renderer.length(messages)
+    covered = {n for place in span.images for n in range(place.offset, place.end)}
+    assert covered == {n for n, token in enumerate(span.token_ids) if token == vision.placeholder}
+    assert text in renderer.decode(span.token_ids)
+    plain = [ChatMessage("user", text)]
+    assert vision.placeholder not in renderer.first(plain)
+
+
+def test_images_of_later_turns_do_not_move_earlier_ones(renderer):
+    renderer, vision = renderer
+    first = [ChatMessage.showing("user", Picture(RED), "Look.")]
+    spans = [
+        renderer.context(renderer.first(first), first),
+        TokenSpan((7, renderer.stop_token_ids[0]), "policy", (0.0, 0.0), 0),
+    ]
+    new = [ChatMessage.showing("tool", "Here: ", Picture(BLUE))]
+    token_ids = renderer.following(new, ended=True, messages=[*first, ChatMessage("assistant", "x")])
+    spans.append(renderer.context(token_ids, new))
+    places, tokens = images_of(spans), [token for span in spans for token in span.token_ids]
+    assert [place.image for place in places] == [vision.see(Picture(data)) for data in (RED, BLUE)]
+    for place in places:
+        assert set(tokens[place.offset : place.end]) == {vision.placeholder}
+        assert place.length == vision.tokens(place.image)
+
+
+def test_a_template_without_places_is_refused(renderer):
+    renderer, vision = renderer
+    tokenizer = load_tokenizer(vision.config.name_or_path or vision._path)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
+    blind = Renderer(tokenizer, roles=("user",), vision=vision)
+    messages = [ChatMessage.showing("user", Picture(RED), "?")]
+    with pytest.raises(TemplateError, match="0 placeholders for 1 images"):
+        blind.context(blind.first(messages), messages)
+    with pytest.raises(DataError, match=r"model\.vision=frozen"):
+        Renderer(tokenizer).length(messages)
+
+
+def test_a_demonstration_sees_its_images(renderer):
+    renderer, vision = renderer
+    messages = [ChatMessage.showing("user", "?", Picture(RED)), ChatMessage("assistant", "red")]
+    trajectory = demonstration(renderer, messages, "a")
+    assert [place.image for place in images_of(trajectory.spans)] == [vision.see(Picture(RED))]
+
+
+def test_spans_are_cut_beside_images(renderer):
+    renderer, _ = renderer
+    messages = [ChatMessage.showing("user", Picture(RED), "and", Picture(BLUE), "?")]
+    span = renderer.context(renderer.first(messages), messages)
+    for at in (0, span.images[0].offset, span.images[0].end, span.images[1].offset, len(span.token_ids)):
+        head, tail = span.cut(at)
+        assert images_of([head, tail]) == span.images and head.token_ids + tail.token_ids == span.token_ids
