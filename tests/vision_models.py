@@ -51,7 +51,10 @@ def whole_model(directory):
 
 
 def vision_of(directory, images=None):
-    return Vision(directory, ImageStore(images))
+    store = ImageStore()
+    if images is not None:
+        store.open(images)
+    return Vision(directory, store)
 
 
 def seeing_model(directory, vision):

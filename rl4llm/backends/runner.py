@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from rl4llm.backends.attention import STREAM_ATTENTION, STREAM_EAGER, register, rows_of, stream_of
 from rl4llm.backends.heads import OutputLayer, ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.recurrent import stream_recurrent, unstream_recurrent
-from rl4llm.backends.vision_language import tower_of
 from rl4llm.core.errors import ModelError
+from rl4llm.core.images import tower_of
 from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
 from rl4llm.runtime.ranks import Ranks
@@ -114,7 +114,8 @@ class ModelRunner:
             raise ModelError(
                 "The batch has images, but the model was loaded without them. Set model.vision=frozen."
             )
-        return tower.inputs(self.model, token_ids_RT, feature_ids_RT, batch.images)
+        inputs: dict[str, Any] = tower.inputs(self.model, token_ids_RT, feature_ids_RT, batch.images)
+        return inputs
 
     @torch.no_grad()
     def _output_layer_is_all(self) -> bool:

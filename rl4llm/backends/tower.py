@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from rl4llm.backends.model_files import check_model_path
 from rl4llm.backends.models import UNREADABLE, hub_options, without_progress_bars
-from rl4llm.backends.vision_language import TOWER, without_reports
+from rl4llm.backends.vision_language import without_reports
 from rl4llm.core.errors import ModelError
-from rl4llm.core.images import Image, ImagePlace
+from rl4llm.core.images import TOWER, Image, ImagePlace
 from rl4llm.data.vision import Vision
 from rl4llm.runtime.ranks import Ranks
 

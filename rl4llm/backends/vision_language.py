@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -27,13 +27,10 @@ from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec
 from rl4llm.runs.tensor_file import DTYPES
 
-if TYPE_CHECKING:
-    from rl4llm.backends.tower import Tower
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-ATTRIBUTE, TOWER = "_rl4llm_whole_checkpoint", "_rl4llm_tower"
+ATTRIBUTE = "_rl4llm_whole_checkpoint"
 
 
 class WholeCheckpoint:
@@ -177,11 +174,6 @@ def is_scored(path: str, config: PretrainedConfig, values: bool) -> bool:
 def whole_checkpoint(model: PreTrainedModel) -> WholeCheckpoint | None:
     """Return the checkpoint that a text model is a part of, if it is one."""
     return getattr(model, ATTRIBUTE, None)
-
-
-def tower_of(model: PreTrainedModel) -> Tower | None:
-    """Return the image side beside a text model; None if the model sees no images."""
-    return getattr(model, TOWER, None)
 
 
 @contextmanager

@@ -43,8 +43,11 @@ class Generates(Protocol):
         """
 
     @abstractmethod
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-prob of each token after the first, at temperature 1; the log-prob parity check uses it."""
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
+        """Return the log-prob of each token after the first, at temperature 1; the log-prob parity check uses it.
+
+        Those at the places of `images` mean nothing.
+        """
 
 
 class TakesWeights(Protocol):
@@ -94,6 +97,7 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
     """One inference engine, which runs in this process or behind a network."""
 
     in_process: ClassVar[bool] = False  # True: each rank has its own engine, else all speak with the same
+    takes_images: ClassVar[bool] = False  # False: no run with model.vision starts on it
     is_server: ClassVar[bool] = False  # True: made once for each address, and used through a fleet
     publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
 

@@ -51,3 +51,11 @@ class ImagePlace:
 def moved(places: Iterable[ImagePlace], tokens: int) -> tuple[ImagePlace, ...]:
     """Return the places with `tokens` more tokens before them."""
     return tuple(replace(place, offset=place.offset + tokens) for place in places)
+
+
+TOWER = "_rl4llm_tower"
+
+
+def tower_of(model: Any) -> Any:
+    """Return the image side that was put beside a text model, a `Tower`; None if the model reads text alone."""
+    return getattr(model, TOWER, None)

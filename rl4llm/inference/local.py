@@ -11,12 +11,13 @@ import torch
 from rl4llm.core.base_backend import AUTOCAST
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
-from rl4llm.inference.embedded.engine import LOOKAHEAD, PREFILL_TOKENS, SHARE_FROM, Engine, Finished
+from rl4llm.inference.embedded.engine import LOOKAHEAD, SHARE_FROM, Engine, Finished
 from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
 from rl4llm.inference.embedded.llama_decode import FAMILY
-from rl4llm.inference.embedded.rows import Request
+from rl4llm.inference.embedded.rows import PREFILL_TOKENS, Request
 from rl4llm.inference.paths import Path
 
 MAX_ROWS = 256  # that decode at once
@@ -49,7 +50,7 @@ class LocalClient(BaseClient):
             that saves at least this many cached tokens.
     """
 
-    in_process = True
+    in_process = takes_images = True
     publishers = ("memory",)
 
     def __init__(
@@ -113,10 +114,15 @@ class LocalClient(BaseClient):
         return f"samples with path={found['path']}, since {found['path_reason']}"
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         self._check_awake()
-        request = self._engine.request(prompt_ids, sampling_params, session)
+        request = self._engine.request(prompt_ids, sampling_params, session, images)
         self._start_pump()
         future = asyncio.get_running_loop().create_future()
         self._futures[request] = future
@@ -128,9 +134,9 @@ class LocalClient(BaseClient):
             request.cancelled = self._futures.pop(request, None) is not None
             self._changed.set()
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         self._check_awake()
-        return self._engine.score(token_ids)
+        return self._engine.score(token_ids, images)
 
     async def load(self, weight_ref: WeightRef) -> None:
         if weight_ref.kind != "memory":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import EngineError, unknown
+from rl4llm.core.images import tower_of
 from rl4llm.core.registry import load
 from rl4llm.data.lengths import context_limits
 from rl4llm.inference.embedded.kv_cache import KVCache, Window
@@ -55,6 +56,8 @@ def choose_decoder(
     if path not in PATHS:
         raise EngineError(unknown("path", str(path), PATHS))
     reason = "requested"
+    if path != "model" and tower_of(model) is not None:
+        path, reason = _of_images(path), "only the model's own forward computes images"
     if path != "model":
         try:
             kind = LlamaDecoder
@@ -75,6 +78,15 @@ def choose_decoder(
         reason += ". Its layers are recurrent: prompts of unequal length are computed one after another, and a conversation "
         reason += "that does not continue all its earlier tokens is computed again from its start"
     return Choice(decoder, reason)
+
+
+def _of_images(path: Path) -> Path:
+    """Return the path that computes images; raise EngineError if another one is requested."""
+    if path != "auto":
+        raise EngineError(
+            f"path={path!r} does not compute images (model.vision). Use path='auto' or 'model'."
+        )
+    return "model"
 
 
 @torch.inference_mode()

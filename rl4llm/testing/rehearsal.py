@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import EnvError, RL4LLMError, UnreachableError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory
 from rl4llm.envs.roles import RolesEnv
 from rl4llm.envs.rollout import RolloutResult
@@ -58,10 +59,15 @@ class Recorder(ScriptedClient):
         self.over: str | None = None  # how a loop asked for too much
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         if not session:
-            return await super().generate(prompt_ids, sampling_params)
+            return await super().generate(prompt_ids, sampling_params, images=images)
         prompt = tuple(prompt_ids)
         self.firsts.setdefault(session, prompt)
         asked = self._asked.setdefault(session, [])
@@ -73,7 +79,7 @@ class Recorder(ScriptedClient):
             self._stop(f"session {session} asks for turn {len(asked)}, and max_steps is {self.max_turns}")
         if session == self.silent:
             raise UnreachableError("check_env keeps the engine silent for this episode.")
-        completion = await super().generate(prompt_ids, sampling_params, session=session)
+        completion = await super().generate(prompt_ids, sampling_params, session=session, images=images)
         said = (completion.token_ids, completion.logprobs)
         self.said.setdefault((prompt_of(session), prompt), []).append(said)
         return completion

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 
 Script = Mapping[str, Sequence[str]] | Callable[[str, Sequence[int]], str]
@@ -34,6 +35,7 @@ class ScriptedClient(BaseClient):
     """
 
     LOGPROB = -0.5
+    takes_images = True
 
     def __init__(self, tokenizer: Any, script: Script, *, context_length: int = 4096, delay_s: float = 0.0):
         self._tokenizer, self._script, self._delay_s = tokenizer, script, delay_s
@@ -45,7 +47,12 @@ class ScriptedClient(BaseClient):
         self._turns: dict[str, int] = {}
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         self._check(prompt_ids)
         self.calls.append(ClientCall(tuple(prompt_ids), sampling_params, session))
@@ -60,7 +67,7 @@ class ScriptedClient(BaseClient):
         reason: FinishReason = "stop" if len(kept) == len(tokens) else "length"
         return Completion(text, kept, (self.LOGPROB,) * len(kept), reason, self._version)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         return [self.LOGPROB] * (len(token_ids) - 1)
 
     async def load(self, weight_ref: WeightRef) -> None:

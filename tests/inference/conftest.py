@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from vision_models import seen, vision_directories, vision_directory  # noqa: F401 - fixtures
 
 from rl4llm.inference.embedded.sampling import uniforms
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import EngineError, RL4LLMError, TemplateError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import SampleState
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory, WeightRef
 from rl4llm.data.demonstrations import demonstration
@@ -114,7 +115,12 @@ class Dictated(ScriptedClient):
         self.said: list[Completion] = []
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         self.calls.append(ClientCall(tuple(prompt_ids), sampling_params, session))
         token_ids, number = self.turns[len(self.said)], len(self.said)

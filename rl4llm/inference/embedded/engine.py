@@ -8,7 +8,7 @@ after new weights arrived differ only in how many of their tokens are cached alr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from rl4llm.core.errors import EngineError, RefusedError
+from rl4llm.core.images import ImagePlace
+from rl4llm.core.registry import load
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
 from rl4llm.inference.embedded.rows import BusyRow, Decoding, Fill, Newcomer, PrefixTable, Request, RowTable
@@ -29,11 +31,11 @@ from rl4llm.inference.embedded.stops import (
 )
 from rl4llm.inference.paths import Path, choose_decoder, context_limit
 
-PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
 # Reading prompts in place must save this many cached tokens to be worth its extra operations.
 SHARE_FROM = 2048
 LOOKAHEAD = 128  # tokens by which the cache grows at once
 ADMITTED = 16  # waiting requests start when this part of all places is free, unless all of them find one
+SEE, SHOW, NEXT = (f"rl4llm.inference.embedded.images:{name}" for name in ("see", "show", "window_of"))
 
 Finished = tuple[Request, Completion]
 
@@ -115,7 +117,13 @@ class Engine:
         else:
             self._choose_path()
 
-    def request(self, prompt_ids: Sequence[int], params: SamplingParams, session: str) -> Request:
+    def request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        session: str,
+        images: Sequence[ImagePlace] = (),
+    ) -> Request:
         """Make a request; raise RefusedError for one that could not run."""
         where = f"generate(session={session!r})"
         self._check_ids(where, prompt_ids)
@@ -125,10 +133,11 @@ class Engine:
                 f"{where}: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length} "
                 f"({self.context_reason}). Shorten it to {self.context_length - 1} or raise that setting."
             )
-        rule = self._stops.rule(params)
-        return Request(
-            tuple(prompt_ids), params, session, min(params.max_tokens, room), rule, list(prompt_ids)
-        )
+        rule, most = self._stops.rule(params), min(params.max_tokens, room)
+        if not images:
+            return Request(tuple(prompt_ids), params, session, most, rule, list(prompt_ids))
+        ids, seen = load(SEE)(self._model, where, prompt_ids, images)
+        return Request(tuple(ids), params, session, most, rule, ids, seen=seen)
 
     def release(self, session: str) -> None:
         """Forget a session's cache, now or when its request ends."""
@@ -191,8 +200,8 @@ class Engine:
         return []
 
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probs, at temperature 1, of each token after the first."""
+    def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
+        """Return the log-probs, at temperature 1, of each token after the first; `images` are places among them."""
         self._check_ids("score", token_ids)
         if len(token_ids) > self.context_length:
             raise RefusedError(
@@ -204,6 +213,9 @@ class Engine:
         cache = KVCache(self._cache.dtype, self.device)
         cache.reserve(1, len(token_ids))
         cache.window = Window(cache, 0, [0], len(token_ids) - 1)
+        if images:
+            ids, seen = load(SEE)(self._model, "score", token_ids, images)
+            load(SHOW)(cache.window, [0], [seen], [ids])
         logprobs_TV = self._decoder.logits(tokens_T[None, :-1], cache)[0].float().log_softmax(-1)
         return logprobs_TV.gather(-1, tokens_T[1:, None])[:, 0].tolist()
 
@@ -279,42 +291,27 @@ class Engine:
         saved = sum(len(ids) * (len(groups[ids]) - 1) for ids in new)
         in_place = self._decoder.reads_prefixes and saved >= self._share_from
         added = [self._prefixes.add(ids, in_place) for ids in new]
-        self._fill(self._prefix_cache, [Fill(prefix.slot, 0, prefix.token_ids) for prefix in added])
+        seen = [groups[prefix.token_ids][0].row.request.seen for prefix in added]
+        pairs = zip(added, seen, strict=True)
+        self._fill(self._prefix_cache, [Fill(new.slot, 0, new.token_ids, None, own) for new, own in pairs])
         for ids, group in groups.items():
             prefix = self._prefixes.find(ids)
             for item in group if prefix else ():
                 item.row.prefix, item.start = prefix, len(ids)
 
     def _fill(self, cache: KVCache, fills: Sequence[Fill]) -> None:
-        for chunk in self._chunks([fill for fill in fills if fill.token_ids]):
+        for chunk in Fill.passes(fills, self._decoder.recurrent, self.context_length):
             starts, rows = [fill.start for fill in chunk], [fill.row for fill in chunk if fill.row]
             bases = [row.base for row in rows] if any(row.base for row in rows) else None
             count = max(len(fill.token_ids) for fill in chunk)
             padded = [[*fill.token_ids, *[0] * (count - len(fill.token_ids))] for fill in chunk]
             cache.reserve(0, max(starts) + count)
             cache.window = Window(cache, chunk[0].slot, starts, count, bases, self._prefix_of(rows))
+            seen = [fill.seen for fill in chunk]
+            if any(seen):
+                padded = load(SHOW)(cache.window, starts, seen, padded)
             self._decoder.prefill(torch.tensor(padded, device=self.device), cache)
             self._counters.prefill_tokens += sum(len(fill.token_ids) for fill in chunk)
-
-    def _chunks(self, fills: Sequence[Fill]) -> Iterator[list[Fill]]:
-        """Yield runs of neighbouring rows that fit into one pass when padded to the longest.
-
-        Recurrent states admit no padding, so there only rows with equally many tokens share a pass.
-        """
-        chunk: list[Fill] = []
-        for fill in fills:
-            longer = [*chunk, fill]
-            count = max(len(item.token_ids) for item in longer)
-            end = count + max(item.start for item in longer)
-            apart = chunk and fill.slot != chunk[-1].slot + 1
-            if chunk and self._decoder.recurrent:
-                apart = apart or len(fill.token_ids) != len(chunk[-1].token_ids)
-            if chunk and (apart or count * len(longer) > PREFILL_TOKENS or end >= self.context_length):
-                yield chunk
-                longer = [fill]
-            chunk = longer
-        if chunk:
-            yield chunk
 
     def _prefix_of(self, rows: Sequence[BusyRow]) -> SharedPrefix | None:
         bases = [row.base for row in rows]
@@ -336,6 +333,9 @@ class Engine:
         self._cache.reserve(len(rows), max(own_ends))
         prefix = self._prefix_of(rows)
         window = partial(Window, self._cache, 0, starts, 1, bases if any(bases) else None, prefix)
+        seen = [row.request.seen for row in rows]
+        if any(seen):
+            window = partial(load(NEXT), window, starts, seen)
         stops = self._stops.table([request.rule for request in requests])
         self._batch = self._decoder.batch(self._cache, window, requests, stops)
         return self._batch

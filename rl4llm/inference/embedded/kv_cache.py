@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl4llm.core.images import Image
 from rl4llm.core.model_memory import ModelShape
 
 LENGTH_STEP = 64  # capacity grows in multiples of this many tokens
@@ -241,6 +242,8 @@ class Window:
     `positions_BS` are token positions, and `last` is the length of the longest row afterwards. `opening` are the rows that
     begin at position 0. A row whose first
     `bases[b]` tokens are in a shared prefix holds only the later ones; `span` is how many of those any row may attend to.
+    Where tokens stand for images, `axes_ABS` has the positions of a model that counts along several axes, and `features`
+    has numbers and images as `Tower.inputs` takes them.
     `mask` is additive, (B, 1, S, prefix length + span). It is None if nothing needs to be hidden: in a causal pass over
     rows that start empty (`fresh`), or for one token per row with all rows equally long.
     """
@@ -265,6 +268,8 @@ class Window:
         self._own_BS = (
             self.positions_BS if own is starts else torch.tensor(own, device=cache.device)[:, None] + steps
         )
+        self.axes_ABS: Tensor | None = None
+        self.features: tuple[Tensor, tuple[Image, ...]] | None = None
         self._index: dict[int, Tensor] = {}
         self._mask: Tensor | None = None
         even = min(own) == max(own) and (prefix is None or prefix.even)
@@ -291,6 +296,8 @@ class Window:
     def advance(self) -> None:
         """Move every row forward by one position, in place."""
         self.positions_BS += 1
+        if self.axes_ABS is not None:
+            self.axes_ABS += 1
         if self._own_BS is not self.positions_BS:
             self._own_BS += 1
         self.span, self.last, self.opening = self.span + 1, self.last + 1, []

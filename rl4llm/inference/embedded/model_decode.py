@@ -25,7 +25,8 @@ from transformers.cache_utils import (
 from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from rl4llm.core.errors import EngineError
-from rl4llm.inference.embedded.kv_cache import KVCache, StateName
+from rl4llm.core.images import tower_of
+from rl4llm.inference.embedded.kv_cache import KVCache, StateName, Window
 from rl4llm.inference.embedded.precision import AutocastCopy
 from rl4llm.inference.embedded.rows import Decoder
 
@@ -107,7 +108,7 @@ class ModelDecoder(Decoder):
     def __init__(self, model: Any, autocast: torch.dtype | None = None):
         self._copy = None if autocast is None else AutocastCopy(model, autocast)
         self._model, self._autocast = model if self._copy is None else self._copy.model, autocast
-        self._layers = Layers(model)
+        self._layers, self._tower = Layers(model), tower_of(model)
         self.recurrent = self._layers.recurrent
         accepted = inspect.signature(model.forward).parameters
         self._takes_keep = "logits_to_keep" in accepted
@@ -142,11 +143,12 @@ class ModelDecoder(Decoder):
         layers = [self._layer(cache, number, like) for number, like in enumerate(self._layers.cached)]
         causal = cache.window.causal_mask(cache.dtype)
         masks = {kind: _mask(cache, causal, kind, size) for kind, size in self._layers.windows.items()}
+        axes_ABS = cache.window.axes_ABS
         with evaluating(self._model), autocasting(token_ids_BS.device, self._autocast):
             output = self._model(
-                input_ids=token_ids_BS,
+                **self._inputs(token_ids_BS, cache.window),
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                position_ids=cache.window.positions_BS,
+                position_ids=cache.window.positions_BS if axes_ABS is None else axes_ABS,
                 past_key_values=Cache(layers=layers),
                 use_cache=True,
                 **options,
@@ -155,6 +157,13 @@ class ModelDecoder(Decoder):
             if isinstance(layer, LinearAttentionLayer):
                 _keep_states(cache, number, layer)
         return output.logits
+
+    def _inputs(self, token_ids_BS: Tensor, window: Window) -> dict[str, Any]:
+        """Return the arguments for tokens, with what the model sees of their images."""
+        if window.features is None:
+            return {"input_ids": token_ids_BS}
+        inputs: dict[str, Any] = self._tower.inputs(self._model, token_ids_BS, *window.features)
+        return inputs
 
     def _layer(self, cache: KVCache, number: int, like: Any) -> Any:
         """Return what one layer finds in the cache, in the form that modules of transformers expect."""

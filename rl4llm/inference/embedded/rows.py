@@ -9,7 +9,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +19,18 @@ from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.sampling import PERIOD, Sampler
 from rl4llm.inference.embedded.stops import Rule, StopTable
 
+if TYPE_CHECKING:
+    from rl4llm.inference.embedded.images import Seen
+
+PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One requested completion; `token_ids` holds the prompt and the tokens sampled so far.
 
-    `versions` are (start, version) of each run of tokens that the same weights sample.
+    `versions` are (start, version) of each run of tokens that the same weights sample. `seen` are the images of the prompt,
+    in which their tokens are negative numbers.
     """
 
     prompt_ids: tuple[int, ...]
@@ -36,6 +42,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     cancelled: bool = False
+    seen: Seen | None = None
 
     @property
     def sampled(self) -> list[int]:
@@ -102,6 +109,29 @@ class Fill(NamedTuple):
     start: int
     token_ids: Sequence[int]
     row: BusyRow | None = None
+    seen: Seen | None = None
+
+    @staticmethod
+    def passes(fills: Iterable[Fill], recurrent: bool, context_length: int) -> Iterator[list[Fill]]:
+        """Yield runs of neighbouring rows that fit into one pass when padded to the longest.
+
+        Recurrent states admit no padding, so there only rows with equally many tokens share a pass.
+        """
+        chunk: list[Fill] = []
+        for fill in fills:
+            if not fill.token_ids:
+                continue
+            longer = [*chunk, fill]
+            count = max(len(item.token_ids) for item in longer)
+            end = count + max(item.start for item in longer)
+            apart = chunk and fill.slot != chunk[-1].slot + 1
+            apart = apart or (chunk and recurrent and len(fill.token_ids) != len(chunk[-1].token_ids))
+            if chunk and (apart or count * len(longer) > PREFILL_TOKENS or end >= context_length):
+                yield chunk
+                longer = [fill]
+            chunk = longer
+        if chunk:
+            yield chunk
 
 
 @dataclass(slots=True)
@@ -114,7 +144,8 @@ class Newcomer:
     @property
     def fill(self) -> Fill:
         """Return the tokens that are not cached yet."""
-        return Fill(self.row.slot, self.start, self.row.request.token_ids[self.start : -1], self.row)
+        request = self.row.request
+        return Fill(self.row.slot, self.start, request.token_ids[self.start : -1], self.row, request.seen)
 
     @property
     def order(self) -> tuple[bool, int, int, int]:

@@ -21,6 +21,7 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import Completion, Group, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.inspect.plan.plan import make_plan
@@ -67,14 +68,19 @@ class Recorded(BaseClient):
         self.completions: list[Completion] = []
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
-        completion = await self._engine.generate(prompt_ids, sampling_params, session=session)
+        completion = await self._engine.generate(prompt_ids, sampling_params, session=session, images=images)
         self.completions.append(completion)
         return completion
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._engine.score(token_ids)
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
+        return await self._engine.score(token_ids, images)
 
     async def load(self, weight_ref: WeightRef) -> None:
         await self._engine.load(weight_ref)

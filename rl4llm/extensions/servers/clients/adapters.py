@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar
 
 from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.clients.server import NEVER_LOADED, ServerClient, field
 
@@ -55,8 +56,8 @@ class AdaptingClient(ServerClient):
             return await self.base_version()
         return adapter_version(self.adapter) if self.adapter in await self._listed() else NEVER_LOADED
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        self.check_prompt(token_ids)
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
+        self.check_prompt(token_ids, images)
         name = self.names.next("", "score")
         return await self.retry.run(lambda attempt: self.score_once(list(token_ids), f"{name}/a{attempt}"))
 

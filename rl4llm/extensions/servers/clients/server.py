@@ -16,6 +16,7 @@ from yarl import URL
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.together import Together
@@ -153,9 +154,14 @@ class ServerClient(BaseClient):
         return f"{type(self).__name__} at {self.base_url}"
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
-        self.check_prompt(prompt_ids)
+        self.check_prompt(prompt_ids, images)
         name = self.names.next(session)
         return await self.retry.run(
             lambda attempt: self.attempt(prompt_ids, sampling_params, f"{name}/a{attempt}")
@@ -294,8 +300,10 @@ class ServerClient(BaseClient):
     async def close(self) -> None:
         await self.disconnect()
 
-    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+    def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
         """Raise EngineError for a prompt that a server would refuse, or crash on."""
+        if images and not self.takes_images:
+            raise EngineError(f"generate: {type(self).__name__} takes no images. Use inference.name=local.")
         if not prompt_ids:
             raise EngineError("generate: the prompt is empty; give at least one token.")
         outside = [token for token in prompt_ids if not 0 <= token < self.vocab_size]

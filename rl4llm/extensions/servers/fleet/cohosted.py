@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from rl4llm.core.errors import EngineError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 
@@ -33,14 +34,19 @@ class CohostedFleet(FleetClient):
         return self.state is DeviceState.READY
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         self._demand("generate", DeviceState.READY)
-        return await super().generate(prompt_ids, sampling_params, session=session)
+        return await super().generate(prompt_ids, sampling_params, session=session, images=images)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         self._demand("score", DeviceState.READY)
-        return await super().score(token_ids)
+        return await super().score(token_ids, images)
 
     async def load(self, weight_ref: WeightRef) -> None:
         self._demand("load", DeviceState.EMPTY, DeviceState.LOADED, DeviceState.READY)

@@ -20,6 +20,7 @@ from rl4llm.core.errors import (
     RefusedError,
     UnreachableError,
 )
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.server import (
     DamagedReplyError,
@@ -98,9 +99,14 @@ class FleetClient(BaseClient):
         return f"FleetClient of {', '.join(map(str, self._servers))}"
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
-        self._servers[0].client.check_prompt(prompt_ids)
+        self._servers[0].client.check_prompt(prompt_ids, images)
         name = self._names.next(session)
         trip = Trip(session or name)
 
@@ -128,10 +134,10 @@ class FleetClient(BaseClient):
                 "text and trains like any other; the embedded engine never samples it."
             )
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         trip = Trip(self._names.next("", "score"))
         try:
-            return await self._deliver(trip, lambda member: member.client.score(token_ids))
+            return await self._deliver(trip, lambda member: member.client.score(token_ids, images))
         finally:
             self._homes.release(trip.session)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError, RL4LLMError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import SampleState
 from rl4llm.core.types import Completion, SamplingParams, Trajectory, WeightRef
 from rl4llm.data.demonstrations import as_row
@@ -73,10 +74,17 @@ class Person(BaseClient):
             asked.answer.get_loop().call_soon_threadsafe(asked.answer.set_exception, LeftError())
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         if self._left:
             raise LeftError
+        if images:
+            raise EngineError("generate: a prompt with images cannot be shown to a person.")
         asked = OpenTurn(
             self._tokenizer.decode(prompt_ids), session, asyncio.get_running_loop().create_future()
         )
@@ -95,7 +103,7 @@ class Person(BaseClient):
         token_ids = (*sampled, *(stops[:1] if whole else ()))
         return Completion(said, token_ids, (0.0,) * len(token_ids), "stop" if whole else "length", version=0)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         raise EngineError("A person has no log-probs.")
 
     async def load(self, weight_ref: WeightRef) -> None:
