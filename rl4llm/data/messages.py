@@ -168,10 +168,15 @@ def with_description(rows: list[dict[str, Any]], text: str, *, in_system: bool) 
     """Return rows of messages with a text at the end of the system prompt, or before the first message."""
     first, *rest = rows
     if not in_system:
-        return [first | {"content": f"{text}\n\n{first['content']}"}, *rest]
+        return [first | {"content": _after(f"{text}\n\n", first["content"])}, *rest]
     if first["role"] == "system":
         return [first | {"content": f"{first['content']}\n\n{text}"}, *rest]
     return [{"role": "system", "content": text}, *rows]
+
+
+def _after(text: str, content: Any) -> Any:
+    """Return a message's content behind a text; content with images is a list of parts."""
+    return [{"type": "text", "text": text}, *content] if isinstance(content, list) else f"{text}{content}"
 
 
 def check_roles(roles: Sequence[str]) -> None:

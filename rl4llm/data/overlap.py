@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rl4llm.core.images import Picture
 from rl4llm.data.load import Rows
 
 Dataset = Sequence[Mapping[str, Any]]
@@ -15,7 +16,7 @@ def overlap_warnings(
 ) -> list[str]:
     """Return a warning that counts the held-out rows whose prompt a training row has; [] if there are none.
 
-    Prompts are compared by their roles and texts, never by ids. If `answered`, the messages end with the answer of the
+    Prompts are compared by their roles, texts and images, never by ids. If `answered`, the messages end with the answer of the
     assistant, which is not compared. Only a hash of 64 bits is kept of each held-out prompt. Prompts that an environment
     made are not compared, since other columns may tell them apart.
     """
@@ -39,4 +40,9 @@ def _hashes(rows: Dataset, answered: bool) -> Iterator[int]:
         if answered:
             spoke = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             messages = messages[: spoke[-1]] if spoke else messages
-        yield hash(tuple((message["role"], str(message["content"] or "").strip()) for message in messages))
+        yield hash(tuple(_said(message) for message in messages))
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    pictures = (part for part in message.get("parts") or () if isinstance(part, Picture))
+    return message["role"], str(message["content"] or "").strip(), *pictures
