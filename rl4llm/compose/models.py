@@ -104,7 +104,7 @@ def vision_of(config: Config) -> Vision | None:
 
 @lru_cache(1)
 def _vision(path: str, directory: str) -> Any:
-    store = load("rl4llm.data.images:ImageStore")(Path(directory) / "images")
+    store = load("rl4llm.data.images:ImageStore")(Path(directory) / "images", Path(directory) / "run.json")
     return load("rl4llm.data.vision:Vision")(path, store)
 
 

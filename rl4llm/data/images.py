@@ -138,11 +138,11 @@ class RowImages:
 class ImageStore:
     """The canonical pixels of a run's images, by digest: in memory, and as PNG files in a directory.
 
-    All pixels stay in memory until there is a directory around `directory`, that of the run.
+    All pixels stay in memory until `begun` is there, such as the file by which a run owns the directory around.
     """
 
-    def __init__(self, directory: Path | None = None):
-        self._directory = directory
+    def __init__(self, directory: Path | None = None, begun: Path | None = None):
+        self._directory, self._begun = directory, begun
         self._unwritten: set[str] = set()
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
 
@@ -182,9 +182,9 @@ class ImageStore:
             self._kept.popitem(last=False)
 
     def _write(self) -> None:
-        if not self._unwritten or self._directory is None or not self._directory.parent.is_dir():
+        if not self._unwritten or self._directory is None or (self._begun and not self._begun.exists()):
             return
-        self._directory.mkdir(exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
         for digest in sorted(self._unwritten):
             file = self._directory / f"{digest}.png"
             if not file.exists():

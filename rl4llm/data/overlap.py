@@ -16,8 +16,8 @@ def overlap_warnings(
 ) -> list[str]:
     """Return a warning that counts the held-out rows whose prompt a training row has; [] if there are none.
 
-    Prompts are compared by their roles, texts and images, never by ids. If `answered`, the messages end with the answer of the
-    assistant, which is not compared. Only a hash of 64 bits is kept of each held-out prompt. Prompts that an environment
+    Prompts are compared by their roles, texts and images, never by ids. If `answered`, the messages end with the answer of
+    the assistant, which is not compared. Only a hash of 64 bits is kept of each held-out prompt. Prompts that an environment
     made are not compared, since other columns may tell them apart.
     """
     if not isinstance(training, Rows) or not isinstance(held_out, Rows):

@@ -146,15 +146,18 @@ def test_a_photograph_on_its_side_is_turned():
 def test_pixels_are_kept_by_digest_and_found_again(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 1)
     run = tmp_path / "run"
-    store, first = ImageStore(run / "images"), noise(8, 12)
+    store, first = ImageStore(run / "images", begun=run / "run.json"), noise(8, 12)
     image = store.add(first)
     assert (image.height, image.width) == (8, 12) and image == ImageStore().add(first.copy())
     assert image != store.add(noise(8, 12, seed=1)) and image != store.add(first.reshape(12, 8, 3))
     store.add(noise(8, 8))
     assert not run.exists()  # nothing is written before the run begins
     run.mkdir()
+    store.add(noise(4, 8))
+    assert not [*run.iterdir()]
+    (run / "run.json").touch()
     store.add(noise(4, 4))
-    assert len([*(run / "images").iterdir()]) == 5
+    assert len([*(run / "images").iterdir()]) == 6
     again = ImageStore(run / "images")
     assert (again.pixels(image) == first).all() and (store.pixels(image) == first).all()
     PIL.Image.fromarray(noise(8, 12, seed=2)).save(run / "images" / f"{image.digest}.png")

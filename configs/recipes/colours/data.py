@@ -19,7 +19,9 @@ SIDE, NOISE = 64, 60.0
 def picture(name, chance):
     """Return an image of noise around a colour, as a data URI."""
     values = [chance.gauss(level, NOISE) for _ in range(SIDE * SIDE) for level in COLOURS[name]]
-    image = PIL.Image.frombytes("RGB", (SIDE, SIDE), bytes(min(255, max(0, round(value))) for value in values))
+    image = PIL.Image.frombytes(
+        "RGB", (SIDE, SIDE), bytes(min(255, max(0, round(value))) for value in values)
+    )
     file = io.BytesIO()
     image.save(file, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

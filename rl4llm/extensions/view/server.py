@@ -5,7 +5,7 @@
     GET /api/runs/0/story                what happened, and episodes that show it
     GET /api/runs/0/metrics?from=BYTE    rows of metrics from this byte
     GET /api/runs/0/episodes?from=N&generation=G      rows of the list of episodes from row N
-    GET /api/runs/0/episodes/N?generation=G           one episode and the text of its tokens
+    GET /api/runs/0/episodes/N?generation=G           one episode, the text of its tokens and its images
     GET /api/runs/0/search?q=TEXT&generation=G        numbers of the episodes that contain the text
 
 Any website can make a browser send requests to loopback, under a domain that resolves there. So the Host header must be
@@ -29,12 +29,14 @@ from typing import Any
 from aiohttp import web
 
 from rl4llm.core.errors import RL4LLMError
+from rl4llm.core.registry import load
 from rl4llm.extensions.view.index import COLUMNS, token_ids_of
 from rl4llm.extensions.view.run import ViewedRun
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 PORTS = range(6100, 6120)
+DIGEST = re.compile(r"[0-9a-f]{64}")
 ROWS_AT_ONCE = 50_000
 RUNS = web.AppKey("runs", tuple)
 TOKEN = web.AppKey("token", str)
@@ -122,9 +124,21 @@ def rows_of(run: ViewedRun, start: int, generation: int) -> dict[str, Any]:
 
 
 def episode_of(run: ViewedRun, number: int) -> dict[str, Any]:
-    """Return an episode, and the text of its tokens by id."""
+    """Return an episode, the text of its tokens by id, and small copies of its images by digest."""
     episode = run.index.episode(number)
-    return {"episode": episode, "texts": run.texts.of(token_ids_of(episode))}
+    found: dict[str, Any] = {"episode": episode, "texts": run.texts.of(token_ids_of(episode))}
+    if digests := digests_of(episode):
+        found["images"] = load("rl4llm.extensions.view.pictures:small_copies")(run.path / "images", digests)
+    return found
+
+
+def digests_of(episode: Any) -> list[str]:
+    """Return the digests of the images in an episode's messages; a run's files may hold anything."""
+    messages = episode.get("messages") if isinstance(episode, dict) else None
+    rows = (row for row in messages or () if isinstance(row, dict))
+    parts = (part for row in rows for part in row.get("parts") or () if isinstance(part, dict))
+    found = (part.get("digest") for part in parts)
+    return [digest for digest in found if isinstance(digest, str) and DIGEST.fullmatch(digest)]
 
 
 @web.middleware

@@ -48,14 +48,14 @@ export function episodeView(app) {
     return h("a", { href: "#/episodes" }, "‹ all episodes");
   }
 
-  function draw(run, row, { episode, texts }) {
+  function draw(run, row, { episode, texts, images }) {
     const group = run.rows.filter((one) => one.file === row.file && one.prompt === row.prompt && one.role === row.role);
     replace(
       element,
       h("div", { class: "crumbs" }, back(), promptLink(run, row), h("span", { class: "spring" }), h("button", { type: "button", onclick: () => step(-1), title: "key p" }, "‹ previous"), h("button", { type: "button", onclick: () => step(1), title: "key n" }, "next ›")),
       h("h1", {}, `${row.set === "eval" ? "Held-out" : "Step"} ${row.step ?? "?"}, prompt ${row.prompt.slice(0, 200) || "?"}`, row.role ? `, ${row.role}` : "", h("span", { class: "quiet" }, ` sample ${row.sample ?? "?"}`), app.runs.length > 1 ? h("span", { class: "quiet" }, ` of ${run.name}`) : null),
       facts(episode, row),
-      h("section", {}, h("h2", {}, "Conversation"), conversation(episode.messages)),
+      h("section", {}, h("h2", {}, "Conversation"), conversation(episode.messages, images)),
       tokensSection(episode, texts),
       beside(run, row, group),
       extra(episode),
@@ -81,9 +81,9 @@ export function episodeView(app) {
     );
   }
 
-  function conversation(messages) {
+  function conversation(messages, images) {
     if (!messages?.length) return h("p", { class: "quiet" }, "No messages.");
-    return h("ol", { class: "messages" }, messages.map(message));
+    return h("ol", { class: "messages" }, messages.map((one) => message(one, images)));
   }
 
   function tokensSection(episode, texts) {
@@ -196,7 +196,7 @@ export function episodeView(app) {
             "div",
             { class: `column${one === row ? " this" : ""}` },
             h("a", { href: `#/episode/${run.number}/${one.number}`, "aria-current": one === row ? "true" : null }, `sample ${one.sample ?? "?"}`, h("b", {}, ` ${number(one.reward)}`), h("span", { class: "quiet" }, ` ${one.failure ? "failed" : one.stop}`)),
-            h("ol", { class: "messages small" }, messages.slice(shared).map(message)),
+            h("ol", { class: "messages small" }, messages.slice(shared).map((one) => message(one, found[i]?.images))),
           );
         }),
       );
@@ -239,33 +239,42 @@ export function episodeView(app) {
   };
 }
 
-export function message(one) {
+// `images` has a small copy of each image by digest.
+export function message(one, images = {}) {
   const calls = (one.tool_calls ?? []).map((call) => {
     const { name, arguments: given } = call.function ?? call;
     return h("div", { class: "call" }, h("span", { class: "badge" }, "calls"), h("b", {}, ` ${name ?? "?"} `), h("code", {}, longText(text(given ?? {}), 3000)));
   });
   const role = ["system", "user", "assistant", "tool"].includes(one.role) ? one.role : "other";
-  const more = Object.entries(one).filter(([name]) => !["role", "content", "tool_calls", "tool_call_id"].includes(name));
+  const more = Object.entries(one).filter(([name]) => !["role", "content", "parts", "tool_calls", "tool_call_id"].includes(name));
   return h(
     "li",
     { class: `message ${role}` },
     h("div", { class: "role" }, String(one.role), one.tool_call_id ? h("span", { class: "quiet" }, ` ${one.tool_call_id}`) : null),
-    one.content ? h("div", { class: "content" }, longText(one.content)) : calls.length ? null : h("div", { class: "quiet" }, "(empty)"),
+    one.parts ? h("div", { class: "content" }, one.parts.map((part) => (typeof part === "string" ? longText(part) : picture(part, images)))) : one.content ? h("div", { class: "content" }, longText(one.content)) : calls.length ? null : h("div", { class: "quiet" }, "(empty)"),
     calls,
     more.map(([name, value]) => h("div", { class: "quiet" }, `${name}: `, longText(text(value), 500))),
   );
 }
 
+function picture({ digest }, images) {
+  if (!images[digest]) return h("span", { class: "quiet" }, digest ? "(an image whose file is gone)" : "(an image that the policy did not see)");
+  return h("img", { class: "picture", src: images[digest], alt: "image", title: digest });
+}
+
+// The tokens of a span; those of an image are one.
 function flatten(span, at, record, texts) {
-  const { token_ids: ids = [], author, logprobs = [], version, trainer_logprobs: trainer, advantages, weight, clipped, ...more } = span;
+  const { token_ids: ids = [], author, logprobs = [], version, trainer_logprobs: trainer, advantages, weight, clipped, images = [], ...more } = span;
   const cut = clipped && new Set(clipped);
-  return ids.map((id, i) => ({
+  const lengths = new Map(images.map(([, offset, length]) => [offset, length]));
+  const folded = (i) => images.some(([, offset, length]) => offset < i && i < offset + length);
+  const all = ids.map((id, i) => ({
     id,
     record,
     span: at,
     place: i,
     starts: i === 0,
-    text: texts[id] ?? `#${id} `,
+    text: lengths.has(i) ? `[image, ${lengths.get(i)} tokens]` : (texts[id] ?? `#${id} `),
     author: String(author),
     version,
     engine: logprobs[i],
@@ -276,6 +285,7 @@ function flatten(span, at, record, texts) {
     clipped: cut && cut.has(i),
     more,
   }));
+  return images.length ? all.filter(({ place }) => !folded(place)) : all;
 }
 
 // The number of messages that all of these have in common at the beginning.

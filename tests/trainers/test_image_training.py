@@ -1,0 +1,139 @@
+"""Runs with images: what the policy sees decides what it learns, over turns and after a resume."""
+
+import io
+import json
+
+import PIL.Image
+import pytest
+import torch
+from vision_models import vision_directories  # noqa: F401 - fixture
+
+from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.compose.tables import Given
+from rl4llm.compose.trainer import build_trainer
+from rl4llm.config import load_config
+from rl4llm.core.errors import DataError
+from rl4llm.core.images import Picture
+from rl4llm.extensions.view.run import ViewedRun
+from rl4llm.extensions.view.server import digests_of, episode_of
+
+COLOURS = {"red": (220, 40, 40), "blue": (50, 70, 220)}
+
+
+def picture(name, side=40):
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (side, side), COLOURS[name]).save(file, format="PNG")
+    return file.getvalue()
+
+
+def rows(*, shown="own"):
+    """Return rows that ask for a colour; the image is the row's own, or that of the other colour."""
+    other = {"red": "blue", "blue": "red"}
+    return [
+        {
+            "prompt_id": name,
+            "prompt": "<image>?",
+            "image": picture(name if shown == "own" else other[name]),
+            "ground_truth": name,
+        }
+        for name in COLOURS
+    ]
+
+
+class FirstToken(BaseRewardFunction):
+    """Reward a first token by its parity: even for red, odd for blue."""
+
+    def __init__(self):
+        super().__init__("first_token")
+
+    def __call__(self, messages, ground_truth, **columns):
+        raise NotImplementedError
+
+    def score_batch(self, samples):
+        firsts = [sample.policy_spans[0].token_ids[0] for sample in samples]
+        return [
+            float(first % 2 == (one.ground_truth == "blue"))
+            for first, one in zip(firsts, samples, strict=True)
+        ]
+
+
+class Looks(BaseMDPEnv):
+    """Show a second image after the first turn."""
+
+    continue_truncated = True
+
+    def respond(self, sample):
+        return [ChatMessage.showing("user", "And ", Picture(picture(sample.ground_truth, 60)), "?")]
+
+
+def trainer(directory, output, *changes, dataset=None, env=None):
+    config = load_config(None, [
+        f"model.path={directory}", "model.vision=frozen", "model.autocast=none", f"output.dir={output}", "eval.every=0",
+        "rollout.prompts=2", "rollout.group_size=16", "rollout.max_tokens=1", "training.lr=3e-3", "max_steps=2",
+        "training.schedule=constant", "tracking.tensorboard=false", "deterministic=true", *changes,
+    ])  # fmt: skip
+    given = Given(dataset=dataset or rows(), reward_functions=[FirstToken()], env_class=env)
+    return build_trainer(config, given)
+
+
+def weights(run):
+    return torch.cat([tensor.flatten() for _, tensor in run.backend.weights()])
+
+
+@pytest.fixture(scope="module")
+def directory(vision_directories):  # noqa: F811
+    return vision_directories["qwen3_vl"]
+
+
+def test_the_image_alone_tells_what_to_learn(directory, tmp_path):
+    with trainer(directory, tmp_path, "max_steps=60") as run:
+        run.train()
+    means = [
+        row["reward/mean"] for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    ]
+    assert sum(means[:5]) / 5 < 0.7  # any answer is right for one of the two colours
+    assert sum(means[-5:]) / 5 > 0.85
+    with trainer(
+        directory,
+        tmp_path / "other",
+        "max_steps=1",
+        f"model.path={tmp_path / 'model'}",
+        dataset=rows(shown="other"),
+    ) as run:
+        run.train()
+    (row,) = map(json.loads, (tmp_path / "other" / "metrics.jsonl").read_text().splitlines())
+    assert row["reward/mean"] < 0.3  # the same texts with the neighbour's image: it believes what it sees
+
+
+def test_a_resumed_run_with_images_over_turns_is_the_same(directory, tmp_path):
+    keys = {"env": Looks}, ("env.max_steps=2", "rollout.prompts=2", "checkpoint.every=1")
+    found = []
+    for name, parts in (("whole", [4]), ("parts", [2, 4])):
+        for steps in parts:
+            with trainer(directory, tmp_path / name, *keys[1], f"max_steps={steps}", **keys[0]) as run:
+                run.train()
+        found.append(weights(run))
+    assert torch.equal(*found)
+    episode = json.loads((tmp_path / "whole/episodes/step-000001.jsonl").read_text().splitlines()[0])
+    seen = [image for span in episode["spans"] for image in span.get("images", ())]
+    digests = digests_of(episode)
+    assert [digest for digest, _, _ in seen] == digests and len(digests) == 2
+    assert all((tmp_path / "whole/images" / f"{digest}.png").is_file() for digest in digests)
+    viewed = ViewedRun(tmp_path / "whole", "whole")
+    viewed.index.refresh(budget_s=float("inf"))
+    shown = episode_of(viewed, 0)
+    assert {*shown["images"]} == {*digests_of(shown["episode"])} and len(shown["images"]) == 2
+
+
+def test_digests_of_hostile_episodes_are_no_paths():
+    parts = [{"digest": value} for value in ("../" * 20 + "etc/passwd", "A" * 64, 3, None, "0" * 63 + "\n")]
+    assert digests_of({"messages": [{"parts": parts}, {"parts": None}, 3]}) == []
+    assert digests_of({"messages": None}) == [] and digests_of([]) == []
+
+
+def test_images_without_a_tower_stop_a_run_before_it_starts(directory, model_dir, tmp_path):
+    with pytest.raises(DataError, match=r"dataset\[0\].*model\.vision=frozen"):
+        trainer(directory, tmp_path / "a", "model.vision=none")
+    with pytest.raises(Exception, match="sees no images"):
+        trainer(model_dir, tmp_path / "b")
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
