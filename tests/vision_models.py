@@ -51,10 +51,7 @@ def whole_model(directory):
 
 
 def vision_of(directory, images=None):
-    store = ImageStore()
-    if images is not None:
-        store.open(images)
-    return Vision(directory, store)
+    return Vision(directory, ImageStore(images))
 
 
 def seeing_model(directory, vision):

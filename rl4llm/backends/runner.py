@@ -232,7 +232,7 @@ def _probe_batch(model: PreTrainedModel) -> TrainBatch:
     Where the model sees images, the prompt has one.
     """
     tower = tower_of(model)
-    prompt = 3 if tower is None else len(tower.sequence()[0])
+    prompt = 3 if tower is None else len(tower.sequence[0])
     lengths, T = (prompt, 2, 5, 4), prompt + 11
     segments = torch.tensor([[segment for segment, length in enumerate(lengths, 1) for _ in range(length)]])
     positions = [*range(prompt), *range(prompt, prompt + 2), *range(prompt, prompt + 5), *range(4)]

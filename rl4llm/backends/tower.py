@@ -23,12 +23,11 @@ from rl4llm.backends.model_files import check_model_path
 from rl4llm.backends.models import UNREADABLE, hub_options, without_progress_bars
 from rl4llm.backends.vision_language import without_reports
 from rl4llm.core.errors import ModelError
-from rl4llm.core.images import TOWER, Image, ImagePlace
+from rl4llm.core.images import TOWER, Image
 from rl4llm.data.vision import Vision
 from rl4llm.runtime.ranks import Ranks
 
 FEATURE_BYTES = 1 << 28  # of features that are kept, at least those of the last request
-PROBE_SIZE = 64, 96  # pixels, before the model's own resizing; not square, so that rows are told from columns
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -39,14 +38,14 @@ class Tower:
 
     Attributes:
         vision: the sizes, tokens and positions of images.
-        probe: a small image of noise, the same in every run.
+        sequence: a few tokens with a small image, the `probe`, and its place.
     """
 
     def __init__(self, module: Any, vision: Vision):
         self._module, self.vision = module, vision
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
-        noise = np.random.default_rng(0).integers(0, 256, (*vision.fit(*PROBE_SIZE), 3), dtype=np.uint8)
-        self.probe = vision.store.add(noise)
+        self.sequence = vision.probe()
+        self.probe = self.sequence[1][0].image
 
     def __deepcopy__(self, memo: Any) -> Tower:
         return self  # it never changes
@@ -84,17 +83,12 @@ class Tower:
         later = [part.contiguous() for part in chosen_MKD[:, 1:].unbind(1)]
         return {**found, "visual_pos_masks": shown_BT, "deepstack_visual_embeds": later}
 
-    def sequence(self) -> tuple[list[int], tuple[ImagePlace, ...]]:
-        """Return a few tokens with the probe among them, and its place."""
-        tokens = self.vision.tokens(self.probe)
-        return [1, *[self.vision.placeholder] * tokens, 2, 3], (ImagePlace(self.probe, 1, tokens),)
-
     def among(self, positions: Sequence[int], alone: int) -> dict[str, Any]:
         """Return what a batch of one row has besides tokens, if its first tokens are those of `sequence`.
 
         `positions` are those of its tokens. The last `alone` belong to a trajectory without that prompt.
         """
-        _, places = self.sequence()
+        _, places = self.sequence
         features = torch.full((1, len(positions)), -1)
         features[0, places[0].offset : places[0].end] = torch.arange(places[0].length)
         found = {"feature_ids_BT": features, "images": (self.probe,)}
@@ -106,7 +100,7 @@ class Tower:
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise ModelError unless the text model with these inputs computes what the family's class computes."""
-        token_ids, places = self.sequence()
+        token_ids, places = self.sequence
         device = next(model.parameters()).device
         ids_BT = torch.tensor([token_ids], device=device)
         shown_BT = torch.zeros_like(ids_BT)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rl4llm.backends.models import empty_model
-from rl4llm.compose.models import all_ranks, autocast_of
+from rl4llm.compose.models import all_ranks, autocast_of, vision_of
 from rl4llm.compose.tables import ENGINES, PUBLISHERS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import Needs
@@ -21,7 +21,7 @@ from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RL4LLMError
-from rl4llm.core.registry import from_extension
+from rl4llm.core.registry import from_extension, load
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.sync.verify import Canary
@@ -61,6 +61,12 @@ def check_engine(config: Config) -> None:
     """Raise ConfigError for options that the engine does not accept; contact no server."""
     options = dict(config.inference)
     engine, fixed = ENGINES[options.pop("name")], {"model", "tokenizer", "deterministic", "autocast"}
+    if config.model.vision != "none" and not engine.takes_images:
+        takes = ", ".join(sorted(name for name in ENGINES if ENGINES[name].takes_images))
+        raise ConfigError(
+            f"model.vision={config.model.vision} is not accepted with inference.name={config.inference['name']!r}, which "
+            f"takes no images. Accepted: {takes}."
+        )
     if engine.is_server:
         fixed = {"base_url", "tokenizer", "vocab_size", "ends"}
         wait_s = options.pop("wait_s", 1.0)
@@ -148,7 +154,10 @@ def build_publisher(
 
 def build_canary(config: Config, client: BaseClient) -> Canary:
     """Make the check that engines hold the trainer's weights, as exact as the trainer's dtype allows."""
-    return Canary(client.vocab_size, dtype=computed_in(config), tolerance=config.sync.tolerance or 0.0)
+    vision = vision_of(config)
+    image = load("rl4llm.sync.canary_image:CanaryImage")(vision) if vision else None
+    exact = config.sync.tolerance or 0.0
+    return Canary(client.vocab_size, dtype=computed_in(config), tolerance=exact, image=image)
 
 
 def computed_in(config: Config) -> str:

@@ -306,7 +306,7 @@ def batching_of(
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,
         whole_groups=algorithm.needs().whole_groups,
-        positions=vision and vision.positions,
+        positions=None if vision is None else vision.positions,
     )
 
 

@@ -131,7 +131,8 @@ def images_of(spans: Sequence[TokenSpan]) -> tuple[ImagePlace, ...]:
     found: list[ImagePlace] = []
     before = 0
     for span in spans:
-        found += moved(span.images, before)
+        if span.images:
+            found += moved(span.images, before)
         before += len(span.token_ids)
     return tuple(found)
 

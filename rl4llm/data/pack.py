@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +24,10 @@ from rl4llm.core.types import GroupKey, TrainBatch, Trajectory
 from rl4llm.data.aggregation import AGGREGATIONS, Floats, Ints, StepTotals, check_aggregation, totals_of
 from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths, Pieces, first_fit
 
-if TYPE_CHECKING:
-    from rl4llm.data.shown import Shown
-
 Credit = float | Sequence[float] | None
 """The credit of a trajectory, or of each of its turns; None counts in every total, but does not train."""
 
-Positions = Callable[[int, Sequence[ImagePlace]], Ints]
-"""Returns the positions (length, axes) of a sequence with images at these places."""
+Positions = Callable[[int, Sequence[ImagePlace]], Ints]  # of a sequence and its images: (length, axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +117,16 @@ def pack(
     for part in (
         _parts(kept, prompts, lengths, max_tokens_per_batch) if whole_groups else filter(None, [kept])
     ):
+        chosen = [trajectories[i] for i in part]
         flat = _flatten(
-            [trajectories[i] for i in part],
+            chosen,
             [credits[i] for i in part],
             weights=weights[part],
             prompts=prompts[part],
             records=np.array(part, np.int64),
         )
-        shown = _shown([trajectories[i] for i in part], positions)
+        seen = any(span.images for trajectory in chosen for span in trajectory.spans)
+        shown = load("rl4llm.data.shown:Shown").of(chosen, positions) if seen else None
         budget = int(flat.lengths.max()) * len(part) if whole_groups else max_tokens_per_batch
         _check_budget(int(flat.lengths.max()), budget)
         placed = LAYOUTS[layout](flat, budget).by_batch()
@@ -317,17 +315,7 @@ def _chained(parts: list[tuple[float, ...]], dtype: type) -> NDArray[Any]:
     return np.fromiter(itertools.chain.from_iterable(parts), dtype, count=sum(map(len, parts)))
 
 
-def _shown(trajectories: list[Trajectory], positions: Positions | None) -> Shown | None:
-    """Return the images among the tokens; None without any."""
-    if not any(span.images for trajectory in trajectories for span in trajectory.spans):
-        return None
-    if positions is None:
-        raise ConfigError("A trajectory has images, but the model sees none. Set model.vision=frozen.")
-    shown: Shown = load("rl4llm.data.shown:Shown").of(trajectories, positions)
-    return shown
-
-
-def _batch(flat: _Flat, shown: Shown | None, pieces: Pieces, pad_token_id: int) -> TrainBatch:
+def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainBatch:
     rows, columns = int(pieces.row.max()) + 1, int((pieces.column + pieces.length).max())
     begins = np.cumsum(pieces.length) - pieces.length
     within = np.arange(int(pieces.length.sum())) - np.repeat(begins, pieces.length)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.images import Image, ImagePlace
 from rl4llm.core.types import Trajectory, images_of
 from rl4llm.data.aggregation import Ints
@@ -28,9 +29,13 @@ class Shown:
 
     @classmethod
     def of(
-        cls, trajectories: Sequence[Trajectory], positions: Callable[[int, Sequence[ImagePlace]], Ints]
+        cls,
+        trajectories: Sequence[Trajectory],
+        positions: Callable[[int, Sequence[ImagePlace]], Ints] | None,
     ) -> Shown:
         """Return the images among these trajectories' tokens; there must be some."""
+        if positions is None:
+            raise ConfigError("A trajectory has images, but the model sees none. Set model.vision=frozen.")
         places = [images_of(trajectory.spans) for trajectory in trajectories]
         sizes = [trajectory.num_tokens for trajectory in trajectories]
         image_ids, within = np.full(sum(sizes), -1), np.zeros(sum(sizes), np.int64)

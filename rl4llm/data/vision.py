@@ -25,6 +25,7 @@ from rl4llm.core.types import TokenSpan
 from rl4llm.data.images import ImageStore, Pixels, canonical, size_of
 
 MAX_SEEN = 4096  # pictures whose images are remembered
+PROBE_SIZE = 64, 96  # pixels, before the model's own resizing; not square, so that rows are told from columns
 
 
 class Vision:
@@ -59,8 +60,15 @@ class Vision:
         """Return the image that the model sees; raises BadRowError for one that cannot be read or is out of proportion."""
         return self._see(picture)
 
+    def probe(self) -> tuple[list[int], tuple[ImagePlace, ...]]:
+        """Return a few tokens with a small image of noise among them, the same in every run, and its place."""
+        noise = np.random.default_rng(0).integers(0, 256, (*self.fit(*PROBE_SIZE), 3), dtype=np.uint8)
+        image = self.store.add(noise)
+        tokens = self.tokens(image)
+        return [1, *[self.placeholder] * tokens, 2, 3], (ImagePlace(image, 1, tokens),)
+
     def count(self, picture: Picture) -> int:
-        """Return the number of tokens of a picture, of which only the header is read."""
+        """Return the number of tokens of a picture; only its header is read."""
         height, width = self.fit(*size_of(picture))
         return self.tokens(Image("", height, width))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import DivergedError, EngineError, MismatchError, StaleWeightsError, UnreachableError
 from rl4llm.core.types import SamplingParams, TokenSpan, TrainBatch, WeightRef
 from rl4llm.runtime.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from rl4llm.sync.canary_image import CanaryImage
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest accepted mean difference of log-probs (nats) by the dtype that the trainer computes in; the engine should use it
@@ -54,15 +58,29 @@ class Canary:
     may be old, gets the tolerance of the worst engine of that first comparison. A `tolerance` given in nats replaces all
     of this.
 
+    With an `image` one more sequence begins with it.
+
     Rounding changes logits. A log-prob changes with them in proportion to the probability of other tokens, so
     tolerances follow that while training makes the tokens more or less likely.
     """
 
     def __init__(
-        self, vocab_size: int, *, dtype: str, num_sequences: int = 2, length: int = 24, tolerance: float = 0.0
+        self,
+        vocab_size: int,
+        *,
+        dtype: str,
+        num_sequences: int = 2,
+        length: int = 24,
+        tolerance: float = 0.0,
+        image: CanaryImage | None = None,
     ):
+        self._image = image
+        if image is not None:
+            num_sequences, length = num_sequences + 1, length + len(image.token_ids)
         generator = torch.Generator().manual_seed(derive_seed("canary", vocab_size))
         self.token_ids_BT = torch.randint(0, vocab_size, (num_sequences, length), generator=generator)
+        if image is not None:
+            self.token_ids_BT = image.begun(self.token_ids_BT)
         # In every usual vocabulary frequent tokens, neither special ones nor single bytes nor unused ones.
         ordinary = vocab_size // 8, vocab_size // 4 + 1
         self._prompts_B = torch.randint(*ordinary, (num_sequences,), generator=generator)
@@ -90,12 +108,17 @@ class Canary:
         return self.token_ids_BT
 
     async def _sampled_by(self, engine: BaseClient) -> Tensor:
-        """Return sequences that begin with one token each; where the engine stopped early, random tokens follow."""
+        """Return sequences that begin with what is given; where the engine stopped early, random tokens follow."""
         params = SamplingParams(max_tokens=self.token_ids_BT.shape[1] - 1, ignore_eos=True)
         token_ids_BT = self.token_ids_BT.clone()
         prompts = [[prompt] for prompt in self._prompts_B.tolist()]
+        if self._image is not None:
+            prompts[-1] = list(self._image.token_ids)
         completions = await asyncio.gather(
-            *(engine.generate(prompt, params.replace(seed=row)) for row, prompt in enumerate(prompts))
+            *(
+                engine.generate(prompt, params.replace(seed=row), **self._seen(row))
+                for row, prompt in enumerate(prompts)
+            )
         )
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             token_ids = torch.tensor([*prompt, *completion.token_ids][: token_ids_BT.shape[1]])
@@ -107,14 +130,20 @@ class Canary:
 
         Raises DivergedError if they are not finite.
         """
-        expected_BT = backend.forward(_batch(self.token_ids_BT))[:, 1:].cpu()
+        batch = _batch(self.token_ids_BT)
+        expected_BT = backend.forward(self._image.shown(batch) if self._image else batch)[:, 1:].cpu()
         if not expected_BT.isfinite().all():
             raise DivergedError(
                 "The policy's log-probs are not finite (NaN or infinite), so its weights are of no use. If steps were "
                 "taken, training diverges: lower training.lr, and resume from an earlier checkpoint. If not, check the "
                 "weights in model.path and model.dtype."
             )
-        return expected_BT
+        return self._image.compared(expected_BT) if self._image else expected_BT
+
+    def _seen(self, row: int) -> dict[str, Any]:
+        """Return the option `images` of a sequence with any."""
+        images = self._image.images(row, len(self.token_ids_BT)) if self._image else ()
+        return {"images": images} if images else {}
 
     async def verify(self, backend: BaseBackend, client: BaseClient, weight_ref: WeightRef) -> float:
         """Call `compare` with the backend's current log-probs."""
@@ -171,7 +200,9 @@ class Canary:
                 f"{engine} reports version {version} after version {weight_ref.version} was published. "
                 "Training stops, since it would sample from other weights."
             )
-        scored_BT = torch.tensor([await engine.score(row) for row in self.token_ids_BT.tolist()])
+        rows = enumerate(self.token_ids_BT.tolist())
+        scored_BT = torch.tensor([await engine.score(ids, **self._seen(row)) for row, ids in rows])
+        scored_BT = self._image.compared(scored_BT) if self._image else scored_BT
         difference = (scored_BT - expected_BT).abs().mean().item()
         if not difference <= tolerance:  # NaN is beyond any tolerance
             _, before_BT = self._last.get(str(engine), (None, expected_BT))
