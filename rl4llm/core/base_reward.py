@@ -83,7 +83,8 @@ class BaseRewardFunction(ABC):
     def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
         """Return scores of many conversations, in order; an exception in place of a score fails only that conversation.
 
-        Override it if a batch is cheaper than separate calls.
+        A batch holds the groups that have ended since the last call, each of them whole, while others still play. Calls
+        follow one another. Override it if a batch is cheaper than separate calls.
         """
         return awaited([self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples])
 

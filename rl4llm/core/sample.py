@@ -60,6 +60,7 @@ class SampleState:
     extras: dict[str, Any] = field(default_factory=dict)
     session: str = ""
     turn_rewards: dict[int, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] | None = None  # what each reward function gave, when all have been asked
     special: Special = Special()
 
     def __post_init__(self) -> None:

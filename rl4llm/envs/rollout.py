@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -19,10 +20,10 @@ from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import kept_thoughts
 from rl4llm.envs.policy import PolicyLLM
 from rl4llm.envs.stream import Episodes, begin_episode, check_failures, check_turns, play_together
-from rl4llm.rewards.scoring import score, successes
+from rl4llm.rewards.scoring import combine, earn, successes
 from rl4llm.runtime.raised import raised
 from rl4llm.runtime.runner import Runner
-from rl4llm.runtime.threads import OneThread, result_of
+from rl4llm.runtime.threads import OneThread, in_own_thread, result_of
 
 T = TypeVar("T")
 logger = logging.getLogger("rl4llm.envs")
@@ -77,6 +78,8 @@ class Rollout:
         self.runner = runner or Runner()
         self.max_failed_share = max_failed_share
         self._playing: list[Episodes] = []
+        self._unscored: list[Episodes] = []  # played, while others are scored
+        self._scoring = asyncio.Lock()
         self._loops: OneThread | None = None  # for interaction loops of users, which are not asynchronous
         self._owns_runner = runner is None
         self._client = client
@@ -182,17 +185,31 @@ class Rollout:
             else:
                 await env._run_episodes(state, llm, env.turn_params(sampling_params))
 
+    async def score(self, unit: Episodes) -> None:
+        """Run the rewards over a unit that has been played, in a separate thread, while others play.
+
+        Units that end meanwhile are the next batch. Rewards without a time limit need the caller's thread, so `finish` runs
+        them.
+        """
+        if any(reward.score_timeout_s is None for reward in self.env.reward_functions):
+            return
+        self._unscored.append(unit)
+        async with self._scoring:
+            if units := self._unscored:
+                self._unscored = []
+                await in_own_thread("rl4llm-rewards", partial(self._earn, units))
+
     def finish(self, played: Sequence[Episodes]) -> RolloutResult:
-        """Score played episodes; raise TooManyFailuresError if too many of them failed."""
+        """Return the groups of played episodes; raise TooManyFailuresError if too many of them failed."""
         result = self.scored(played)
         check_failures([episode for unit in played for episode in unit.all], self.max_failed_share)
         return result
 
     def scored(self, played: Sequence[Episodes]) -> RolloutResult:
         """Return the groups of played episodes, scored with the rewards of this environment."""
-        every = (sample for unit in played for sample in unit.samples)
-        samples = [sample for sample in every if sample.failure is not None or sample.policy_spans]
-        scores = score(samples, self.env.reward_functions, self.env.reward_transform_fn)
+        self._earn(played)
+        samples = _attempts(played)
+        scores = combine(samples, self.env.reward_functions, self.env.reward_transform_fn)
         self._warn_of_no_reward(samples)
         for sample in samples:
             check_turns(self.env, sample)
@@ -221,6 +238,9 @@ class Rollout:
             groups=tuple(filter(None, groups)),
             failed=tuple(sample for sample in samples if sample.failure is not None),
         )
+
+    def _earn(self, played: Sequence[Episodes]) -> None:
+        earn([one for one in _attempts(played) if one.rewards is None], self.env.reward_functions)
 
     def _warn_of_no_reward(self, samples: Sequence[SampleState]) -> None:
         """Log once if no reward is set and the environment rewarded no turn of any sample."""
@@ -255,6 +275,12 @@ class Rollout:
             self._loops.end()
         if self._owns_runner:
             self.runner.close()
+
+
+def _attempts(played: Sequence[Episodes]) -> list[SampleState]:
+    """Return the samples of played episodes, except those of roles that never spoke."""
+    every = (sample for unit in played for sample in unit.samples)
+    return [sample for sample in every if sample.failure is not None or sample.policy_spans]
 
 
 @contextmanager

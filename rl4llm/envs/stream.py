@@ -122,7 +122,7 @@ class GroupStream:
             own_rows, own_units = oldest.take(count)
             oldest.running.wait([unit.outcome for unit in own_units])
             for unit in own_units:
-                unit.outcome.result()
+                (unit.outcome if unit.outcome.done() else oldest.running.outcome).result()
             if not oldest.left:
                 self._rounds.popleft()
             rows += own_rows
@@ -188,7 +188,7 @@ class GroupStream:
 class Episodes:
     """The episodes of one prompt, or of several if the environment has its own interaction loop, and what begins them.
 
-    The `size` episodes of a prompt are consecutive. `outcome` is set when all have been played.
+    The `size` episodes of a prompt are consecutive. `outcome` is set when all have been played and scored.
     """
 
     rollout: Rollout
@@ -221,7 +221,7 @@ class Episodes:
                 await self._llm.open(sample)
 
     async def play(self) -> None:
-        """Play all announced episodes, and then once more those that failed, from their seed."""
+        """Play all announced episodes, then once more those that failed, from their seed, and score them."""
         assert self._llm is not None  # they were announced
         await self._play(self.all, self._llm)
         failed = [number for number, episode in enumerate(self.all) if _failed(episode)]
@@ -233,6 +233,7 @@ class Episodes:
         if again := [self.all[number] for number in failed]:
             samples = [sample for episode in again for sample in episode]
             await self._play(again, self.rollout.policy(EnvState(samples, self.step)))
+        await self.rollout.score(self)
         self.outcome.set_result(None)
 
     async def _play(self, episodes: Sequence[Episode], llm: PolicyLLM) -> None:

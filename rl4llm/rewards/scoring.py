@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from rl4llm.core.base_env import BaseRewardFunction, RewardTransform, SampleStat
 from rl4llm.core.errors import RewardError
 from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask, brief
 from rl4llm.runtime.raised import raised
+
+# By the id of a reward: no reward runs in two threads, whichever rollouts share it.
+_turns: dict[int, threading.Lock] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,46 +35,71 @@ def score(
     timeout_s: float | None = None,
     slow_after_s: float = SLOW_AFTER_S,
 ) -> Scores:
-    """Run every reward over the samples that have not failed.
+    """Run every reward over the samples that have not failed, and combine what they earned; see `earn` and `combine`."""
+    earn(samples, reward_functions, timeout_s=timeout_s, slow_after_s=slow_after_s)
+    return combine(samples, reward_functions, reward_transform_fn)
+
+
+def earn(
+    samples: Sequence[SampleState],
+    reward_functions: Sequence[BaseRewardFunction],
+    *,
+    timeout_s: float | None = None,
+    slow_after_s: float = SLOW_AFTER_S,
+) -> None:
+    """Run every reward over the samples that have not failed, and note what each earned in its `rewards`.
 
     A reward that raises on the batch, or for a sample, runs once more on each sample alone, so that only samples that it
-    cannot score fail. A sample also fails if its score is not a finite number. `reward_transform_fn` gets the terminal
-    rewards of the remaining samples, (num_samples,). Rewards of turns go to the samples' `turn_rewards`, their sum to
-    `rewards`. A reward that runs longer than `slow_after_s` is logged at intervals. If it exceeds its `score_timeout_s`, or
-    `timeout_s` if given, the samples that it has not scored fail. For that it runs in a separate thread. A reward that needs
-    the main thread, such as one that sets signals, has no time limit.
+    cannot score fail. A sample also fails if its score is not a finite number. Rewards of turns go to the samples'
+    `turn_rewards`, their sum to `rewards`. A reward that runs longer than `slow_after_s` is logged at intervals. If it
+    exceeds its `score_timeout_s`, or `timeout_s` if given, the samples that it has not scored fail. For that it runs in a
+    separate thread. A reward that needs the main thread, such as one that sets signals, has no time limit.
 
     Raises RewardError, which stops the run, if a reward breaks its contract for the whole batch: a wrong number of scores,
-    a result that is not a list, or a transform whose result is not (num_samples,) finite numbers.
+    or a result that is not a list.
     """
-    rewards: dict[str, Tensor] = {}
     earned_by_turns: list[list[Sequence[float]]] = [[] for _ in samples]
+    rewards: list[dict[str, float]] = [
+        {reward_function.name: math.nan for reward_function in reward_functions} for _ in samples
+    ]
     for reward_function in reward_functions:
-        earned = [math.nan] * len(samples)
         scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
-        patience = Patience(slow_after_s, reward_function.score_timeout_s if timeout_s is None else timeout_s)
-        values = ask(reward_function, [samples[index] for index in scorable], patience)
+        with _turns.setdefault(id(reward_function), threading.Lock()):
+            patience = Patience(
+                slow_after_s, reward_function.score_timeout_s if timeout_s is None else timeout_s
+            )
+            values = ask(reward_function, [samples[index] for index in scorable], patience)
         for index, value in zip(scorable, values, strict=True):
             if isinstance(value, Broken):
                 samples[index].fail(value.reason, f"{reward_function.name}/{value.kind}")
             else:
-                earned[index] = sum(value)
+                rewards[index][reward_function.name] = sum(value)
                 earned_by_turns[index].append(value if reward_function.per_turn else ())
-        rewards[reward_function.name] = torch.tensor(earned, dtype=torch.float64)
-    for sample, turns in zip(samples, earned_by_turns, strict=True):
+    for sample, earned, turns in zip(samples, rewards, earned_by_turns, strict=True):
+        sample.rewards = earned
         for scores in turns if sample.failure is None else ():  # one of the rewards may have failed it
             for turn, number in enumerate(scores):
                 sample.turn_rewards[turn] = sample.turn_rewards.get(turn, 0.0) + number
+
+
+def combine(
+    samples: Sequence[SampleState],
+    reward_functions: Sequence[BaseRewardFunction],
+    reward_transform_fn: RewardTransform | None = None,
+) -> Scores:
+    """Return what samples that have their `rewards` earned. `reward_transform_fn` gets the terminal rewards of those that
+    have not failed, (num_samples,). Raises RewardError if its result is not (num_samples,) finite numbers."""
     left = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
-    rewards = {name: values.masked_fill(~left, math.nan) for name, values in rewards.items()}
+    rewards: dict[str, Tensor] = {}
+    for reward_function in reward_functions:
+        name = reward_function.name
+        values = torch.tensor([(sample.rewards or {})[name] for sample in samples], dtype=torch.float64)
+        rewards[name] = values.masked_fill(~left, math.nan)
     reward = torch.full((len(samples),), math.nan, dtype=torch.float64)
     if left.any():
-        terminal = [
-            reward_function.name for reward_function in reward_functions if not reward_function.per_turn
-        ]
-        reward[left] = _combined(
-            {name: rewards[name][left] for name in terminal}, reward_transform_fn, int(left.sum())
-        )
+        terminal = [one.name for one in reward_functions if not one.per_turn]
+        known = {name: rewards[name][left] for name in terminal}
+        reward[left] = _combined(known, reward_transform_fn, int(left.sum()))
     return Scores(rewards, reward)
 
 

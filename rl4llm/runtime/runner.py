@@ -108,7 +108,7 @@ class Runner:
     def _over(self, running: Running[Any]) -> None:
         with self._changes:
             self._running.discard(running)
-            if not self._running and self._loop is not None:
+            if self._ident and not self._running and self._loop is not None:  # `close` runs the loop itself
                 self._loop.stop()
 
 
@@ -133,10 +133,11 @@ class Running(Generic[T]):
         self._task = asyncio.get_running_loop().create_task(self._main(over), context=self._context)
 
     def wait(self, outcomes: Sequence[Future[Any]]) -> None:
-        """Return when all of these have their results, which the coroutine or its tasks set."""
+        """Return when all of these have their results, which the coroutine or its tasks set, or the coroutine has ended."""
+        self.outcome.add_done_callback(lambda _: self._calls.put(None))
         for outcome in outcomes:
             outcome.add_done_callback(lambda _: self._calls.put(None))
-            while not outcome.done():
+            while not (outcome.done() or self.outcome.done()):
                 if (call := self._next_call()) is not None:
                     call()
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -67,12 +69,19 @@ def play(model, tokenizer):
     envs = []
 
     def run(
-        env_class, *, rows=(0, 1), group_size=3, max_steps=3, params=PARAMS, rewards=None, how=None, **options
+        env_class,
+        *,
+        rows=(0, 1),
+        group_size=3,
+        max_steps=3,
+        params=PARAMS,
+        rewards=None,
+        how=None,
+        transform=None,
+        **options,
     ):
-        rewards = rewards or [Length()]
-        env = env_class(
-            dataset(), tokenizer, rewards, batch_size=2, group_size=group_size, max_steps=max_steps
-        )
+        sizes = {"batch_size": 2, "group_size": group_size, "max_steps": max_steps}
+        env = env_class(dataset(), tokenizer, rewards or [Length()], reward_transform_fn=transform, **sizes)
         envs.append(env)
         rollout = Rollout(env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=1, **options)
         return rollout.play(rows, step=0, sampling_params=params, **(how or {}))
@@ -686,9 +695,9 @@ def test_reward_that_hangs_fails_all_its_samples_at_its_deadline(play_scripted, 
     result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["85"]}), rewards=[reward])
     reward.released.set()
     assert {sample.failure for sample in result.failed} == {
-        "reward 'length' took more than 0.3 s on 6 samples"
+        "reward 'length' took more than 0.3 s on 3 samples"  # a batch is the groups that have ended
     }
-    assert not result.trajectories
+    assert {trajectory.prompt_id for trajectory in result.trajectories} == {"p1"}
 
 
 def test_reward_deadline_covers_all_samples_scored_one_by_one(play_scripted, tokenizer):
@@ -698,6 +707,50 @@ def test_reward_deadline_covers_all_samples_scored_one_by_one(play_scripted, tok
     reward.released.set()
     assert {trajectory.prompt_id for trajectory in result.trajectories} == {"p0"}
     assert len(result.failed) == 6 and len(waiting) == 1
+
+
+class Gate(Length):
+    """Notes the batches that it gets, and opens `scored` after the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.scored = [], threading.Event()
+        self.running, self.most = 0, 0
+
+    def score_batch(self, samples):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.batches.append([(sample.prompt_id, sample.index) for sample in samples])
+        time.sleep(0.01)  # so that calls in several threads would meet
+        self.running -= 1
+        self.scored.set()
+        return super().score_batch(samples)
+
+
+def test_groups_are_scored_while_others_play_and_only_once(play):
+    gate, seen = Gate(), []
+
+    class Waits(ThreeTurns):
+        async def respond(self, sample):
+            if sample.prompt_id == "p1":
+                assert await asyncio.to_thread(gate.scored.wait, 20), "the other group is not scored"
+            return super().respond(sample)
+
+    def transform(rewards):
+        seen.append(len(rewards["length"]))
+        return rewards["length"]
+
+    result = play(Waits, rewards=[gate], transform=transform)
+    assert not result.failed and seen == [6]  # the transform sees all samples of a step
+    assert gate.batches == [[(prompt, index) for index in range(3)] for prompt in ("p0", "p1")]
+
+
+def test_a_reward_that_rollouts_share_runs_in_one_thread(play):
+    gate = Gate()
+    with ThreadPoolExecutor(4) as pool:
+        played = [pool.submit(play, ThreeTurns, rewards=[gate], max_steps=1) for _ in range(4)]
+        assert sum(len(one.result().trajectories) for one in played) == 24
+    assert gate.most == 1 and sum(map(len, gate.batches)) == 24
 
 
 class SetsSignals(Length):

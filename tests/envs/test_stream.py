@@ -146,6 +146,18 @@ def test_any_number_of_ranks_plays_the_same_draws(kind):
         assert [sorted(step) for step in steps_of(size)] == [sorted(step) for step in alone]
 
 
+def test_an_interruption_in_the_loop_ends_the_wait_for_it():
+    class Interrupts(Unit):
+        async def play(self):
+            raise KeyboardInterrupt
+
+    with Runner() as runner:
+        engine = Engine(0)
+        engine.begin = lambda rows, **how: [Interrupts(engine, (0, 0, row, 0), engine) for row in rows]
+        with pytest.raises(KeyboardInterrupt):
+            stream_of(runner, engine, prompts_of("stream")).take(SHARE)
+
+
 def test_the_first_error_of_a_round_reaches_who_takes_it():
     class Breaks(Unit):
         async def play(self):

@@ -35,6 +35,15 @@ class Meets(GRPO):
         trained.set()
 
 
+class Early(Vowels):
+    """Tells when it scores episodes of the second step."""
+
+    def score_batch(self, samples):
+        if any(step_of(sample) >= 1 for sample in samples):
+            begun.set()
+        return super().score_batch(samples)
+
+
 class Breaks(GRPO):
     """Fails in its fourth step."""
 
@@ -159,7 +168,8 @@ def trainer(served, tmp_path):
             "eval.every": 0,
         }
         keys |= {"rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 6}
-        return GRPOTrainer(str(directory), rows, [Vowels()], env=env, **(keys | options))
+        rewards = options.pop("rewards", None) or [Vowels()]
+        return GRPOTrainer(str(directory), rows, rewards, env=env, **(keys | options))
 
     return make
 
@@ -179,6 +189,11 @@ def test_the_next_episodes_play_while_a_step_trains(trainer, tmp_path):
     assert (
         len(played_by) == 1 and threading.get_ident() not in played_by
     )  # what a thread started may die with it
+
+
+def test_the_next_episodes_are_scored_while_a_step_trains(trainer):
+    trainer("run", rewards=[Early()], algorithm={"name": f"{__name__}:Meets"}, max_steps=2).train()
+    assert trained.is_set()
 
 
 def test_without_it_they_wait(trainer, tmp_path, monkeypatch):
@@ -293,8 +308,8 @@ def test_publishing_does_not_wait_for_episodes(trainer, tmp_path):
         4,
     ):  # first turns are one version older unless they waited for the server, second turns are not
         written = [versions for number, versions in found if number == step]
-        assert len(written) == 8 and {last for _, last in written} == {step - 1}
-        assert step - 2 in {first for first, _ in written} <= {step - 2, step - 1}
+        assert len(written) == 8 and {versions[-1] for versions in written} == {step - 1}
+        assert step - 2 in {versions[0] for versions in written} <= {step - 2, step - 1}
     rows = steps_of(tmp_path / "run")
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
     assert all(0 < row["staleness"] < 1 for row in rows[1:])
