@@ -260,6 +260,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.step = checkpoint.state["step"]
         self.algorithm.restore(checkpoint.state.get("algorithm", {}))
         self.restore(checkpoint.state)
+        self.restore_files(checkpoint.path)
         self.begin(self.step)
         for reason in (*lost, *checkpoint.skipped):
             self.warn(reason)
@@ -273,6 +274,9 @@ class BaseTrainer(ABC, Generic[AnyStep]):
             self.ranks.wait()
             hashes |= {f"{name}/{file}": found for file, found in model.save(directory / name).items()}
         return hashes
+
+    def restore_files(self, directory: Path) -> None:
+        """Read what `write_checkpoint` wrote beside the models; called after `restore`."""
 
     def models(self) -> dict[str, BaseBackend]:
         """Return the models of a checkpoint by the name of their directory."""

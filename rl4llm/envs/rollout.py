@@ -188,15 +188,14 @@ class Rollout:
     async def score(self, unit: Episodes) -> None:
         """Run the rewards over a unit that has been played, in a separate thread, while others play.
 
-        Units that end meanwhile are the next batch. Rewards without a time limit need the caller's thread, so `finish` runs
-        them.
+        Units that end meanwhile are the next batch. `finish` runs rewards without a time limit, in the caller's thread.
         """
         if any(reward.score_timeout_s is None for reward in self.env.reward_functions):
             return
         self._unscored.append(unit)
         async with self._scoring:
-            if units := self._unscored:
-                self._unscored = []
+            units, self._unscored = self._unscored, []
+            if units:
                 await in_own_thread("rl4llm-rewards", partial(self._earn, units))
 
     def finish(self, played: Sequence[Episodes]) -> RolloutResult:
@@ -279,8 +278,7 @@ class Rollout:
 
 def _attempts(played: Sequence[Episodes]) -> list[SampleState]:
     """Return the samples of played episodes, except those of roles that never spoke."""
-    every = (sample for unit in played for sample in unit.samples)
-    return [sample for sample in every if sample.failure is not None or sample.policy_spans]
+    return [one for unit in played for one in unit.samples if one.failure is not None or one.policy_spans]
 
 
 @contextmanager

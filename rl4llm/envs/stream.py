@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import TooManyFailuresError
@@ -52,7 +52,7 @@ class Round:
     first: int
     rows: Sequence[int]
     units: Sequence[Episodes]
-    running: Running[None]
+    running: Running[None] | None = None  # once the engines have weights
     taken: int = 0
 
     @property
@@ -66,6 +66,10 @@ class Round:
         if len(self.units) == len(self.rows):
             return self.rows[begin:end], self.units[begin:end]
         return self.rows, self.units
+
+    def untaken(self) -> Iterator[tuple[int, Episodes]]:
+        """Yield this rank's units that have not been handed over, each with the number of its first draw."""
+        return ((place, unit) for place, unit in enumerate(self.units, self.first) if place >= self.taken)
 
 
 class GroupStream:
@@ -90,41 +94,42 @@ class GroupStream:
         self._how = how
         self._number = -1  # of the last round
         self._refill = 0
-        self._rounds: deque[Round] = deque()
-        self._to_begin: list[Mapping[str, Any]] = []  # rounds of a checkpoint
+        self.rounds: deque[Round] = deque()  # not taken yet
+        self.kept = 0  # draws of this rank that a checkpoint brought, played
 
     @property
     def left(self) -> int:
         """Return the number of draws that were admitted and not taken, over all ranks."""
-        begun = sum(one.left for one in self._rounds)
-        return begun + sum(one["total"] - one["taken"] for one in self._to_begin)
+        return sum(one.left for one in self.rounds)
 
     def admit(self, total: int) -> None:
         """Draw `total` prompts, and start the episodes of this rank's share."""
-        self._begin_again()
         self._number, self._refill = self._number + 1, 0
-        self._rounds.append(self._draw(total))
+        self.rounds.append(self._draw(total))
+        self._start()
 
     def take(self, total: int) -> tuple[list[int], list[Episodes]]:
         """Return the rows and episodes of this rank among the oldest `total` draws, when they have been played.
 
         Missing draws are a refill of the last round, and begin now. Raises the error that ended one of their rounds.
         """
-        self._begin_again()
+        self._start()
         rows: list[int] = []
         units: list[Episodes] = []
         while total:
-            if not self._rounds or (self._rollout.plays_whole and total < self._rounds[0].left):
+            if not self.rounds or (self._rollout.plays_whole and total < self.rounds[0].left):
                 self._refill += 1
-                self._rounds.appendleft(self._draw(total))
-            oldest = self._rounds[0]
+                self.rounds.appendleft(self._draw(total))
+                self._start()
+            oldest = self.rounds[0]
             count = min(total, oldest.left)
             own_rows, own_units = oldest.take(count)
-            oldest.running.wait([unit.outcome for unit in own_units])
+            running = cast("Running[None]", oldest.running)  # `_start` began it
+            running.wait([unit.outcome for unit in own_units])
             for unit in own_units:
-                (unit.outcome if unit.outcome.done() else oldest.running.outcome).result()
+                (unit.outcome if unit.outcome.done() else running.outcome).result()
             if not oldest.left:
-                self._rounds.popleft()
+                self.rounds.popleft()
             rows += own_rows
             units += own_units
             total -= count
@@ -132,40 +137,41 @@ class GroupStream:
 
     def drain(self) -> None:
         """Return when all episodes have been played, even with an error."""
-        for one in self._rounds:
-            one.running.wait([one.running.outcome])
+        for running in self._running():
+            running.wait([running.outcome])
 
     def close(self) -> bool:
         """Cancel the episodes that still play; return False if they do not end."""
-        return end_all([one.running for one in self._rounds])
+        return end_all(self._running())
 
     def state(self) -> dict[str, Any]:
-        """Return where a resumed run continues, as JSON values. Draws that were not taken are played again."""
+        """Return where a resumed run continues, as JSON values. `stored` keeps what was not taken."""
         rounds = [
             {name: getattr(one, name) for name in ("number", "refill", "cursor", "total", "taken")}
-            for one in self._rounds
+            for one in self.rounds
         ]
         now = {"round": self._number, "refill": self._refill, "rounds": rounds}
         return {"prompts": self._prompts.state(), **now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Episodes begin with the next draw, when the engines have the weights."""
-        self._prompts.restore(state["prompts"])
-        self._number, self._refill = state["round"], state["refill"]
-        self._to_begin = state["rounds"]
-
-    def _begin_again(self) -> None:
-        if not self._to_begin:
-            return
-        now, last = self._prompts.state(), (self._number, self._refill)
-        for one in self._to_begin:
+        for one in state["rounds"]:
             self._prompts.restore(one["cursor"])
             self._number, self._refill = one["number"], one["refill"]
-            self._rounds.append(self._draw(one["total"]))
-            self._rounds[-1].taken = one["taken"]
-        self._to_begin = []
-        self._prompts.restore(now)
-        self._number, self._refill = last
+            self.rounds.append(self._draw(one["total"]))
+            self.rounds[-1].taken = one["taken"]
+        self._prompts.restore(state["prompts"])
+        self._number, self._refill = state["round"], state["refill"]
+
+    def _running(self) -> list[Running[None]]:
+        return [one.running for one in self.rounds if one.running is not None]
+
+    def _start(self) -> None:
+        """Begin the episodes of new rounds, except those that have been played."""
+        for one in self.rounds:
+            if one.running is None:
+                left = [unit for unit in one.units if not unit.outcome.done()]
+                one.running = self._runner.start(play_together(left))
 
     def _draw(self, total: int) -> Round:
         prompts = self._prompts
@@ -180,8 +186,7 @@ class GroupStream:
             **self._how(),
         )
         first = total * prompts.rank // prompts.world_size
-        running = self._runner.start(play_together(units))
-        return Round(self._number, self._refill, cursor, total, first, rows, units, running)
+        return Round(self._number, self._refill, cursor, total, first, rows, units)
 
 
 @dataclass(slots=True, eq=False)

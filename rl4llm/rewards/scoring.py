@@ -15,8 +15,7 @@ from rl4llm.core.errors import RewardError
 from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask, brief
 from rl4llm.runtime.raised import raised
 
-# By the id of a reward: no reward runs in two threads, whichever rollouts share it.
-_turns: dict[int, threading.Lock] = {}
+_turns: dict[int, threading.Lock] = {}  # by the id of a reward, which rollouts may share
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,7 @@ def earn(
     or a result that is not a list.
     """
     earned_by_turns: list[list[Sequence[float]]] = [[] for _ in samples]
-    rewards: list[dict[str, float]] = [
-        {reward_function.name: math.nan for reward_function in reward_functions} for _ in samples
-    ]
+    rewards = [dict.fromkeys((one.name for one in reward_functions), math.nan) for _ in samples]
     for reward_function in reward_functions:
         scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
         with _turns.setdefault(id(reward_function), threading.Lock()):
@@ -91,14 +88,12 @@ def combine(
     have not failed, (num_samples,). Raises RewardError if its result is not (num_samples,) finite numbers."""
     left = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
     rewards: dict[str, Tensor] = {}
-    for reward_function in reward_functions:
-        name = reward_function.name
-        values = torch.tensor([(sample.rewards or {})[name] for sample in samples], dtype=torch.float64)
-        rewards[name] = values.masked_fill(~left, math.nan)
+    for one in reward_functions:
+        values = torch.tensor([(sample.rewards or {})[one.name] for sample in samples], dtype=torch.float64)
+        rewards[one.name] = values.masked_fill(~left, math.nan)
     reward = torch.full((len(samples),), math.nan, dtype=torch.float64)
     if left.any():
-        terminal = [one.name for one in reward_functions if not one.per_turn]
-        known = {name: rewards[name][left] for name in terminal}
+        known = {one.name: rewards[one.name][left] for one in reward_functions if not one.per_turn}
         reward[left] = _combined(known, reward_transform_fn, int(left.sum()))
     return Scores(rewards, reward)
 

@@ -233,13 +233,30 @@ class RLTrainer(BaseTrainer[RLStep]):
     def restore(self, state: dict[str, Any]) -> None:
         self.stream.restore(state)
 
+    def write_checkpoint(self, directory: Path) -> dict[str, str]:
+        if self.stream.left:
+            from rl4llm.envs.stored import write_played  # noqa: PLC0415 - synchronous runs never need it
+
+            write_played(directory / f"played-{self.ranks.rank}.jsonl", self.stream.rounds)
+        return super().write_checkpoint(directory)
+
+    def restore_files(self, directory: Path) -> None:
+        if self.stream.left:
+            from rl4llm.envs.stored import read_played  # noqa: PLC0415 - synchronous runs never need it
+
+            share, oldest = self.prompts.batch_size * self.ranks.size, self.step - self.staleness.limit
+            self.stream.kept = read_played(directory, self.stream.rounds, share, oldest)
+
     def begin(self, step: int) -> None:
         self.tracker.begin(step)
         self.tracker.table(
             [(row["what"], row["value"]) for row in self.plan], title="how a rollout becomes updates"
         )
-        if again := self.stream.left:
-            self.tracker.note(f"{again} prompts whose episodes had begun are played again, from their seeds")
+        if begun := self.stream.left:
+            kept = self._total(self.stream.kept)
+            self.tracker.note(
+                f"{kept} prompts have been played; {begun - kept} are played again, from their seeds"
+            )
 
     def warn(self, text: str) -> None:
         self.tracker.warn(text)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import inspect
 import itertools
+import json
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
+from rl4llm.envs.stored import dump, take_over
+from rl4llm.envs.stream import play_together
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import RewardFailure
 from rl4llm.runtime.runner import Runner
@@ -633,6 +636,8 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.types import SamplingParams
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
+from rl4llm.envs.stored import dump, take_over
+from rl4llm.envs.stream import play_together
 from rl4llm.testing import ScriptedClient
 
 class One(BaseRewardFunction):
@@ -751,6 +756,54 @@ def test_a_reward_that_rollouts_share_runs_in_one_thread(play):
         played = [pool.submit(play, ThreeTurns, rewards=[gate], max_steps=1) for _ in range(4)]
         assert sum(len(one.result().trajectories) for one in played) == 24
     assert gate.most == 1 and sum(map(len, gate.batches)) == 24
+
+
+class Notes(ThreeTurns):
+    """Rewards turns, and attaches what it is given."""
+
+    note = ("a tuple",)
+
+    def respond(self, sample):
+        sample.reward_turn(0.5)
+        sample.extras["note"] = self.note
+        return super().respond(sample)
+
+
+def played_and_stored(model, tokenizer, note, rows):
+    """Return the groups of two rows as they were played, and as others that read them have them; and what was written."""
+    with Runner() as runner:
+        client = LocalClient(model, tokenizer)
+        runner.run(client.load(WeightRef(0)))
+        env = Notes(rows, tokenizer, [Gate()], 2, 3, max_steps=3)
+        env.note = note
+        rollout = Rollout(env, client, Renderer(tokenizer, roles=("user", "tool")), runner, seed=1)
+        units, others = (rollout.begin((0, 1), step=0, sampling_params=PARAMS) for _ in range(2))
+        runner.run(play_together(units))
+        texts = [dump(unit) for unit in units]
+        for unit, text in zip(others, texts, strict=True):
+            assert text is None or take_over(unit, json.loads(text), oldest=0)
+        found = [rollout.finish(one).groups if texts[0] else () for one in (units, others)]
+        return [list(map(repr, groups)) for groups in found], texts, len(env.reward_functions[0].batches)
+
+
+def test_a_stored_group_comes_back_equal_and_scored(model, tokenizer):
+    (played, stored), _, batches = played_and_stored(model, tokenizer, {"seen": [1.5, None]}, dataset())
+    assert played == stored and len(played) == 2 and batches == 2
+
+
+def test_a_group_with_objects_or_other_prompts_is_not_stored(model, tokenizer):
+    assert played_and_stored(model, tokenizer, ("a tuple",), dataset())[1] == [None, None]
+    _, texts, _ = played_and_stored(model, tokenizer, "", dataset())
+    other = dataset()
+    other[0]["messages"][1]["content"] = "What is 7?"
+    with Runner() as runner:
+        env = Notes(other, tokenizer, [Gate()], 2, 3, max_steps=3)
+        units = Rollout(env, ScriptedClient(tokenizer, {}), runner=runner).begin(
+            (0, 1), step=0, sampling_params=PARAMS
+        )
+        assert [
+            take_over(unit, json.loads(text), oldest=0) for unit, text in zip(units, texts, strict=True)
+        ] == [False, True]
 
 
 class SetsSignals(Length):

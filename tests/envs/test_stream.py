@@ -25,6 +25,7 @@ class Unit:
 
     async def announce(self):
         assert not self.versions
+        self.engine.begun.append(self.draw)
 
     async def play(self):
         for _ in range(self.engine.random.randrange(1, 4)):
@@ -47,7 +48,6 @@ class Engine:
         for row in rows:
             units.append(Unit(self, (step, first_index, row, seen[row]), self))
             seen[row] += 1
-        self.begun += [unit.draw for unit in units]
         return units
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import ChatMessage
+from rl4llm.envs.stored import is_played
+from rl4llm.envs.stream import Staleness
 
 WAIT_S = 30.0
 begun, trained = threading.Event(), threading.Event()
 played_by = set()
-ended = []
+ended, waiting = [], []
 published = {}
 
 
@@ -109,6 +112,19 @@ class Batched(BaseMDPEnv):
         return env_state
 
 
+class Waits(BaseMDPEnv):
+    """The second step's episodes of one prompt, the first that takes a turn, do not end before `begun`."""
+
+    continue_truncated = True
+
+    async def respond(self, sample):
+        if step_of(sample) == 1:
+            waiting.append(sample.prompt_id)
+        while sample.prompt_id in waiting[:1] and not begun.is_set():
+            await asyncio.sleep(0.01)
+        return []
+
+
 class Endless(BaseMDPEnv):
     """Never end from the second step on."""
 
@@ -135,7 +151,7 @@ def served(tokenizer, tmp_path_factory):
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-    yield directory, server.url
+    yield directory, server
     asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -148,8 +164,10 @@ def trainer(served, tmp_path):
     trained.clear()
     played_by.clear()
     ended.clear()
+    waiting.clear()
     published.clear()
-    directory, url = served
+    directory, server = served
+    url = server.url
 
     def make(name, env=BaseMDPEnv, **options):
         rows = [
@@ -229,15 +247,56 @@ def test_an_interrupted_run_resumes_and_skips_no_prompt(trainer, tmp_path):
     again = weights_of(trainer("broken", algorithm={"name": f"{__name__}:Breaks"}).train())
     assert len(steps_of(tmp_path / "broken")) == 6
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
-    stopped = trainer("stopped")
+
+
+def stop_after_one(trainer, name, **options):
+    """Train a step, and save when one prompt of the second has been played."""
+    stopped = trainer(name, **options)
+    save = stopped.trainer.save
+
+    def save_later():
+        until = time.monotonic() + WAIT_S
+        units = stopped.trainer.stream.rounds[0].units
+        while not any(map(is_played, units)) and time.monotonic() < until:
+            time.sleep(0.01)
+        save()
+
+    stopped.trainer.save = save_later
     stopped.trainer._stop_requested.set()
     stopped.train()
     assert stopped.trainer.step == 1
     assert stopped.trainer.prompts.state()["consumed"] == 4  # those of the second step are begun
-    resumed = trainer("stopped")
-    with contextlib.closing(resumed.trainer):
-        resumed.trainer.resume()
-        assert resumed.trainer.stream.left == 2  # which are played again
+
+
+def test_a_resumed_run_trains_what_was_played_before(trainer, served):
+    whole = weights_of(trainer("whole").train())
+    stop_after_one(trainer, "stopped")
+    before = len(served[1].rids)
+    again = trainer("stopped").train()
+    assert again.trainer.stream.kept == 2
+    played = [rid for rid in served[1].rids[before:] if rid.startswith("1/")]
+    assert not played and any(rid.startswith("2/") for rid in served[1].rids[before:])
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights_of(again).items())
+
+
+def test_episodes_that_still_played_are_played_again(trainer, served):
+    stop_after_one(trainer, "stopped", env=Waits, **{"env.max_steps": 2, "deterministic": False})
+    begun.set()
+    before = len(served[1].rids)
+    again = trainer("stopped", Waits, **{"env.max_steps": 2, "deterministic": False}, max_steps=2).train()
+    assert again.trainer.stream.kept == 1
+    played = {rid.split("/")[1] for rid in served[1].rids[before:] if rid.startswith("1/")}
+    assert len(played) == 1  # of two prompts
+
+
+def test_what_would_be_too_old_after_a_resume_is_played_again(trainer):
+    stop_after_one(trainer, "stopped")
+    for limit, kept in ((1, 2), (0, 0)):
+        resumed = trainer("stopped")
+        resumed.trainer.staleness = Staleness(limit, repeatable=True)
+        with contextlib.closing(resumed.trainer):
+            resumed.trainer.resume()
+            assert (resumed.trainer.stream.left, resumed.trainer.stream.kept) == (2, kept)
 
 
 def test_what_fails_ahead_stops_the_step_that_would_train_on_it(trainer, tmp_path):

@@ -1,0 +1,131 @@
+"""Episodes of a checkpoint: what has been played and not trained, so that a resumed run does not play it again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl4llm.core.sample import EpisodeState, Line, SampleState
+from rl4llm.core.types import ChatMessage, TokenSpan
+
+if TYPE_CHECKING:
+    from rl4llm.envs.stream import Episodes, Round
+
+PLAIN = (
+    "init_msg_size", "current_step", "done", "stop_reason", "failure", "failure_class", "extras", "session",
+)  # fmt: skip
+"""Fields of a sample that are JSON values, unless an environment attaches objects to `extras`."""
+
+
+def write_played(path: Path, rounds: Iterable[Round]) -> None:
+    """Write the units of some rounds that have been played and not taken, one a line."""
+    with open(path, "w") as file:
+        for number, one in enumerate(rounds):
+            for place, unit in one.untaken():
+                if is_played(unit) and (text := dump(unit)) is not None:
+                    file.write(f'{{"round": {number}, "place": {place}, "samples": {text}}}\n')
+
+
+def read_played(directory: Path, rounds: Iterable[Round], share: int, oldest: int) -> int:
+    """Take over into the same rounds what any number of ranks wrote; return the number of draws.
+
+    A step trains `share` draws. What trains in the next one may have no version before `oldest`, in the one after that none
+    before `oldest + 1`, and so on. Other units are left to be played again.
+    """
+    units, ahead, kept = {}, 0, 0
+    for number, one in enumerate(rounds):
+        for place, unit in one.untaken():
+            units[number, place] = unit, oldest + (ahead + place - one.taken) // share
+        ahead += one.left
+    for file in directory.glob("played-*.jsonl"):
+        for row in map(json.loads, file.open()):
+            found = units.get((row["round"], row["place"]))
+            if found is not None and take_over(found[0], row["samples"], oldest=found[1]):
+                kept += len(found[0].all) // found[0].size
+    return kept
+
+
+def is_played(unit: Episodes) -> bool:
+    """Return whether a unit has been played and scored, without an error."""
+    return unit.outcome.done() and unit.outcome.exception() is None
+
+
+def take_over(unit: Episodes, rows: Sequence[Mapping[str, Any]], oldest: int) -> bool:
+    """Give a new unit the episodes that `dump` wrote; return False if they are others or older than `oldest`."""
+    copies = [begin() for begin in unit.begin]
+    samples = [sample for episode in copies for sample in episode]
+    names = [reward.name for reward in unit.rollout.env.reward_functions]
+    if not fill(samples, rows) or any(list(one.rewards or names) != names for one in samples):
+        return False
+    if any((span.version or 0) < oldest for sample in samples for span in sample.policy_spans):
+        return False
+    unit.all = copies
+    unit.outcome.set_result(None)
+    return True
+
+
+def dump(unit: Episodes) -> str | None:
+    """Return a played unit as JSON text; None if it would not come back equal, such as with objects in `extras`."""
+    try:
+        text = json.dumps([_row(sample) for sample in unit.samples])
+        copies = [sample for begin in unit.begin for sample in begin()]
+        same = fill(copies, json.loads(text)) and list(map(_row, copies)) == list(map(_row, unit.samples))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return text if same else None
+
+
+def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Give new samples what `dump` wrote of them; return False if it belongs to other episodes."""
+    if [(row["prompt_id"], row["index"]) for row in rows] != [(one.prompt_id, one.index) for one in samples]:
+        return False
+    for sample, row in zip(samples, rows, strict=True):
+        messages = [_message(one) for one in row["messages"]]
+        begin = len(sample.messages)
+        if messages[:begin] != sample.messages and not row["own_prompt"]:
+            return False
+        sample.messages = messages
+        for name in PLAIN:
+            setattr(sample, name, row[name])
+        sample.spans, *forks = ([_span(*span) for span in record] for record in row["records"])
+        sample.special = replace(sample.special, forks=forks, own_prompt=row["own_prompt"])
+        sample.turn_rewards = dict(row["turn_rewards"])
+        if row["rewards"] is not None:
+            sample.rewards = {name: math.nan if one is None else one for name, one in row["rewards"].items()}
+        if isinstance(sample.episode, EpisodeState):
+            sample.episode.said[:] = (Line(*line) for line in row["said"])
+    return True
+
+
+def _row(sample: SampleState) -> dict[str, Any]:
+    rewards = sample.rewards
+    return {
+        "prompt_id": sample.prompt_id,
+        "index": sample.index,
+        **{name: getattr(sample, name) for name in PLAIN},
+        "messages": [
+            {part.name: getattr(message, part.name) for part in fields(message)}
+            for message in sample.messages
+        ],
+        "records": [
+            [[span.author, span.token_ids, span.logprobs, span.version] for span in record]
+            for record in (sample.spans, *sample.special.forks)
+        ],
+        "own_prompt": sample.special.own_prompt,
+        "turn_rewards": list(sample.turn_rewards.items()),
+        "rewards": rewards and {name: None if math.isnan(one) else one for name, one in rewards.items()},
+        "said": sample.episode.said if sample.episode else [],
+    }
+
+
+def _message(row: Mapping[str, Any]) -> ChatMessage:
+    calls = row["tool_calls"]
+    return ChatMessage(**{**row, "tool_calls": calls if calls is None else tuple(calls)})
+
+
+def _span(author: Any, token_ids: list[int], logprobs: list[float] | None, version: int | None) -> TokenSpan:
+    return TokenSpan(tuple(token_ids), author, None if logprobs is None else tuple(logprobs), version)
