@@ -1,7 +1,7 @@
 """Write a non-finite optimizer step, so that `rl4llm check` can compute it again.
 
 failed/step-000012/
-  update.json          the step, which model it would have moved, and what was measured
+  update.json          the step, which model it would have moved, its images, and what was measured
   batches.safetensors  every tensor of every micro-batch
   model/               the weights that it started from
 failed/step-000012-rank1/
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def save_update(
             for name, value in batch.tensors().items()
         }
         save_file(tensors, scratch / BATCHES)
-        (scratch / FACTS).write_text(json.dumps({"batches": len(batches), **facts}, indent=1))
+        images = [
+            list(map(asdict, batch.images)) for batch in batches
+        ]  # their pixels are in the run's images/
+        (scratch / FACTS).write_text(json.dumps({"images": images, **facts}, indent=1))
 
     replace_directory(directory, write)

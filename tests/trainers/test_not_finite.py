@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.cli import main
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import DataError, ModelError, NotFiniteError
+from rl4llm.core.images import Image
+from rl4llm.data.pack import filler
 from rl4llm.extensions.inspect.check.failed_update import load_update
+from rl4llm.runs.failed_update import save_update
 
 BAD_ALGORITHM = '''
 from dataclasses import dataclass
@@ -130,6 +134,18 @@ def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(model_dir, tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check", str(directory / "failed" / "step-000002-rank1")]) == 0
     assert "not finite" in capsys.readouterr().out
+
+
+def test_a_kept_step_knows_its_images(tmp_path):
+    class Model:
+        def save(self, directory):
+            (directory / "weights").touch()
+
+    image = Image("a" * 64, 28, 56)
+    seen = replace(filler(0), images=(image,), feature_ids_BT=torch.tensor([[-1, 0]]))
+    save_update(tmp_path / "step-000001", [seen, filler(0)], Model(), {"step": 1})
+    first, second = load_update(tmp_path / "step-000001").batches
+    assert first.images == (image,) and first.feature_ids_BT.tolist() == [[-1, 0]] and second.images == ()
 
 
 def test_a_directory_without_a_kept_step_is_refused(tmp_path, capsys):

@@ -39,13 +39,12 @@ def write(file, count, seed, *, answered):
 
 def main(directory):
     """Write the model, the demonstrations and the prompts below a directory."""
-    for part in ("model", "rows"):
-        (directory / part).mkdir(parents=True)
+    (directory / "model").mkdir(parents=True)
     tokenizer = build_vision_tokenizer([QUESTION, *COLOURS] * 8)
     save_vision_model(build_vision_model(tokenizer, 0), tokenizer, directory / "model")
     write(directory / "sft.jsonl", 128, "demonstrations", answered=True)
-    write(directory / "rows/train.jsonl", 256, "train", answered=False)
-    write(directory / "rows/test.jsonl", 128, "test", answered=False)
+    write(directory / "train.jsonl", 256, "train", answered=False)
+    write(directory / "test.jsonl", 128, "test", answered=False)
 
 
 if __name__ == "__main__":

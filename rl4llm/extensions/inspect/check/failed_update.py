@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl4llm.core.errors import DataError
+from rl4llm.core.images import Image
 from rl4llm.core.types import TrainBatch
 from rl4llm.runs.failed_update import BATCHES, FACTS, MODEL
 
@@ -41,7 +42,7 @@ def load_update(directory: Path) -> FailedUpdate:
         )
     try:
         facts = json.loads((directory / FACTS).read_text())
-        batches = _batches(load_file(directory / BATCHES), facts["batches"])
+        batches = _batches(load_file(directory / BATCHES), facts["images"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
             f"{directory} holds no optimizer step that can be read: {type(error).__name__}: {error}. {accepted}"
@@ -50,14 +51,17 @@ def load_update(directory: Path) -> FailedUpdate:
     return FailedUpdate(batches, facts, first / MODEL)
 
 
-def _batches(tensors: Mapping[str, Tensor], count: int) -> list[TrainBatch]:
+def _batches(
+    tensors: Mapping[str, Tensor], images: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[TrainBatch]:
     return [
         TrainBatch.of(
             {
                 name.partition("/")[2]: value
                 for name, value in tensors.items()
                 if name.startswith(f"{number}/")
-            }
+            },
+            tuple(Image(**image) for image in seen),
         )
-        for number in range(count)
+        for number, seen in enumerate(images)
     ]
