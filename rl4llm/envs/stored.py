@@ -69,7 +69,7 @@ def take_over(unit: Episodes, rows: Sequence[Mapping[str, Any]], oldest: int) ->
 
 
 def dump(unit: Episodes) -> str | None:
-    """Return a played unit as JSON text; None if it would not come back equal, such as with objects in `extras`."""
+    """Return a played unit as JSON text; None if it would not come back equal, as with images or objects in `extras`."""
     try:
         text = json.dumps([_row(sample) for sample in unit.samples])
         copies = [sample for begin in unit.begin for sample in begin()]
@@ -124,7 +124,9 @@ def _row(sample: SampleState) -> dict[str, Any]:
 
 def _message(row: Mapping[str, Any]) -> ChatMessage:
     calls = row["tool_calls"]
-    return ChatMessage(**{**row, "tool_calls": calls if calls is None else tuple(calls)})
+    return ChatMessage(
+        **{**row, "tool_calls": None if calls is None else tuple(calls), "parts": tuple(row["parts"])}
+    )
 
 
 def _span(author: Any, token_ids: list[int], logprobs: list[float] | None, version: int | None) -> TokenSpan:

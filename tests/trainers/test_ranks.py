@@ -67,12 +67,12 @@ ROWS = [
 
 def trainer(ranks, model_dir, directory, algorithm, backend, **options):
     """Return a trainer with a global batch of four prompts for any number of ranks."""
-    reward = options.pop("reward", Letters)()
+    reward, env = options.pop("reward", Letters)(), options.pop("env_class", TwoTurns)
     return Named(
-        str(model_dir), ROWS, [reward], env=TwoTurns, eval_dataset=ROWS[:3], algorithm=algorithm,
-        output={"dir": str(directory)}, backend=backend, deterministic=True,
-        **{"model.autocast": "none", "rollout.prompts": 4 // ranks.size, "rollout.group_size": 4, "rollout.max_tokens": 5,
-           "training.lr": 3e-3, "training.max_tokens_per_batch": 64, "env.max_steps": 2, "eval.every": 2,
+        str(model_dir), ROWS, [reward], env=env, eval_dataset=ROWS[:3], algorithm=algorithm,
+        output={"dir": str(directory)}, backend=backend,
+        **{"deterministic": True, "model.autocast": "none", "rollout.prompts": 4 // ranks.size, "rollout.group_size": 4,
+           "rollout.max_tokens": 5, "training.lr": 3e-3, "training.max_tokens_per_batch": 64, "env.max_steps": 2, "eval.every": 2,
            "checkpoint.every": 2, "max_steps": 4, "timeout_s": 60} | options,
     )  # fmt: skip
 
@@ -299,6 +299,45 @@ def test_sharded_ranks_publish_to_one_shared_server(on_ranks, alone, model_dir, 
             assert len(set(server.rids)) == len(server.rids)
     assert_close(ended["two"], ended["one"], atol=2e-4)
     assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path / "two") if "loss" in row] == [True] * 3
+
+
+class SlowOnOne(TwoTurns):
+    """Takes longer on the second rank."""
+
+    async def respond(self, sample):
+        await asyncio.sleep(0.1 * int(os.environ["RANK"]))
+        return super().respond(sample)
+
+
+def trained_ahead(ranks, model_dir, directory, options):
+    """Return the steps and the weights after a run whose episodes may begin before the step that trains them."""
+    run = trainer(
+        ranks, model_dir, directory, ALGORITHMS["grpo"], {"name": "torch"}, env_class=SlowOnOne, **options
+    )
+    ended = run.train().trainer
+    return ended.step, torch.cat([tensor.flatten() for _, tensor in ended.backend.weights()])
+
+
+def test_ranks_train_the_same_draws_ahead_of_a_slow_one(on_ranks, model_dir, tokenizer, tmp_path):
+    """No rank waits for another's tail for ever, takes other steps or other prompts, or exceeds the bound."""
+    played = {}
+    for bound in (0, 2):
+        with serving(FaultServer(load_model(model_dir), tokenizer, one_by_one=True)) as server:
+            options = {
+                "inference": {"name": "sglang", "url": server.url, "deadline_s": 30.0}, "rollout.max_staleness": bound,
+                "deterministic": False, "eval.every": 0, "max_steps": 5, "tracking.episodes_every": 1,
+                "tracking.episodes_per_step": 100,
+            }  # fmt: skip
+            (steps, weights), (others, same) = on_ranks(
+                trained_ahead, model_dir, tmp_path / str(bound), options
+            )
+        assert steps == others == 5 and torch.equal(weights, same)
+        files = sorted((tmp_path / str(bound) / "episodes").glob("step-*.jsonl"))
+        rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        played[bound] = [sorted((row["prompt_id"], row["sample"]) for row in step) for step in rows]
+    assert played[0] == played[2] and len(played[0]) == 10  # files of steps and ranks
+    ages = [row["staleness/max"] for row in metrics(tmp_path / "2") if "loss" in row]
+    assert 1 <= max(ages) <= 2
 
 
 class Sleeper(FaultServer):
