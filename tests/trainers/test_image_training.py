@@ -6,6 +6,7 @@ import json
 import PIL.Image
 import pytest
 import torch
+from rank_processes import RankProcesses
 from vision_models import vision_directories  # noqa: F401 - fixture
 
 from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
@@ -123,6 +124,40 @@ def test_a_resumed_run_with_images_over_turns_is_the_same(directory, tmp_path):
     viewed.index.refresh(budget_s=float("inf"))
     shown = episode_of(viewed, 0)
     assert {*shown["images"]} == {*digests_of(shown["episode"])} and len(shown["images"]) == 2
+
+
+def mixed():
+    """Return a row with an image and one without, so that of two ranks one has no image."""
+    text = {"prompt_id": "text", "prompt": "Which?", "ground_truth": "red"}
+    return [rows()[0], text]
+
+
+def on_a_rank(ranks, directory, output, shard):
+    changes = (
+        f"backend.shard={shard}",
+        f"rollout.prompts={2 // ranks.size}",
+        "data.shuffle=false",
+        "timeout_s=60",
+    )
+    with trainer(directory, output, *changes, "max_steps=3", dataset=mixed()) as run:
+        run.train()
+        own = (
+            run.backend.weights if ranks.is_first else run.backend.own_weights
+        )  # the first converts the names
+        return torch.cat([tensor.flatten() for _, tensor in own()])
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with RankProcesses(size=1) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
+def test_a_rank_without_images_takes_the_same_steps(directory, alone, on_ranks, tmp_path, shard):
+    (one,) = alone(on_a_rank, directory, tmp_path / "one", shard)
+    two, _ = on_ranks(on_a_rank, directory, tmp_path / "two", shard)
+    assert (one - two).abs().max() < 2e-4 and not torch.equal(one, torch.zeros_like(one))
 
 
 def test_digests_of_hostile_episodes_are_no_paths():

@@ -72,8 +72,8 @@ def trainer(ranks, model_dir, directory, algorithm, backend, **options):
         str(model_dir), ROWS, [reward], env=env, eval_dataset=ROWS[:3], algorithm=algorithm,
         output={"dir": str(directory)}, backend=backend,
         **{"deterministic": True, "model.autocast": "none", "rollout.prompts": 4 // ranks.size, "rollout.group_size": 4,
-           "rollout.max_tokens": 5, "training.lr": 3e-3, "training.max_tokens_per_batch": 64, "env.max_steps": 2, "eval.every": 2,
-           "checkpoint.every": 2, "max_steps": 4, "timeout_s": 60} | options,
+           "rollout.max_tokens": 5, "training.lr": 3e-3, "training.max_tokens_per_batch": 64, "env.max_steps": 2,
+           "eval.every": 2, "checkpoint.every": 2, "max_steps": 4, "timeout_s": 60} | options,
     )  # fmt: skip
 
 
