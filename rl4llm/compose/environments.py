@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
-from rl4llm.compose.models import all_ranks, device_of
+from rl4llm.compose.models import all_ranks, device_of, vision_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm
@@ -99,7 +99,7 @@ def build_env(
     env = (
         _rendered_by(hosted(**fixed), config.env) if hosted else make_env(*own, **fixed)
     )  # hosts have its options
-    env.special_tokens = config.data.special_tokens
+    env.special_tokens, env.vision = config.data.special_tokens, vision_of(config)
     env.pool_column = config.curriculum if isinstance(config.curriculum, str) else None
     if not env.tool_schemas and (example := example_of_calls(dataset, tokenizer, env.template_args)):
         env.call_example = example

@@ -169,7 +169,7 @@ def _task(
     env = build_env(config, given, dataset, *fixed)
     rows = held_out_rows(config, given)
     held_out = build_env(config, given, rows, *fixed) if rows is not None else None
-    renderer = Renderer.of(env, tokenizer, vision_of(config))
+    renderer = Renderer.of(env, tokenizer)
     check_examples(rewards)
     for opponent in env.opponents.values():
         opponent.check()

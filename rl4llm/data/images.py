@@ -13,11 +13,12 @@ import hashlib
 import io
 import os
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import PIL.Image
@@ -138,29 +139,35 @@ class RowImages:
 class ImageStore:
     """The canonical pixels of a run's images, by digest: in memory, and as PNG files in a directory.
 
-    All pixels stay in memory until `begun` is there, such as the file by which a run owns the directory around.
+    Nothing is written until `begun` is there, such as the file by which a run owns the directory around. Stores of a process
+    share what is in memory, since a digest is the same image everywhere.
     """
+
+    _recent: ClassVar[OrderedDict[str, Pixels]] = OrderedDict()
+    _lock = threading.Lock()
 
     def __init__(self, directory: Path | None = None, begun: Path | None = None):
         self._directory, self._begun = directory, begun
-        self._unwritten: set[str] = set()
-        self._kept: OrderedDict[str, Pixels] = OrderedDict()
+        self._added: set[str] = set()
+        self._unwritten: dict[str, Pixels] = {}
 
     def add(self, pixels_HWC: Pixels) -> Image:
         """Keep pixels (H, W, 3) and return their name."""
         height, width, _ = pixels_HWC.shape
         digest = hashlib.sha256(f"{height}x{width}:".encode() + pixels_HWC.tobytes()).hexdigest()
-        if digest not in self._kept:
-            self._unwritten.add(digest)
-            self._keep(digest, pixels_HWC)
+        if digest not in self._added:
+            self._added.add(digest)
+            self._unwritten[digest] = pixels_HWC
+            self._remember(digest, pixels_HWC)
         return Image(digest, height, width)
 
     def pixels(self, image: Image) -> Pixels:
         """Return the pixels of an image (H, W, 3); raises DataError if their file is gone or is another image."""
         self._write()
-        if image.digest in self._kept:
-            self._kept.move_to_end(image.digest)
-            return self._kept[image.digest]
+        with self._lock:
+            kept = self._recent.get(image.digest, self._unwritten.get(image.digest))
+        if kept is not None:
+            return kept
         if self._directory is None:
             raise DataError(f"The image {image.digest[:12]} is not in memory, and the run has no directory.")
         file = self._directory / f"{image.digest}.png"
@@ -172,26 +179,28 @@ class ImageStore:
         found = hashlib.sha256(f"{image.height}x{image.width}:".encode() + pixels.tobytes()).hexdigest()
         if found != image.digest:
             raise DataError(f"The image {file} is not the one that its name says. Restore the file.")
-        self._keep(image.digest, pixels)
+        self._remember(image.digest, pixels)
         return pixels
 
-    def _keep(self, digest: str, pixels: Pixels) -> None:
-        self._kept[digest] = pixels
+    def _remember(self, digest: str, pixels: Pixels) -> None:
         self._write()
-        while len(self._kept) > KEPT and next(iter(self._kept)) not in self._unwritten:
-            self._kept.popitem(last=False)
+        with self._lock:
+            self._recent[digest] = pixels
+            self._recent.move_to_end(digest)
+            while len(self._recent) > KEPT:
+                self._recent.popitem(last=False)
 
     def _write(self) -> None:
         if not self._unwritten or self._directory is None or (self._begun and not self._begun.exists()):
             return
         self._directory.mkdir(parents=True, exist_ok=True)
-        for digest in sorted(self._unwritten):
+        for digest, pixels in list(self._unwritten.items()):
             file = self._directory / f"{digest}.png"
             if not file.exists():
                 beside = file.with_name(f".{digest}.{os.getpid()}.{secrets.token_hex(4)}")
-                PIL.Image.fromarray(self._kept[digest]).save(beside, format="PNG")
+                PIL.Image.fromarray(pixels).save(beside, format="PNG")
                 beside.replace(file)
-        self._unwritten.clear()
+            self._unwritten.pop(digest, None)
 
 
 def _picture(value: Any, directory: Path | None) -> Picture:

@@ -76,8 +76,8 @@ class Renderer:
     """
 
     @classmethod
-    def of(cls, env: BaseMDPEnv, tokenizer: Any, vision: Vision | None = None) -> Renderer:
-        """Return a renderer for the conversations of an environment; with `vision` they may have images."""
+    def of(cls, env: BaseMDPEnv, tokenizer: Any) -> Renderer:
+        """Return a renderer for the conversations of an environment."""
         roles = env.reply_roles if env.max_steps > 1 else ()
         return cls(
             tokenizer,
@@ -87,7 +87,7 @@ class Renderer:
             env.special_tokens,
             env.call_example,
             env.thoughts,
-            vision,
+            env.vision,
         )
 
     def __init__(

@@ -16,7 +16,8 @@ from vision_models import vision_directories, vision_directory, vision_of  # noq
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.core.errors import BadRowError, DataError, TemplateError
 from rl4llm.core.images import ImagePlace, Picture
-from rl4llm.core.types import ChatMessage, TokenSpan, images_of
+from rl4llm.core.sample import SampleState, Special, group_of
+from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory, images_of
 from rl4llm.data import images as module
 from rl4llm.data.demonstrations import demonstration
 from rl4llm.data.images import ImageStore, canonical, read_picture, size_of
@@ -150,20 +151,30 @@ def test_pixels_are_kept_by_digest_and_found_again(tmp_path, monkeypatch):
     image = store.add(first)
     assert (image.height, image.width) == (8, 12) and image == ImageStore().add(first.copy())
     assert image != store.add(noise(8, 12, seed=1)) and image != store.add(first.reshape(12, 8, 3))
-    store.add(noise(8, 8))
+    assert (store.pixels(image) == first).all()
     assert not run.exists()  # nothing is written before the run begins
     run.mkdir()
     store.add(noise(4, 8))
     assert not [*run.iterdir()]
     (run / "run.json").touch()
     store.add(noise(4, 4))
-    assert len([*(run / "images").iterdir()]) == 6
-    again = ImageStore(run / "images")
-    assert (again.pixels(image) == first).all() and (store.pixels(image) == first).all()
+    assert len([*(run / "images").iterdir()]) == 5
+    for again in (store, ImageStore(run / "images")):
+        again.add(noise(2, 2))  # the only one that is kept in memory
+        assert (again.pixels(image) == first).all()
+    store.add(noise(2, 3))
     PIL.Image.fromarray(noise(8, 12, seed=2)).save(run / "images" / f"{image.digest}.png")
-    other = ImageStore(run / "images")
     with pytest.raises(DataError, match="is not the one"):
-        other.pixels(image)
+        ImageStore(run / "images").pixels(image)
+    (run / "images" / f"{image.digest}.png").unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        store.pixels(image)
+
+
+def test_each_store_writes_what_was_added_to_it(tmp_path):
+    image, same = (ImageStore(tmp_path / name).add(noise(6, 6)) for name in ("one", "two"))
+    assert image == same
+    assert all((tmp_path / name / f"{image.digest}.png").is_file() for name in ("one", "two"))
 
 
 def test_positions_are_those_of_the_family(vision_directory):  # noqa: F811
@@ -333,6 +344,26 @@ def test_a_demonstration_sees_its_images(renderer):
     messages = [ChatMessage.showing("user", "?", Picture(RED)), ChatMessage("assistant", "red")]
     trajectory = demonstration(renderer, messages, "a")
     assert [place.image for place in images_of(trajectory.spans)] == [vision.see(Picture(RED))]
+
+
+def test_groups_share_only_what_shows_the_same_images(renderer):
+    renderer, _ = renderer
+    trajectories = {}
+    samples = []
+    for data in (RED, BLUE):
+        messages = [ChatMessage.showing("user", "Look: ", Picture(data), "What?")]
+        first = renderer.context(renderer.first(messages), messages)
+        spans = (first, TokenSpan((7,), "policy", (0.0,), 0))
+        sample = SampleState("a", len(samples), messages, None, {}, special=Special(own_prompt=True))
+        trajectories[id(sample)] = Trajectory("a", spans, tuple(messages), {}, 0.0, "done")
+        samples.append(sample)
+    group = group_of(samples, trajectories, frozen=False)
+    place = first.images[0]
+    assert [len(one.spans[0].token_ids) for one in group.trajectories] == [place.offset, place.offset]
+    for one in group.trajectories:
+        assert (
+            images_of(one.spans) == trajectories[id(samples[group.trajectories.index(one)])].spans[0].images
+        )
 
 
 def test_spans_are_cut_beside_images(renderer):

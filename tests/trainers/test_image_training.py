@@ -6,15 +6,18 @@ import json
 import PIL.Image
 import pytest
 import torch
+import yaml
 from rank_processes import RankProcesses
 from vision_models import vision_directories  # noqa: F401 - fixture
 
 from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.cli import main
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.errors import DataError
 from rl4llm.core.images import Picture
+from rl4llm.data.load import load_rows
 from rl4llm.extensions.view.run import ViewedRun
 from rl4llm.extensions.view.server import digests_of, episode_of
 
@@ -124,6 +127,35 @@ def test_a_resumed_run_with_images_over_turns_is_the_same(directory, tmp_path):
     viewed.index.refresh(budget_s=float("inf"))
     shown = episode_of(viewed, 0)
     assert {*shown["images"]} == {*digests_of(shown["episode"])} and len(shown["images"]) == 2
+
+
+def test_a_run_with_images_is_checked_collected_and_imitated(directory, tmp_path):
+    stored = [{**row, "image": Picture(row["image"]).to_part()["image_url"]["url"]} for row in rows()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stored))
+    config = {
+        "model": {"path": str(directory), "vision": "frozen", "autocast": "none"}, "eval": {"every": 0},
+        "data": {"path": str(tmp_path / "rows.jsonl")}, "output": {"dir": str(tmp_path / "run")},
+        "rewards": [{"name": "length", "unit": "chars", "max_length": 1, "margin": 10}],
+        "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 4},
+    }  # fmt: skip
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+    assert main(["check", str(tmp_path / "train.yaml")]) == 0
+    assert (
+        main(
+            [
+                "collect",
+                str(tmp_path / "train.yaml"),
+                "--out",
+                str(tmp_path / "played.jsonl"),
+                "--prompts",
+                "2",
+            ]
+        )
+        == 0
+    )
+    played = load_rows(tmp_path / "played.jsonl", learns_from="demonstrations", images=True)
+    seen = [ChatMessage.from_dict(row["messages"][0]).pictures for row in played]
+    assert len(seen) == 8 and {Picture(picture(name)) for name in COLOURS} == {one for (one,) in seen}
 
 
 def mixed():

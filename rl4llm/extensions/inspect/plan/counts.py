@@ -28,7 +28,6 @@ from rl4llm.compose.environments import (
     build_sandbox,
     with_hosts,
 )
-from rl4llm.compose.models import vision_of
 from rl4llm.compose.supervised import dataset_reader
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import batching_of
@@ -81,7 +80,7 @@ def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, co
         for name, part in by_part(config).items():
             env, measured = in_part(name, _environment, part, algorithm, tokenizer)
             opened.callback(env.close)
-            renderer = Renderer.of(env, tokenizer, vision_of(part))
+            renderer = Renderer.of(env, tokenizer)
             fitted = (env, renderer, context_length, part)
             env.dataset = in_part(name, fitting_prompts, env.dataset, *fitted, "data")
             measured = in_part(name, fitting_prompts, measured, *fitted, "eval")

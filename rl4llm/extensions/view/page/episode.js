@@ -127,7 +127,7 @@ export function episodeView(app) {
     more();
     element.paint = paint;
     const missing = known ? null : h("span", { class: "quiet" }, " There is no tokenizer in the run's model/ or at model.path, so tokens are shown by their ids.");
-    return h("section", {}, h("h2", {}, "Tokens ", h("span", { class: "quiet" }, number(tokens.length))), h("div", { class: "controls" }, h("label", { for: "colour" }, "coloured by ", select), legend, missing), h("div", { class: "token-box" }, flow, panel));
+    return h("section", {}, h("h2", {}, "Tokens ", h("span", { class: "quiet" }, number(tokens.reduce((sum, { count }) => sum + count, 0)))), h("div", { class: "controls" }, h("label", { for: "colour" }, "coloured by ", select), legend, missing), h("div", { class: "token-box" }, flow, panel));
   }
 
   function chip(token, i) {
@@ -274,6 +274,7 @@ function flatten(span, at, record, texts) {
     span: at,
     place: i,
     starts: i === 0,
+    count: lengths.get(i) ?? 1,
     text: lengths.has(i) ? `[image, ${lengths.get(i)} tokens]` : (texts[id] ?? `#${id} `),
     author: String(author),
     version,
