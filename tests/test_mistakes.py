@@ -145,8 +145,8 @@ env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not 
 "rewards=['mine:Unfinished']" | Reward 'mine:Unfinished' needs the option name ... Next: give `name` a default
 "rewards=['mine:raises']"                          | reward 'raises' raised KeyError: 'A' (mine.py:5)
 "rewards=['mine:Bare']"                            | reward 'bare' raised IndexError: list index out of range (mine.py:
-"rewards=['mine:one']"                             | Reward 'one' returned 1.0 for 4 samples. Accepted: a list of 4 numbers
-"rewards=['mine:few']"                             | Reward 'few' returned 1 scores for 4 samples. Return one for each sample
+"rewards=['mine:one']"                             | Reward 'one' returned 1.0 for 2 samples. Accepted: a list of 2 numbers
+"rewards=['mine:few']"                             | Reward 'few' returned 1 scores for 2 samples. Return one for each sample
 "rewards=['mine:wants']" | asks for 'level', which the dataset does not have. It can get: completions
 "rewards=['mine:nan']"                             | reward 'nan' returned nan, not a finite number
 "rewards=['mine:text']"                            | reward 'text' returned 'good', not a finite number

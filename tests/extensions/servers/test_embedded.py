@@ -454,13 +454,14 @@ class TwoTurns(BaseMDPEnv):
 def test_a_run_survives_kill_9_of_its_server(model_dir, tmp_path):
     port = free_port("127.0.0.1")
     said = tmp_path / "said"
-    words = ["serve", "--engine", "embedded", "--restarts", "1", "--log", tmp_path / "log", model_dir]
+    words = ["serve", "--engine", "embedded", "--restarts", "3", "--log", tmp_path / "log", model_dir]
     words += ["--port", port, "model.autocast=none", "--cpu"]
     with open(said, "wb") as out:
         launcher = subprocess.Popen([sys.executable, "-m", "rl4llm", *map(str, words)], stderr=out)
     try:
         TwoTurns.victim = launcher
-        inference = {"name": "embedded", "url": f"http://127.0.0.1:{port}"}
+        # Meanwhile another process may take the port, so that a restart fails.
+        inference = {"name": "embedded", "url": f"http://127.0.0.1:{port}", "wait_s": 120}
         train(model_dir, tmp_path / "run", inference, steps=4, env=TwoTurns, **{"env.max_steps": 2})
         assert TwoTurns.victim is None
     finally:
