@@ -25,7 +25,7 @@ from rl4llm.core.types import TokenSpan
 from rl4llm.data.images import ImageStore, Pixels, canonical, size_of
 
 MAX_SEEN = 4096  # pictures whose images are remembered
-PROBE_SIZE = 64, 96  # pixels, before the model's own resizing; not square, so that rows are told from columns
+PROBE_SIZE = 64, 96  # pixels, before the model's own resizing; not square: rows and columns must differ
 
 
 class Vision:
