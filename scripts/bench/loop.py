@@ -39,7 +39,6 @@ from rl4llm.backends.heads import OutputLayer, asked_tokens, selected_logprobs
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.types import Group, SamplingParams, TrainBatch
 from rl4llm.data.pack import Batching
 from rl4llm.runtime.cpu import keep_freed_memory
@@ -48,6 +47,7 @@ from rl4llm.sync.inference import Inference
 from rl4llm.sync.memory import MemoryPublisher
 from rl4llm.testing import ScriptedClient
 from rl4llm.tracking.resources import PhaseClock, Resources
+from rl4llm.trainers.base_trainer import Schedule
 from rl4llm.trainers.prepare import Preparation
 from rl4llm.trainers.rl import RLStep, RLTrainer
 

@@ -29,7 +29,7 @@ def build_model(size: str, dtype: torch.dtype = torch.float32, seed: int = 0, **
     torch.manual_seed(seed)
     config = Qwen3Config(
         **SHAPES[size] | changes,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,

@@ -27,18 +27,27 @@ from step import SAMPLES, STEPS, save_model, save_prompts
 from verify import reward
 
 from rl4llm import GRPOTrainer
-from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, SampleState
+from rl4llm.core.base_env import LLM, BaseMDPEnv, ChatMessage, SampleState
+from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.servers.launch import launch
 
 
-class Tool(BaseMDPEnv):
-    """Answers after a time that the seed of the sample decides."""
+class Task(BaseMDPEnv):
+    """Length of the answer and time of the tool depend on the seed of the sample alone."""
 
     median_s = 0.0
+    median_tokens = 0
     continue_truncated = True
 
+    async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
+        if self.median_tokens:
+            length = random.Random(sample.session).lognormvariate(math.log(self.median_tokens), 1.0)
+            longest = sampling_params.max_tokens
+            sampling_params = sampling_params.replace(max_tokens=min(max(20, round(length)), longest))
+        await super()._run_episode(sample, llm, sampling_params)
+
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        if sample.current_step > 1:
+        if not self.median_s or sample.current_step > 1:
             return []
         seconds = random.Random(sample.session).lognormvariate(math.log(self.median_s), 1.0)
         await asyncio.sleep(min(seconds, 60 * self.median_s))
@@ -61,7 +70,8 @@ def seconds(
             "eval.every": 0,
             "checkpoint.every": 0,
             "max_steps": 1 + options.steps,
-            **({"env": Tool, "env.max_steps": 2} if options.tool_s else {}),
+            "env": Task,
+            "env.max_steps": 2 if options.tool_s else 1,
             **keys,
         },
     ).train()
@@ -82,12 +92,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--tool-s", type=float, default=0.0, help="median of the time that a tool takes")
+    parser.add_argument("--median-tokens", type=int, default=0, help="median of the lengths of answers")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    Tool.median_s = options.tool_s
+    Task.median_s, Task.median_tokens = options.tool_s, options.median_tokens
     transformers.utils.logging.disable_progress_bar()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
