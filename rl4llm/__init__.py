@@ -14,9 +14,9 @@ TESTED_TORCH = ("2.11", "2.13", "2.15")
 _HOMES = {
     "BaseMDPEnv": "rl4llm.core.base_env",
     "BaseOpponent": "rl4llm.core.base_opponent",
-    "BaseRLTrainer": "rl4llm.core.base_trainer",
+    "BaseRLTrainer": "rl4llm.trainers.base_trainer",
     "BaseRewardFunction": "rl4llm.core.base_env",
-    "BaseTrainer": "rl4llm.core.base_trainer",
+    "BaseTrainer": "rl4llm.trainers.base_trainer",
     "Batching": "rl4llm.data.pack",
     "ChatMessage": "rl4llm.core.types",
     "DAPOTrainer": "rl4llm.api",

@@ -20,8 +20,6 @@ from rl4llm.core.base_env import EnvState as EnvState
 from rl4llm.core.base_env import SampleState as SampleState
 from rl4llm.core.base_opponent import BaseOpponent as BaseOpponent
 from rl4llm.core.base_opponent import register_opponent as register_opponent
-from rl4llm.core.base_trainer import BaseRLTrainer as BaseRLTrainer
-from rl4llm.core.base_trainer import BaseTrainer as BaseTrainer
 from rl4llm.core.types import ChatMessage as ChatMessage
 from rl4llm.core.types import SamplingParams as SamplingParams
 from rl4llm.data.pack import Batching as Batching
@@ -38,6 +36,8 @@ from rl4llm.envs.tools.tool import tool as tool
 from rl4llm.inference.local import LocalClient as LocalClient
 from rl4llm.rewards.registry import register_reward as register_reward
 from rl4llm.sync.memory import MemoryPublisher as MemoryPublisher
+from rl4llm.trainers.base_trainer import BaseRLTrainer as BaseRLTrainer
+from rl4llm.trainers.base_trainer import BaseTrainer as BaseTrainer
 from rl4llm.trainers.prepare import Preparation as Preparation
 
 TESTED_TORCH: tuple[str, ...]

@@ -91,7 +91,7 @@ API = {  # page: title, what it says first, and modules of names of rl4llm; a na
     "api/contracts.md": (
         "Contracts",
         "The base classes that every part of a run implements.",
-        ("rl4llm.core.base_trainer.", *CONTRACTS),
+        ("rl4llm.trainers.base_trainer.", *CONTRACTS),
     ),
     "api/loop.md": (
         "Parts of a loop",

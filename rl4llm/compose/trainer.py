@@ -57,7 +57,6 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.registry import load
 from rl4llm.core.types import SamplingParams
@@ -71,6 +70,7 @@ from rl4llm.runtime.runner import Runner
 from rl4llm.sync.inference import Inference
 from rl4llm.tracking.run import RunTracker
 from rl4llm.tracking.tracker import check_installed
+from rl4llm.trainers.base_trainer import Schedule
 from rl4llm.trainers.prepare import Preparation
 from rl4llm.trainers.rl import RLTrainer
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.base_trainer import BaseTrainer, Step
 from rl4llm.core.errors import ConfigError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update
 from rl4llm.data.prompts import PromptStream
@@ -32,6 +31,7 @@ from rl4llm.sync.verify import (
 )
 from rl4llm.tracking.episodes import TrainedTokens
 from rl4llm.tracking.run import RunTracker
+from rl4llm.trainers.base_trainer import BaseTrainer, Step
 from rl4llm.trainers.prepare import Preparation
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from rl4llm.api import DAPOTrainer, GRPOTrainer
 from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
-from rl4llm.core.base_trainer import Schedule
 from rl4llm.core.errors import (
     ConfigError,
     DataError,
@@ -28,6 +27,7 @@ from rl4llm.core.errors import (
 )
 from rl4llm.core.types import WeightRef
 from rl4llm.tracking.episodes import read_episodes
+from rl4llm.trainers.base_trainer import Schedule
 
 SMALL = {
     "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5},
