@@ -6,20 +6,7 @@
 # About 3 minutes and 3 GB; an environment that an older version of this script made gets only what it lacks. On a machine
 # with GPUs install these instead: pip install sglang sglang-router.
 #   RL4LLM_PYTHON  the Python 3.11 or newer to make the environment with (default: python3)
-set -euo pipefail
-
-venv="${1:?usage: scripts/install_sglang_cpu.sh VENV}"
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-stamp="$venv/rl4llm-sglang-installed"
-want="$(cksum < "${BASH_SOURCE[0]}")"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-  exit 0
-fi
-
-echo "Installing SGLang for CPUs into $venv ..."
-"${RL4LLM_PYTHON:-python3}" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check)
-"${pip[@]}" install --quiet torch==2.13.0  # first, so that the next line keeps this build
+. "$(dirname "${BASH_SOURCE[0]}")/separate.sh" "SGLang for CPUs" "${1:?usage: scripts/install_sglang_cpu.sh VENV}"
 
 # What SGLang imports on its way to serving a text model on a CPU, in the versions that were tested together. The rest of
 # what it asks for is CUDA's.
@@ -39,4 +26,4 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check)
   { cat "$venv/check.log" >&2; exit 1; }
 "$venv/bin/python" "$root/rl4llm/extensions/servers/inside/sglang_router_cpu.py" --help > "$venv/check.log" 2>&1 ||
   { cat "$venv/check.log" >&2; exit 1; }
-echo "$want" > "$stamp"
+installed

