@@ -287,16 +287,10 @@ class RunTracker:
     def _draw_curve(self, step: int) -> None:
         from rl4llm.tracking.curve import plot_learning_curve  # noqa: PLC0415 - once or twice a run
 
+        run = self._run
         with self._tolerant("learning curve"):
-            run, model, algorithm = (
-                self._run,
-                self._config.get("model.path"),
-                self._config.get("algorithm.name"),
-            )
-            names = (run.path.resolve().name, PurePath(str(model or "")).name, str(algorithm or "").upper())
-            title = ", ".join(filter(None, names))
-            if plot_learning_curve(run.metrics_file, read_jsonl(run.eval_file), run.curve_file, title):
-                self._trackers.picture(step, "learning_curve", self._run.curve_file)
+            if plot_learning_curve(run.metrics_file, read_jsonl(run.eval_file), run.curve_file, self._title()):
+                self._trackers.picture(step, "learning_curve", run.curve_file)
                 self._drawn = step
 
 
