@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from multiprocessing.util import Finalize
 
 if os.path.exists("/dev/nvidiactl"):
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # all tests are of a CPU; scripts/bench/gpu.py is what checks a GPU
-    )
+    # all tests are of a CPU; scripts/bench/gpu.py is what checks a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import forked_python
 import pytest

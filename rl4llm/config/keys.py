@@ -56,9 +56,8 @@ class DataConfig:
     path: str | None = None
     split: str = "train"
     prompt_column: str | None = None  # messages or a text; null: messages, or else prompt
-    answer_column: str | None = (
-        None  # a dot leads into a nested column; null: ground_truth, which may be missing
-    )
+    # a dot leads into a nested column; null: ground_truth, which may be missing
+    answer_column: str | None = None
     answer_pattern: str | None = None  # regular expression; its first group is the ground truth
     system_prompt: str | None = None
     prompt_template: str | None = None  # with {prompt}
@@ -139,16 +138,14 @@ class TrainingConfig:
     max_grad_norm: NonNegative = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Natural = 0
-    max_tokens_per_batch: Count | None = (
-        None  # or the longest trajectory; null: 2048 on a CPU, 16384 on a GPU
-    )
+    # a longer trajectory is computed alone; null: 2048 on a CPU, 16384 on a GPU
+    max_tokens_per_batch: Count | None = None
     layout: Literal["sorted", "packed", "shared"] = "shared"  # see rl4llm.data.layouts
     constant_length: Count | None = None  # of aggregation "constant"; null: all that a trajectory may sample
     updates_per_rollout: Count = 1
     epochs: Count = 1
-    max_skipped: Count = (
-        3  # optimizer steps in a row with a loss or gradient that is not finite, before it stops
-    )
+    # optimizer steps in a row with a loss or gradient that is not finite, before it stops
+    max_skipped: Count = 3
 
 
 @dataclass
@@ -185,9 +182,8 @@ class LaunchConfig:
     server_gpu: str | None = None  # null: gpu
     server_flags: list[str] = field(default_factory=list)  # the server's own
     router: bool = False  # sglang-router in front of the servers
-    env_hosts: Natural = (
-        0  # hosts of environments to start; 0: those of env.remote, or the trainer plays them
-    )
+    # hosts of environments to start; 0: those of env.remote, or the trainer plays them
+    env_hosts: Natural = 0
 
 
 @dataclass
@@ -198,9 +194,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
-    rewards: list[Any] | None = (
-        None  # names, or mappings with name, weight and options; null: the environment's
-    )
+    # names, or mappings with name, weight and options; null: the environment's
+    rewards: list[Any] | None = None
     parts: dict[str, Any] = field(
         default_factory=dict
     )  # several environments in one run by name, see `by_part`

@@ -48,17 +48,15 @@ class Needs:
     reference: bool = False
     reference_path: str | None = None  # another model than the policy's own start
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
-    reward_kl: tuple[float, KLEstimator] | None = (
-        None  # (coefficient, estimator) of a KL penalty on the trajectory's reward
-    )
+    # (coefficient, estimator) of a KL penalty on the trajectory's reward
+    reward_kl: tuple[float, KLEstimator] | None = None
     old_logprobs: bool = False  # computed by the trainer, else those of the engine
     newest: bool = False  # samples must be of the newest weights: the losses weigh no others
     critic: Critic | None = None
     value_head: bool = False  # the model that trains gives values instead of log-probs
     mismatched: bool = False  # `TrainBatch.divergence`, estimated on answers to other prompts
-    greedy_baseline: bool = (
-        False  # one more trajectory per prompt, the most probable one, as `Group.baseline`
-    )
+    # one more trajectory per prompt, the most probable one, as `Group.baseline`
+    greedy_baseline: bool = False
     sampling: tuple[
         Mapping[str, float], ...
     ] = ()  # fields of SamplingParams by sample index; starts again after the last

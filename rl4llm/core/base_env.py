@@ -72,9 +72,8 @@ class BaseMDPEnv(Player):
     """What becomes of thoughts that the chat template drops from earlier turns: "keep", "drop" or "refuse"."""
     vision: Any = None
     """What the model makes of images, a `rl4llm.data.vision.Vision`; without it, messages with images are refused."""
-    continue_truncated: bool = (
-        False  # whether an episode continues after a turn that ran into its token limit
-    )
+    # whether an episode continues after a turn that ran into its token limit
+    continue_truncated: bool = False
     roles: tuple[str, ...] = ("",)  # who speaks in an episode; the policy plays all except the opponents
     opponents: Mapping[str, Any] = {}  # the opponent of each role that the policy does not play
     frozen: Sequence[str] = ()  # roles that the policy plays without learning from it

@@ -14,9 +14,8 @@ from rl4llm.core.message import ROLES, THOUGHTS
 from rl4llm.core.types import ChatMessage
 
 _BARE: Mapping[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
-_MAX_EXPANSION = (
-    11  # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
-)
+# bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
+_MAX_EXPANSION = 11
 _ASKED = ChatMessage("user", "ProbeOpeningQuestion")
 _OPENINGS = ([_ASKED], [ChatMessage("system", "ProbeSystemPrompt"), _ASKED])
 _ARGUMENTS = {"probe": "ProbeArgument"}

@@ -84,9 +84,8 @@ class BatchCallable(BaseRewardFunction):
         examples: what it must give to known conversations before training starts.
     """
 
-    by_name: ClassVar[bool] = (
-        False  # even to a function without a parameter `completions`, if it takes any name
-    )
+    # even to a function without a parameter `completions`, if it takes any name
+    by_name: ClassVar[bool] = False
 
     def __init__(
         self,

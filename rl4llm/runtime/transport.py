@@ -29,9 +29,8 @@ MAY_PASS = frozenset((408, 425, 429, *range(500, 600)))
 
 SHOWN = 300  # characters of a server's answer in messages
 OPEN_FILES = 65536  # each connection is an open file
-KEEPALIVE_S = (
-    4.0  # less than the 5 s after that uvicorn, which all these servers use, closes idle connections
-)
+# less than the 5 s after that uvicorn, which all these servers use, closes idle connections
+KEEPALIVE_S = 4.0
 
 
 class NotConnectedError(UnreachableError):

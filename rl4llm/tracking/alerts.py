@@ -17,9 +17,8 @@ Row = Mapping[str, Any]
 
 FIRST = 5  # steps that show how a run began
 CALM = 3  # steps without the sign, after which an alert is over
-CONSTANT_GROUPS = (
-    64  # if one sample in 100 succeeds, this many groups of 8 have equal rewards by chance in 0.6 % of cases
-)
+# if one sample in 100 succeeds, this many groups of 8 have equal rewards by chance in 0.6 % of cases
+CONSTANT_GROUPS = 64
 TRUNCATED = 0.95  # of the episodes of a step; a policy that is learning to stop is well below
 COLLAPSED = 0.05  # of the initial entropy; success lowers entropy too, so it counts only below this share of successes:
 SUCCESS = 0.8

@@ -289,7 +289,9 @@ class RunTracker:
 
         run = self._run
         with self._tolerant("learning curve"):
-            if plot_learning_curve(run.metrics_file, read_jsonl(run.eval_file), run.curve_file, self._title()):
+            if plot_learning_curve(
+                run.metrics_file, read_jsonl(run.eval_file), run.curve_file, self._title()
+            ):
                 self._trackers.picture(step, "learning_curve", run.curve_file)
                 self._drawn = step
 

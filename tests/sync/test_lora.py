@@ -377,9 +377,8 @@ def learn(model_dir, directory, **keys):
 
 def test_grpo_learns_an_adapter_with_the_embedded_engine(model, tokenizer, tmp_path):
     with torch.no_grad():
-        model.model.norm.weight *= (
-            6  # the output layer is frozen, so what comes before it must be able to move it
-        )
+        # the output layer is frozen, so what comes before it must be able to move it
+        model.model.norm.weight *= 6
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     keys = {"model.lora": {"rank": 8}, "training": {"lr": 1e-2}, "checkpoint.every": 6, "deterministic": True}

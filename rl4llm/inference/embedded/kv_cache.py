@@ -11,9 +11,8 @@ from rl4llm.core.images import Image
 from rl4llm.core.model_memory import ModelShape
 
 LENGTH_STEP = 64  # capacity grows in multiples of this many tokens
-LEAST_ROWS = (
-    2  # of a captured step; kernels that are compiled for any number of rows are compiled again for one
-)
+# Of a captured step: kernels that are compiled for any number of rows are compiled again for one.
+LEAST_ROWS = 2
 StateName = tuple[int, str, int]
 """The layer, the kind and the number of a recurrent state."""
 
