@@ -54,10 +54,10 @@ def vision_of(directory, images=None):
     return Vision(directory, ImageStore(images))
 
 
-def seeing_model(directory, vision):
+def seeing_model(directory, vision, *, trains=False):
     """Return the text model with the image side beside it."""
     model = load_model(directory, device="cpu")
-    add_tower(model, directory, vision)
+    add_tower(model, directory, vision, trains=trains)
     return model
 
 

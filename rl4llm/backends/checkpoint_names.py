@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl4llm.backends.vision_language import whole_checkpoint
 from rl4llm.core.errors import ModelError
+from rl4llm.core.images import IMAGE_SIDE
 from rl4llm.core.types import TensorSpec
 
 INCOMPLETE = (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError, StopIteration)
@@ -33,20 +34,24 @@ class CheckpointNames:
 
     def __init__(self, model: PreTrainedModel, own: Sequence[TensorSpec]):
         self._model, self._whole, self._others = model, whole_checkpoint(model), list[TensorSpec]()
-        named = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in own}
+        every = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in own}
+        seeing = {name: self._file_name(name) for name in every if name.startswith(f"{IMAGE_SIDE}.")}
+        named = {name: tensor for name, tensor in every.items() if name not in seeing}
         saved = revert_weight_conversion(model, dict(named))
         self._renamed = {name: name for name in named if saved.get(name) is named[name]}
         self._parts: dict[str, tuple[str, ...]] = {}  # by name: all that convert together with it
         if len(self._renamed) != len(named) or len(saved) != len(named):
             self._find_parts(named, saved)
-        specs = [TensorSpec.of(name, tensor) for name, tensor in self.converted(named.items())]
+        self._renamed |= seeing
+        saved |= {seeing[name]: every[name] for name in seeing}
+        specs = [TensorSpec.of(name, tensor) for name, tensor in self.converted(every.items())]
         if sorted(spec.name for spec in specs) != sorted(saved):
             raise ModelError(
                 f"The weights of {type(model).__name__} cannot be converted to the names of a Hugging Face checkpoint one "
                 "layer at a time. Train with inference.name=local, which needs no names."
             )
         if self._whole is not None:
-            tied = {key: torch.empty(0, device="meta") for key in model.state_dict().keys() - named.keys()}
+            tied = {key: torch.empty(0, device="meta") for key in model.state_dict().keys() - every.keys()}
             self._others = self._whole.others(saved.keys(), revert_weight_conversion(model, tied).keys())
         self.specs = [*specs, *self._others]
 
@@ -65,6 +70,11 @@ class CheckpointNames:
                 yield from revert_weight_conversion(self._model, waiting.pop(names)).items()
         if self._whole is not None:
             yield from self._whole.read(self._others)
+
+    def _file_name(self, name: str) -> str:
+        """Return the name in the files of a tensor of the image side."""
+        assert self._whole is not None  # only a part of a checkpoint has an image side
+        return self._whole.file_name(name.removeprefix(f"{IMAGE_SIDE}."))
 
     def _find_parts(self, named: Named, saved: Named) -> None:
         """Find the smallest sets of tensors that convert apart from all others: single ones, or those of one module."""

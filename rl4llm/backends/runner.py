@@ -36,7 +36,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks):
-        self.model = model
+        self.model, self._tower = model, tower_of(model)
         self.probe = _probe_batch(model)
         # Whether the output layer splits off, and whether batches can be streams.
         self.padded_since = "the model computes its logits itself"
@@ -107,14 +107,18 @@ class ModelRunner:
         self, token_ids_RT: Tensor, feature_ids_RT: Tensor | None, batch: TrainBatch
     ) -> dict[str, Any]:
         """Return the arguments for the tokens, with what the model sees of their images."""
-        if feature_ids_RT is None:
-            return {"input_ids": token_ids_RT}
-        tower = tower_of(self.model)
-        if tower is None:
+        tower = self._tower
+        if tower is None and feature_ids_RT is not None:
             raise ModelError(
                 "The batch has images, but the model was loaded without them. Set model.vision=frozen."
             )
-        inputs: dict[str, Any] = tower.inputs(self.model, token_ids_RT, feature_ids_RT, batch.images)
+        if tower is None:
+            return {"input_ids": token_ids_RT}
+        inputs: dict[str, Any] = (
+            tower.without_images(self.model, token_ids_RT)
+            if feature_ids_RT is None
+            else tower.inputs(self.model, token_ids_RT, feature_ids_RT, batch.images)
+        )
         return inputs
 
     @torch.no_grad()

@@ -1,8 +1,11 @@
-"""The image side of a vision-language model, frozen as in the files, beside the text model that trains.
+"""The image side of a vision-language model beside the text model: frozen as in the files, or training with it.
 
 The vision-language class itself never runs: it finds images by the ids of tokens and keeps positions as state, and the
-policy may sample a placeholder. Here the features of each image are computed once and put at places that are given,
-between embeddings that the text model computes, and positions are given too. Both ways are compared once, on one image.
+policy may sample a placeholder. Here the features of images are computed first and put at places that are given, between
+embeddings that the text model computes, and positions are given too. Both ways are compared once, on one image.
+
+Features of a frozen image side are computed once per image. One that trains computes all images of a batch in one call, and
+the probe for a batch without images, so that ranks which share its weights make equally many calls.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from rl4llm.backends.model_files import check_model_path
 from rl4llm.backends.models import UNREADABLE, hub_options, without_progress_bars
+from rl4llm.backends.runner import nothing_of
 from rl4llm.backends.vision_language import without_reports
 from rl4llm.core.errors import ModelError
-from rl4llm.core.images import TOWER, Image
+from rl4llm.core.images import IMAGE_SIDE, TOWER, Image
 from rl4llm.data.vision import Vision
 from rl4llm.runtime.ranks import Ranks
 
@@ -34,28 +38,33 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 class Tower:
     """Computes what a text model sees of images.
 
-    It is not a module of the text model: no optimizer, adapter, checkpoint or process group sees it.
+    It is not a module of the text model: where it is frozen, no optimizer, adapter, checkpoint or process group sees it.
+    Where it trains, `add_tower` makes its weights a module of the text model.
 
     Attributes:
         vision: the sizes, tokens and positions of images.
+        trains: whether its weights may change, so that no features are kept.
         sequence: a few tokens with a small image, the `probe`, and its place.
     """
 
-    def __init__(self, module: Any, vision: Vision):
-        self._module, self.vision = module, vision
+    def __init__(self, module: Any, vision: Vision, *, trains: bool = False):
+        self._module, self.vision, self.trains = module, vision, trains
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self.sequence = vision.probe()
         self.probe = self.sequence[1][0].image
 
     def __deepcopy__(self, memo: Any) -> Tower:
-        return self  # it never changes
+        return self  # its weights are those of the original
 
     def features(self, images: Sequence[Image], device: torch.device) -> Tensor:
         """Return what the layers see of these images, (N, K, D) for all their tokens, in order.
 
-        The first of K goes between the embeddings, the others are added after the first layers. Each image is computed
-        alone, so that its features do not depend on others; no gradient reaches them.
+        The first of K goes between the embeddings, the others are added after the first layers. Of a frozen image side each
+        image is computed alone, so that its features do not depend on others, and without a gradient.
         """
+        if self.trains:
+            with torch.autocast(device.type, enabled=False):
+                return self._computed(images, device)
         found = [self._features_of(image, device) for image in images]
         most, used = FEATURE_BYTES, {image.digest for image in images}
         size = sum(kept.nbytes for kept in self._kept.values())
@@ -83,6 +92,15 @@ class Tower:
         later = [part.contiguous() for part in chosen_MKD[:, 1:].unbind(1)]
         return {**found, "visual_pos_masks": shown_BT, "deepstack_visual_embeds": later}
 
+    def without_images(self, model: PreTrainedModel, token_ids_BT: Tensor) -> dict[str, Any]:
+        """Return the arguments of the text model for tokens without images.
+
+        Modules run in the same order as with images, since ranks that share weights gather them in that order. The result
+        depends on all weights that train, with a gradient of 0 for those of the image side.
+        """
+        nothing = nothing_of(self.features([self.probe], token_ids_BT.device)) if self.trains else 0.0
+        return {"inputs_embeds": model.get_input_embeddings()(token_ids_BT) + nothing}
+
     def among(self, positions: Sequence[int], alone: int) -> dict[str, Any]:
         """Return what a batch of one row has besides tokens, if its first tokens are those of `sequence`.
 
@@ -108,7 +126,7 @@ class Tower:
         own, text = self._module, model.base_model
         accepted = inspect.signature(own.forward).parameters
         marks = {name: shown_BT for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
-        pixels = self._pixels(self.probe, device)
+        pixels = self._pixels([self.probe], device)
         name = type(own).__name__.removesuffix("Model")
         without = own.language_model
         with torch.no_grad():
@@ -134,7 +152,7 @@ class Tower:
         apart = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
         if not apart <= TOLERANCES[model.dtype]:
             raise ModelError(
-                f"model.vision=frozen: on one image the states of {name} differ by {apart:.1e} of the largest from those of "
+                f"model.vision: on one image the states of {name} differ by {apart:.1e} of the largest from those of "
                 "the family's class, as in models whose image tokens attend to later ones. Use model.vision=none."
             )
 
@@ -142,42 +160,52 @@ class Tower:
         if image.digest not in self._kept:
             # Engines compute in inference mode, whose tensors no backward pass may keep.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-                self._kept[image.digest] = self._computed(image, device)
+                self._kept[image.digest] = self._computed([image], device)
         self._kept.move_to_end(image.digest)
         return self._kept[image.digest]
 
-    def _computed(self, image: Image, device: torch.device) -> Tensor:
-        output = self._module.get_image_features(**self._pixels(image, device))
-        first = output.pooler_output[0]
-        later = [layer[0] for layer in getattr(output, "deepstack_features", None) or ()]
-        if len(first) != self.vision.tokens(image):
-            raise ModelError(
-                f"The model made {len(first)} tokens of an image of {image.height} x {image.width} pixels that stands at "
-                f"{self.vision.tokens(image)} places."
-            )
-        return torch.stack([first, *later], dim=1).detach()
+    def _computed(self, images: Sequence[Image], device: torch.device) -> Tensor:
+        output = self._module.get_image_features(**self._pixels(images, device))
+        for image, found in zip(images, output.pooler_output, strict=True):
+            if len(found) != self.vision.tokens(image):
+                raise ModelError(
+                    f"The model made {len(found)} tokens of an image of {image.height} x {image.width} pixels that stands "
+                    f"at {self.vision.tokens(image)} places."
+                )
+        later = getattr(output, "deepstack_features", None) or ()
+        return torch.stack([torch.cat(list(layer)) for layer in (output.pooler_output, *later)], dim=1)
 
-    def _pixels(self, image: Image, device: torch.device) -> dict[str, Any]:
-        if next(self._module.parameters()).device != device:
+    def _pixels(self, images: Sequence[Image], device: torch.device) -> dict[str, Any]:
+        if not self.trains and next(self._module.parameters()).device != device:
             self._module.to(device)
-        made = self.vision.inputs([self.vision.store.pixels(image)])
+        made = self.vision.inputs([self.vision.store.pixels(image) for image in images])
         return {name: value.to(device) for name, value in made.items()}
 
 
 def add_tower(
-    model: PreTrainedModel, path: str | Path, vision: Vision, shared_by: Ranks | None = None
+    model: PreTrainedModel,
+    path: str | Path,
+    vision: Vision,
+    shared_by: Ranks | None = None,
+    *,
+    trains: bool = False,
 ) -> None:
     """Read the image side of the checkpoint around a text model, and put it beside the model.
 
-    Raises ModelError where it cannot be read, or where text model and image side together do not compute what the family's
-    class does; of the ranks `shared_by`, only the first holds the text model yet.
+    Where it `trains`, its weights become a module of the model. Raises ModelError where it cannot be read, or where text
+    model and image side together do not compute what the family's class does; of the ranks `shared_by`, only the first
+    holds the text model yet.
     """
-    tower = Tower(_image_side(check_model_path(path), model.dtype), vision)
+    module = _image_side(check_model_path(path), model.dtype)
+    tower = Tower(module, vision, trains=trains)
     setattr(model, TOWER, tower)
+    if trains:
+        parts = {name: part for name, part in module.named_children() if name != "language_model"}
+        model.add_module(IMAGE_SIDE, nn.ModuleDict(parts).requires_grad_(True).to(model.device))
     if shared_by is None:
         tower.check(model)
         return
-    otherwise = ModelError("model.vision=frozen is not accepted; the first rank's message says why.")
+    otherwise = ModelError("model.vision is not accepted; the first rank's message says why.")
     shared_by.agree(lambda: tower.check(model) if shared_by.is_first else None, (ModelError,), otherwise)
 
 

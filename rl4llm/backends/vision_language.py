@@ -87,6 +87,16 @@ class WholeCheckpoint:
         }
         return sorted(renamed.intersection(names))
 
+    def file_name(self, name: str) -> str:
+        """Return the name in the files of a tensor of the whole model, under any prefix; raise ModelError without one."""
+        found = [one for one in self._places if one == name or one.endswith(f".{name}")]
+        if len(found) != 1:
+            raise ModelError(
+                f"model.path={self._path!r} has {len(found)} tensors named {name}, not 1, so the image side cannot be "
+                "published. Set model.vision=frozen."
+            )
+        return found[0]
+
     def others(self, trained: Collection[str], tied: Collection[str]) -> list[TensorSpec]:
         """Describe the tensors that are not in memory; raise ModelError where a trained one is none of the checkpoint's.
 

@@ -75,6 +75,11 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
             f"model.lora.targets={list(config.model.lora.targets)} has no effect without an adapter. Set model.lora.rank, "
             "such as 16, or remove it."
         )
+    if config.model.lora.rank and config.model.vision == "train":
+        raise ConfigError(
+            f"model.vision=train cannot be combined with model.lora.rank={config.model.lora.rank}: an adapter trains "
+            "only the text model. Set model.vision=frozen, or remove model.lora."
+        )
     _check_mixture(config, given, needs.learns_from)
     for name, part in by_part(config).items():
         # Hosts have their own environments and rewards.

@@ -256,7 +256,10 @@ def plain_model(
         values=values,
     )
     if vision is not None:
-        load("rl4llm.backends.tower:add_tower")(model, path or config.model.path, vision, shared_by)
+        trains = config.model.vision == "train"
+        load("rl4llm.backends.tower:add_tower")(
+            model, path or config.model.path, vision, shared_by, trains=trains
+        )
     return model
 
 

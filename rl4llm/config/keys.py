@@ -43,8 +43,8 @@ class ModelConfig:
     device: str = "auto"  # auto: cuda where there is one
     gradient_checkpointing: bool = False
     pad_token: str | None = None  # for tokenizers without one
-    # frozen: rows and tools may have images, and the image tower stays as in the files; none: text alone
-    vision: Literal["none", "frozen"] = "none"
+    # frozen: rows and tools may have images, and the image tower stays as in the files; train: it learns too; none: text
+    vision: Literal["none", "frozen", "train"] = "none"
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

@@ -54,6 +54,8 @@ def moved(places: Iterable[ImagePlace], tokens: int) -> tuple[ImagePlace, ...]:
 
 
 TOWER = "_rl4llm_tower"
+IMAGE_SIDE = "image_side"
+"""The module of a text model that holds an image side which trains."""
 
 
 def tower_of(model: Any) -> Any:

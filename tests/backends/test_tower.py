@@ -71,10 +71,12 @@ def test_every_layout_gives_the_familys_logprobs(seen, expected, streams):
             assert apart(found, expected) < 1e-5, (layout, size)
 
 
-def test_gradients_are_those_of_the_familys_forward(seen):
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "train"])
+@pytest.mark.parametrize("size", [10_000, 40], ids=["one batch", "also batches without images"])
+def test_gradients_are_those_of_the_familys_forward(seen, trains, size):
     directory, vision, trajectories = seen
-    model, whole = seeing_model(directory, vision), whole_model(directory)
-    batches = packed(trajectories, vision)
+    model, whole = seeing_model(directory, vision, trains=trains), whole_model(directory)
+    batches = packed(trajectories, vision, size=size)
     backend = TorchBackend(model, lr=1e-3)
     for batch in batches:
         backend.forward_backward(batch, lambda batch, logprobs_BT, _: (-batch.credits_BT * logprobs_BT, {}))
@@ -83,9 +85,11 @@ def test_gradients_are_those_of_the_familys_forward(seen):
     sum(-weights[key] * plain[key] for key in plain).backward()
     own = dict(model.named_parameters())
     theirs = {
-        name.replace("model.language_model.", "model."): parameter.grad
+        name.replace("model.language_model.", "model.").replace(
+            "model.visual", "image_side.visual"
+        ): parameter.grad
         for name, parameter in whole.named_parameters()
-        if "visual" not in name
+        if trains or "visual" not in name
     }
     assert own.keys() == theirs.keys()
     largest = max(float(grad.abs().max()) for grad in theirs.values())
@@ -143,16 +147,17 @@ def test_each_image_is_computed_once(seen, monkeypatch):
     assert len(asked) == len(set(asked)) == 4
 
 
-def test_image_side_never_trains_and_is_exported(seen, tmp_path):
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "train"])
+def test_image_side_is_exported_as_it_trained(seen, tmp_path, trains):
     directory, vision, trajectories = seen
-    backend = TorchBackend(seeing_model(directory, vision), lr=1e-2)
+    backend = TorchBackend(seeing_model(directory, vision, trains=trains), lr=1e-2)
     (batch,) = packed(trajectories, vision)
     backend.forward_backward(batch, lambda batch, logprobs_BT, _: (-batch.credits_BT * logprobs_BT, {}))
     backend.optim_step()
     backend.export(tmp_path / "out")
     before, after = whole_model(directory).state_dict(), whole_model(tmp_path / "out").state_dict()
     same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same == {name for name in before if "visual" in name}
+    assert same == ({name for name in before if "visual" in name} if not trains else set())
     with torch.no_grad():
         expected = expected_of(whole_model(tmp_path / "out"), vision, trajectories)
     assert apart(by_record([batch], [backend.forward(batch)]), expected) < 1e-5
@@ -161,7 +166,7 @@ def test_image_side_never_trains_and_is_exported(seen, tmp_path):
 def test_positions_that_are_not_the_familys_are_refused(seen, monkeypatch):
     directory, vision, _ = seen
     monkeypatch.setattr(vision, "positions", lambda length, places, own=vision.positions: own(length, ()))
-    with pytest.raises(ModelError, match=r"model\.vision=frozen: on one image the states of Qwen"):
+    with pytest.raises(ModelError, match=r"model\.vision: on one image the states of Qwen"):
         seeing_model(directory, vision)
 
 

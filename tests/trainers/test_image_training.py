@@ -15,7 +15,7 @@ from rl4llm.cli import main
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
-from rl4llm.core.errors import DataError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.images import Picture
 from rl4llm.data.load import load_rows
 from rl4llm.extensions.view.run import ViewedRun
@@ -109,8 +109,10 @@ def test_the_image_alone_tells_what_to_learn(directory, tmp_path):
     assert row["reward/mean"] < 0.3  # the same texts with the neighbour's image: it believes what it sees
 
 
-def test_a_resumed_run_with_images_over_turns_is_the_same(directory, tmp_path):
-    keys = {"env": Looks}, ("env.max_steps=2", "rollout.prompts=2", "checkpoint.every=1")
+@pytest.mark.parametrize("vision", ["frozen", "train"])
+def test_a_resumed_run_with_images_over_turns_is_the_same(directory, tmp_path, vision):
+    seen = "env.max_steps=2", "rollout.prompts=2", "checkpoint.every=1", f"model.vision={vision}"
+    keys = {"env": Looks}, seen
     found = []
     for name, parts in (("whole", [4]), ("parts", [2, 4])):
         for steps in parts:
@@ -118,6 +120,8 @@ def test_a_resumed_run_with_images_over_turns_is_the_same(directory, tmp_path):
                 run.train()
         found.append(weights(run))
     assert torch.equal(*found)
+    rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert all(row["mismatch/max"] < 1e-4 for row in rows)  # the engine sees what the trainer sees
     episode = json.loads((tmp_path / "whole/episodes/step-000001.jsonl").read_text().splitlines()[0])
     seen = [image for span in episode["spans"] for image in span.get("images", ())]
     digests = digests_of(episode)
@@ -164,9 +168,10 @@ def mixed():
     return [rows()[0], text]
 
 
-def on_a_rank(ranks, directory, output, shard):
+def on_a_rank(ranks, directory, output, backend, vision):
     changes = (
-        f"backend.shard={shard}",
+        *backend,
+        f"model.vision={vision}",
         f"rollout.prompts={2 // ranks.size}",
         "data.shuffle=false",
         "timeout_s=60",
@@ -185,11 +190,26 @@ def alone():
         yield processes
 
 
-@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
-def test_a_rank_without_images_takes_the_same_steps(directory, alone, on_ranks, tmp_path, shard):
-    (one,) = alone(on_a_rank, directory, tmp_path / "one", shard)
-    two, _ = on_ranks(on_a_rank, directory, tmp_path / "two", shard)
+SHARED = [
+    pytest.param(["backend.shard=ddp"], id="ddp"),
+    pytest.param(["backend.shard=fsdp2"], id="fsdp2"),
+    pytest.param(
+        ["backend.name=deepspeed", "backend.zero_stage=3"], id="zero-3", marks=pytest.mark.deepspeed
+    ),
+]
+
+
+@pytest.mark.parametrize("vision", ["frozen", "train"])
+@pytest.mark.parametrize("backend", SHARED)
+def test_a_rank_without_images_takes_the_same_steps(directory, alone, on_ranks, tmp_path, backend, vision):
+    (one,) = alone(on_a_rank, directory, tmp_path / "one", ["backend.name=torch"], vision)
+    two, _ = on_ranks(on_a_rank, directory, tmp_path / "two", backend, vision)
     assert (one - two).abs().max() < 2e-4 and not torch.equal(one, torch.zeros_like(one))
+
+
+def test_an_adapter_beside_a_tower_that_trains_is_refused(directory, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.vision=train cannot be combined with model\.lora"):
+        trainer(directory, tmp_path, "model.vision=train", "model.lora.rank=4")
 
 
 def test_digests_of_hostile_episodes_are_no_paths():

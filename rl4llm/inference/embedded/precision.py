@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl4llm.core.images import IMAGE_SIDE
 from rl4llm.runtime.cpu import PackedLinear, linear
 
 
@@ -26,7 +27,8 @@ class AutocastCopy:
         shared = {id(tensor): tensor for tensor in (*original.parameters(), *original.buffers())}
         self.model = copy.deepcopy(original, shared)
         self._pairs: dict[nn.Parameter, nn.Parameter] = {}
-        for module in [module for module in self.model.modules() if isinstance(module, nn.Linear)]:
+        linears = [one for one in self.model.named_modules() if isinstance(one[1], nn.Linear)]
+        for module in [module for name, module in linears if not name.startswith(IMAGE_SIDE)]:
             for name, source in list(module.named_parameters(recurse=False)):
                 cast = nn.Parameter(source.detach().to(dtype), requires_grad=False)
                 setattr(module, name, self._pairs.setdefault(source, cast))
