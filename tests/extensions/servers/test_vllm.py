@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,13 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError, StaleWeightsError, UnreachableError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams, TokenSpan, WeightRef
 from rl4llm.extensions.servers.clients.adapters import adapter_name
-from rl4llm.extensions.servers.clients.vllm import FreshReads, VLLMClient, check_convention
+from rl4llm.extensions.servers.clients.vllm import VLLMClient, check_convention
+from rl4llm.extensions.servers.clients.vllm_held import FreshReads
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
+from rl4llm.runtime.transport import Retry
 from rl4llm.sync.verify import Canary
 from rl4llm.testing import check_client
 
@@ -118,8 +121,13 @@ class Server:
         if body["method"] == "rl4llm_load":
             if "weights" in self.asleep:
                 self.deaths.append("rl4llm_load")
-            self.workers = [{**self.workers[0], "version": int(body["args"][1]), "id": "loaded"}]
+            self.loaded(int(body["args"][1]))
         return {"results": self.workers}
+
+    def loaded(self, version):
+        """Hold other weights, as the worker extension reports it."""
+        ids = {"id": f"loaded {version}", "replaced": self.workers[0]["id"]}
+        self.workers = [{**self.workers[0], "version": version, **ids}]
 
     def _run(self, path):
         """Compute again: vLLM dies of the next request if it has freed memory."""
@@ -198,7 +206,7 @@ def test_no_probability_depends_on_the_servers_defaults(tokenizer):
         choice([7, 320]),
         choice([]),
         choice([7, 8], reason="error"),
-        choice([7, 8], reason="abort"),
+        choice([], [0.5], reason="abort"),
         {"finish_reason": "length", "token_ids": None, "logprobs": None},
         {"finish_reason": "length", "text": "no ids"},
         {"finish_reason": ["stop"], "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}},
@@ -233,13 +241,67 @@ def test_what_a_server_would_refuse_never_reaches_it(tokenizer, prompt):
 def test_a_completion_across_a_load_is_sampled_again(tokenizer):
     server = Server()
 
-    def interrupted():
-        server.workers = [{**server.workers[0], "version": 4, "id": "loaded"}]
-        return choice([7, 8])
+    def over(reason, loads):
+        for version in loads:
+            server.loaded(version)
+        return choice([7, 8], reason=reason)
 
-    server.completions = [interrupted, choice([40, 41])]
-    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
-    assert (found.token_ids, found.version) == ((40, 41), 4)
+    # It may have begun after a load; one that a load ended has not, unless there was another load before.
+    for number, (reason, loads) in enumerate((("length", (4,)), ("abort", (5, 6)))):
+        server.completions = [partial(over, reason, loads), choice([40 + number])]
+        found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
+        assert (found.token_ids, found.version) == ((40 + number,), loads[-1])
+
+
+def test_a_turn_that_a_load_ends_continues(tokenizer):
+    server = Server()
+
+    def ended(version, token_ids):
+        server.loaded(version)
+        return choice(token_ids, [-0.25] * len(token_ids), "abort")
+
+    server.completions = [
+        choice([], reason="abort"), partial(ended, 4, [7, 8]), partial(ended, 5, []), partial(ended, 6, [9]),
+        choice([40, 41], reason="stop"),
+    ]  # fmt: skip
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED))
+    assert (found.token_ids, found.finish_reason) == ((7, 8, 9, 40, 41), "stop")
+    assert (found.version, found.versions) == (3, ((0, 3), (2, 5), (3, 6)))
+    assert found.logprobs == (-0.25, -0.25, -0.25, -0.5, -0.5)
+    bodies = server.bodies("/v1/completions")
+    assert [body["prompt"][5:] for body in bodies] == [[], [], [7, 8], [7, 8], [7, 8, 9]]
+    assert [body["max_tokens"] for body in bodies] == [8, 8, 6, 6, 5]
+    for name in ("seed", "request_id"):
+        assert len({body[name] for body in bodies}) == len(bodies)
+
+
+def test_a_turn_that_ends_at_its_last_token_is_whole(tokenizer):
+    server = Server(choice(list(range(7, 15)), reason="abort"))
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED))
+    assert (found.token_ids, found.finish_reason) == (tuple(range(7, 15)), "length")
+
+
+def test_a_server_that_ends_every_request_is_given_up(tokenizer):
+    server = Server(choice([], reason="abort"))
+
+    async def script(client):
+        client.retry = Retry(1, first_wait_s=0.001, longest_wait_s=0.001)
+        await client.generate(PROMPTS[0], SAMPLED)
+
+    with pytest.raises(UnreachableError, match=r"aborted request .* times"):
+        play(server, tokenizer, script)
+
+
+def test_a_stop_string_that_a_load_splits_ends_the_turn(tokenizer):
+    first, second = tokenizer.encode("so ##"), tokenizer.encode("# and more")
+    params = SamplingParams(max_tokens=40, stop=("###",))
+    server = Server(choice(first, reason="abort"), choice(second))
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params))
+    assert (found.text, found.finish_reason) == ("so ", "stop")
+    assert found.token_ids == (*first, *tokenizer.encode("#"))
+    server = Server(choice(first, reason="abort"), choice(tokenizer.encode(" and more"), reason="stop"))
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params))
+    assert (found.text, found.versions) == ("so ## and more", ())
 
 
 def test_a_completion_across_a_restart_is_sampled_again(tokenizer):
@@ -392,13 +454,15 @@ def test_full_weights_load_while_paused_with_an_empty_cache(tokenizer):
     assert asked == [
         "rl4llm_state",
         "rl4llm_state",
-        "/pause?mode=wait",
+        "/pause?mode=keep",
+        "rl4llm_state",
         "rl4llm_load",
+        "/pause?mode=abort",
         "/reset_prefix_cache",
         "/wake_up?tags=scheduling",
         "rl4llm_state",
     ]
-    assert server.bodies("/collective_rpc")[2] == {
+    assert server.bodies("/collective_rpc")[3] == {
         "method": "rl4llm_load",
         "args": ["/weights/v000012", "12"],
     }
@@ -409,12 +473,14 @@ def test_a_request_that_ends_before_an_update_is_kept(tokenizer):
 
     async def slow_completion(body):
         await server.hold.wait()
-        await asyncio.sleep(0.05)  # on its way while the pause is answered
         return {"choices": [choice([7, 8])]}
+
+    async def pause(body):  # vLLM hands out what has ended before it answers
+        server.hold.set()
+        await asyncio.sleep(0.02)
 
     async def script(client):
         server.hold = asyncio.Event()
-        server.on_pause = lambda body: server.hold.set() or {}
         request = asyncio.create_task(client.generate(PROMPTS[0], SAMPLED))
         while not server.bodies("/v1/completions"):
             await asyncio.sleep(0.01)
@@ -422,6 +488,7 @@ def test_a_request_that_ends_before_an_update_is_kept(tokenizer):
         return await request
 
     server.on_collective_rpc, server.on_v1_completions = server.extended, slow_completion
+    server.on_pause = pause
     assert play(server, tokenizer, script, attempts=2).version == 3
 
 
@@ -449,7 +516,7 @@ def test_files_that_a_shared_file_system_shows_late_are_awaited(tokenizer):
         play(server, tokenizer, lambda client: client.load(WeightRef(12, "full", "/weights/v000012")))
     assert answers == []
     assert not server.paused
-    assert len(server.bodies("/pause?mode=wait")) == 3
+    assert len(server.bodies("/pause?mode=keep")) == 3
 
 
 def test_special_tokens_in_stop_strings_are_sent_as_tokens(tokenizer):
@@ -486,7 +553,7 @@ def test_each_adapter_is_unloaded_after_its_last_request(tokenizer):
     assert [body["model"] for body in server.bodies("/v1/completions")] == names
     assert held == names
     assert server.adapters == names[1:]
-    assert server.bodies("/pause?mode=wait") == []
+    assert server.bodies("/pause?mode=keep") == []
 
 
 def test_other_content_of_a_version_is_another_adapter():
@@ -703,6 +770,18 @@ def assert_sampled_by(model, prompt, completion, temperature=1.0):
     assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
+def assert_sampled_by_each(models, prompt, completion):
+    """Each span has the log-probs of the model that has its version."""
+    begin = 0
+    for span in TokenSpan.policy(completion):
+        end = begin + len(span.token_ids)
+        expected = reference(models[span.version], [*prompt, *completion.token_ids[:end]])[
+            -len(span.token_ids) :
+        ]
+        assert span.logprobs == pytest.approx(expected, abs=1e-5)
+        begin = end
+
+
 def with_adapter(model, directory, seed):
     """Write a LoRA adapter of all attention projections; returns the model that it makes of `model`."""
     generator = torch.Generator().manual_seed(seed)
@@ -874,22 +953,37 @@ def test_requests_during_an_update_carry_their_own_version(real, run, full):
     for prompt, completion in zip(
         [*[PROMPTS[0]] * 4, *[PROMPTS[1]] * 3, PROMPTS[2]], [*completions, last], strict=True
     ):
-        assert completion.version in (10, 11)
-        assert_sampled_by(real.models[completion.version - 10], prompt, completion)
+        assert_sampled_by_each({10: real.models[0], 11: real.models[1]}, prompt, completion)
 
 
 @pytest.mark.vllm
-def test_completions_that_an_update_cuts_are_sampled_again(real, run, full):
-    async def script(client):
-        await client.load(full(0, 20))
-        requests = await frozen(client)
-        await client.pause("abort")
-        await client.load(full(1, 21))
-        return await asyncio.gather(*requests)
+def test_a_turn_continues_under_each_version_of_the_weights(real, run, full):
+    """So do those of another rank, whose client does not know of the loads. No load waits for a turn."""
+    params = [SAMPLED.replace(max_tokens=480, seed=seed) for seed in range(4)]
 
-    for completion in run(script):
-        assert (completion.version, len(completion.token_ids)) == (21, LONG)
-        assert_sampled_by(real.models[1], PROMPTS[0], completion)
+    async def script(client):
+        other = VLLMClient(real.url, client._tokenizer, vocab_size=320, context_length=CONTEXT, attempts=1)
+        await client.load(full(0, 20))
+        await client.pause("keep")
+        asked = zip((client, client, other, other), params, strict=True)
+        requests = [asyncio.create_task(one.generate(PROMPTS[0], its)) for one, its in asked]
+        while len(client._running | other._running) < len(requests):
+            await asyncio.sleep(0.01)
+        await client.resume()
+        for version in (21, 22):
+            await asyncio.sleep(0.15)
+            await client.load(full(version - 20, version))
+            assert not any(request.done() for request in requests)
+        found = await asyncio.gather(*requests)
+        await other.close()
+        return found
+
+    for completion in run(script, attempts=1):  # so no request is sent again
+        assert (len(completion.token_ids), completion.finish_reason) == (480, "length")
+        assert [version for _, version in completion.versions] == [20, 21, 22]
+        assert_sampled_by_each(
+            {20 + seed: model for seed, model in real.models.items()}, PROMPTS[0], completion
+        )
 
 
 @pytest.mark.vllm

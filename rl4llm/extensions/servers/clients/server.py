@@ -334,13 +334,16 @@ class ServerClient(BaseClient):
             )
 
 
+def cut(sampled: Sampled, end: int) -> Sampled:
+    """Return an answer that a stop token or string ends at its token `end`."""
+    versions = tuple((start, version) for start, version in sampled.versions if start < end)
+    return Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "stop", versions)
+
+
 def _cut(sampled: Sampled, stop_token_ids: Sequence[int]) -> Sampled:
     """Cut an answer after its first stop token; with `ignore_eos` servers continue past them."""
     end = next((place for place, token in enumerate(sampled.token_ids, 1) if token in stop_token_ids), None)
-    if end is None or end == len(sampled.token_ids):
-        return sampled
-    versions = tuple((start, version) for start, version in sampled.versions if start < end)
-    return Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "stop", versions)
+    return sampled if end in (None, len(sampled.token_ids)) else cut(sampled, end)
 
 
 def _is_address(url: str) -> bool:

@@ -3,55 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.schema import checked
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
-from rl4llm.extensions.servers.clients.server import FINISHED, NEVER_LOADED, Sampled, field, sampling_options
-
-T = TypeVar("T")
+from rl4llm.extensions.servers.clients.server import (
+    FINISHED,
+    Sampled,
+    cut,
+    field,
+    sampling_options,
+)
+from rl4llm.extensions.servers.clients.vllm_held import FreshReads, HeldVersions, held_by
+from rl4llm.inference.embedded.stops import StopRules
+from rl4llm.runtime.seeds import derive_seed
 
 FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
-SETTLE_S = 1.0  # for requests that ended before an update to read their version
+PIECES = 32  # of a turn, at most; each publish ends one
 LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature, with no more than a line in its log
 START = "Start the server with scripts/launch_vllm.sh, or with the same options"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldVersions:
-    """What the server's workers report about their weights; `ids` change with every load and every restart."""
-
-    version: int
-    ids: tuple[str, ...]
-    logprobs_mode: str
-    adapters_leak: bool
-    can_sleep: bool
-    asleep: frozenset[str] = frozenset()
-
-
-class FreshReads(Generic[T]):
-    """Shares one reading among many callers, but never one that began before they called."""
-
-    def __init__(self, read: Callable[[], Awaitable[T]]):
-        self._read = read
-        self._running: asyncio.Task[T] | None = None
-        self._next: asyncio.Task[T] | None = None
-
-    async def get(self) -> T:
-        """Return the result of a reading that begins after this call."""
-        if self._next is None or self._next.done():
-            self._next = asyncio.ensure_future(self._after(self._running))
-        return await asyncio.shield(self._next)
-
-    async def _after(self, running: asyncio.Task[T] | None) -> T:
-        if running is not None and not running.done():
-            await asyncio.wait([running])
-        self._running, self._next = self._next, None
-        return await self._read()
 
 
 class VLLMClient(AdaptingClient):
@@ -64,8 +40,10 @@ class VLLMClient(AdaptingClient):
     are off; ``raw_logprobs``, vLLM's default, gives those of the plain softmax. The first matches the convention of
     `Completion` at any temperature, the second at temperatures 0 and 1. Other combinations raise ConfigError.
 
-    Versions: completions contain none, so the workers are asked before and after each. A completion that spans a change of
-    the weights counts as a failed attempt. `load` therefore lets running requests end first, and new ones wait.
+    Versions: completions contain none, so the workers are asked before and after each request. `load` freezes the requests
+    under way and ends them when the new weights are in place, before any of these sample. The tokens of an ended request
+    become part of the next one's prompt, so a turn continues with the new weights. A request that may have sampled with
+    either weights counts as a failed attempt.
 
     LoRA: while a server on a CPU holds adapters, requests for the model itself are refused, since vLLM applies an adapter to
     them as well.
@@ -97,40 +75,49 @@ class VLLMClient(AdaptingClient):
         self._model = model
         self._sleep_level = sleep_level
         self._checked_context = False
-        self._samples: set[asyncio.Future[None]] = set()
-        self._draining: set[asyncio.Future[None]] = set()
         self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._reads = FreshReads(lambda: self._ask_workers("rl4llm_state", deadline_s=30))
 
     async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._samples.add(done)
-        try:
-            return await self._sample(prompt_ids, params, request_id)
-        finally:
-            self._samples.discard(done)
-            done.set_result(None)
+        """Sample a turn, with another request each time that the server ends one, as it does for new weights."""
+        turn = Sampled([], [], "abort", ())
+        for number in range(PIECES):
+            start = len(turn.token_ids)
+            left = params.replace(max_tokens=params.max_tokens - start)
+            name = request_id
+            if number:
+                left, name = left.replace(seed=derive_seed(params.seed, number)), f"{request_id}/{number}"
+            piece, given_up = await self._sample([*prompt_ids, *turn.token_ids], left, name)
+            self._check_sampled(piece, name)
+            turn = joined(turn, piece)
+            if (end := self._split_stop(turn.token_ids, start, params)) is not None:
+                return cut(turn, end)
+            if given_up or turn.finish_reason != "abort":
+                return turn
+            if len(turn.token_ids) == params.max_tokens:
+                return replace(turn, finish_reason="length")
+            if not piece.token_ids:
+                await asyncio.sleep(self.retry.wait_s(number))
+        raise UnreachableError(f"{self.base_url} aborted request {request_id} {PIECES} times.")
 
     async def base_version(self) -> int:
         return (await self.retry.run(lambda _: self._reads.get())).version
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
-        if (
-            self._draining
-        ):  # ended requests still read their version; a change before that would have them retried
-            await asyncio.wait(self._draining, timeout=SETTLE_S)
-        await self._ask_workers("rl4llm_load", str(weight_ref.path), str(weight_ref.version))
+        await self._reads.get()  # behind those of requests that have ended, which still have the old weights
+        try:
+            await self._ask_workers("rl4llm_load", str(weight_ref.path), str(weight_ref.version))
+        finally:
+            await self.pause("abort")  # what is frozen, and has a cache of the old weights
         await self.flush()
         await self.sample_from_model()
 
-    async def pause(self, mode: str = "wait") -> None:
-        """Stop generating; new requests wait.
+    async def pause(self, mode: str = "keep") -> None:
+        """Stop generating; new requests wait. "keep" freezes those under way, "wait" lets them end, "abort" ends them.
 
-        "wait" lets running requests end, "abort" ends them, so that they are retried, "keep" freezes them. All but "keep"
-        forget the prefix cache.
+        All but "keep" forget the prefix cache.
         """
-        self._draining = set(self._samples) if mode == "wait" else set()
         await self._again_if_needed(f"/pause?mode={mode}")
 
     async def resume(self) -> None:
@@ -203,7 +190,10 @@ class VLLMClient(AdaptingClient):
             "sleeping": await self.is_sleeping(),
         }
 
-    async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+    async def _sample(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str
+    ) -> tuple[Sampled, bool]:
+        """Return what one request sampled, and whether this client aborted it."""
         before = await self._reads.get()
         check_convention(before.logprobs_mode, params)
         async with self.using_adapter() as adapter:
@@ -216,17 +206,25 @@ class VLLMClient(AdaptingClient):
                 "return_token_ids": True,
                 **_sampling(params),
             }
-            answer, aborted = await self._post_completion(body, request_id, adapter)
+            answer, given_up = await self._post_completion(body, request_id, adapter)
         sampled = _sampled(
             answer, request_id, before.version if adapter is None else adapter_version(adapter)
         )
-        if sampled.finish_reason == "abort" and not aborted:
-            raise UnreachableError(f"{self.base_url} aborted request {request_id}.")
         after = await self._reads.get()
         self._check_base(after, adapter)
-        if after.ids != before.ids:
+        # A load ends all requests before the new weights sample, so what ends with one load has the weights before it.
+        ended_by_load = sampled.finish_reason == "abort" and after.replaced == before.ids
+        if after.ids != before.ids and not ended_by_load:
             raise UnreachableError(f"{self.base_url} changed its weights during request {request_id}.")
-        return sampled
+        return sampled, given_up
+
+    def _split_stop(self, token_ids: Sequence[int], start: int, params: SamplingParams) -> int | None:
+        """Return where a stop string ends that begins before token `start`, which the server got as prompt from there on."""
+        rules = StopRules(self._tokenizer, self.vocab_size, torch.device("cpu"))
+        strings = rules.rule(params)[1]
+        reach = start + max((len(text.encode()) for text in strings), default=0) if start else 0
+        ends = range(start + 1, min(reach, len(token_ids)) + 1)
+        return next((end for end in ends if rules.ends_in_string(token_ids[:end], strings)), None)
 
     async def _post_completion(
         self, body: Mapping[str, Any], request_id: str, adapter: str | None
@@ -297,7 +295,7 @@ class VLLMClient(AdaptingClient):
         body = {"method": method, "args": list(arguments)}
         deadline_s = deadline_s or self.admin_deadline_s
         try:
-            return _held(await self.http.post("/collective_rpc", body, deadline_s=deadline_s))
+            return held_by(await self.http.post("/collective_rpc", body, deadline_s=deadline_s))
         except RefusedError as error:
             raise EngineError(
                 f"{error} {START}: VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls."
@@ -360,6 +358,17 @@ def _sampled(answer: Any, request_id: str, version: int) -> Sampled:
     return Sampled(choice.get("token_ids"), logprobs, FINISHED[reason], ((0, version),))
 
 
+def joined(turn: Sampled, piece: Sampled) -> Sampled:
+    """Return a turn with one more piece, which one version of the weights sampled."""
+    versions, (_, version) = turn.versions, piece.versions[0]
+    if not turn.token_ids:
+        versions = piece.versions
+    elif piece.token_ids and versions[-1][1] != version:
+        versions = (*versions, (len(turn.token_ids), version))
+    token_ids, logprobs = turn.token_ids + piece.token_ids, turn.logprobs + piece.logprobs
+    return Sampled(token_ids, logprobs, piece.finish_reason, versions)
+
+
 def _number(logprob: Any) -> Any:
     return float("nan") if isinstance(logprob, int | float) and logprob <= FLOOR else logprob
 
@@ -369,21 +378,3 @@ def _choice(answer: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
         raise UnreachableError(f"A vLLM server's answer to {what} does not have exactly one choice.")
     return choices[0]
-
-
-def _held(answer: Any) -> HeldVersions:
-    """Combine the workers' reports: the version is valid only if all of them hold it."""
-    workers = field(answer, "results", "/collective_rpc")
-    if not isinstance(workers, list) or not workers:
-        raise UnreachableError("A vLLM server's answer to /collective_rpc contains no worker.")
-    versions = [field(worker, "version", "/collective_rpc") for worker in workers]
-    if not all(isinstance(version, int) for version in versions):
-        raise UnreachableError(f"A vLLM server's workers report invalid versions {versions!r}.")
-    ids = tuple(str(field(worker, "id", "/collective_rpc")) for worker in workers)
-    mode = str(field(workers[0], "logprobs_mode", "/collective_rpc"))
-    leak = any(worker.get("adapters_leak") for worker in workers)
-    can_sleep = all(worker.get("can_sleep", True) for worker in workers)
-    asleep = frozenset(tag for worker in workers for tag in str(worker.get("asleep", "")).split(",") if tag)
-    return HeldVersions(
-        versions[0] if len(set(versions)) == 1 else NEVER_LOADED, ids, mode, leak, can_sleep, asleep
-    )

@@ -23,6 +23,7 @@ class WeightsExtension:
 
     rl4llm_version = NEVER_LOADED
     rl4llm_state_id = ""
+    rl4llm_replaced_id = ""
     rl4llm_asleep = ""
     rl4llm_shapes: dict[str, tuple[int, ...]] | None = None
     vllm_config: Any  # this and the following attributes belong to the worker
@@ -32,14 +33,15 @@ class WeightsExtension:
     reload_weights: Any
 
     def rl4llm_state(self) -> dict[str, Any]:
-        """Return the version of the weights, an id that changes whenever they change, how log-probs are computed, what
-        sleeps, and whether `sleep` frees memory. On a CPU it never does, and is accepted nevertheless.
+        """Return the version of the weights, an id that changes whenever they change, the id before, how log-probs are
+        computed, what sleeps, and whether `sleep` frees memory. On a CPU it never does, and is accepted nevertheless.
         """
         if not self.rl4llm_state_id:
             self._rl4llm_hold(NEVER_LOADED)
         return {
             "version": self.rl4llm_version,
             "id": self.rl4llm_state_id,
+            "replaced": self.rl4llm_replaced_id,
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
             "adapters_leak": self._rl4llm_adapters_leak(),
             "can_sleep": self.device.type == "cpu" or bool(self.vllm_config.model_config.enable_sleep_mode),
@@ -61,7 +63,7 @@ class WeightsExtension:
         if self.device.type == "cpu":
             self._rl4llm_pack_again()
         self.rl4llm_shapes = shapes
-        self._rl4llm_hold(int(version))
+        self.rl4llm_version = int(version)  # the same id: nothing samples before the load has ended
         return self.rl4llm_state()
 
     def rl4llm_forget(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class WeightsExtension:
 
     def _rl4llm_hold(self, version: int) -> None:
         self.rl4llm_version = version
-        self.rl4llm_state_id = secrets.token_hex(8)
+        self.rl4llm_replaced_id, self.rl4llm_state_id = self.rl4llm_state_id, secrets.token_hex(8)
 
     def _rl4llm_adapters_leak(self) -> bool:
         """Return whether requests without an adapter may get one: vLLM's LoRA code for CPUs does that in batches."""
