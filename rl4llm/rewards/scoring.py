@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from rl4llm.core.errors import RewardError
 from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask, brief
 from rl4llm.runtime.raised import raised
 
-_turns: dict[int, threading.Lock] = {}  # by the id of a reward, which rollouts may share
+_turns: dict[int, threading.Lock] = {}  # by the id of a reward, which rollouts may share, while it exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def earn(
     rewards = [dict.fromkeys((one.name for one in reward_functions), math.nan) for _ in samples]
     for reward_function in reward_functions:
         scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
-        with _turns.setdefault(id(reward_function), threading.Lock()):
+        with _turn_of(reward_function):
             patience = Patience(
                 slow_after_s, reward_function.score_timeout_s if timeout_s is None else timeout_s
             )
@@ -77,6 +78,13 @@ def earn(
         for scores in turns if sample.failure is None else ():  # one of the rewards may have failed it
             for turn, number in enumerate(scores):
                 sample.turn_rewards[turn] = sample.turn_rewards.get(turn, 0.0) + number
+
+
+def _turn_of(reward_function: BaseRewardFunction) -> threading.Lock:
+    """Return the lock of a reward, which is not an attribute of it, so that it can still be copied and pickled."""
+    if id(reward_function) not in _turns:
+        weakref.finalize(reward_function, _turns.pop, id(reward_function), None)
+    return _turns.setdefault(id(reward_function), threading.Lock())
 
 
 def combine(

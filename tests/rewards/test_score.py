@@ -1,6 +1,8 @@
 """Scoring: a fault of a reward stays with the sample it concerns, and never becomes a score."""
 
 import asyncio
+import copy
+import gc
 import logging
 import math
 import re
@@ -14,7 +16,7 @@ from rl4llm.core.errors import RewardError
 from rl4llm.rewards import RewardFailure
 from rl4llm.rewards.combine import weighted_sum
 from rl4llm.rewards.examples import check_examples
-from rl4llm.rewards.scoring import score
+from rl4llm.rewards.scoring import _turns, score
 
 
 class Told(BaseRewardFunction):
@@ -342,3 +344,13 @@ def test_failed_examples_are_listed_with_expected_and_actual():
     assert "'c' for ground truth 'g': expected 1, but reward 'told' raised ValueError: cannot" in text
     assert "'d' for ground truth 'g': expected 1, but reward 'told' returned nan" in text
     assert "'b' for" not in text
+
+
+def test_a_reward_can_be_copied_after_use_and_leaves_nothing():
+    reward = Told({"a": 1.0})
+    key = id(reward)
+    score(samples("a"), [reward])
+    assert key in _turns and copy.deepcopy(reward).table == {"a": 1.0}
+    del reward
+    gc.collect()
+    assert key not in _turns
