@@ -21,17 +21,23 @@ from rl4llm.tracking.tracker import read_jsonl
 BOUNDS = (0, 1, 2, 4)
 TOKEN = 68
 """Bytes of a sampled token in the trainer: its number and its log-prob, as Python objects."""
+STORED = 33
+"""Bytes of a sampled token in a checkpoint: its number, log-prob and text, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """What plays at once, at most: groups and sequences, bytes of their tokens in the trainer and of their caches."""
+    """What plays at once, at most: groups and sequences, bytes of their tokens in the trainer and of their caches.
+
+    `stored` are the bytes of a checkpoint's files for what has been played and not trained.
+    """
 
     bound: int
     groups: int
     sequences: int
     tokens: int
     cache: int
+    stored: int
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,7 +47,7 @@ class UnderWay:
         yield (
             f"With rollout.max_staleness={self.bound}, up to {self.groups:,} groups of {self.sequences:,} sequences are "
             f"under way: {size_text(self.tokens)} of tokens in the trainer, and {size_text(self.cache)} of keys and values "
-            "on servers to run all of them at once."
+            f"on servers to run all of them at once. A checkpoint stores up to {size_text(self.stored)} of them."
         )
 
 
@@ -93,6 +99,7 @@ def under_way(plan: RunPlan) -> UnderWay | None:
         sequences,
         sequences * counts.longest * TOKEN,
         KVCache.memory(plan.models.policy, sequences, counts.longest, number),
+        bound * plan.devices * counts.trajectories * counts.longest * STORED,
     )
 
 

@@ -1,11 +1,16 @@
 """What episodes that begin early take, and what they would give."""
 
 import json
+import random
 
 import pytest
+import torch
 
 from rl4llm.cli import main
-from rl4llm.extensions.inspect.plan.staleness import Overlap
+from rl4llm.core.sample import SampleState
+from rl4llm.core.types import ChatMessage, TokenSpan
+from rl4llm.envs.stored import _row
+from rl4llm.extensions.inspect.plan.staleness import STORED, Overlap
 
 
 @pytest.fixture
@@ -44,12 +49,23 @@ def test_the_plan_counts_what_plays_at_once(plan):
     assert code == 0 and "under_way" not in one
     assert (found["under_way"]["groups"], found["under_way"]["sequences"]) == (12, 24)
     assert found["under_way"]["tokens"] == 24 * found["counts"]["longest"] * 68
+    assert found["under_way"]["stored"] == 16 * found["counts"]["longest"] * STORED
     each = found["under_way"]["cache"] / 24
     model = found["model"]
     assert each == pytest.approx(
         2 * 4 * model["layers"] * model["kv_heads"] * model["head_dim"] * found["counts"]["longest"], rel=0.01
     )
-    assert "up to 12 groups of 24 sequences" in " ".join(plan("rollout.max_staleness=2")[1].split())
+    said = " ".join(plan("rollout.max_staleness=2")[1].split())
+    assert "up to 12 groups of 24 sequences" in said and "A checkpoint stores up to" in said
+
+
+def test_a_stored_token_takes_what_the_plan_assumes():
+    choose, count = random.Random(0), 5000
+    ids = tuple(choose.randrange(150_000) for _ in range(count))
+    logprobs = tuple(torch.tensor([-choose.expovariate(1.0) for _ in range(count)]).tolist())
+    sample = SampleState("0", 0, [ChatMessage("assistant", "word" * count)], "")
+    sample.spans.append(TokenSpan(ids, "policy", logprobs, 3))
+    assert len(json.dumps(_row(sample))) / count == pytest.approx(STORED, abs=1)
 
 
 def test_the_plan_estimates_steps_from_a_run(plan, timed):
