@@ -30,8 +30,8 @@ def write_played(path: Path, rounds: Iterable[Round]) -> None:
                     file.write(f'{{"round": {number}, "place": {place}, "samples": {text}}}\n')
 
 
-def read_played(directory: Path, rounds: Iterable[Round], share: int, oldest: int) -> int:
-    """Take over into the same rounds what any number of ranks wrote; return the number of draws.
+def read_played(files: Iterable[Path], rounds: Iterable[Round], share: int, oldest: int) -> int:
+    """Take over into the same rounds what these files have of them; return the number of draws.
 
     A step trains `share` draws. What trains in the next one may have no version before `oldest`, in the one after that none
     before `oldest + 1`, and so on. Other units are left to be played again.
@@ -41,7 +41,7 @@ def read_played(directory: Path, rounds: Iterable[Round], share: int, oldest: in
         for place, unit in one.untaken():
             units[number, place] = unit, oldest + (ahead + place - one.taken) // share
         ahead += one.left
-    for file in directory.glob("played-*.jsonl"):
+    for file in files:
         for row in map(json.loads, file.open()):
             found = units.get((row["round"], row["place"]))
             if found is not None and take_over(found[0], row["samples"], oldest=found[1]):

@@ -245,7 +245,10 @@ class RLTrainer(BaseTrainer[RLStep]):
             from rl4llm.envs.stored import read_played  # noqa: PLC0415 - synchronous runs never need it
 
             share, oldest = self.prompts.batch_size * self.ranks.size, self.step - self.staleness.limit
-            self.stream.kept = read_played(directory, self.stream.rounds, share, oldest)
+            own, files = directory / f"played-{self.ranks.rank}.jsonl", list(directory.glob("played-*.jsonl"))
+            # As many ranks as before play the same draws each.
+            files = [own] if len(files) == self.ranks.size else files
+            self.stream.kept = read_played(files, self.stream.rounds, share, oldest)
 
     def begin(self, step: int) -> None:
         self.tracker.begin(step)

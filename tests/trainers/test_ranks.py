@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import ConfigError, RunDirError
+from rl4llm.envs import stored
 from rl4llm.runs.checkpoint import latest_checkpoint
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ranks import Ranks
@@ -338,6 +340,32 @@ def test_ranks_train_the_same_draws_ahead_of_a_slow_one(on_ranks, model_dir, tok
     assert played[0] == played[2] and len(played[0]) == 10  # files of steps and ranks
     ages = [row["staleness/max"] for row in metrics(tmp_path / "2") if "loss" in row]
     assert 1 <= max(ages) <= 2
+
+
+def stopped_ahead(ranks, *given):
+    """Stop after a step, with the episodes of the next two in the checkpoint."""
+    run = trainer(ranks, *given[:-1], ALGORITHMS["grpo"], {"name": "torch"}, **given[-1])
+    run.trainer._stop_requested.set()
+    run.train()
+
+
+def taken_over(ranks, *given):
+    """Return how many draws this rank takes over from a checkpoint, and which of its files it reads."""
+    run = trainer(ranks, *given[:-1], ALGORITHMS["grpo"], {"name": "torch"}, **given[-1])
+    with run.trainer as loop, patch.object(stored, "read_played", wraps=stored.read_played) as read:
+        loop.resume()
+        return loop.stream.kept, sorted(file.name for file in read.call_args.args[0])
+
+
+def test_a_rank_reads_what_it_played_and_another_number_all(on_ranks, alone, model_dir, tokenizer, tmp_path):
+    with serving(FaultServer(load_model(model_dir), tokenizer, one_by_one=True)) as server:
+        options = {
+            "inference": {"name": "sglang", "url": server.url}, "rollout.max_staleness": 2, "checkpoint.every": 0,
+        }  # fmt: skip
+        given = model_dir, tmp_path, options
+        on_ranks(stopped_ahead, *given)
+        assert on_ranks(taken_over, *given) == [(4, ["played-0.jsonl"]), (4, ["played-1.jsonl"])]
+        assert taken_over(alone, *given) == (8, ["played-0.jsonl", "played-1.jsonl"])
 
 
 class Sleeper(FaultServer):
