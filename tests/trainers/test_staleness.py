@@ -396,3 +396,23 @@ def test_a_token_beyond_the_bound_stops_the_run(trainer, monkeypatch):
     monkeypatch.setattr(type(made.trainer), "_steps_ahead", lambda self: 4)  # begins too early
     with pytest.raises(StaleWeightsError, match=r"was published and rollout\.max_staleness=1"):
         made.train()
+
+
+def test_an_evaluation_has_one_version_while_episodes_play(trainer, tmp_path):
+    """It shares the server with them; learning rates follow the steps, as in a synchronous run."""
+    rows = [{"messages": [{"role": "user", "content": "Held out."}], "ground_truth": ""}]
+    keys = {"rollout.max_staleness": 2, "deterministic": False, "eval.every": 1, "training.warmup_steps": 4}
+    made, found = trainer("run", eval_dataset=rows, max_steps=4, **keys), {}
+    evaluation = made.trainer.tracker.evaluation
+
+    def note(step, groups, failed):
+        spans = [span for group in groups for one in group.trajectories for span in one.policy_spans]
+        found[step] = {span.version for span in spans}, made.trainer.stream.left
+        evaluation(step, groups, failed)
+
+    made.trainer.tracker.evaluation = note
+    made.train()
+    assert all(versions == {step} for step, (versions, _) in found.items())
+    assert found[1][1] == 4 and found[4][1] == 0  # draws under way meanwhile
+    rates = [row["lr"] for row in steps_of(tmp_path / "run") if "lr" in row]
+    assert rates == pytest.approx([3e-3 * number / 4 for number in range(1, 5)])
