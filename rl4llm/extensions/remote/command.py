@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Serve until Ctrl-C; `words` are those after ``rl4llm serve env``."""
     arguments = parser().parse_intermixed_args(words)
-    from rl4llm.extensions.remote.serve_env import Listening, serve_env
+    from rl4llm.extensions.remote.serve_env import serve_env
 
     if not 0 <= arguments.port < 65536:
         raise ConfigError(
@@ -66,5 +66,12 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(
             "--tls-cert and --tls-key must be used together, as files in PEM format. Give both or neither."
         )
-    listening = Listening(arguments.host, arguments.port, not arguments.no_token, certificate)
-    return serve_env(names, listening, arguments.overrides, say)
+    return serve_env(
+        names,
+        arguments.host,
+        arguments.port,
+        with_token=not arguments.no_token,
+        certificate=certificate,
+        overrides=arguments.overrides,
+        say=say,
+    )

@@ -123,11 +123,16 @@ class RemoteRolesEnv(RemoteEnv, RolesEnv):
 
 
 class RemoteReward(BaseRewardFunction):
-    """A reward that a host computes at the end of an episode; here its score is only looked up."""
+    """A reward that a host computes at the end of an episode; here its score is only looked up.
 
-    def __init__(self, name: str, per_turn: bool, needs_ground_truth: bool, success_at: float | None = None):
-        super().__init__(name)
-        self.per_turn, self.needs_ground_truth, self.success_at = per_turn, needs_ground_truth, success_at
+    Args:
+        of_host: its properties, as the host reports them.
+    """
+
+    def __init__(self, of_host: Any):
+        super().__init__(of_host.name)
+        self.per_turn, self.needs_ground_truth = of_host.per_turn, of_host.needs_ground_truth
+        self.success_at = of_host.success_at if of_host.HasField("success_at") else None
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         raise RewardFailure(

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm import __version__
+from rl4llm.backends.models import load_tokenizer
+from rl4llm.compose.environments import Provided, check_env_options, make_env, make_prompts, make_rewards
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, EnvError, unknown
 from rl4llm.core.types import ChatMessage, SamplingParams
-from rl4llm.envs import RolesEnv
+from rl4llm.envs import ENVIRONMENTS, RolesEnv
 from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.rpc import NotFoundError
 from rl4llm.extensions.remote.scoring import Scoring
+from rl4llm.rewards import add, check_examples
 from rl4llm.runtime.threads import in_own_thread
 
-SETUP_TIMEOUT_S = 60.0  # between two parts of a setup
+BEGIN_TIMEOUT_S = 60.0  # to the first message of an episode
 IDLE_S = 2 * 3600.0  # maximum duration of a turn of the policy
 LONGEST_SCORE_S = 3600.0  # how long a trainer waits for a reward that has no time limit
 TRAINERS_PART = (
@@ -34,17 +37,6 @@ TRAINERS_PART = (
     "openings",
 )
 TRAINERS_PART_OF_ROLES = ("_next", "_policys_line", "_opponents_line")
-
-
-@dataclass(frozen=True, slots=True)
-class WantedEnv:
-    """A trainer's request: an environment by name, its options, its rewards, and an example row."""
-
-    name: str
-    options: Mapping[str, Any]
-    rewards: Sequence[Any]
-    seed: int
-    row: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -61,33 +53,19 @@ class EnvHost:
     """Implements the calls of `environments.proto`.
 
     Args:
-        classes: the environments on offer, by name.
-        make: builds a requested environment, given a directory with the tokenizer's files. May block.
-        prompts: ``prompts(name, options, split, limit)`` returns the rows that an environment brings. May block.
+        names: the environments on offer, registered ones or ``package.module:Class``.
+        sandbox: creates the sandbox for programs of the policy; each trainer has a separate one, which ends with it.
         say: receives status lines.
     """
 
     def __init__(
-        self,
-        classes: Mapping[str, type[BaseMDPEnv]],
-        make: Callable[[WantedEnv, Path], BaseMDPEnv],
-        prompts: Callable[[str, Mapping[str, Any], str, int | None], Sequence[Mapping[str, Any]]],
-        say: Callable[[str], None] = lambda text: None,
+        self, names: Sequence[str], sandbox: Callable[[], Any], say: Callable[[str], None] = lambda text: None
     ):
-        for name, made in classes.items():
+        self._classes = {name: ENVIRONMENTS[name] for name in names}
+        for name, made in self._classes.items():
             check_hostable(name, made)
-        self._classes, self._make, self._prompts, self._say = classes, make, prompts, say
+        self._sandbox, self._say = sandbox, say
         self._hosted: dict[str, _Hosted] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the environments on offer."""
-        return list(self._classes)
-
-    @property
-    def played(self) -> int:
-        """Number of episodes of the environments that are open."""
-        return sum(hosted.played for hosted in self._hosted.values())
 
     async def hello(self, request: Any) -> Any:
         if request.protocol != wire.PROTOCOL:
@@ -99,37 +77,30 @@ class EnvHost:
         return wire.HelloReply(protocol=wire.PROTOCOL, version=__version__, offers=offers)
 
     async def prompts(self, request: Any) -> AsyncIterator[Any]:
-        self._known(request.environment)
-        options = wire.from_json(request.options, dict, "the options of an environment")
-        limit = request.limit if request.HasField("limit") else None
-        rows = await in_own_thread(
-            "rl4llm-env-prompts", lambda: self._prompts(request.environment, options, request.split, limit)
-        )
+        rows = await in_own_thread("rl4llm-env-prompts", lambda: self._prompts(request))
         for number, row in enumerate(rows):
             yield wire.Row(json=wire.to_json(dict(row), f"prompt {number} of {request.environment!r}"))
 
-    async def open(self, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        with tempfile.TemporaryDirectory(prefix="rl4llm-env-") as directory:
-            wanted = await self._received(parts, Path(directory))
-            env = await self._made(wanted, Path(directory))
+    async def open(self, wanted: Any) -> AsyncIterator[Any]:
+        name = wanted.environment
+        env = await self._made(wanted)
         identity, hosted = secrets.token_hex(16), _Hosted(env, Scoring(env.reward_functions))
         self._hosted[identity] = hosted
-        self._say(f"{wanted.name}: opened by a trainer; {len(self._hosted)} open")
+        self._say(f"{name}: opened by a trainer; {len(self._hosted)} open")
         try:
             yield self._opened(identity, env)
-            async for _ in parts:  # no more messages; the stream ends with the trainer
-                pass
+            await asyncio.Event().wait()  # the call is cancelled when the trainer ends
         finally:
             del self._hosted[identity]
             for episode in hosted.episodes:
                 episode.cancel()
             self._say(
-                f"{wanted.name}: its trainer disconnected after {hosted.played} episodes; {len(self._hosted)} open"
+                f"{name}: its trainer disconnected after {hosted.played} episodes; {len(self._hosted)} open"
             )
             await in_own_thread("rl4llm-env-close", env.close)
 
     async def play(self, spoken: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        said = await _next(spoken, SETUP_TIMEOUT_S)
+        said = await _next(spoken, BEGIN_TIMEOUT_S)
         hosted = self._hosted.get(said.begin.environment)
         if hosted is None:
             raise NotFoundError("this environment is not open on this host; perhaps the host was restarted")
@@ -170,34 +141,49 @@ class EnvHost:
             has_roles=issubclass(made, RolesEnv),
         )
 
-    async def _received(self, parts: AsyncIterator[Any], directory: Path) -> WantedEnv:
-        """Receive the request, and write the tokenizer's files into the directory."""
-        wanted = None
-        while True:
-            part = await _next(parts, SETUP_TIMEOUT_S)
-            kind = part.WhichOneof("part")
-            if kind == "wanted":
-                self._known(part.wanted.environment)
-                wanted = _wanted(part.wanted)
-            elif kind == "file":
-                _append(directory, part.file)
-            elif wanted is not None:
-                return wanted
-            else:
-                raise DataError("a trainer opened an environment without naming it.")
-
-    async def _made(self, wanted: WantedEnv, directory: Path) -> BaseMDPEnv:
-        """Build the environment, and close it if the trainer disconnects meanwhile."""
-        making = asyncio.ensure_future(
-            in_own_thread("rl4llm-env-make", lambda: self._make(wanted, directory))
+    def _prompts(self, request: Any) -> Sequence[Mapping[str, Any]]:
+        """Return the rows that an environment brings. May block."""
+        made = self._known(request.environment)
+        if made.prompts is None:
+            raise ConfigError(f"The environment {request.environment!r} has no prompts. Next: set data.path.")
+        options = wire.from_json(request.options, dict, "the options of an environment")
+        return make_prompts(
+            made, options, request.split, request.limit if request.HasField("limit") else None
         )
+
+    def _make(self, wanted: Any) -> BaseMDPEnv:
+        """Build an environment for one trainer. Raises an RL4LLMError if it cannot work. May block."""
+        made = self._known(wanted.environment)
+        options = wire.from_json(wanted.options, dict, "the options of an environment")
+        check_env_options(made, options)
+        provided = Provided({"sandbox": self._sandbox})
+        rewards = make_rewards(
+            [wire.from_json(item, object, "a reward") for item in wanted.rewards], provided
+        )
+        check_examples(rewards)
+        return make_env(
+            made,
+            options,
+            provided,
+            dataset=[wire.from_json(wanted.row, dict, "the example of a prompt")],
+            tokenizer=_tokenizer(wanted.tokenizer),
+            reward_functions=rewards,
+            batch_size=1,
+            group_size=1,
+            seed=wanted.seed,
+            reward_transform_fn=add,  # the trainer combines them
+        )
+
+    async def _made(self, wanted: Any) -> BaseMDPEnv:
+        """Build the environment, and close it if the trainer disconnects meanwhile."""
+        making = asyncio.ensure_future(in_own_thread("rl4llm-env-make", lambda: self._make(wanted)))
         try:
             env = await asyncio.shield(making)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
                 (await making).close()
             raise
-        check_hostable(wanted.name, type(env), env.opponents)
+        check_hostable(wanted.environment, type(env), env.opponents)
         return env
 
     @staticmethod
@@ -270,18 +256,13 @@ def _answer(env: BaseMDPEnv, sample: SampleState, replies: Sequence[ChatMessage]
         return wire.answer(sample)
 
 
-def _wanted(part: Any) -> WantedEnv:
-    options = wire.from_json(part.options, dict, "the options of an environment")
-    rewards = [wire.from_json(reward, object, "a reward") for reward in part.rewards]
-    row = wire.from_json(part.row, dict, "the example of a prompt")
-    return WantedEnv(part.environment, options, rewards, part.seed, row)
-
-
-def _append(directory: Path, part: Any) -> None:
-    if Path(part.name).name != part.name or part.name in ("", ".", ".."):
-        raise DataError(f"{part.name!r} is not a file name of a tokenizer.")
-    with (directory / part.name).open("ab") as file:
-        file.write(part.data)
+def _tokenizer(files: Mapping[str, bytes]) -> Any:
+    with tempfile.TemporaryDirectory(prefix="rl4llm-env-") as directory:
+        for name, data in files.items():
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise DataError(f"{name!r} is not a file name of a tokenizer.")
+            (Path(directory) / name).write_bytes(data)
+        return load_tokenizer(directory)
 
 
 async def _next(messages: AsyncIterator[Any], timeout_s: float) -> Any:

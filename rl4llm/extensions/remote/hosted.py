@@ -1,30 +1,21 @@
-"""Environments that hosts run, as a trainer sees them, and the environments that a host offers."""
+"""What stands in a trainer for the class of an environment that hosts run."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.backends.models import load_tokenizer
-from rl4llm.compose.environments import (
-    OF_TRAINER,
-    Provided,
-    check_env_options,
-    make_env,
-    make_prompts,
-    make_rewards,
-)
+from rl4llm.compose.environments import OF_TRAINER
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
-from rl4llm.envs import ENVIRONMENTS
+from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.env import RemoteEnv, RemoteReward, RemoteRolesEnv
 from rl4llm.extensions.remote.hosts import Hosts
 from rl4llm.extensions.remote.token import read_token
-from rl4llm.rewards import add, check_examples
 
 
 class HostedEnvironment:
@@ -53,16 +44,17 @@ class HostedEnvironment:
         """Open the environment with these rewards. Raises ConfigError if a host refuses a reward or an option."""
         with tempfile.TemporaryDirectory(prefix="rl4llm-tokenizer-") as directory:
             tokenizer.save_pretrained(directory)
-            self._opened = self.hosts.open(self.name, self.options, specs, seed, row, Path(directory))
-        return [
-            RemoteReward(
-                reward.name,
-                reward.per_turn,
-                reward.needs_ground_truth,
-                reward.success_at if reward.HasField("success_at") else None,
-            )
-            for reward in self._opened.rewards
-        ]
+            files = {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}
+        wanted = wire.OpenRequest(
+            environment=self.name,
+            options=self._options(),
+            rewards=[wire.to_json(spec, "rewards: one of them") for spec in specs],
+            seed=seed,
+            row=wire.to_json(dict(row), "data: its first row"),
+            tokenizer=files,
+        )
+        self._opened = self.hosts.open(wanted)
+        return [RemoteReward(reward) for reward in self._opened.rewards]
 
     def __call__(self, *args: Any, opponents: Any = None, **kwargs: Any) -> BaseMDPEnv:
         own: dict[str, Any] = {"hosts": self.hosts, "opened": self._opened, "name": self.name}
@@ -71,47 +63,11 @@ class HostedEnvironment:
         return RemoteEnv(*args, **own, **kwargs)
 
     def _prompts(self, split: str, limit: int | None = None) -> Sequence[Mapping[str, Any]]:
-        return self.hosts.prompts(self.name, self.options, split, limit)
+        wanted = {"environment": self.name, "options": self._options(), "split": split, "limit": limit}
+        return self.hosts.prompts(wire.PromptsRequest(**wanted))
 
-
-class Hosting:
-    """The environments that a host offers and builds.
-
-    Args:
-        names: names of environments, registered ones or ``package.module:Class``.
-        sandbox: creates the sandbox for programs of the policy; each trainer has a separate one, which ends with it.
-    """
-
-    def __init__(self, names: Sequence[str], sandbox: Callable[[], Any]):
-        self.classes = {name: ENVIRONMENTS[name] for name in names}
-        self._sandbox = sandbox
-
-    def make(self, wanted: Any, tokenizer: Path) -> BaseMDPEnv:
-        """Build an environment for one trainer. Raises an RL4LLMError if it cannot work."""
-        check_env_options(self.classes[wanted.name], wanted.options)
-        provided = Provided({"sandbox": self._sandbox})
-        rewards = make_rewards(wanted.rewards, provided)
-        check_examples(rewards)
-        return make_env(
-            self.classes[wanted.name],
-            wanted.options,
-            provided,
-            dataset=[wanted.row],
-            tokenizer=load_tokenizer(tokenizer),
-            reward_functions=rewards,
-            batch_size=1,
-            group_size=1,
-            seed=wanted.seed,
-            reward_transform_fn=add,  # the trainer combines them
-        )
-
-    def prompts(
-        self, name: str, options: Mapping[str, Any], split: str, limit: int | None
-    ) -> Sequence[Mapping[str, Any]]:
-        """Return the prompts that an environment brings."""
-        if self.classes[name].prompts is None:
-            raise ConfigError(f"The environment {name!r} has no prompts. Next: set data.path.")
-        return make_prompts(self.classes[name], options, split, limit)
+    def _options(self) -> str:
+        return wire.to_json(self.options, "env: its options")
 
 
 def _addresses(remote: Any) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ GRACE_S = 30.0  # in addition to the host's deadlines
 AGAIN_AFTER_S = 0.5
 PATIENCE_S, WARN_EVERY_S = 1800.0, 10.0
 MOVES = 2
-CHUNK_BYTES = 1024**2
 
 
 class Hosts:
@@ -51,43 +50,23 @@ class Hosts:
         self._thread.start()
         self.pool: EndpointPool[Link] = self._wait(self._connected(addresses, token, authority))
         self.closed = False
-        self._parts: Sequence[Any] = ()
+        self._wanted: Any = None
         self._agreed: Any = None  # the properties that the first host reported
 
     def offer(self, name: str) -> Any:
         """Return the hosts' offer for an environment. Raises ConfigError if the host does not have it."""
         return self._first(lambda link: link.offer(name))
 
-    def prompts(
-        self, name: str, options: Mapping[str, Any], split: str, limit: int | None
-    ) -> list[dict[str, Any]]:
+    def prompts(self, request: Any) -> list[dict[str, Any]]:
         """Return the prompts that an environment brings, made on the first available host."""
-        text = wire.to_json(dict(options), "env: its options")
-        request = wire.PromptsRequest(environment=name, options=text, split=split, limit=limit)
         return self._first(lambda link: link.prompts(request))
 
-    def open(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        rewards: Sequence[Any],
-        seed: int,
-        row: Mapping[str, Any],
-        tokenizer: Path,
-    ) -> Any:
-        """Open an environment on each host with the files of a tokenizer, keep it open, and return its properties.
+    def open(self, wanted: Any) -> Any:
+        """Open an environment on each host, keep it open, and return its properties.
 
-        `row` is an example of its prompts. Waits for hosts only while none is available. Raises ConfigError if one
-        refuses.
+        Waits for hosts only while none is available. Raises ConfigError if one refuses.
         """
-        wanted = wire.Wanted(
-            environment=name,
-            options=wire.to_json(dict(options), "env: its options"),
-            rewards=[wire.to_json(reward, "rewards: one of them") for reward in rewards],
-            seed=seed,
-            row=wire.to_json(dict(row), "data: its first row"),
-        )
-        return self._wait(self._open(list(_parts(wanted, tokenizer))))
+        return self._wait(self._open(wanted))
 
     def report_to(self, warn: Callable[[str], None]) -> None:
         """Set where warnings for the user go; before that they are logged."""
@@ -137,8 +116,8 @@ class Hosts:
             warn=logger.warning,
         )
 
-    async def _open(self, parts: Sequence[Any]) -> Any:
-        self._parts = parts
+    async def _open(self, wanted: Any) -> Any:
+        self._wanted = wanted
         self.pool.start()
         for link in self.pool.endpoints:
             await link.tried.wait()
@@ -151,7 +130,7 @@ class Hosts:
         """Keep the environment open on one host, and reopen it after errors."""
         while True:
             try:
-                await link.hold(self._parts, self._admit)
+                await link.hold(self._wanted, self._admit)
             except LostError as error:
                 self.lost(link, error)
             except RL4LLMError as error:
@@ -226,14 +205,12 @@ class Link(Endpoint):
         )
         return [json.loads(row.json) async for row in rows]
 
-    async def hold(self, parts: Sequence[Any], opened: Callable[[Link], None]) -> None:
+    async def hold(self, wanted: Any, opened: Callable[[Link], None]) -> None:
         """Open the environment, call `opened`, and keep it open until the host is lost."""
-        name = parts[0].wanted.environment
+        name = wanted.environment
         await self.offer(name)
-        self._holding = holding = self.channel.talk("Open")
+        self._holding = holding = self.channel.hold("Open", wanted)
         try:
-            for part in parts:
-                await holding.say(part, CALL_TIMEOUT_S, f"receiving the tokenizer of {name!r}")
             self.opened = await holding.hear(OPEN_TIMEOUT_S, f"opening the environment {name!r}")
             opened(self)
             await holding.hear(None, f"keeping the environment {name!r} open")
@@ -332,12 +309,3 @@ class HostedEpisode:
         doing = f"{doing} of {self._name!r}"
         await talk.say(said, timeout_s, doing)
         return await talk.hear(timeout_s, doing)
-
-
-def _parts(wanted: Any, tokenizer: Path) -> Iterator[Any]:
-    yield wire.OpenRequest(wanted=wanted)
-    for file in sorted(path for path in tokenizer.iterdir() if path.is_file()):
-        data = file.read_bytes()
-        for start in range(0, max(len(data), 1), CHUNK_BYTES):
-            yield wire.OpenRequest(file=wire.FilePart(name=file.name, data=data[start : start + CHUNK_BYTES]))
-    yield wire.OpenRequest(complete=True)

@@ -88,7 +88,8 @@ class Server:
             if certificate is None:
                 self.port = self._server.add_insecure_port(where)
             else:
-                self.port = self._server.add_secure_port(where, _server_credentials(*certificate))
+                chain, key = _read("--tls-cert", certificate[0]), _read("--tls-key", certificate[1])
+                self.port = self._server.add_secure_port(where, grpc.ssl_server_credentials([(key, chain)]))
         except RuntimeError as error:
             raise ConfigError(
                 f"Cannot listen on {where}: the port is in use, or the address does not belong to this machine."
@@ -146,6 +147,10 @@ class HostChannel:
         """Return a call in which both sides send messages."""
         return Talk(self, self._call(method, self._channel.stream_stream)(metadata=self._metadata))
 
+    def hold(self, method: str, request: Any) -> Talk:
+        """Return a call in which only the host sends more messages, for as long as it lasts."""
+        return Talk(self, self._call(method, self._channel.unary_stream)(request, metadata=self._metadata))
+
     async def close(self) -> None:
         await self._channel.close()
 
@@ -168,7 +173,7 @@ class HostChannel:
 
 
 class Talk:
-    """A call in which both sides send messages; it must be ended."""
+    """A call that stays open; it must be ended."""
 
     def __init__(self, channel: HostChannel, call: Any):
         self._channel, self._call = channel, call
@@ -181,7 +186,7 @@ class Talk:
         """Return the next answer. Raises LostError also if the host closes the call instead."""
         answer = await self._within(self._call.read(), timeout_s, doing)
         if answer is grpc.aio.EOF:
-            raise LostError(f"env host {self._channel.address}, while {doing}: it closed the call")
+            raise self._lost(doing, "it closed the call")
         return answer
 
     def end(self) -> None:
@@ -193,25 +198,22 @@ class Talk:
             async with asyncio.timeout(timeout_s):
                 return await speaking
         except TimeoutError:
-            raise LostError(
-                f"env host {self._channel.address}, while {doing}: no answer in {timeout_s:g} s"
-            ) from None
+            raise self._lost(doing, f"no answer in {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             if error.details() == WRITE_FAILED:
-                raise LostError(
-                    f"env host {self._channel.address}, while {doing}: it ended the call"
-                ) from None
+                raise self._lost(doing, "it ended the call") from None
             raise self._channel.error(error.code(), error.details(), doing) from None
         except (grpc.aio.UsageError, asyncio.InvalidStateError):
-            raise LostError(f"env host {self._channel.address}, while {doing}: the call is over") from None
+            raise self._lost(doing, "the call is over") from None
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
             # this task was not cancelled, so gRPC reports that another task of ours ended the call
-            raise LostError(
-                f"env host {self._channel.address}, while {doing}: the trainer ended the call"
-            ) from None
+            raise self._lost(doing, "the trainer ended the call") from None
+
+    def _lost(self, doing: str, why: str) -> LostError:
+        return LostError(f"env host {self._channel.address}, while {doing}: {why}")
 
 
 def _message(described: Any) -> Any:
@@ -225,10 +227,6 @@ def _read(what: str, file: Path) -> bytes:
         raise ConfigError(
             f"Cannot read {what}={str(file)!r}: {error.strerror}. Accepted: a PEM file."
         ) from None
-
-
-def _server_credentials(certificate: Path, key: Path) -> Any:
-    return grpc.ssl_server_credentials([(_read("--tls-key", key), _read("--tls-cert", certificate))])
 
 
 class _Guarded(grpc.GenericRpcHandler):

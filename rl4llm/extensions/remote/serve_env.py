@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from rl4llm.compose.environments import build_sandbox
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.remote.host import EnvHost
-from rl4llm.extensions.remote.hosted import Hosting
 from rl4llm.extensions.remote.rpc import Server
 from rl4llm.extensions.remote.token import FILE_VARIABLE, VARIABLE, kept, new_token, read_token
 from rl4llm.runtime.ports import check_free, is_loopback
@@ -31,25 +29,25 @@ GRACE_S = 1.0  # for running calls
 LEAVE_S = 3.0  # to exit after a signal, even if an environment hangs
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """Where a host listens: port 0 is any free port. `certificate` is the files of a certificate and its key, for TLS."""
-
-    host: str
-    port: int
-    with_token: bool = True
-    certificate: tuple[Path, Path] | None = None
-
-
 def serve_env(
-    names: Sequence[str], listening: Listening, overrides: Sequence[str], say: Callable[[str], None]
+    names: Sequence[str],
+    host: str,
+    port: int,
+    *,
+    with_token: bool,
+    certificate: tuple[Path, Path] | None,
+    overrides: Sequence[str],
+    say: Callable[[str], None],
 ) -> int:
     """Host environments until a signal arrives. Raises ConfigError for settings that are not safe or not valid.
 
-    `names` are the environments, `overrides` are keys of the section `sandbox`.
+    Args:
+        names: the environments.
+        port: 0 for any free port.
+        certificate: the files of a certificate and its key, for TLS.
+        overrides: keys of the section `sandbox`.
     """
-    host, port = listening.host, listening.port
-    token = read_token(os.environ) if listening.with_token else ""
+    token = read_token(os.environ) if with_token else ""
     os.environ.pop(VARIABLE, None)  # processes of environments and rewards do not need it
     if not is_loopback(host) and not token:
         raise ConfigError(
@@ -58,8 +56,17 @@ def serve_env(
         )
     if port:
         check_free(host, port)
-    hosting = Hosting(names, _sandbox(overrides))
-    asyncio.run(_serve(EnvHost(hosting.classes, hosting.make, hosting.prompts, say), listening, token, say))
+    env_host, made = EnvHost(names, _sandbox(overrides), say), new_token() if with_token and not token else ""
+    shown = f"Hosting {', '.join(names)} at {f'[{host}]' if ':' in host else host}"
+
+    async def serve() -> None:
+        server = Server(env_host, host, port, token or made, certificate)
+        known = ", for trainers with the same token" if token else ""
+        with kept(made, server.port) if made else contextlib.nullcontext() as file:
+            known = f", for trainers that can read its token file: {file}" if made else known
+            await _serve(server, f"{shown}:{server.port}{known}.", say)
+
+    asyncio.run(serve())
     return 0
 
 
@@ -75,22 +82,15 @@ def _sandbox(overrides: Sequence[str]) -> Callable[[], Any]:
     return partial(build_sandbox, config)
 
 
-async def _serve(env_host: EnvHost, listening: Listening, given: str, say: Callable[[str], None]) -> None:
+async def _serve(server: Server, started: str, say: Callable[[str], None]) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    token = given or (new_token() if listening.with_token else "")
-    server = Server(env_host, listening.host, listening.port, token, listening.certificate)
-    with contextlib.ExitStack() as stack:
-        known = ", for trainers with the same token" if given else ""
-        if token and not given:
-            known = f", for trainers that can read its token file: {stack.enter_context(kept(token, server.port))}"
-        await server.start()
-        shown = f"[{listening.host}]" if ":" in listening.host else listening.host
-        say(f"Hosting {', '.join(env_host.names)} at {shown}:{server.port}{known}.")
-        await stopping.wait()
-        _leave_within(LEAVE_S)
-        say("Stopping; trainers continue their episodes on other hosts, or wait.")
+    await server.start()
+    say(started)
+    await stopping.wait()
+    _leave_within(LEAVE_S)
+    say("Stopping; trainers continue their episodes on other hosts, or wait.")
     await server.stop(GRACE_S)
 
 

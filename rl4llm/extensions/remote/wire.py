@@ -22,7 +22,7 @@ from rl4llm.core.sample import EpisodeState, Line, SampleState, Special
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.rewards.ask import Broken
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 * 1024**2
 COMPILED = Path(__file__).with_name("environments.binpb")
 PACKAGE = "rl4llm.environments.v1"
@@ -43,10 +43,7 @@ MESSAGES, SERVICE = _read()
 Begin, Said, Answer, Score = (MESSAGES[name] for name in ("Begin", "Said", "Answer", "Score"))
 HelloRequest, HelloReply, Offer = (MESSAGES[name] for name in ("HelloRequest", "HelloReply", "Offer"))
 PromptsRequest, Row = MESSAGES["PromptsRequest"], MESSAGES["Row"]
-OpenRequest, Wanted, FilePart, Opened = (
-    MESSAGES[name] for name in ("OpenRequest", "Wanted", "FilePart", "Opened")
-)
-Reward = MESSAGES["Reward"]
+OpenRequest, Opened, Reward = (MESSAGES[name] for name in ("OpenRequest", "Opened", "Reward"))
 
 
 @dataclass(slots=True)
@@ -164,7 +161,8 @@ def answer(
         )
         for seat in sample.seats:
             into = _part(message, seat)
-            into.extras = json.dumps(_sendable(seat.extras))
+            # other extras stay in the environment's process
+            into.extras = json.dumps({name: item for name, item in seat.extras.items() if _is_plain(item)})
             into.turn_rewards.update(seat.turn_rewards)
             into.stop_reason = seat.stop_reason or ""
             into.scores.extend(score(*pair) for pair in (scores or {}).get(seat.role, {}).items())
@@ -199,20 +197,16 @@ def score(reward: str, value: Sequence[float] | Broken) -> Any:
 
 def take_scores(message: Any, seat: SampleState) -> dict[str, list[float] | Broken]:
     """Return the scores of one role in an answer, by reward."""
-    return {item.reward: _taken(item) for item in _part(message, seat).scores}
+    return {
+        item.reward: Broken(item.broken_kind, item.broken_reason) if item.broken_kind else list(item.values)
+        for item in _part(message, seat).scores
+    }
 
 
 def outcome(message: Any) -> Any:
     """Return what must be the same in an answer when an episode is replayed."""
     seats = {role: dict(part.turn_rewards) for role, part in message.seats.items()}
     return message.messages, message.turn_rewards, message.role, seats
-
-
-def _taken(message: Any) -> list[float] | Broken:
-    """Return the score in a message; the inverse of `score`."""
-    if message.broken_kind:
-        return Broken(message.broken_kind, message.broken_reason)
-    return list(message.values)
 
 
 def to_json(value: Any, where: str) -> str:
@@ -238,11 +232,6 @@ def from_json(text: str, kind: type, where: str) -> Any:
     if not isinstance(value, kind):
         raise DataError(f"{where} is {text!r:.100}, not a JSON {kind.__name__}.")
     return value
-
-
-def _sendable(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extras that are JSON-compatible; other objects stay in the environment's process."""
-    return {name: value for name, value in extras.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

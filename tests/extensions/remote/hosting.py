@@ -4,7 +4,6 @@ import asyncio
 import threading
 
 from rl4llm.extensions.remote.host import EnvHost
-from rl4llm.extensions.remote.hosted import Hosting
 from rl4llm.extensions.remote.rpc import Server
 from rl4llm.extensions.sandbox import Sandbox
 
@@ -13,9 +12,8 @@ class HostThread:
     """`rl4llm serve env --env NAMES`, in a thread."""
 
     def __init__(self, names, port=0, token="", change=lambda env_host: None, certificate=None):
-        hosting = Hosting(names, lambda: Sandbox("rlimits", allow_weak=True))
         self.said = []
-        self.env_host = EnvHost(hosting.classes, hosting.make, hosting.prompts, self.said.append)
+        self.env_host = EnvHost(names, lambda: Sandbox("rlimits", allow_weak=True), self.said.append)
         change(self.env_host)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -43,3 +41,8 @@ class HostThread:
         server = Server(self.env_host, "127.0.0.1", port, token, certificate)
         await server.start()
         return server
+
+
+def played_on(host):
+    """The number of episodes of the environments that are open on a host."""
+    return sum(hosted.played for hosted in host.env_host._hosted.values())

@@ -1,6 +1,7 @@
 """Environments on hosts: what a trainer gets from them is what it would get without, whatever becomes of the hosts."""
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -10,11 +11,10 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import hosted_envs
 import pytest
-from hosting import HostThread
+from hosting import HostThread, played_on
 
 from rl4llm.core.errors import ConfigError, DataError, HostsDownError, RL4LLMError
 from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
@@ -24,7 +24,8 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.remote import hosts as trainer_side
 from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.env import LOST
-from rl4llm.extensions.remote.hosted import HostedEnvironment, Hosting
+from rl4llm.extensions.remote.host import EnvHost
+from rl4llm.extensions.remote.hosted import HostedEnvironment
 from rl4llm.extensions.remote.rpc import HostChannel, LostError
 from rl4llm.extensions.remote.serve_env import _leave_within
 from rl4llm.extensions.remote.token import kept, new_token, token_of_start
@@ -178,10 +179,10 @@ def test_episodes_spread_over_hosts_and_need_only_one_of_them(remote, play):
     with HostThread([HINTS]) as one, HostThread([HINTS]) as two:
         env = remote([one, two], HINTS, dataset, max_steps=2)
         whole = play(env)
-        assert [host.env_host.played for host in (one, two)] == [3, 3]
+        assert [played_on(host) for host in (one, two)] == [3, 3]
         one.stop()
         assert told(play(env)) == told(whole)
-        assert two.env_host.played == 3 + 6
+        assert played_on(two) == 3 + 6
 
 
 def in_order(result):
@@ -205,11 +206,13 @@ def test_roles_on_a_host_keep_the_contract(host, remote, name, specs, options):
 def test_a_host_writes_prompts_as_the_trainer_does(host, remote, tokenizer, tmp_path):
     options = {"template_args": {"enable_thinking": False}, "thoughts": "drop"}
     tokenizer.save_pretrained(tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     sent = HostedEnvironment({"name": "chat", "remote": host.address, **options})
     sent.hosts.close()
     assert sent.options == options
-    wanted = SimpleNamespace(name="chat", options=sent.options, rewards=["math"], row=rows("Hi")[0], seed=1)
-    made = Hosting(["chat"], lambda: None).make(wanted, tmp_path)
+    wanted = {"environment": "chat", "options": sent._options(), "rewards": ['"math"'], "tokenizer": files}
+    row = json.dumps(rows("Hi")[0])
+    made = EnvHost(["chat"], lambda: None)._make(wire.OpenRequest(**wanted, row=row, seed=1))
     assert (made.template_args, made.thoughts) == ({"enable_thinking": False}, "drop")
 
 
@@ -321,8 +324,8 @@ def test_hosts_that_have_different_environments_are_refused(remote, monkeypatch)
     with HostThread([HINTS]) as one, HostThread([HINTS]) as two:
         make = two.env_host._make
 
-        def other(wanted, tokenizer):
-            env = make(wanted, tokenizer)
+        def other(wanted):
+            env = make(wanted)
             env.max_steps += 1
             return env
 
@@ -595,7 +598,7 @@ def test_another_protocol_is_refused_by_either_side(host, monkeypatch):
     monkeypatch.setattr(trainer_side.wire, "HelloRequest", lambda **fields: hello(protocol=7, version="9"))
     with pytest.raises(
         ConfigError,
-        match=r"this host uses protocol 3 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
+        match=r"this host uses protocol 4 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
     ):
         HostedEnvironment({"name": "chat", "remote": host.address})
 
@@ -633,6 +636,8 @@ def test_no_call_works_without_the_token(method):
                     return await channel.ask(method, request, 5, "tested")
                 if method == "Prompts":
                     return [row async for row in channel.stream(method, request, 5, "tested")]
+                if method == "Open":
+                    return await channel.hold(method, request).hear(5, "tested")
                 talk = channel.talk(method)
                 await talk.say(request, 5, "tested")
                 return await talk.hear(5, "tested")
@@ -726,27 +731,26 @@ def test_a_host_leaves_in_time_whatever_hangs():
 
 
 def test_garbage_is_answered_and_the_host_goes_on(host, remote, play):
-    async def talk(method, *messages):
+    async def send(request):
         channel = HostChannel(host.address)
         try:
-            call = channel.talk(method)
-            for message in messages:
-                await call.say(message, 5, "tested")
+            if isinstance(request, wire.OpenRequest):
+                return await channel.hold("Open", request).hear(5, "tested")
+            call = channel.talk("Play")
+            await call.say(request, 5, "tested")
             return await call.hear(5, "tested")
         finally:
             await channel.close()
 
-    file = wire.OpenRequest(file=wire.FilePart(name="../../escaped", data=b"x"))
-    wanted = wire.OpenRequest(wanted=wire.Wanted(environment="chat", options="[", row="{}"))
-    complete = wire.OpenRequest(complete=True)
-    for method, messages, message in [
-        ("Open", [file], "is not a file name of a tokenizer"),
-        ("Open", [wanted], "the options of an environment is not JSON"),
-        ("Open", [complete], "without naming it"),
-        ("Play", [wire.Said(step=3)], "this environment is not open on this host"),
+    wanted = {"environment": "chat", "options": "{}", "row": "{}", "tokenizer": {"../../escaped": b"x"}}
+    for request, message in [
+        (wire.OpenRequest(**wanted), "is not a file name of a tokenizer"),
+        (wire.OpenRequest(**wanted | {"options": "["}), "the options of an environment is not JSON"),
+        (wire.OpenRequest(), "env.name='' is unknown"),
+        (wire.Said(step=3), "this environment is not open on this host"),
     ]:
         with pytest.raises(Exception, match=message):
-            asyncio.run(talk(method, *messages))
+            asyncio.run(send(request))
     assert len(play(remote([host], "chat", rows("Guess."))).trajectories) == 3
 
 
