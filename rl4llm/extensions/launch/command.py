@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rl4llm.commands.arguments import add_command, add_config, add_force, add_json
-from rl4llm.commands.output import say, show, write_json
+from rl4llm.commands.arguments import add_command, add_config, add_force
+from rl4llm.commands.output import say, show
 from rl4llm.core.errors import ConfigError
 
 ROLES = ("trainer", "server", "router", "env")
@@ -63,10 +63,8 @@ def add_launchers(command: argparse.ArgumentParser) -> None:
         choices=ROLES,
         help="run as one process of a launched job, configured by environment variables",
     )
-    command.add_argument(
-        "--dry-run", action="store_true", help="with --on and --as: only print commands and files"
-    )
-    add_json(command, "with --dry-run: print JSON for scripts")
+    about = "with --on local and --as: only print the commands"
+    command.add_argument("--dry-run", action="store_true", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,19 +84,17 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--on starts all processes of a run, --as is one of them. Use only one of the two options."
         )
-    whole = arguments.on or arguments.role
+    whole, here = arguments.on or arguments.role, arguments.on in (None, "local")
     alone = {name: getattr(arguments, name) is not None for name in OF_RANKS}
     launcher = {"option": arguments.option, "out": arguments.out, "submit": arguments.submit}
     refused = {
         "with --on or --as; use launch.nproc and launch.nodes in the configuration": alone if whole else {},
         "without --on LAUNCHER": {} if arguments.on else launcher,
         "with --on local, which writes and submits no files": launcher if arguments.on == "local" else {},
-        "with --on, except --on local": {"force": arguments.force}
-        if arguments.on not in (None, "local")
-        else {},
+        "with --on, except --on local": {}
+        if here
+        else {"force": arguments.force, "dry_run": arguments.dry_run},
         "without --on or --as": {} if whole else {"dry_run": arguments.dry_run},
-        "without --dry-run": {} if arguments.dry_run else {"json": arguments.json},
-        "with --dry-run": {"submit": arguments.submit} if arguments.dry_run else {},
     }
     for why, options in refused.items():
         for name, given in options.items():
@@ -153,54 +149,35 @@ def _here(arguments: argparse.Namespace) -> int:
     found, shared = planned(
         arguments.config, arguments.overrides, force=arguments.force, gpus=visible_gpus(os.environ) or None
     )
-    processes: list[dict[str, Any]] = [
-        {
-            "role": place.role.name,
-            "number": place.number,
-            "environ": {**shared, **own(place)},
-            "command": place.role.command,
-        }
-        for place in found
-    ]
-    if arguments.json:
-        write_json(processes)
-    else:
-        given = [[f"{name}={value}" for name, value in process["environ"].items()] for process in processes]
-        show(
-            *(
-                shlex.join(["env", *known, *process["command"]])
-                for known, process in zip(given, processes, strict=True)
-            )
-        )
+    for place in found:
+        known = [f"{name}={value}" for name, value in {**shared, **own(place)}.items()]
+        show(shlex.join(["env", *known, *place.role.command]))
     return 0
 
 
 def _elsewhere(arguments: argparse.Namespace) -> int:
     """Write the files that start a run with a launcher, and submit them."""
-    from rl4llm.extensions.launch.launchers import launch_on, prepared
+    from rl4llm.extensions.launch.launchers import launch_on
 
     _check_config(arguments)
-    place = {"options": arguments.option, "out": arguments.out}
-    if not arguments.dry_run:
-        return launch_on(
-            arguments.on, arguments.config, arguments.overrides, **place, submit=arguments.submit, say=say
-        )
-    directory, files, words, _ = prepared(arguments.on, arguments.config, arguments.overrides, **place)
-    if arguments.json:
-        write_json({"directory": str(directory), "files": files, "submit": words})
-    else:
-        show(*(f"# {directory / name}\n{text}" for name, text in files.items()))
-        show(f"# Command to submit them, in {directory}:\n{shlex.join(words)}")
-    return 0
+    return launch_on(
+        arguments.on,
+        arguments.config,
+        arguments.overrides,
+        options=arguments.option,
+        out=arguments.out,
+        submit=arguments.submit,
+        say=say,
+    )
 
 
 def _part(arguments: argparse.Namespace) -> int:
     """Run as one process of a launched job."""
-    from rl4llm.extensions.launch.part import part
+    from rl4llm.extensions.launch.roles import part
 
     words = part(arguments.config, arguments.overrides, arguments.role, os.environ, force=arguments.force)
     if arguments.dry_run:
-        write_json(["rl4llm", *words]) if arguments.json else show(f"rl4llm {shlex.join(words)}")
+        show(f"rl4llm {shlex.join(words)}")
         return 0
     say(f"rl4llm {shlex.join(words)}")
     from rl4llm.cli import main

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch.roles import Role
+from rl4llm.runtime.supervise import SUPERVISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +24,23 @@ class ClusterJob:
         roles: the roles of the run, trainer first.
         directory: base of relative paths in the configuration, on every machine.
         options: the values of `--option KEY=VALUE`; each launcher's module lists its options.
+        config: the text of the configuration.
     """
 
     name: str
     roles: Sequence[Role]
     directory: Path
     options: Mapping[str, str] = field(default_factory=dict)
+    config: str = ""
 
     @property
     def secrets(self) -> list[str]:
         """Environment variables that must be set where the job is submitted."""
         return list(dict.fromkeys(name for role in self.roles for name in role.secrets))
+
+    def secrets_are_set(self) -> list[str]:
+        """Return lines that end a bash script at once if a secret is missing; its value is in no file."""
+        return [f': "${{{name}:?must be set to a long random string}}"' for name in self.secrets]
 
     def option(self, name: str, default: str = "") -> str:
         return self.options.get(name, default)
@@ -88,3 +99,29 @@ def places(machines: Sequence[Mapping[str, int]], roles: Sequence[Role]) -> list
             "trainer=2 is not accepted for one machine: one trainer starts launch.nproc processes on its machine."
         )
     return found
+
+
+def start(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    grace_s: float,
+    *,
+    directory: Path | None = None,
+    log: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process in a separate session, so that only we pass signals on to it; it ends when this process does.
+
+    Args:
+        environ: variables in addition to those of this process.
+        grace_s: seconds that it gets to end.
+    """
+    supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(grace_s)]
+    return subprocess.Popen(
+        [*supervisor, *command],
+        env={**os.environ, **environ},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )

@@ -25,28 +25,22 @@ class Launcher:
     """Starts processes on machines.
 
     Args:
-        render: returns the files of a job, by name.
-        submit: returns the command that submits them, run in their directory.
+        render: returns the files of a job, by name, besides its configuration.
+        submit: the command that submits them, run in their directory.
         config: path of the configuration for the processes; "" for next to the files, on a shared file system.
         ready: raises ConfigError if the command could not submit anything, before files are written.
     """
 
-    render: Callable[[ClusterJob, str], Mapping[str, str]]
-    submit: Callable[[ClusterJob], Sequence[str]]
+    render: Callable[[ClusterJob], Mapping[str, str]]
+    submit: Sequence[str]
     config: str = ""
     ready: Callable[[], None] = lambda: None
 
 
-def _without_config(
-    render: Callable[[ClusterJob], Mapping[str, str]],
-) -> Callable[[ClusterJob, str], Mapping[str, str]]:
-    return lambda job, config: render(job)
-
-
 LAUNCHERS: Mapping[str, Launcher] = {
-    "ssh": Launcher(_without_config(ssh.render), ssh.submit),
-    "slurm": Launcher(_without_config(slurm.render), slurm.submit),
-    "modal": Launcher(modal.render, modal.submit, config=modal.CONFIG, ready=modal.ready),
+    "ssh": Launcher(ssh.render, ssh.SUBMIT),
+    "slurm": Launcher(slurm.render, slurm.SUBMIT),
+    "modal": Launcher(modal.render, modal.SUBMIT, config=modal.CONFIG, ready=modal.ready),
 }
 
 
@@ -98,27 +92,26 @@ def prepared(
         raise ConfigError(unknown("--on", name, ("local", *LAUNCHERS)))
     chosen, launcher = load_config(config, overrides), LAUNCHERS[name]
     directory = out or Path(f"{chosen.output.dir.rstrip('/')}-{name}")
-    job = _job(chosen, launcher, directory, dict(map(_option, options)))
-    text = to_yaml(chosen, elsewhere=True)
-    files = {**launcher.render(job, text), **({CONFIG: text} if not launcher.config else {})}
-    return directory, files, list(launcher.submit(job)), job
-
-
-def _job(config: Config, launcher: Launcher, directory: Path, options: dict[str, str]) -> ClusterJob:
     path = launcher.config or str((directory / CONFIG).resolve())
-    name = (
-        re.sub(r"[^a-z0-9]+", "-", Path(config.output.dir).name.lower()).strip("-")[:40].strip("-")
-        or "rl4llm"
-    )
-    name = name if name[0].isalpha() else f"run-{name}"
-    return ClusterJob(name, roles(config, ("rl4llm", "launch", path)), Path.cwd(), options)
+    wanted = roles(chosen, ("rl4llm", "launch", path))
+    job = ClusterJob(_name(chosen), wanted, Path.cwd(), _given(options), to_yaml(chosen, elsewhere=True))
+    return directory, {**launcher.render(job), CONFIG: job.config}, list(launcher.submit), job
 
 
-def _option(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals or any(not letter.isprintable() for letter in value):
-        raise ConfigError(f"--option {text!r} is not accepted. Accepted: KEY=VALUE, in one line.")
-    return name, value
+def _name(config: Config) -> str:
+    """Return the name of a job, from the last part of output.dir."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(config.output.dir).name.lower()).strip("-")[:40].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}" if name else "rl4llm"
+
+
+def _given(options: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in options:
+        name, equals, value = text.partition("=")
+        if not name or not equals or not value.isprintable():
+            raise ConfigError(f"--option {text!r} is not accepted. Accepted: KEY=VALUE, in one line.")
+        found[name] = value
+    return found
 
 
 def _write(directory: Path, files: Mapping[str, str]) -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from rl4llm.config import Config, load_config
 from rl4llm.extensions.launch.devices import check_gpus, present
-from rl4llm.extensions.launch.job import Assignment, places
+from rl4llm.extensions.launch.job import Assignment, places, start
 from rl4llm.extensions.launch.ranks import STOPPED
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ports import free_port
-from rl4llm.runtime.supervise import SUPERVISE
 from rl4llm.runtime.watchdog import stop_signals
 
 HOST = "127.0.0.1"
@@ -47,7 +46,8 @@ def launch_here(
         processes = {}
         for place in reversed(found):  # the trainer starts last and is stopped first
             log = log_of(chosen, place.role.name, place.number) if place is not found[0] else None
-            processes[place] = _start(place, shared, log)
+            with open(log, "ab") if log else nullcontext() as file:
+                processes[place] = start(place.role.command, {**shared, **own(place)}, GRACE_S, log=file)
             started.callback(_stop, processes[place])
             if log:
                 say(f"Starting {_name(place)}; its log is {log}")
@@ -109,21 +109,6 @@ def _last_words(log: Path) -> str:
             line[:LONGEST_LINE] for line in file.read().decode(errors="replace").splitlines() if line.strip()
         ]
     return "\n".join([f"The last lines of {log}:", *lines[-LAST_LINES:]]) if lines else f"{log} is empty."
-
-
-def _start(place: Assignment, shared: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    """Start a process in a separate session, so that we decide how Ctrl-C is passed on; it ends when this process does."""
-    supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]
-    environ = {**os.environ, **shared, **own(place)}
-    with open(log, "ab") if log else nullcontext() as file:
-        return subprocess.Popen(
-            [*supervisor, *place.role.command],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
 
 
 def _name(place: Assignment) -> str:

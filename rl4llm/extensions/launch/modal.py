@@ -19,6 +19,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import ClusterJob
 
 APP = "modal_app.py"
+SUBMIT = ("modal", "run", "--detach", f"{APP}::train")
 OPTIONS = ("volume", "image", "extras", "secret")
 CONFIG = (
     "/rl4llm-run/config.yaml"  # in every container; Python started in / would take /rl4llm for the package
@@ -47,21 +48,17 @@ def train():
 '''
 
 
-def render(job: ClusterJob, config: str) -> dict[str, str]:
-    """Return the app and the configuration. Raises ConfigError for a run that Modal does not support."""
-    check(job, config)
-    return {APP: TEXT.format(name=job.name, options=dict(job.options)), "config.yaml": config}
+def render(job: ClusterJob) -> dict[str, str]:
+    """Return the app. Raises ConfigError for a run that Modal does not support."""
+    check(job)
+    return {APP: TEXT.format(name=job.name, options=dict(job.options))}
 
 
-def check(job: ClusterJob, config: str) -> None:
-    """Raise ConfigError for a run that Modal does not support; `config` is the text of the configuration."""
+def check(job: ClusterJob) -> None:
+    """Raise ConfigError for a run that Modal does not support."""
     job.check_options(OPTIONS, "modal")
     _check_roles(job)
-    _check_files(yaml.safe_load(config))
-
-
-def submit(job: ClusterJob) -> list[str]:
-    return ["modal", "run", "--detach", f"{APP}::train"]
+    _check_files(yaml.safe_load(job.config))
 
 
 def ready() -> None:

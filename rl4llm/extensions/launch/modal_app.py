@@ -81,7 +81,7 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
     """
     config = load_config(path)
     wanted = {role.name: role for role in roles(config, ("rl4llm", "launch", CONFIG))}
-    check(ClusterJob(name, list(wanted.values()), Path(SHARED), options), path.read_text())
+    check(ClusterJob(name, list(wanted.values()), Path(SHARED), options, path.read_text()))
     image = _image(config, path, options, servers="server" in wanted)
     disk = options.get("volume", "rl4llm")
     shared: dict[str, Any] = {

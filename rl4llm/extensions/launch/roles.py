@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl4llm.config import Config, as_written, by_part, flatten, variables_of
+from rl4llm.config import Config, as_written, by_part, flatten, load_config, variables_of
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import HIDDEN
 from rl4llm.runs.run_dir import RunDir
@@ -145,6 +145,33 @@ def words(
     if role.name == "env":
         return ["serve", "env", "--env", ",".join(_hosted(config)), *where]
     return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
+
+
+def part(
+    config: str, overrides: Sequence[str], name: str, environ: Mapping[str, str], *, force: bool = False
+) -> list[str]:
+    """Return the words after ``rl4llm`` of the process with the role `name`. Raises ConfigError for an invalid role.
+
+    Args:
+        environ: RL4LLM_NUMBER, and the hosts of every role of the configuration.
+        force: whether the trainer resumes a run although its configuration changed.
+    """
+    chosen = load_config(config, overrides)
+    here = all(is_loopback(host) for host in environ.get(hosts_variable("trainer"), "?").split(","))
+    wanted = {role.name: role for role in roles(chosen, ("rl4llm", "launch", config), here=here)}
+    if name not in wanted:
+        asked = ", ".join(wanted)
+        raise ConfigError(
+            f"--as {name} is not accepted: the section `launch` of {config} asks only for {asked}."
+        )
+    number = environ.get(NUMBER, "0")
+    if not number.isdecimal():
+        raise ConfigError(
+            f"{NUMBER}={number!r} is not accepted. Accepted: the number of this process within its role, from 0."
+        )
+    hosts = read_hosts(environ, list(wanted.values()))
+    found = words(chosen, [config, *overrides], wanted[name], int(number), hosts)
+    return [*found, "--force"] if force and name == "trainer" else found
 
 
 def place(role: str, host: str, number: int) -> tuple[str, int]:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.roles import GIB_OF_CPU, Role, hosts_variable
-from rl4llm.extensions.launch.shell import HEADER, secrets_are_set
 
 SCRIPT = "job.sbatch"
+SUBMIT = ("sbatch", SCRIPT)
 GRACE_S = 120  # before the time limit, to finish the current step and save a checkpoint
 OPTION = re.compile(r"(?:(trainer|server|env)\.)?([a-z][a-z-]*)")
 OF_CPUS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"}
@@ -63,7 +63,7 @@ def render(job: ClusterJob) -> dict[str, str]:
                 f"partition, or server.partition for one role; not {', '.join(OWN)}, which the section `launch` sets."
             )
     components = [role for role in job.roles if role.name != "router"]
-    lines = [HEADER, *_head(job, components), "set -euo pipefail", *secrets_are_set(job.secrets)]
+    lines = ["#!/usr/bin/env bash", *_head(job, components), "set -euo pipefail", *job.secrets_are_set()]
     lines += [
         f"cd {shlex.quote(str(job.directory))}",
         *filter(None, [job.option("setup")]),
@@ -79,10 +79,6 @@ def render(job: ClusterJob) -> dict[str, str]:
         lines += [f"{_start(role, where)} &", "others+=($!)"]
     lines += [f"{_start(job.roles[0], where)} &", "trainer=$!", END]
     return {SCRIPT: "\n".join(lines)}
-
-
-def submit(job: ClusterJob) -> list[str]:
-    return ["sbatch", SCRIPT]
 
 
 def _head(job: ClusterJob, components: Sequence[Role]) -> list[str]:

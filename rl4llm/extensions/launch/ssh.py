@@ -14,9 +14,9 @@ from pathlib import Path
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import Assignment, ClusterJob, places
 from rl4llm.extensions.launch.roles import hosts_variable
-from rl4llm.extensions.launch.shell import HEADER, secrets_are_set
 
 SCRIPT = "launch.sh"
+SUBMIT = ("bash", SCRIPT)
 OPTIONS = ("hosts", "setup")
 
 REMOTE = """\
@@ -67,9 +67,13 @@ def render(job: ClusterJob) -> dict[str, str]:
     ]
     started = [(name, place) for name, machine in zip(names, found, strict=True) for place in machine]
     started.sort(key=lambda item: item[1].role.name != "trainer")  # the first trainer is the first of all
-    lines = [HEADER, "# Starts every process through ssh; Ctrl-C stops all of them.", "set -eu"]
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Starts every process through ssh; Ctrl-C stops all of them.",
+        "set -eu",
+    ]
     lines += [
-        *secrets_are_set(job.secrets),
+        *job.secrets_are_set(),
         f"remote={shlex.quote(shlex.quote(_remote(job)))}",
         START.rstrip(),
     ]
@@ -80,10 +84,6 @@ def render(job: ClusterJob) -> dict[str, str]:
         lines.append(f'start "${"trains" if trains else "serves"}" {shlex.join(words)}')
         lines += ["trainers+=($!)"] if trains else []
     return {SCRIPT: "\n".join([*lines, END])}
-
-
-def submit(job: ClusterJob) -> list[str]:
-    return ["bash", SCRIPT]
 
 
 def read_hosts_file(path: Path) -> tuple[list[str], list[dict[str, int]]]:

@@ -7,15 +7,13 @@ refuses, and is asked again until it does, see `visible_within_s` of `rl4llm.ext
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.extensions.launch.job import start
 from rl4llm.runtime.terminal import visible
 
 LOOK_S = 0.5
@@ -41,7 +39,8 @@ def train(
     Args:
         named: files and directories that are created or replaced when something of the run is complete.
     """
-    process = _start(command, environ, directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    process = start(command, environ, GRACE_S, directory=directory)
     committed = _stamps(named)
     say = Once()
     try:
@@ -61,7 +60,7 @@ def serve(volume: Volume, command: Sequence[str], environ: Mapping[str, str]) ->
 
     Its working directory is not on the volume, which could not be reloaded then.
     """
-    process = _start(command, environ, Path("/"))
+    process = start(command, environ, GRACE_S, directory=Path("/"))
     say = Once()
     try:
         while process.poll() is None:
@@ -107,16 +106,3 @@ def _stamp(path: Path) -> int | None:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _start(command: Sequence[str], environ: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one; only we pass signals on to it."""
-    supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S)]
-    directory.mkdir(parents=True, exist_ok=True)
-    return subprocess.Popen(
-        [*supervisor, *command],
-        env={**os.environ, **environ},
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )

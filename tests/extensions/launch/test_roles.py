@@ -6,8 +6,7 @@ from rl4llm.cli import _parsed
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import places
-from rl4llm.extensions.launch.part import part
-from rl4llm.extensions.launch.roles import ENV_TOKEN, SERVER_KEY, roles, words
+from rl4llm.extensions.launch.roles import ENV_TOKEN, SERVER_KEY, part, roles, words
 from rl4llm.extensions.remote.command import parser
 from rl4llm.extensions.remote.token import VARIABLE
 from rl4llm.extensions.servers.server_command import server_command

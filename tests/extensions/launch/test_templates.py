@@ -10,8 +10,7 @@ import yaml
 
 from rl4llm.cli import build_parser
 from rl4llm.config import load_config
-from rl4llm.extensions.launch.part import part
-from rl4llm.extensions.launch.roles import roles
+from rl4llm.extensions.launch.roles import part, roles
 
 TEMPLATES = Path(__file__).parents[3] / "examples" / "clusters"
 
