@@ -14,7 +14,7 @@ from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import DataError, ModelError, NotFiniteError
 from rl4llm.core.images import Image
 from rl4llm.data.pack import filler
-from rl4llm.extensions.inspect.check.failed_update import load_update
+from rl4llm.extensions.inspect.check.replay import load_update
 from rl4llm.runs.failed_update import save_update
 
 BAD_ALGORITHM = '''

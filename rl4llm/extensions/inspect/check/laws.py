@@ -177,9 +177,8 @@ def publish(bench: Bench) -> str:
     bench.demand_episodes()
     trainer = _rl(bench)
     inference = trainer.inference
-    canary = build_canary(
-        bench.config, inference.client
-    )  # not calibrated: it accepts differences up to its bound
+    # not calibrated: it accepts differences up to its bound
+    canary = build_canary(bench.config, inference.client)
     checked = replace(inference, canary=canary)
     checked.choose_tokens()
     before_BT = canary.expected(trainer.backend)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl4llm.commands.output import Facts
@@ -15,10 +19,20 @@ from rl4llm.config import Config, load_config
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import TokenLosses, TokenMetrics
 from rl4llm.core.errors import DataError
+from rl4llm.core.images import Image
 from rl4llm.core.types import TrainBatch
-from rl4llm.extensions.inspect.check.failed_update import FailedUpdate, load_update
+from rl4llm.runs.failed_update import BATCHES, FACTS, MODEL
 
 CONTEXT = 8  # tokens shown before one that is not finite
+
+
+@dataclass(frozen=True, slots=True)
+class FailedUpdate:
+    """What `save_update` wrote. `facts` holds step, model, algorithm (its state) and metrics."""
+
+    batches: list[TrainBatch]
+    facts: dict[str, Any]
+    model: Path
 
 
 def replay(directory: Path) -> Iterator[Facts]:
@@ -35,7 +49,7 @@ def replay(directory: Path) -> Iterator[Facts]:
     model.load(update.model)
     yield _given(update)
     seen: list[str] = []
-    losses = _losses(algorithm, update.facts["model"])
+    losses = _value_losses(algorithm) if update.facts["model"] == "critic" else algorithm.token_losses
     needs = algorithm.needs()
     # Rows of a dataset were not sampled at any temperature.
     temperature = (config.rollout.temperature or 1.0) if needs.learns_from == "episodes" else 1.0
@@ -43,6 +57,30 @@ def replay(directory: Path) -> Iterator[Facts]:
         watched = partial(_watched, losses, f"micro-batch {number}", seen)
         model.forward_backward(batch, watched, temperature=temperature, entropy=needs.entropy)
     yield _found(update, seen, model.optim_step())
+
+
+def load_update(directory: Path) -> FailedUpdate:
+    """Read one back; raises DataError when there is none."""
+    accepted = (
+        "Accepted: a directory such as runs/NAME/failed/step-000012, which a run writes when it stops for losses that "
+        "are not finite."
+    )
+    if not directory.is_dir():
+        raise DataError(f"{directory} holds no optimizer step: there is no such directory. {accepted}")
+    missing = [name for name in (FACTS, BATCHES) if not (directory / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{directory} holds no optimizer step: it has no file {' and no file '.join(missing)}. {accepted}"
+        )
+    try:
+        facts = json.loads((directory / FACTS).read_text())
+        batches = _batches(load_file(directory / BATCHES), facts["images"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DataError(
+            f"{directory} holds no optimizer step that can be read: {type(error).__name__}: {error}. {accepted}"
+        ) from error
+    first = directory.with_name(directory.name.partition("-rank")[0])  # whose directory has the model
+    return FailedUpdate(batches, facts, first / MODEL)
 
 
 def _config(directory: Path) -> Config:
@@ -54,10 +92,9 @@ def _config(directory: Path) -> Config:
     return replace(load_config(file, of_run=True), backend={"name": "torch"})
 
 
-def _losses(algorithm: BaseAlgorithm, model: str) -> TokenLosses:
-    if model == "critic":
-        return lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT)
-    return algorithm.token_losses
+def _value_losses(algorithm: BaseAlgorithm) -> TokenLosses:
+    """Return a critic's losses in the form of a policy's."""
+    return lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT)
 
 
 def _watched(
@@ -118,4 +155,20 @@ def _lines(where: str, what: str, x_BT: Tensor, batch: TrainBatch) -> list[str]:
         f"{where}: {what} of {int(bad_BT.sum())} tokens, first in row {row}, column {column} (token ids up to it: {before}; "
         + ", ".join(f"{name}={value:.4g}" for name, value in values.items())
         + ")"
+    ]
+
+
+def _batches(
+    tensors: Mapping[str, Tensor], images: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[TrainBatch]:
+    return [
+        TrainBatch.of(
+            {
+                name.partition("/")[2]: value
+                for name, value in tensors.items()
+                if name.startswith(f"{number}/")
+            },
+            tuple(Image(**image) for image in seen),
+        )
+        for number, seen in enumerate(images)
     ]

@@ -40,14 +40,14 @@ WORDS = {
 def facts_of(path: str) -> Facts:
     """Return the table of a model directory or hub name; raise ModelError for a configuration that cannot be read."""
     model = empty_model(path)
-    rows = [*_architecture(model), *_engine(model), *_tokenizer(path)]
+    rows = [
+        ("architecture", type(model).__name__),
+        ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
+        ("servers take its weights", _names(model)),
+        *_engine(model),
+        *_tokenizer(path),
+    ]
     return Facts("model", path, ("what", "answer"), rows)
-
-
-def _architecture(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    yield "architecture", type(model).__name__
-    yield "parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"
-    yield "servers take its weights", _names(model)
 
 
 def _names(model: PreTrainedModel) -> str:

@@ -51,20 +51,8 @@ class Models:
     others: Mapping[str, int] = field(default_factory=dict)  # bytes by name
 
 
-def phases(
-    config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int
-) -> list[Phase]:
-    """Return what a device holds in each phase, once the optimizer has its moments."""
-    return _Memory(config, algorithm, counts, models, ranks).phases()
-
-
-def on_host(config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int) -> Phase:
-    """Return what offload keeps in the machine's memory for one GPU."""
-    return _Memory(config, algorithm, counts, models, ranks).on_host()
-
-
-class _Memory:
-    """The phases of one device."""
+class Memory:
+    """The memory of one of `ranks` devices."""
 
     def __init__(self, config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int):
         self.config, self.counts, self.models, self.ranks = config, counts, models, ranks
@@ -76,6 +64,7 @@ class _Memory:
         self.reference = self._held(models.reference, trains=False) if models.reference else None
 
     def phases(self) -> list[Phase]:
+        """Return what the device holds in each phase, once the optimizer has its moments."""
         found = [self._start()]
         if self.needs.learns_from == "episodes":
             found.extend(self._rollouts())
@@ -89,6 +78,7 @@ class _Memory:
         ]
 
     def on_host(self) -> Phase:
+        """Return what offload keeps in the machine's memory for this device."""
         held = [model for model in (self.policy, self.critic, self.reference) if model] if self.on_gpu else []
         waiting = held if self.config.inference.get("cohost") else []
         parts = {

@@ -18,7 +18,7 @@ from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.model_memory import ONE_SEQUENCE, Precision
 from rl4llm.extensions.inspect.plan.counts import Counts, count
-from rl4llm.extensions.inspect.plan.memory import Models, Phase, on_host, phases
+from rl4llm.extensions.inspect.plan.memory import Memory, Models, Phase
 from rl4llm.extensions.inspect.plan.shape import read_shape, shape_of
 from rl4llm.inference.paths import context_limit
 
@@ -93,15 +93,16 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Ru
     context_length, _ = context_limit(policy, config.inference.get("context_length"))
     counts = count(config, algorithm, context_length)
     models = _models(config, algorithm, policy)
+    held = Memory(config, algorithm, counts, models, devices)
     return RunPlan(
         config=config,
         counts=counts,
         models=models,
-        phases=phases(config, algorithm, counts, models, devices),
+        phases=held.phases(),
         devices=devices,
         device=device_of(config),
         memory=_memory(device_of(config)) if memory is None else memory,
-        host=on_host(config, algorithm, counts, models, devices),
+        host=held.on_host(),
         host_memory=psutil.virtual_memory().total if memory is None else None,
     )
 

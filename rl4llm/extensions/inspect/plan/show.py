@@ -84,9 +84,8 @@ def _host(plan: RunPlan) -> Iterator[str]:
         f" for each device, {size_text(needed)} for {plan.devices} on one machine" if plan.devices > 1 else ""
     )
     yield f"The machine's own memory also holds {size_text(each)}{several}: {of}."
-    forced = needed - plan.devices * plan.host.parts.get(
-        VERSIONS, 0
-    )  # versions are on the disk where there is no room
+    # versions are on the disk where there is no room
+    forced = needed - plan.devices * plan.host.parts.get(VERSIONS, 0)
     if plan.host_memory is not None and forced > plan.host_memory:
         yield f"warning: this machine has only {size_text(plan.host_memory)} of it."
 

@@ -16,7 +16,7 @@ from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
 from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, Precision
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
-from rl4llm.extensions.inspect.plan.memory import VERSIONS, phases
+from rl4llm.extensions.inspect.plan.memory import VERSIONS, Memory
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
 from rl4llm.extensions.inspect.plan.shape import read_shape
 from rl4llm.extensions.inspect.plan.show import parse_size, verdict
@@ -249,7 +249,8 @@ def test_a_dataset_is_counted_as_it_will_be_packed(model_dir, tmp_path):
     assert (counts.rows, counts.prompts, counts.samples, counts.micro_batches) == (8, 4, 2, 1)
     assert counts.keys > counts.tokens > counts.trains > 0
     names = [
-        phase.name for phase in phases(config, build_algorithm(config), counts, make_plan(config).models, 1)
+        phase.name
+        for phase in Memory(config, build_algorithm(config), counts, make_plan(config).models, 1).phases()
     ]
     assert names == [
         "start",
