@@ -365,7 +365,7 @@ REMOTE = _of(
      "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
     ("prompt_of_a_hosted_role", "wire.py", "        seat.init_msg_size = len(message.seats[role].messages)\n", "",
      "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
-    ("replayed_role", "wire.py", "message.turn_rewards, message.role, seats", "message.turn_rewards, seats",
+    ("replayed_role", "wire.py", "message.messages, message.role, rewards", "message.messages, rewards",
      "test_remote.py::test_game_that_replays_another_role_is_retried"),
     ("opponents_stay_with_the_trainer", "hosted.py", "            return RemoteRolesEnv(*args, opponents=opponents,",
      "            return RemoteRolesEnv(*args, opponents=None,",

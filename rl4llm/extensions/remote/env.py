@@ -92,19 +92,17 @@ class RemoteEnv(BaseMDPEnv):
     async def _score(self, sample: SampleState) -> None:
         """Store the scores of the rewards, which `RemoteReward` returns."""
         try:
-            scored = await self._hosts.run(self._hosted(sample).score(sample))
-        except LostError as error:
-            sample.fail(str(error), LOST)
+            scored = await self._asked(sample, self._hosted(sample).score(sample))
         except HostsDownError:
             raise
         except EnvError as error:  # an error on the host, which is still running
             sample.fail(str(error), "env/raised")
-        else:
-            for seat, scores in scored:
-                seat.extras[SCORES] = {
-                    name: dataclasses.asdict(value) if isinstance(value, Broken) else value
-                    for name, value in scores.items()
-                }
+            return
+        for seat, scores in scored or ():
+            seat.extras[SCORES] = {
+                name: dataclasses.asdict(value) if isinstance(value, Broken) else value
+                for name, value in scores.items()
+            }
 
 
 class RemoteRolesEnv(RemoteEnv, RolesEnv):

@@ -302,9 +302,8 @@ class HostedEpisode:
     async def _exchange(self, talk: Talk, said: Any, doing: str) -> Any:
         if said.HasField("begin"):
             said.begin.environment = self._opened.id
-        rewards_s = 2 * sum(
-            reward.timeout_s for reward in self._opened.rewards
-        )  # another batch may come first
+        # another batch may come first
+        rewards_s = 2 * sum(reward.timeout_s for reward in self._opened.rewards)
         timeout_s = GRACE_S + (rewards_s if said.finished else self._opened.respond_timeout_s)
         doing = f"{doing} of {self._name!r}"
         await talk.say(said, timeout_s, doing)

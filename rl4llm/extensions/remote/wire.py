@@ -58,7 +58,7 @@ class Sent:
 
 def said(sample: SampleState, sent: Sent, *, finished: bool = False) -> Any:
     """Return the message with what is new in an episode. Raises DataError for a row that is not JSON-compatible."""
-    message, episode = Said(finished=_reason(sample, finished)), sample.episode
+    message, episode = Said(finished=finished), sample.episode
     if not sent.begun:
         message.begin.CopyFrom(
             Begin(
@@ -78,27 +78,18 @@ def said(sample: SampleState, sent: Sent, *, finished: bool = False) -> Any:
         message.lines.extend(MESSAGES["Line"](**line._asdict()) for line in episode.said[sent.lines :])
         sent.lines = len(episode.said)
     for seat in sample.seats:
-        into, before = _part(message, seat), sent.messages[seat.role]
+        into, before = message.seats[seat.role], sent.messages[seat.role]
         kept = next(
             (n for n, pair in enumerate(zip(before, seat.messages, strict=False)) if pair[0] != pair[1]),
             len(before),
         )
         into.replaced, into.step = len(before) - kept, seat.current_step
-        into.finished = _reason(seat, finished)
+        into.finished = (seat.stop_reason or "done") if finished else ""
         into.messages.extend(_message(item) for item in seat.messages[kept:])
         into.spans.extend(_span(item) for item in seat.spans[sent.spans[seat.role] :])
         sent.messages[seat.role], sent.spans[seat.role] = list(seat.messages), len(seat.spans)
     sent.begun = True
     return message
-
-
-def _reason(sample: SampleState, finished: bool) -> str:
-    return (sample.stop_reason or "done") if finished else ""
-
-
-def _part(message: Any, seat: SampleState) -> Any:
-    """Return the part of a message that concerns one role; the message itself unless several roles speak."""
-    return message.seats[seat.role] if seat.role else message
 
 
 def begun(message: Any, roles: Sequence[str]) -> SampleState:
@@ -133,7 +124,7 @@ def take_said(message: Any, sample: SampleState) -> None:
     if sample.episode:
         sample.episode.said.extend(Line(line.role, line.text) for line in message.lines)
     for seat in sample.seats:
-        new = _part(message, seat)
+        new = message.seats[seat.role]
         del seat.messages[len(seat.messages) - new.replaced :]
         seat.messages.extend(_chat_message(item) for item in new.messages)
         seat.spans.extend(_token_span(item) for item in new.spans)
@@ -160,7 +151,7 @@ def answer(
             failure_class=sample.failure_class,
         )
         for seat in sample.seats:
-            into = _part(message, seat)
+            into = message.results[seat.role]
             # other extras stay in the environment's process
             into.extras = json.dumps({name: item for name, item in seat.extras.items() if _is_plain(item)})
             into.turn_rewards.update(seat.turn_rewards)
@@ -178,7 +169,7 @@ def answer(
 def take_answer(message: Any, sample: SampleState) -> list[ChatMessage]:
     """Update the trainer's samples of an episode from a message of the host; return the replies, like `respond`."""
     for seat in sample.seats:
-        of_seat = _part(message, seat)
+        of_seat = message.results[seat.role]
         seat.extras.update(json.loads(of_seat.extras or "{}"))
         seat.turn_rewards.update(of_seat.turn_rewards)
         if of_seat.stop_reason and not message.failure:
@@ -199,14 +190,14 @@ def take_scores(message: Any, seat: SampleState) -> dict[str, list[float] | Brok
     """Return the scores of one role in an answer, by reward."""
     return {
         item.reward: Broken(item.broken_kind, item.broken_reason) if item.broken_kind else list(item.values)
-        for item in _part(message, seat).scores
+        for item in message.results[seat.role].scores
     }
 
 
 def outcome(message: Any) -> Any:
     """Return what must be the same in an answer when an episode is replayed."""
-    seats = {role: dict(part.turn_rewards) for role, part in message.seats.items()}
-    return message.messages, message.turn_rewards, message.role, seats
+    rewards = {role: dict(result.turn_rewards) for role, result in message.results.items()}
+    return message.messages, message.role, rewards
 
 
 def to_json(value: Any, where: str) -> str:

@@ -299,7 +299,7 @@ def test_game_that_replays_another_role_is_retried(remote, play, on_turn, restar
 
 def test_message_of_an_unknown_role_is_refused():
     with pytest.raises(DataError, match=r"began an episode as the role ''\. Accepted: 'pro', 'con'"):
-        wire.begun(wire.Said(step=3), ("pro", "con"))
+        wire.begun(wire.Said(), ("pro", "con"))
 
 
 def test_error_of_a_game_on_a_host_fails_all_its_roles(host, remote, play):
@@ -747,7 +747,7 @@ def test_garbage_is_answered_and_the_host_goes_on(host, remote, play):
         (wire.OpenRequest(**wanted), "is not a file name of a tokenizer"),
         (wire.OpenRequest(**wanted | {"options": "["}), "the options of an environment is not JSON"),
         (wire.OpenRequest(), "env.name='' is unknown"),
-        (wire.Said(step=3), "this environment is not open on this host"),
+        (wire.Said(), "this environment is not open on this host"),
     ]:
         with pytest.raises(Exception, match=message):
             asyncio.run(send(request))
