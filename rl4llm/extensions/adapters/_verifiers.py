@@ -155,9 +155,8 @@ def main() -> None:
     result_to = os.dup(1)
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))
-    )  # for tool servers
+    # for tool servers
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     sys.modules[HARNESS] = sys.modules[__name__]
     chosen, what = json.loads(sys.argv[2]), json.load(sys.stdin)
     try:

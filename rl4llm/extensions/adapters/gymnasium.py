@@ -41,7 +41,8 @@ def gymnasium_prompts(
     env = _make(task, task_options)
     try:
         names = _action_names(task, env, actions)
-        system = _instructions(env, names) if instructions is None else instructions
+        known = f" Actions: {', '.join(names)}." if names else ""
+        system = f"Each of your turns is one action.{known}" if instructions is None else instructions
         rows = [
             {
                 "prompt_id": f"{task}-{split}-{number}",
@@ -171,12 +172,6 @@ def _action_names(task: str, env: Any, names: Sequence[str]) -> list[str]:
             f"env.actions={chosen} is not accepted. Accepted: {count} different names, one for each action of {task}."
         )
     return chosen
-
-
-def _instructions(env: Any, names: Sequence[str]) -> str:
-    return " ".join(
-        ["Each of your turns is one action.", *([f"Actions: {', '.join(names)}."] if names else [])]
-    )
 
 
 def _action(env: Any, names: Sequence[str], reply: str) -> Any:

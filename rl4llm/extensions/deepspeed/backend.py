@@ -225,7 +225,10 @@ class DeepSpeedBackend(ModelBackend):
         }
         if self.adapter is not None:
             state["base"] = self.adapter.base_digest()
-        specs = [_master_spec(self._spec(name, tensor), tensor) for name, tensor in self._tensors().items()]
+        specs = []
+        for name, tensor in self._tensors().items():
+            spec = self._spec(name, tensor)
+            specs.append(replace(spec, dtype=torch.float32) if tensor.requires_grad else spec)
         hashes = self._write(directory / WEIGHTS, specs, self._masters())
         hashes |= self._write(directory / MOMENTS, self._optimizer.moment_specs(), self._optimizer.moments())
         self._on_first(lambda: (directory / STATE).write_text(json.dumps(state, indent=1)))
@@ -361,10 +364,6 @@ def _count_trained(*modules: nn.Module | None) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
-def _master_spec(spec: TensorSpec, tensor: Tensor) -> TensorSpec:
-    return replace(spec, dtype=torch.float32) if tensor.requires_grad else spec
-
-
 def _import_deepspeed(settings: Mapping[str, Any]) -> Any:
     try:
         import deepspeed  # noqa: PLC0415, TID251 - an extra that takes seconds to import
@@ -374,9 +373,8 @@ def _import_deepspeed(settings: Mapping[str, Any]) -> Any:
         ) from error
     if "log_level" not in settings:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger"
-    )  # from its calls
+    # from its calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     # On a CPU it would compile its own collectives at the start, for up to a minute; only its inference uses them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -201,7 +201,9 @@ def _section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str, Any]:
-    stage = _stage(section, zero.stage)
+    stage = section.get("stage", 2 if zero.stage is None else zero.stage)
+    if stage not in STAGES:
+        raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
     # DeepSpeed allocates a whole bucket in every step: 2 GB even for the smallest model, which torch fills if deterministic.
     section = {"reduce_bucket_size": min(LARGEST_BUCKET, max(trained, 1))} | section | {"stage": stage}
     for key, wanted, lowest in (
@@ -215,13 +217,6 @@ def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str,
                 f"{key} needs zero_stage {lowest}{' or above' if lowest < 3 else ''}, not {stage}."
             )
     return section
-
-
-def _stage(section: dict[str, Any], given: int | None) -> int:
-    stage = section.get("stage", 2 if given is None else given)
-    if stage not in STAGES:
-        raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
-    return stage
 
 
 def check_precision(dtype: str, stage: int, trains: bool) -> None:

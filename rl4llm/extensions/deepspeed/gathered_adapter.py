@@ -32,9 +32,8 @@ class GatheredAdapter(BaseAdapter):
         self._inner, self._gathered = inner, gathered
         self._own = [parameter for parameter in inner.model.parameters() if parameter.requires_grad]
         self._names = [name for name, _ in inner.base_parameters()]
-        self._digest = ranks.share(
-            inner.base_digest() if ranks.is_first else ""
-        )  # while the whole model is available
+        # while the whole model is available
+        self._digest = ranks.share(inner.base_digest() if ranks.is_first else "")
 
     @property
     def rank(self) -> int:

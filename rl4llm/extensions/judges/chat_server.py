@@ -62,7 +62,10 @@ class ChatServer:
         """
 
         async def attempt(number: int) -> T:
-            self._spend()
+            for what, limit in self._limits.items():
+                if limit is not None and self.counts[what] >= limit:
+                    raise RefusedError(f"the budget of {limit} {what} is used up")
+            self.counts["calls"] += 1
             return read(
                 self._text(
                     await self._transport.post("/chat/completions", {"model": self.model, **body(number)})
@@ -74,12 +77,6 @@ class ChatServer:
     async def disconnect(self) -> None:
         """Close the connections, which belong to the running event loop; the next request opens new ones."""
         await self._transport.close()
-
-    def _spend(self) -> None:
-        for what, limit in self._limits.items():
-            if limit is not None and self.counts[what] >= limit:
-                raise RefusedError(f"the budget of {limit} {what} is used up")
-        self.counts["calls"] += 1
 
     def _text(self, reply: Any) -> str:
         try:

@@ -21,9 +21,8 @@ SECTIONS = (
 )  # fmt: skip
 
 SHOWN = 100  # characters of a value in a comment
-UNKNOWN = re.compile(
-    r"\$(\{(?!oc\.env:)|[(A-Za-z_])"
-)  # a variable that only a shell or another machine knows
+# a variable that only a shell or another machine knows
+UNKNOWN = re.compile(r"\$(\{(?!oc\.env:)|[(A-Za-z_])")
 
 
 @dataclass

@@ -24,7 +24,7 @@ PAIR = re.compile(r"[+~]*[A-Za-z_][\w.]*=")
 def read(given: str) -> Values:
     """Return the keys of verl in a YAML file, a script or a command; raise ConfigError if it has none."""
     path = Path(given).expanduser()
-    if not _is_path(given):
+    if "\n" in given or (re.search(r"\s", given) and not path.is_file()):
         return _of_commands(given, "the command")
     if not path.is_file():
         raise ConfigError(
@@ -36,10 +36,6 @@ def read(given: str) -> Values:
     if not any(row_of(name) for name in values):
         raise ConfigError(f"{path} has no key of verl.")
     return values
-
-
-def _is_path(given: str) -> bool:
-    return "\n" not in given and (Path(given).expanduser().is_file() or not re.search(r"\s", given))
 
 
 def _of_yaml(path: Path) -> Values:
@@ -54,9 +50,8 @@ def _of_yaml(path: Path) -> Values:
         values = flatten(OmegaConf.to_container(OmegaConf.create(_escaped(written)), resolve=True))
     except OmegaConfBaseException:  # it refers to what only the other project knows
         values = flatten(written)
-    return {
-        name: value for name, value in values.items() if not name.endswith("_target_")
-    }  # classes, of Hydra
+    # classes, of Hydra
+    return {name: value for name, value in values.items() if not name.endswith("_target_")}
 
 
 def _escaped(values: Any) -> Any:

@@ -177,7 +177,7 @@ def module(right: str, tools: str, turns: int) -> str:
     names += ["BaseMDPEnv"] if plays else []
     names += {"none": [], "function": ["ToolError"], "sqlite": ["ToolError", "ToolSet", "tool"]}[tools]
     imports = [f"import {name}" for name in standard] + ([""] if standard else [])
-    imports += [f"from rl4llm import {', '.join(sorted(names, key=_order))}"]
+    imports += [f"from rl4llm import {', '.join(sorted(names, key=lambda name: (name.islower(), name)))}"]
     imports += [
         "from rl4llm.core.base_env import RewardExample",
         "from rl4llm.rewards.replies import final_reply",
@@ -224,7 +224,3 @@ def _row(right: str, tools: str, number: int) -> dict[str, Any]:
         else "Write a sentence with these words"
     )
     return {"prompt": f"{asked}: {chosen}", "ground_truth": chosen}
-
-
-def _order(name: str) -> tuple[bool, str]:
-    return name.islower(), name

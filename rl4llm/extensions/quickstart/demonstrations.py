@@ -58,16 +58,12 @@ def _turns(problem: Calculation, flaw: str | None, choose: random.Random) -> lis
     steps = problem.steps[:1] if flaw == "stop early" else problem.steps
     for expression, result in steps:
         if flaw == "miscopy":
-            turns += [_call(_miscopied(expression, choose)), _result(result + choose.randint(1, 9))]
+            at = choose.choice([i for i, letter in enumerate(expression) if letter.isdigit()])
+            wrong = expression[:at] + choose.choice("123456789") + expression[at + 1 :]
+            turns += [_call(wrong), _result(result + choose.randint(1, 9))]
             return [*turns, _answer(result)]
         turns += [_call(expression), _result(result)]
     return [*turns, _answer(steps[-1][1])]
-
-
-def _miscopied(expression: str, choose: random.Random) -> str:
-    digits = [i for i, letter in enumerate(expression) if letter.isdigit()]
-    at = choose.choice(digits)
-    return expression[:at] + choose.choice("123456789") + expression[at + 1 :]
 
 
 def _call(expression: str) -> Message:

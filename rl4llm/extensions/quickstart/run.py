@@ -44,7 +44,9 @@ def quickstart(directory: Path, *, seed: int, configs: Path, asynchronous: bool 
     grpo()  # refuses a wrong one before anything starts
     mark_directory(directory, seed)
     console.rule("1/3  build a small model")
-    _write_demonstrations(data, seed)
+    if not data.exists():
+        data.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(data, "".join(json.dumps(row) + "\n" for row in demonstrations(seed)))
     _write_model(model, data, seed)
     console.rule("2/3  warm-up on demonstrations, first clean, then sloppy")
     if not _warm_up(warm_up, warm):
@@ -81,12 +83,6 @@ def _configured(
     return load_config(
         file, {"seed": seed, "model.path": str(model), "output.dir": str(output), **(more or {})}
     )
-
-
-def _write_demonstrations(path: Path, seed: int) -> None:
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in demonstrations(seed)))
 
 
 def _write_model(directory: Path, data: Path, seed: int) -> None:

@@ -45,9 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.name)
     variant = arguments.variant or next(iter(recipe.variants))
     seed = recipe.seeds[0] if arguments.seed is None else arguments.seed
-    recipe.config(
-        [*recipe.overrides(variant), f"seed={seed}", *arguments.overrides]
-    )  # refuses a wrong one before anything is downloaded
+    # refuses a wrong one before anything is downloaded
+    recipe.config([*recipe.overrides(variant), f"seed={seed}", *arguments.overrides])
     if arguments.verify and (other := changes(arguments.overrides)):
         raise ConfigError(
             f"--verify does not accept {' '.join(other)}: the stored results were measured without it. Accepted: overrides "

@@ -166,12 +166,6 @@ def _is_command(text: str) -> bool:
         return False
 
 
-def _is_claim(item: Mapping[str, Any]) -> bool:
-    return item.keys() == {"variant", "before", "after", "source"} and all(
-        fits(item[key], float) for key in ("before", "after")
-    )
-
-
 COMMAND = "a command line that begins with a command of rl4llm or with `python`, and closes its quotes"
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data": (_is_command, COMMAND),
@@ -181,7 +175,12 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "lists of overrides by name, such as {small: [], large: [max_steps=100]}",
     ),
     "expected": (
-        lambda items: all(map(_is_claim, items)),
+        lambda items: all(
+            item.keys() == {"variant", "before", "after", "source"}
+            and fits(item["before"], float)
+            and fits(item["after"], float)
+            for item in items
+        ),
         "a list, each item with variant, before, after and source",
     ),
 }

@@ -55,9 +55,8 @@ def hold_asserts(channel, job):
     namespace = {"__name__": "tests", "__builtins__": __builtins__}
     try:
         exec(compile(setup_of(job["setup"]), "setup", "exec"), namespace)
-        if job[
-            "entry_point"
-        ]:  # some tests of HumanEval call it by name, and the setup has only its signature
+        # some tests of HumanEval call it by name, and the setup has only its signature
+        if job["entry_point"]:
             namespace[job["entry_point"]] = Proxy(channel, job["entry_point"])
         units = list(units_of(channel, job, namespace))
     except BaseException as error:  # noqa: BLE001 - the dataset's code

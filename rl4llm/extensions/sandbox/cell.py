@@ -304,9 +304,8 @@ class Cell:
     def _release(self) -> None:
         for descriptor in (self._to, self._from, self._out, self._err):
             os.close(descriptor)
-        if (
-            self.directory is not None
-        ):  # may be deeply nested or without permissions, which shutil.rmtree would not survive
+        # may be deeply nested or without permissions, which shutil.rmtree would not survive
+        if self.directory is not None:
             subprocess.run(["chmod", "-R", "u+rwX", self.directory], stderr=subprocess.DEVNULL, check=False)
             subprocess.run(["rm", "-rf", self.directory], stderr=subprocess.DEVNULL, check=False)
 

@@ -260,7 +260,9 @@ def _code(
     last: tuple[str, Any, Any] | None = None
     asked = False
     try:
-        while "done" not in (message := cell.receive(_next_deadline(limits, deadline), "a test")):
+        while "done" not in (
+            message := cell.receive(min(deadline, time.monotonic() + limits.wall_s), "a test")
+        ):
             plan = message.get("plan", plan)
             asked = asked or "call" in message
             last = _act_on(message, results, last, candidate, lambda answer: cell.send(answer, deadline))
@@ -321,10 +323,6 @@ def _role(program: Program, tests: Asserts | Suite) -> tuple[str, dict[str, Any]
         return "suite", {"files": dict(tests.files), "required": list(tests.required)}
     entry_point = tests.entry_point or program.entry_point
     return "asserts", {"tests": list(tests.tests), "setup": tests.setup, "entry_point": entry_point}
-
-
-def _next_deadline(limits: Limits, deadline: float) -> float:
-    return min(deadline, time.monotonic() + limits.wall_s)
 
 
 def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:

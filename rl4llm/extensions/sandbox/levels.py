@@ -62,9 +62,8 @@ def bubblewrap(
     **_: object,
 ) -> Start:
     """Isolate with all namespaces, a file system of /usr and one small tmpfs, no capabilities, a system call filter."""
-    libraries = os.path.join(
-        os.path.dirname(os.path.dirname(python)), "lib"
-    )  # not the whole prefix, which may be a home directory
+    # not the whole prefix, which may be a home directory
+    libraries = os.path.join(os.path.dirname(os.path.dirname(python)), "lib")
     elsewhere = [path for path in (python, libraries) if not os.path.abspath(path).startswith("/usr/")]
     readable = ["/usr", *elsewhere]
     command = [

@@ -33,9 +33,8 @@ class TRLConfig:
         table = TABLES[self.algorithm]
         self.__dict__.update({name: alias.default for name, alias in table.items()}, given=set())
         values = values if output_dir is None else {"output_dir": output_dir, **values}
-        parsed = (
-            values.keys() == table.keys()
-        )  # a parser passes every name, whether or not somebody has set it
+        # a parser passes every name, whether or not somebody has set it
+        parsed = values.keys() == table.keys()
         for name, value in values.items():
             if not parsed or value != table[name].default:
                 setattr(self, name, value)

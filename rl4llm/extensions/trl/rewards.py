@@ -77,9 +77,8 @@ class BatchAnswers:
     """Whether a sample got a number from any of `functions` functions, which are called one after the other."""
 
     functions: int
-    _judged: dict[int, bool] = field(
-        default_factory=dict
-    )  # by the id of the sample, which exists while it is scored
+    # by the id of the sample, which exists while it is scored
+    _judged: dict[int, bool] = field(default_factory=dict)
 
     def note(self, sample: SampleState, place: int, score: Any) -> Any:
         """Return the score of the function at this place: 0 for None, but NaN if it is the last and all returned None."""
