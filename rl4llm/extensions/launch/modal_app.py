@@ -123,9 +123,8 @@ def actor(server_urls: list[str]) -> int:
     known = {NUMBER: "0", **_known(server_urls)}
     code = volume.train(_volume(), role.command, known, Path(SHARED), named)
     if code == STOPPED:
-        raise RuntimeError(
-            "The run was stopped; it resumes from its last checkpoint."
-        )  # Modal retries the call, which resumes the run
+        # Modal retries the call, which resumes the run
+        raise RuntimeError("The run was stopped; it resumes from its last checkpoint.")
     return code
 
 
@@ -255,9 +254,8 @@ def _requirements(extras: Sequence[str]) -> list[str]:
 def _own_modules(config: Any) -> Iterator[str]:
     """Yield the top-level modules of classes and functions that a configuration names as ``package.module:Name``."""
     if isinstance(config, Mapping):
-        for value in (
-            value for key, value in config.items() if key != "model"
-        ):  # a model name may look like llama3:latest
+        # a model name may look like llama3:latest
+        for value in (value for key, value in config.items() if key != "model"):
             yield from _own_modules(value)
     elif isinstance(config, list | tuple):
         for value in config:

@@ -268,9 +268,8 @@ def _secrets(config: Config, role: str) -> tuple[str, ...]:
     wanted = {SERVER_KEY: ("server", "router"), ENV_TOKEN: ("env",)}
     there = {SERVER_KEY: config.launch.servers, ENV_TOKEN: config.launch.env_hosts}
     own = [key for key, asking in wanted.items() if there[key] and role in ("trainer", *asking)]
-    read = [
-        name for name, secret in variables_of(config).items() if secret
-    ]  # read when the configuration is loaded
+    # read when the configuration is loaded
+    read = [name for name, secret in variables_of(config).items() if secret]
     return tuple(dict.fromkeys([*own, *read]))
 
 

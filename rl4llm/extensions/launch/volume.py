@@ -42,17 +42,17 @@ def train(
     directory.mkdir(parents=True, exist_ok=True)
     process = start(command, environ, GRACE_S, directory=directory)
     committed = _stamps(named)
-    say = Once()
+    done = Done()
     try:
         while process.poll() is None:
             time.sleep(LOOK_S)
             if (now := _stamps(named)) != committed:
-                committed = now if _done(volume.commit, say) else committed
+                committed = now if done(volume.commit) else committed
         return process.returncode
     finally:
         process.terminate()
         process.wait()
-        _done(volume.commit, say)
+        done(volume.commit)
 
 
 def serve(volume: Volume, command: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -61,39 +61,34 @@ def serve(volume: Volume, command: Sequence[str], environ: Mapping[str, str]) ->
     Its working directory is not on the volume, which could not be reloaded then.
     """
     process = start(command, environ, GRACE_S, directory=Path("/"))
-    say = Once()
+    done = Done()
     try:
         while process.poll() is None:
             time.sleep(LOOK_S)
-            _done(volume.reload, say)
+            done(volume.reload)
         return process.returncode
     finally:
         process.terminate()
         process.wait()
 
 
-class Once:
-    """Prints a line unless it equals the previous one."""
+class Done:
+    """Runs a step on the volume and returns whether it succeeded; prints the reason if not, unless it just did."""
 
     def __init__(self) -> None:
-        self._last = ""
+        self._reason = ""
 
-    def __call__(self, line: str) -> None:
-        if line not in ("", self._last):
-            sys.stderr.write(f"{visible(line)}\n")
-            sys.stderr.flush()
-        self._last = line
-
-
-def _done(step: Callable[[], None], say: Once) -> bool:
-    """Run a step on the volume and return whether it succeeded; print the reason if not."""
-    try:
-        step()
-    except RuntimeError as error:
-        say(f"The volume is not ready, retrying: {error}")
-        return False
-    say("")
-    return True
+    def __call__(self, step: Callable[[], None]) -> bool:
+        before, self._reason = self._reason, ""
+        try:
+            step()
+        except RuntimeError as error:
+            self._reason = str(error)
+            if self._reason != before:
+                sys.stderr.write(f"{visible(f'The volume is not ready, retrying: {error}')}\n")
+                sys.stderr.flush()
+            return False
+        return True
 
 
 def _stamps(named: Sequence[Path]) -> list[int | None]:
