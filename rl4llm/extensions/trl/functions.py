@@ -114,10 +114,8 @@ def _agrees(said: str, truth: str) -> float | None:
     import math_verify  # noqa: PLC0415 - takes seconds
     from latex2sympy2_extended import NormalizationConfig  # noqa: PLC0415
 
-    for name in (
-        "parser",
-        "grader",
-    ):  # without its deadlines, which need the main thread, it warns in each call
+    # without its deadlines, which need the main thread, it warns in each call
+    for name in ("parser", "grader"):
         logging.getLogger(f"math_verify.{name}").setLevel(logging.ERROR)
     known = math_verify.parse(truth, parsing_timeout=None)
     if not known:

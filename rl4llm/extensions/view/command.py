@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
-import webbrowser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     examples = (
         "rl4llm view runs/quickstart/grpo",
-        "rl4llm view runs/a runs/b --open",
+        "rl4llm view runs/a runs/b",
         "rl4llm view runs --export report.html",
     )
     about = "show runs in a browser: curves, configurations, episodes token by token"
@@ -60,13 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_address(command: argparse.ArgumentParser) -> None:
-    """Add the options `--port`, `--open` and `--no-token`."""
+    """Add the options `--port` and `--no-token`."""
     command.add_argument(
         "--port",
         type=int,
         help="port on 127.0.0.1; 0 for any free one (default: the first free one from 6100)",
     )
-    command.add_argument("--open", action="store_true", help="open the page in the browser")
     about = "serve the page to every user of this machine, without the token that this start creates"
     command.add_argument("--no-token", action="store_true", help=about)
 
@@ -77,20 +74,7 @@ def serve_page(
     """Serve a page until Ctrl-C at the address of these options, and print it with what the page `does`."""
     from rl4llm.extensions.view.server import serve
 
-    with tempfile.TemporaryDirectory(prefix="rl4llm-view-") as directory:
+    def ready(url: str) -> None:
+        say(f"{url}  {does}. Ctrl-C stops it.")
 
-        def ready(url: str) -> None:
-            say(f"{url}  {does}. Ctrl-C stops it.")
-            if arguments.open and not webbrowser.open(_leading_to(url, Path(directory))):
-                say("No browser could be opened. Open the address yourself.")
-
-        serve(application, arguments.port, ready, with_token=not arguments.no_token)
-
-
-def _leading_to(url: str, directory: Path) -> str:
-    """Return a file that redirects to the page, since every user can read the browser's command line and the token in
-    it.
-    """
-    file = directory / "view.html"
-    file.write_text(f'<meta http-equiv="refresh" content="0; url={url}"><a href="{url}">rl4llm</a>\n')
-    return file.as_uri()
+    serve(application, arguments.port, ready, with_token=not arguments.no_token)

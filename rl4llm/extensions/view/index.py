@@ -20,9 +20,8 @@ from typing import Any
 from rl4llm.extensions.view.words import lines_of
 
 CHUNK = 16 << 20  # bytes to read at once; a longer line is read whole
-FINITE = json.JSONDecoder(
-    parse_constant=lambda _: None
-)  # one for all lines: creating one takes longer than using it
+# one for all lines: creating one takes longer than using it
+FINITE = json.JSONDecoder(parse_constant=lambda _: None)
 SCALAR = (str, int, float)
 NAME = re.compile(r"(step|eval)-(\d+)(-rank\d+)?\.jsonl")
 SHORT_ENDS = b', "messages": ['

@@ -14,7 +14,7 @@ from rl4llm.extensions.view.command import add_address, serve_page
 def add(commands: Any) -> None:
     examples = (
         "rl4llm recipe play task.yaml",
-        "rl4llm recipe play configs/quickstart.yaml --prompt 3 --open",
+        "rl4llm recipe play configs/quickstart.yaml --prompt 3",
         "rl4llm recipe play task.yaml --out good.jsonl",
     )
     about = "play an environment yourself, in the browser, in the place of the policy"
