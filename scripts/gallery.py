@@ -20,7 +20,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.recipes.recipe import RECIPES, Recipe, changes, load, names
 from rl4llm.extensions.recipes.repeat import measured
 from rl4llm.extensions.recipes.results import Stored, stored
-from rl4llm.extensions.recipes.summary import COLUMNS, rows, spread
+from rl4llm.extensions.recipes.summary import rows, spread
 from rl4llm.tracking.curve import INK, style_axes
 
 ROOT = Path(__file__).parents[1]
@@ -77,72 +77,81 @@ def check_models(recipe: Recipe, results: Stored) -> None:
 def page() -> str:
     """Return what the page has of all recipes."""
     recipes = [load(name) for name in names()]
-    head = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     table = [
-        *head,
-        *(f"| [{row[0]}](#{row[0]}) | {' | '.join(row[1:])} |" for recipe in recipes for row in rows(recipe)),
+        "| recipe | learns | held-out | minutes | GB |",
+        "|---|---|---|---|---|",
+        *map(overview, recipes),
     ]
-    return "\n".join(table) + "\n\n" + "\n\n".join(map(section, recipes))
+    return "\n\n".join(["\n".join(table), machines(recipes), *map(section, recipes)])
+
+
+def overview(recipe: Recipe) -> str:
+    """Return the rows of a recipe: a variant's name follows a link to the section or stands alone."""
+    lines = []
+    for place, (name, variant, learned, held_out, minutes, memory, where) in enumerate(rows(recipe)):
+        cells = [f"[{name}](#{name})"] * (not place) + [variant] * (len(recipe.variants) > 1)
+        when = minutes or where.replace("not run here; needs", "needs")
+        lines.append(f"| {', '.join(cells)} | {learned} | {held_out} | {when} | {memory} |")
+    return "\n".join(lines)
+
+
+def machines(recipes: list[Recipe]) -> str:
+    """Return on which machines the recipes were measured."""
+    found: dict[str, dict[str, None]] = {}
+    for recipe in recipes:
+        for known in stored(recipe).values():
+            for run in known.seeds.values():
+                found.setdefault(machine(run["machine"]), {})[recipe.name] = None
+    *some, (where, most) = sorted(found.items(), key=lambda item: len(item[1]))
+    both = [name for name in most if any(name in measured for _, measured in some)]
+    listed = [f"{', '.join(measured)} on {place}" for place, measured in some]
+    listed.append(f"{' and '.join([*both, 'the others'])} on {where}")
+    return f"Measured: {'; '.join(listed)}."
 
 
 def section(recipe: Recipe) -> str:
     """Return the section of a recipe."""
-    home = f"../configs/recipes/{recipe.name}"
-    about = (recipe.path / "README.md").read_text().strip()
-    files = [f"[{file.name}]({home}/{file.name})" for file in sorted(recipe.path.glob("*.yaml"))]
-    parts = [f"## {recipe.name}", f"{recipe.title}.", about, f"```bash\nrl4llm recipe run {recipe.name}\n```"]
+    parts = [f"## {recipe.name}", (recipe.path / "README.md").read_text().strip()]
     if results := stored(recipe):
-        parts += [f"![held-out {recipe.metric} of {recipe.name} by training step](recipes/{recipe.name}.png)"]
-        parts += [results_table(recipe, results)]
-        files += [f"[results.json]({home}/results.json)"]
-    else:
-        parts += [f"**Not run here.** It needs {recipe.needs}." if recipe.needs else "**Not run here.**"]
+        parts += [f"![{recipe.title}: {recipe.metric} by step](recipes/{recipe.name}.png)"]
+        parts += [results_table(results)]
     if recipe.expected:
-        parts += [expected_table(recipe)]
+        parts += ["Published by others:\n\n" + "\n".join(map(claim, recipe.expected))]
     if recipe.plan:
         parts += [" ".join(f"`rl4llm plan` ({name}): {text}." for name, text in recipe.plan.items())]
-    return "\n\n".join([*parts, f"Files: {', '.join(files)}."])
+    home = f"configs/recipes/{recipe.name}"
+    return "\n\n".join([*parts, f"[{home}](../{home})"])
 
 
-def results_table(recipe: Recipe, results: dict[str, Stored]) -> str:
+def results_table(results: dict[str, Stored]) -> str:
     """Return the table of a recipe's variants."""
+    seeds = max((list(known.seeds) for known in results.values()), key=len)
     lines = [
-        "| variant | seeds | before | after | band | minutes | processor minutes | memory | weights of the first seed |",
-        "|" + "---|" * 9,
+        f"| variant | seeds {', '.join(map(str, seeds))} | band | weights of the first |",
+        "|---|---|---|---|",
     ]
     for variant, known in results.items():
         runs, band = list(known.seeds.values()), known.band
-        after = ", ".join(f"{run['curve'][-1][1]:.1%}" for run in runs)
-        numbers = [", ".join(f"{run[key] / 60:.1f}" for run in runs) for key in ("seconds", "cpu_seconds")]
-        memory = f"{max(run['peak_memory_gb'] for run in runs):.1f} GB"
+        after = ", ".join(f"{100 * run['curve'][-1][1]:.1f}" for run in runs)
         weights = runs[0]["weights_sha256"]
-        cells = [variant, ", ".join(map(str, known.seeds)), spread(known.at(0)), after]
-        cells += [
-            f"{band.low:.1%} to {band.high:.1%}",
-            *numbers,
-            memory,
-            f"`{weights[:12]}`" if weights else "not deterministic",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    machines = dict.fromkeys(
-        machine(run["machine"]) for known in results.values() for run in known.seeds.values()
-    )
-    return "\n".join(lines) + "\n\n" + " ".join(machines)
+        digest = f"`{weights[:12]}`" if weights else "not deterministic"
+        lines.append(
+            f"| {variant} | {after} % | {100 * band.low:.1f} to {100 * band.high:.1f} % | {digest} |"
+        )
+    return "\n".join(lines)
 
 
 def machine(about: dict) -> str:
-    """Return where a result was measured, as a sentence."""
+    """Return where a result was measured."""
     threads = f"{about['threads']} thread{'s' * (about['threads'] > 1)}"
     versions = ", ".join(f"{name} {about[name]}" for name in ("python", "torch", "transformers"))
-    return f"Measured on {about['gpu'] or about['processor']}, {threads}, {versions}."
+    return f"{about['gpu'] or about['processor']} ({threads}, {versions})"
 
 
-def expected_table(recipe: Recipe) -> str:
-    """Return the table of what others publish."""
-    lines = ["| variant | others: before | after | source |", "|---|---|---|---|"]
-    for item in recipe.expected:
-        lines.append(f"| {item['variant']} | {item['before']:.1%} | {item['after']:.1%} | {item['source']} |")
-    return "\n".join(lines)
+def claim(item: dict) -> str:
+    """Return what others publish, as an item of a list."""
+    scores = f"{spread([item['before']])} -> {spread([item['after']])}"
+    return f"- {item['variant']}: {scores}. {item['source']}."
 
 
 def draw(recipe: Recipe, results: dict[str, Stored]) -> None:

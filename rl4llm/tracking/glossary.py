@@ -8,124 +8,125 @@ from functools import cache
 
 TABLE = """
 ## Rewards and success
-reward/mean | Averages the combined reward over all sampled trajectories. | reward | rising
-reward/std | Is the population standard deviation of the combined reward. | reward | above 0
-reward/kl | Averages the KL penalty that `kl_in=reward` subtracts from the reward. | reward |
-reward/NAME | Averages the reward NAME; rewards named mean and std are logged as mean_ and std_. | reward |
-accuracy | Is the share of successes: of trajectories whose first reward with a `success_at` reached it. Not logged if no
-  reward has one. | share | rising
-groups/count | Counts the groups with more than one trajectory. | groups |
-groups/zero_spread | Is the share of zero-variance groups, which teach a group-relative method nothing. | share of
-  groups | below 1
-groups/refills | Counts the resampling rounds of dynamic sampling in this step. | rounds |
-groups/dropped | Counts the groups that dynamic sampling dropped. | groups |
-model_faults/REWARD/KIND | Counts answers that got 0 for more than being wrong, such as math/timeout. | answers | near 0
+reward/mean | Mean combined reward over all sampled trajectories. | reward | rising
+reward/std | Population standard deviation of the combined reward. | reward | above 0
+reward/kl | Mean KL penalty that `kl_in=reward` subtracts. | reward |
+reward/NAME | Mean of the reward NAME; rewards named mean and std are logged as mean_ and std_. | reward |
+accuracy | Share of trajectories whose first reward with a `success_at` reached it; missing if no reward has one. |
+  share | rising
+groups/count | Number of groups with more than one trajectory. | groups |
+groups/zero_spread | Share of zero-variance groups, which teach a group-relative method nothing. | share of groups |
+  below 1
+groups/refills | Number of resampling rounds of dynamic sampling in this step. | rounds |
+groups/dropped | Number of groups that dynamic sampling dropped. | groups |
+model_faults/REWARD/KIND | Number of answers that got 0 for more than being wrong, such as math/timeout. | answers |
+  near 0
 
 ## Episodes
-trajectories | Counts the finished trajectories. | trajectories |
-turns | Averages the number of assistant turns per trajectory. | turns |
-completion_length/mean | Averages the tokens that the policy wrote, over all turns of a trajectory. | tokens |
-completion_length/p90 | Is the 90th percentile of the policy's tokens per trajectory. | tokens |
-completion_length/max | Is the largest number of policy tokens of a trajectory. | tokens |
-prompt_length/mean | Averages the tokens that trajectories start from. | tokens |
-truncated | Is the share of trajectories that reached a token limit or the end of the context. | share | below 0.95,
-  where an alert begins
-stop/REASON | Is the share of trajectories that stopped for REASON: done, max_steps, length or context. | share |
-failures | Counts attempts that failed through no fault of the policy; they are left out. | attempts | 0; above
+trajectories | Number of finished trajectories. | trajectories |
+turns | Mean number of assistant turns per trajectory. | turns |
+completion_length/mean | Mean number of tokens that the policy wrote in a trajectory. | tokens |
+completion_length/p90 | 90th percentile of the policy's tokens per trajectory. | tokens |
+completion_length/max | Largest number of policy tokens of a trajectory. | tokens |
+prompt_length/mean | Mean number of tokens that trajectories start from. | tokens |
+truncated | Share of trajectories that reached a token limit or the end of the context. | share | below 0.95, where an
+  alert begins
+stop/REASON | Share of trajectories that stopped for REASON: done, max_steps, length or context. | share |
+failures | Number of attempts that failed through no fault of the policy; they are left out. | attempts | 0; above
   rollout.max_failed_share (10 %) the run stops
-failures/CLASS | Counts the failed attempts of one class, such as env/timeout or math/unavailable. | attempts | 0
-played_again/CLASS | Counts the attempts that succeeded at the retry, by what had failed first. | attempts | 0
-env/tool_calls | Averages the tool calls of each trajectory with a finished turn. | calls | above 0
-env/tool_errors | Averages those of them that got an error as answer. | calls | below env/tool_calls
-env/runs | Averages the programs that ran per trajectory, in the environment `code`. | programs |
-env/first_try | Is the share of trajectories whose first program passed the known tests. | share |
-env/repaired | Is the share of trajectories whose later program passed the known tests. | share |
-env/requests | Averages the requests that an agent sent per trajectory. | requests |
-env/forks | Averages the token records per trajectory that an agent began besides the first. | forks |
-env/generated_tokens | Averages the tokens that were sampled for an agent, per trajectory. | tokens |
-env/trained_tokens | Averages the sampled tokens that are in a record and train, per trajectory. | tokens |
-env/return | Averages the sum of step rewards, in Gymnasium and OpenEnv. | reward |
-env/invalid_actions | Averages the replies per trajectory that were not valid actions. | replies |
-env/special_tokens | Averages the special tokens in the texts of a trajectory that were encoded as ordinary text, over
-  the trajectories with any. | tokens |
-env/kept_thoughts | Averages the tokens by which the last prompt exceeds the chat template's rendering, which drops earlier
-  thoughts, over the trajectories with any. | tokens | 0; `env.thoughts=drop` makes it so
-env/NAME | Averages what an environment measured as NAME, over the trajectories that have it. | as the environment
+failures/CLASS | Number of failed attempts of one class, such as env/timeout or math/unavailable. | attempts | 0
+played_again/CLASS | Number of attempts that succeeded at the retry, by what had failed first. | attempts | 0
+env/tool_calls | Mean number of tool calls of each trajectory with a finished turn. | calls | above 0
+env/tool_errors | Mean number of those that got an error as answer. | calls | below env/tool_calls
+env/runs | Mean number of programs that ran per trajectory, in the environment `code`. | programs |
+env/first_try | Share of trajectories whose first program passed the known tests. | share |
+env/repaired | Share of trajectories whose later program passed the known tests. | share |
+env/requests | Mean number of requests that an agent sent per trajectory. | requests |
+env/forks | Mean number of token records per trajectory that an agent began besides the first. | forks |
+env/generated_tokens | Mean number of tokens that were sampled for an agent, per trajectory. | tokens |
+env/trained_tokens | Mean number of sampled tokens that are in a record and train, per trajectory. | tokens |
+env/return | Mean sum of step rewards, in Gymnasium and OpenEnv. | reward |
+env/invalid_actions | Mean number of replies per trajectory that were not valid actions. | replies |
+env/special_tokens | Mean number of special tokens in texts that were encoded as ordinary text, over the trajectories
+  with any. | tokens |
+env/kept_thoughts | Mean number of tokens that the last prompt has and the chat template drops, over the trajectories
+  with any. | tokens | 0; `env.thoughts=drop` makes it so
+env/NAME | Mean of what an environment measured as NAME, over the trajectories that have it. | as the environment
   defines |
-tool/NAME/calls | Counts the calls of the tool NAME, failed attempts included. | calls |
-tool/NAME/raised/ERROR | Counts calls of the tool NAME that raised ERROR at a line of your code. | calls | 0
-share | Is the share of the trajectories that belong to a part of an environment mixture, or to a pool. | share |
-weight | Is the share of the next prompts that a part of an environment mixture, or a pool, will get. | share |
-success | Is the success rate of a part or pool, an exponential mean that sets its weight in a curriculum. | share |
+tool/NAME/calls | Number of calls of the tool NAME, failed attempts included. | calls |
+tool/NAME/raised/ERROR | Number of calls of the tool NAME that raised ERROR at a line of your code. | calls | 0
+share | Share of the trajectories that belong to a part of an environment mixture, or to a pool. | share |
+weight | Share of the next prompts that a part of an environment mixture, or a pool, gets. | share |
+success | Success rate of a part or pool: the exponential mean that sets its weight in a curriculum. | share |
 
 ## Policy updates
-loss | Sums the weighted token losses of an optimizer step; in RL its value alone says little. | loss | finite
-policy_loss | Averages the policy-gradient loss over the policy's tokens. | loss | finite
-grad_norm | Is the norm of the gradient before clipping. | norm | above 0 and stable
-lr | Is the learning rate of the optimizer step. | learning rate |
-ratio/mean | Averages the ratio of new to old probabilities of the sampled tokens. | ratio | near 1
-ratio/max | Is the largest ratio of new to old probability of a sampled token. | ratio |
-clip_fraction | Is the share of the policy's tokens whose ratio was clipped. | share of tokens | 0 with one update per
+loss | Sum of the weighted token losses of an optimizer step. In RL its value alone says little. | loss | finite
+policy_loss | Mean policy-gradient loss over the policy's tokens. | loss | finite
+grad_norm | Norm of the gradient before clipping. | norm | above 0 and stable
+lr | Learning rate of the optimizer step. | learning rate |
+ratio/mean | Mean ratio of new to old probabilities of the sampled tokens. | ratio | near 1
+ratio/max | Largest ratio of new to old probability of a sampled token. | ratio |
+clip_fraction | Share of the policy's tokens whose ratio was clipped. | share of tokens | 0 with one update per
   rollout
-entropy | Averages the entropy of the policy's next-token distribution; entropy_coef enables it. | nats | above 5 % of
-  its first values
-surprise | Averages the negative log-prob of sampled tokens; at temperature 1 it estimates the entropy. | nats per
-  token | above 5 % of its first values
-kl | Averages the estimated KL divergence from the reference model. | nats per token |
-teacher_kl | Averages the log-prob of the policy minus that of the teacher. | nats per token | falling
-positive_nll | Averages the negative log-likelihood of the tokens of successful trajectories (VAPO). | nats per token |
-update/tokens | Counts the policy tokens that the step trained on. | tokens | above 0
-update/empty | Is 1 if no trajectory was left to train on. | 0 or 1 | absent
-skipped | Is 1 if the optimizer step was skipped, because the loss or gradient was not finite. | 0 or 1 | absent
+entropy | Mean entropy of the policy's next-token distribution; entropy_coef enables it. | nats | above 5 % of its
+  first values
+surprise | Mean negative log-prob of sampled tokens; at temperature 1 it estimates the entropy. | nats per token |
+  above 5 % of its first values
+kl | Mean estimated KL divergence from the reference model. | nats per token |
+teacher_kl | Mean log-prob of the policy minus that of the teacher. | nats per token | falling
+positive_nll | Mean negative log-likelihood of the tokens of successful trajectories (VAPO). | nats per token |
+update/tokens | Number of policy tokens that the step trained on. | tokens | above 0
+update/empty | 1 if no trajectory was left to train on. | 0 or 1 | absent
+skipped | 1 if the optimizer step was skipped, because the loss or gradient was not finite. | 0 or 1 | absent
 
 ## Critic
-value_loss | Averages the loss of the critic's values. | loss | falling
-value/mean | Averages the critic's values. | reward | near return/mean
-return/mean | Averages the returns that the critic learns. | reward |
-value/squared_error | Averages the squared difference between values and returns. | reward squared | falling
-critic/tokens | Counts the policy tokens that the critic trained on. | tokens | above 0
-critic/empty | Is 1 if no trajectory was left to train the critic on. | 0 or 1 | absent
+value_loss | Mean loss of the critic's values. | loss | falling
+value/mean | Mean of the critic's values. | reward | near return/mean
+return/mean | Mean of the returns that the critic learns. | reward |
+value/squared_error | Mean squared difference between values and returns. | reward squared | falling
+critic/tokens | Number of policy tokens that the critic trained on. | tokens | above 0
+critic/empty | 1 if no trajectory was left to train the critic on. | 0 or 1 | absent
 
 ## Datasets
-nll | Averages the negative log-likelihood of the tokens that SFT trains on. | nats per token | falling
-dpo/accuracy | Is the share of pairs whose chosen answer gained more than the rejected one. | share | above 0.5
-dpo/margin | Averages the implicit reward of chosen answers minus that of rejected ones. | reward | above 0
-dpo/chosen | Averages the implicit reward of the chosen answers. | reward |
-kto/accuracy | Is the share of answers whose implicit reward has the sign of their label. | share | above 0.5
-kto/margin | Averages the implicit reward, with the sign of the label. | reward | above 0
-kto/kl | Estimates the KL divergence from the reference, on mismatched answers. | nats |
-rm/accuracy | Is the share of pairs whose chosen answer has the higher score. | share | above 0.5
-rm/margin | Averages the score of the chosen answer minus that of the rejected one. | score | above 0
+nll | Mean negative log-likelihood of the tokens that SFT trains on. | nats per token | falling
+dpo/accuracy | Share of pairs whose chosen answer gained more than the rejected one. | share | above 0.5
+dpo/margin | Mean implicit reward of chosen answers minus that of rejected ones. | reward | above 0
+dpo/chosen | Mean implicit reward of the chosen answers. | reward |
+kto/accuracy | Share of answers whose implicit reward has the sign of their label. | share | above 0.5
+kto/margin | Mean implicit reward, with the sign of the label. | reward | above 0
+kto/kl | Estimate of the KL divergence from the reference, on mismatched answers. | nats |
+rm/accuracy | Share of pairs whose chosen answer has the higher score. | share | above 0.5
+rm/margin | Mean score of the chosen answer minus that of the rejected one. | score | above 0
 
 ## Engines
-mismatch/mean | Averages the absolute difference between the log-probs of engine and trainer. | nats | about 1e-5 or
-  less in float32; an alert begins above 0.1
-mismatch/max | Is the largest absolute difference between the log-probs of engine and trainer. | nats | not growing
-mismatch/k3 | Estimates the KL divergence between engine and trainer with k3. | nats | near 0
-mismatch/newest | Is the share of tokens from the newest weights, which alone are measured. | share | above 0
-mismatch/ess | Is the effective sample size of the importance weights between engine and trainer. | share | near 1
-staleness | Averages the age of tokens against the weights that they train. | versions | up to the bound
-staleness/max | Is the age of the oldest token that trains. | versions | up to the bound
-fleet/idle | Is the share of the time since the last step in which a server had no request. | share | near 0
-fleet/servers | Counts the inference servers in the pool. | servers | all servers
-fleet/attempts | Counts the requests to servers since the start. | requests |
-fleet/retries | Counts the retries of requests since the start. | requests | 0
-fleet/failures | Counts the failed requests since the start. | requests | 0
-fleet/doubles | Counts the requests that were answered twice since the start. | requests | 0
-fleet/left | Counts how often a server left the pool since the start. | times | 0
-fleet/came_back | Counts how often a server returned to the pool since the start. | times |
-fleet/moved | Counts the episodes that continued on another server since the start. | episodes |
+mismatch/mean | Mean absolute difference between the log-probs of engine and trainer. | nats | about 1e-5 or less in
+  float32; an alert begins above 0.1
+mismatch/max | Largest absolute difference between the log-probs of engine and trainer. | nats | not growing
+mismatch/k3 | Estimate of the KL divergence between engine and trainer with k3. | nats | near 0
+mismatch/newest | Share of tokens from the newest weights, which alone are measured. | share | above 0
+mismatch/ess | Effective sample size of the importance weights between engine and trainer. | share | near 1
+staleness | Mean age of tokens against the weights that they train. | versions | up to the bound
+staleness/max | Age of the oldest token that trains. | versions | up to the bound
+fleet/idle | Share of the time since the last step in which a server had no request. | share | near 0
+fleet/servers | Number of inference servers in the pool. | servers | all servers
+fleet/attempts | Number of requests to servers since the start. | requests |
+fleet/retries | Number of retries of requests since the start. | requests | 0
+fleet/failures | Number of failed requests since the start. | requests | 0
+fleet/doubles | Number of requests that were answered twice since the start. | requests | 0
+fleet/left | Number of times that a server left the pool since the start. | times | 0
+fleet/came_back | Number of times that a server returned to the pool since the start. | times |
+fleet/moved | Number of episodes that continued on another server since the start. | episodes |
 
 ## Speed and memory
-tokens/s | Divides the tokens of a step by its duration. | tokens per second |
-time/PHASE | Is the duration of a phase; `step` is everything before the checkpoint. | seconds |
-memory/PHASE | Is the peak memory of the first process in a phase: on its GPU, or resident without one. | GB |
-resources/cpu_percent | Is the processor time of the first process since the last step. | percent of one core |
-resources/rss_gb | Is the resident memory of the first process. | GB |
-resources/peak_rss_gb | Is the peak resident memory of the first process. | GB |
-resources/gpu_gb | Is the allocated memory on the GPU of the first process. | GB |
-resources/peak_gpu_gb | Is the peak allocated memory on the GPU of the first process. | GB |
-resources/gpu_reserved_gb | Is the memory that PyTorch reserved on the GPU of the first process. | GB |
+tokens/s | Tokens of a step, divided by its duration. | tokens per second |
+time/PHASE | Duration of a phase; `step` is everything before the checkpoint. | seconds |
+memory/PHASE | Peak memory of the first process in a phase: on its GPU, or resident without one. | GB |
+resources/cpu_percent | Processor time of the first process since the last step. | percent of one core |
+resources/rss_gb | Resident memory of the first process. | GB |
+resources/peak_rss_gb | Peak resident memory of the first process. | GB |
+resources/gpu_gb | Allocated memory on the GPU of the first process. | GB |
+resources/peak_gpu_gb | Peak allocated memory on the GPU of the first process. | GB |
+resources/gpu_reserved_gb | Memory that PyTorch reserved on the GPU of the first process. | GB |
 """
 """Sections of rows "name | meaning | unit | healthy range"; an indented line continues the row above.
 
@@ -154,9 +155,8 @@ class Metric:
         return f"{self.meaning} Unit: {self.unit}." + (f" Healthy: {self.healthy}." if self.healthy else "")
 
     def sentence(self) -> str:
-        """Return the meaning and the healthy range, with the name as the subject."""
-        meaning = f"{self.name} {self.meaning[0].lower()}{self.meaning[1:]}"
-        return meaning + (f" Healthy: {self.healthy}." if self.healthy else "")
+        """Return the name, the meaning and the healthy range in one line."""
+        return f"{self.name}: {self.meaning}" + (f" Healthy: {self.healthy}." if self.healthy else "")
 
 
 @cache
