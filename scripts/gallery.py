@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import starmap
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -124,21 +125,18 @@ def section(recipe: Recipe) -> str:
 
 
 def results_table(results: dict[str, Stored]) -> str:
-    """Return the table of a recipe's variants."""
-    seeds = max((list(known.seeds) for known in results.values()), key=len)
-    lines = [
-        f"| variant | seeds {', '.join(map(str, seeds))} | band | weights of the first |",
-        "|---|---|---|---|",
-    ]
-    for variant, known in results.items():
-        runs, band = list(known.seeds.values()), known.band
-        after = ", ".join(f"{100 * run['curve'][-1][1]:.1f}" for run in runs)
-        weights = runs[0]["weights_sha256"]
-        digest = f"`{weights[:12]}`" if weights else "not deterministic"
-        lines.append(
-            f"| {variant} | {after} % | {100 * band.low:.1f} to {100 * band.high:.1f} % | {digest} |"
-        )
-    return "\n".join(lines)
+    """Return a sentence for each variant of a recipe."""
+    return "\n".join(f"{'- ' * (len(results) > 1)}{line}" for line in starmap(result, results.items()))
+
+
+def result(variant: str, known: Stored) -> str:
+    """Return what a variant learned, seed by seed."""
+    runs, band = list(known.seeds.values()), known.band
+    after = ", ".join(f"{100 * run['curve'][-1][1]:.1f}" for run in runs)
+    weights = runs[0]["weights_sha256"]
+    digest = f"weights `{weights[:12]}`" if weights else "not deterministic"
+    seeds = f"seed{'s' * (len(runs) > 1)} {', '.join(map(str, known.seeds))}"
+    return f"{variant}, {seeds}: {after} % (band {100 * band.low:.1f} to {100 * band.high:.1f} %, {digest})"
 
 
 def machine(about: dict) -> str:
