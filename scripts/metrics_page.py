@@ -18,13 +18,13 @@ def tables() -> str:
 
 def section(title: str) -> str:
     """Return one section of the page."""
-    head = [f"## {title}", "", "| metric | what it means | unit | healthy |", "|---|---|---|---|"]
+    head = [f"## {title}", "", "| metric | meaning (unit) | healthy |", "|---|---|---|"]
     return "\n".join([*head, *map(row, sections()[title])])
 
 
 def row(metric: Metric) -> str:
     """Return one row of a table."""
-    return f"| `{metric.name}` | {metric.meaning} | {metric.unit} | {metric.healthy} |"
+    return f"| `{metric.name}` | {metric.meaning.rstrip('.')} ({metric.unit}) | {metric.healthy} |"
 
 
 def main() -> None:
