@@ -1,0 +1,62 @@
+"""The chapters of the tutorial run in a kernel, keep what they promise, and are stored small."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_notebook import CELL_S, Kernel
+
+TUTORIAL = Path(__file__).parent.parent / "examples" / "tutorial"
+PROMISES = {  # of each chapter, in names of its cells
+    "1_loop": "before < 0.3 and after > 0.6",
+    "4_failing": "after > before and runs['answers cut off'][0]['truncated'] == 1",
+}
+LARGEST_BYTES = 60_000
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """Return a copy of the directory, in which the chapters run."""
+    return shutil.copytree(TUTORIAL, tmp_path_factory.mktemp("tutorial") / "chapters")
+
+
+def cells(name, kind):
+    """Return the sources of the cells of a chapter."""
+    book = json.loads((TUTORIAL / f"{name}.ipynb").read_text())
+    return ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_chapter_keeps_its_promise(desk, name):
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(desk), startup_timeout=CELL_S)
+    try:
+        kernel = Kernel(manager, client)
+        for code in cells(name, "code"):
+            said = kernel.run(code)
+            assert "Traceback" not in said, said
+        assert "kept: True" in kernel.run(f"print('kept:', bool({PROMISES[name]}))")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_chapter_is_small_and_has_its_parts(name):
+    file = TUTORIAL / f"{name}.ipynb"
+    book, text = json.loads(file.read_text()), cells(name, "markdown")
+    outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert file.stat().st_size < LARGEST_BYTES and len(pictures) == 1
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    words = len(" ".join(text).split())
+    assert 400 < words < 1000 and "**Promise:**" in text[0] and "**Next:**" in text[-1]
+    assert any(part.lstrip().startswith("## Exercise") or "\n## Exercise" in part for part in text)
+
+
+def test_every_chapter_is_tested_and_linked():
+    page = (TUTORIAL.parents[1] / "docs" / "tutorial.md").read_text()
+    names = {file.stem for file in TUTORIAL.glob("*.ipynb")}
+    assert names == set(PROMISES) and all(f"{name}.ipynb" in page for name in names)
