@@ -10,6 +10,8 @@ from test_notebook import CELL_S, Kernel
 TUTORIAL = Path(__file__).parent.parent / "examples" / "tutorial"
 PROMISES = {  # of each chapter, in names of its cells
     "1_loop": "before < 0.3 and after > 0.6",
+    "2_reward": "hacked_paid > 0.75 and hacked_right < 0.35 and mended_right > hacked_right + 0.15",
+    "3_tool": "calls > 0.6 and last > first + 0.1",
     "4_failing": "after > before and runs['answers cut off'][0]['truncated'] == 1",
 }
 LARGEST_BYTES = 60_000
