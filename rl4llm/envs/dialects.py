@@ -1,4 +1,4 @@
-"""How conversations with a set of tools become prompts, and completions become OpenAI's answers."""
+"""How conversations with a set of tools become prompts, and completions become answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from rl4llm.core.message import after_thinking
 from rl4llm.core.types import Completion
 from rl4llm.data.render import Renderer
-from rl4llm.envs.chat_completions import Answer, Asked, dumps, write_call
+from rl4llm.envs.chat_completions import write_call
 from rl4llm.envs.tools.formats import CallFormat, ToolCall, call_format
+from rl4llm.envs.wire import Answer, Asked, dumps
 
 KEPT = 64  # sets of tools whose renderers are kept
 
@@ -35,11 +36,11 @@ class Dialect:
         call_ids: Iterator[int],
     ) -> Answer:
         """Return the answer to a request, with the name in its id; `call_ids` has a number for each tool call."""
-        said = _cut(self._decoded(completion.token_ids), stops)
+        said, stop = _cut(self._decoded(completion.token_ids), stops)
         calls = self._calls(said) if asked.may_call else []
         text = self.calls.beside(said) if self.calls and calls else completion.text
         return Answer(
-            id=f"chatcmpl-{name}",
+            id=name,
             model=asked.model,
             content=self.renderer.content(text),
             calls=tuple(
@@ -51,6 +52,7 @@ class Dialect:
             token_texts=tuple(self._decoded([token]) for token in completion.token_ids)
             if asked.logprobs
             else None,
+            stopped_at=stop if stop in asked.stop else None,
         )
 
     def _calls(self, said: str) -> list[ToolCall]:
@@ -100,6 +102,7 @@ class Dialects:
         return self._made[name]
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
-    places = [place for place in map(text.find, stops) if place >= 0]
-    return text[: min(places)] if places else text
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text up to the first stop string, and that string."""
+    place, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(len(text), None))
+    return text[:place], stop

@@ -15,13 +15,15 @@ from typing import Any
 
 from aiohttp import web
 
-from rl4llm.envs.chat_completions import MODEL, Answer, Asked, RequestError, dumps, read_request
+from rl4llm.envs import chat_completions
+from rl4llm.envs.wire import MODEL, Answer, Asked, RequestError, Wire, dumps
 from rl4llm.extensions.agents.history import Entry
 from rl4llm.extensions.agents.session import AgentSession
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 * 1024**2  # bytes
 BACKLOG = 1024  # connections that may wait: all agents of a rollout connect at once
+CHAT: Wire = chat_completions
 logger = logging.getLogger("rl4llm.agents")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -140,7 +142,7 @@ async def _answered(session: AgentSession, body: Any) -> tuple[Asked, Answer, En
     try:
         for name in ("messages", "tools") if isinstance(body, dict) else ():
             session.check_size(len(body[name]) if isinstance(body.get(name), list) else 0)
-        asked = read_request(body, session.params)
+        asked = CHAT.read_request(body, session.params, {})
         return asked, *await session.answer(asked)
     except RequestError:
         raise
@@ -156,11 +158,10 @@ async def _sent(request: web.Request, asked: Asked, answer: Answer) -> web.Strea
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for chunk in answer.chunks(usage=asked.stream_usage):
-            await response.write(f"data: {dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        for event in CHAT.events(asked, answer):
+            await response.write(event.encode())
     else:
-        response = _json(answer.body())
+        response = _json(CHAT.answer_body(asked, answer))
         await response.prepare(request)
     await response.write_eof()
     return response

@@ -15,8 +15,9 @@ import xxhash
 from rl4llm.core.base_env import LLM, SampleState
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
 from rl4llm.core.types import ChatMessage, SamplingParams
-from rl4llm.envs.chat_completions import Answer, Asked, RequestError, read_message
+from rl4llm.envs.chat_completions import read_message
 from rl4llm.envs.dialects import Dialect, Dialects
+from rl4llm.envs.wire import Answer, Asked, RequestError
 from rl4llm.extensions.agents.history import Continuation, Entry, History
 from rl4llm.runtime.seeds import derive_seed
 

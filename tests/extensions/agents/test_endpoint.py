@@ -11,6 +11,7 @@ import pytest
 
 from rl4llm.core.types import SamplingParams
 from rl4llm.envs import chat_completions as wire
+from rl4llm.envs.wire import RequestError
 from rl4llm.testing import ScriptedClient
 
 TLS = ssl.create_default_context()  # made once, as that takes longer than most episodes here
@@ -78,6 +79,14 @@ def error_of(response):
         ({"messages": [USER], "stream": "yes"}, 400, "stream='yes' is not accepted"),
         ({"messages": [USER], "tools": [{"name": "f"}]}, 400, "tools must be a list"),
         ({"messages": [USER], "tools": 5}, 400, "tools must be a list"),
+        ({"messages": [USER], "tool_choice": "required"}, 400, "no call can be forced"),
+        (
+            {"messages": [USER], "response_format": {"type": "json_object"}},
+            400,
+            "response_format=.*Accepted: {'type': 'text'}",
+        ),
+        ({"messages": [USER], "no_such_field": {"a": 1}}, 400, "no_such_field={'a': 1} is not accepted"),
+        ({"messages": [USER | {"audio": {"id": "a"}}]}, 400, r"messages\[0\].audio is not read"),
         ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 400, "longer than any conversation"),
         (
             {"messages": [USER], "tools": [{"function": {"name": "x" * 10_000_000}}]},
@@ -129,8 +138,6 @@ def test_other_sampling_parameters_are_ignored_with_one_warning(play):
         "temperature": 0,
         "top_p": 0.5,
         "frequency_penalty": 1.0,
-        "tool_choice": "required",
-        "no_such_field": {"a": 1},
     }
     agent, found = asking({"messages": [USER], **asked}, {"messages": [USER], **asked})
     said = []
@@ -380,5 +387,5 @@ def test_a_thought_that_an_agent_sends_back_is_read_or_refused():
     assert wire.read_message(said).reasoning == "Add them."
     assert wire.read_message(said | {"reasoning": " Add them. ", "thinking": None}).reasoning == "Add them."
     for wrong in ({"role": "user"}, {"thinking": "Another."}, {"reasoning_content": ["Add."]}):
-        with pytest.raises(wire.RequestError, match="must be one string, in a message of the assistant"):
+        with pytest.raises(RequestError, match="must be one string, in a message of the assistant"):
             wire.read_message(said | wrong)

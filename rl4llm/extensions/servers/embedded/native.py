@@ -9,7 +9,7 @@ from typing import Any
 
 from rl4llm.core.errors import EngineError, unknown
 from rl4llm.core.types import Completion, SamplingParams
-from rl4llm.envs.chat_completions import RequestError
+from rl4llm.envs.wire import RequestError
 
 FIELDS = ("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream")
 ADDED = {

@@ -12,8 +12,9 @@ from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
 from rl4llm.core.types import Completion, SamplingParams
-from rl4llm.envs.chat_completions import Answer, Asked, RequestError, read_request
+from rl4llm.envs.chat_completions import answer_body, chunk_of, chunks, read_request
 from rl4llm.envs.dialects import Dialect, Dialects
+from rl4llm.envs.wire import Answer, Asked, RequestError
 from rl4llm.extensions.servers.embedded.native import object_of, sampling_params, tokens_of
 from rl4llm.inference.embedded.stops import text_of
 from rl4llm.inference.local import LocalClient
@@ -112,7 +113,7 @@ class OpenAIEndpoints:
         """Return the JSON of a whole answer."""
         completion = await self._engine.generate(job.prompt_ids, job.params)
         return (
-            self._chat_answer(job, completion).body()
+            answer_body(job.asked, self._chat_answer(job, completion))
             if isinstance(job, ChatJob)
             else self._text_body(job, completion)
         )
@@ -133,11 +134,11 @@ class OpenAIEndpoints:
                 partial = job.dialect.answer(asked, HIDDEN, 0, (), job.id, itertools.count())
                 if shown is None:
                     opened = {"role": "assistant", "content": partial.content}
-                    yield partial.chunk(opened, usage=usage)
+                    yield chunk_of(partial, opened, usage=usage)
                     shown = len(partial.content)
-                yield partial.chunk({"content": piece}, usage=usage)
+                yield chunk_of(partial, {"content": piece}, usage=usage)
                 shown += len(piece)
-        for chunk in answer.chunks(usage=usage, shown=shown):
+        for chunk in chunks(answer, usage=usage, shown=shown):
             yield chunk
 
     async def _live(self, job: Job) -> AsyncIterator[tuple[str, Completion | None]]:

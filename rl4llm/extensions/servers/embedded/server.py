@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsError
 from rl4llm.core.types import WeightRef
-from rl4llm.envs.chat_completions import RequestError, dumps
+from rl4llm.envs.wire import RequestError, dumps
 from rl4llm.extensions.servers.embedded.native import (
     NativeRequest,
     completion_body,

@@ -1,0 +1,215 @@
+"""Requests to the policy and its answers, whichever API carries them.
+
+A wire is a module that reads the requests of an API and writes answers in its form, see `Wire`. Only fields that decide
+the conversation and where an answer ends are used. The given sampling parameters always apply: the log-probs that train
+belong to those of the run. `Asked.overridden` lists the fields of a request that ask for others. A field that is neither
+used nor listed is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams
+
+MODEL = "policy"
+PIECE = 16  # characters of a streamed delta
+Kept = Mapping[str, tuple[ChatMessage, ...]]
+"""The id of an earlier answer -> the conversation with it."""
+
+
+class RequestError(Exception):
+    """A refused request, as an OpenAI error."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the response."""
+        kind = {401: "authentication_error", 404: "not_found_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for an answer. `may_call` is False if the agent wants no tool calls parsed.
+
+    `keep` is the conversation that later requests may continue by the answer's id; None if they may not. `echo` has the
+    fields that the answer repeats.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    may_call: bool = True
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    stream: bool = False
+    stream_usage: bool = False
+    logprobs: bool = False
+    model: str = MODEL
+    overridden: tuple[str, ...] = ()
+    keep: tuple[ChatMessage, ...] | None = None
+    echo: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def characters(self) -> int:
+        """Approximate length of the prompt's text in characters, without rendering it."""
+        said = sum(
+            len(message.content) + len(message.reasoning) + len(str(message.tool_calls or ""))
+            for message in self.messages
+        )
+        return said + len(dumps(list(self.tools)))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion as the agent receives it. `token_texts` is set if the request asked for log-probs; `stopped_at` is the
+    stop string of the request that ended it.
+    """
+
+    id: str
+    model: str
+    content: str
+    calls: tuple[Mapping[str, Any], ...]
+    completion: Completion
+    prompt_tokens: int
+    token_texts: tuple[str, ...] | None = None
+    stopped_at: str | None = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as an assistant's message, in the form of OpenAI's chat."""
+        calls = {"tool_calls": [dict(call) for call in self.calls]} if self.calls else {}
+        return {"role": "assistant", "content": self.content or (None if calls else ""), **calls}
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.calls else self.completion.finish_reason
+
+    @property
+    def logprobs(self) -> list[dict[str, Any]] | None:
+        """The log-probs of its tokens in OpenAI's form; None if the request did not ask for them."""
+        if self.token_texts is None:
+            return None
+        pairs = zip(self.token_texts, self.completion.logprobs, strict=True)
+        return [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+            for text, logprob in pairs
+        ]  # fmt: skip
+
+
+class Wire(Protocol):
+    """An API: reads its requests, and writes answers, streams of server-sent events and errors in its form."""
+
+    def read_request(self, body: Any, params: SamplingParams, kept: Kept) -> Asked: ...
+    def answer_body(self, asked: Asked, answer: Answer) -> dict[str, Any]: ...
+    def events(self, asked: Asked, answer: Answer) -> Iterator[str]: ...
+    def error_body(self, error: RequestError) -> dict[str, Any]: ...
+
+
+def pieces(text: str, start: int = 0) -> list[str]:
+    """Return a text from a character on, in the pieces of a stream."""
+    return [text[at : at + PIECE] for at in range(start, len(text), PIECE)]
+
+
+def dumps(body: Mapping[str, Any] | Sequence[Any]) -> str:
+    """Return compact JSON, as it is sent."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+def fields_of(
+    body: Any,
+    params: SamplingParams,
+    used: Collection[str],
+    neutral: Mapping[str, Any],
+    shaping: Collection[str],
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a request's fields that are set, and the names of those that ask for another sampling than the run's.
+
+    `neutral` has the values that ask for nothing, `shaping` the fields that change the sampling. Raises RequestError for
+    other fields that are not used.
+    """
+    if not isinstance(body, dict):
+        raise RequestError("The body must be a JSON object.")
+    body = {name: value for name, value in body.items() if value is not None}
+    neutral = {**neutral, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+    asking = [
+        name for name in sorted(body.keys() - set(used)) if name not in neutral or body[name] != neutral[name]
+    ]
+    shaping = {"temperature", "top_p", "top_k", *shaping}
+    for name in asking:
+        if name not in shaping:
+            accepted = f"Accepted: {neutral[name]!r}" if name in neutral else "Remove it"
+            raise RequestError(
+                f"{name}={body[name]!r:.100} is not accepted: it is unknown, or the policy cannot follow it. {accepted}.",
+                param=name,
+            )
+    return body, tuple(asking)
+
+
+def check_choice(choice: Any) -> bool:
+    """Return whether a `tool_choice` allows calls. Raises RequestError for one that forces a call."""
+    if choice not in ("auto", "none"):
+        raise RequestError(
+            f"tool_choice={choice!r:.100} is not accepted: the policy is sampled freely, so no call can be forced. "
+            "Accepted: 'auto', 'none'.",
+            param="tool_choice",
+        )
+    return bool(choice == "auto")
+
+
+def check_keys(row: Mapping[str, Any], where: str, known: Collection[str]) -> None:
+    """Raise RequestError if a part of a request has keys that are not read."""
+    if strange := sorted(name for name in row.keys() - set(known) if row[name] not in (None, "", [], {}, ())):
+        raise refused(where, f".{strange[0]} is not read. Accepted: {', '.join(sorted(known))}.")
+
+
+def refused(where: str, problem: str) -> RequestError:
+    """Return the error of a part of a request, such as `messages[3]`."""
+    return RequestError(where + problem, param=where.partition("[")[0])
+
+
+def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the token limit that the first of these fields sets."""
+    for name in names:
+        if name in body:
+            limit = body[name]
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+                raise RequestError(
+                    f"{name}={limit!r:.100} is not accepted. Accepted: a whole number, at least 1.",
+                    param=name,
+                )
+            return limit
+    return None
+
+
+def stops_of(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the stop strings of a field."""
+    stop = body.get(name, ())
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise RequestError(
+            f"{name}={stop!r:.100} is not accepted. Accepted: a string, or a list of strings.", param=name
+        )
+    return stops
+
+
+def flag_of(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a field that is true or false."""
+    value = body.get(name, default)
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: true or false.", param=name)
+    return value
+
+
+def mapping_of(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a field that is an object; an empty one if it is absent."""
+    value = body.get(name, {})
+    if not isinstance(value, dict):
+        raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: an object.", param=name)
+    return value
