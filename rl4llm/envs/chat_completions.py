@@ -44,6 +44,8 @@ SHAPING = (
 )  # fmt: skip
 ROW = frozenset(("role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *METADATA))
 
+PART = ("type", "text", "annotations", "logprobs", "cache_control", "citations")
+
 
 def read_request(body: Any, params: SamplingParams, kept: Kept | None = None) -> Asked:
     """Parse and check a request's JSON; `params` are the run's sampling parameters. Raises RequestError."""
@@ -176,6 +178,8 @@ def write_call(call: ToolCall, call_id: str) -> dict[str, Any]:
 
 def text_of(content: Any, where: str) -> str:
     """Return a message's text, which may have parts. Raises RequestError."""
+    for part in content if isinstance(content, list) else ():
+        check_keys(part if isinstance(part, dict) else {}, where, PART)
     if content is None or isinstance(content, str):
         text = content or ""
     elif isinstance(content, list) and all(

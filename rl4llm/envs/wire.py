@@ -83,7 +83,7 @@ class Answer:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as an assistant's message, in the form of OpenAI's chat."""
+        """Return the answer as an assistant's message, in the form of OpenAI's chat."""
         calls = {"tool_calls": [dict(call) for call in self.calls]} if self.calls else {}
         return {"role": "assistant", "content": self.content or (None if calls else ""), **calls}
 
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def logprobs(self) -> list[dict[str, Any]] | None:
-        """The log-probs of its tokens in OpenAI's form; None if the request did not ask for them."""
+        """Return the log-probs of its tokens in OpenAI's form; None if the request did not ask for them."""
         if self.token_texts is None:
             return None
         pairs = zip(self.token_texts, self.completion.logprobs, strict=True)
@@ -110,6 +110,11 @@ class Wire(Protocol):
     def answer_body(self, asked: Asked, answer: Answer) -> dict[str, Any]: ...
     def events(self, asked: Asked, answer: Answer) -> Iterator[str]: ...
     def error_body(self, error: RequestError) -> dict[str, Any]: ...
+
+
+def event(kind: str, **fields: Any) -> str:
+    """Return a server-sent event with a name, which its JSON repeats as its type."""
+    return f"event: {kind}\ndata: {dumps({'type': kind, **fields})}\n\n"
 
 
 def pieces(text: str, start: int = 0) -> list[str]:

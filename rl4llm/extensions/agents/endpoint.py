@@ -1,8 +1,7 @@
-"""An OpenAI-compatible server in front of the policy, for the agents of one process: `/v1/chat/completions`,
-`/v1/models`.
+"""A server in front of the policy, for the agents of one process: the APIs of `WIRES`, and `/v1/models`.
 
 Each episode has a separate secret. A request carries it in its path, http://127.0.0.1:PORT/SECRET/v1, or as its API
-key. The server listens on loopback only, and every error is a JSON object like OpenAI's.
+key. The server listens on loopback only, and every error is a JSON object of the request's API.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from aiohttp import web
 
 from rl4llm.envs import chat_completions
 from rl4llm.envs.wire import MODEL, Answer, Asked, RequestError, Wire, dumps
+from rl4llm.extensions.agents import messages, responses
 from rl4llm.extensions.agents.history import Entry
 from rl4llm.extensions.agents.session import AgentSession
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 * 1024**2  # bytes
 BACKLOG = 1024  # connections that may wait: all agents of a rollout connect at once
-CHAT: Wire = chat_completions
+WIRES: dict[str, Wire] = {"chat/completions": chat_completions, "responses": responses, "messages": messages}
 logger = logging.getLogger("rl4llm.agents")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -48,8 +48,9 @@ class AgentEndpoint:
     async def start(self) -> None:
         """Listen on a free port."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors_as_json])
-        for start in ("/v1", "/{key}/v1"):
-            app.router.add_post(f"{start}/chat/completions", self._complete)
+        for start in ("/v1", "/{key}/v1", "/{key}/v1/v1"):  # some SDKs add /v1 to their base URL
+            for name in WIRES:
+                app.router.add_post(f"{start}/{name}", self._complete)
             app.router.add_get(f"{start}/models", self._models)
             app.router.add_get(f"{start}/models/{{model}}", self._models)
         self._runner = web.AppRunner(
@@ -79,7 +80,7 @@ class AgentEndpoint:
         session = self._session(request)
         with session.serving():
             session.check_open()
-            asked, answer, entry = await _answered(session, await _body(request, session))
+            asked, answer, entry = await _answered(request, session)
             try:
                 return await _sent(request, asked, answer)
             except (
@@ -102,7 +103,8 @@ class AgentEndpoint:
 
     def _session(self, request: web.Request) -> AgentSession:
         """Return the session named by the path or by the API key; if both name an episode, they must agree."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("x-api-key", bearer).strip()
         named = request.match_info.get("key", key)
         known = self._sessions.keys() | self._ended
         if named not in known:
@@ -127,7 +129,8 @@ class AgentEndpoint:
 
 async def _body(request: web.Request, session: AgentSession) -> Any:
     content = await request.read()
-    session.check_size(content.count(b'"role"'))  # parsing a million messages would stop the event loop
+    parts = max(content.count(key) for key in (b'"role"', b'"type"'))
+    session.check_size(parts)  # parsing a million messages would stop the event loop
     text = content.decode(errors="replace")
     try:
         body = json.loads(text)
@@ -138,11 +141,12 @@ async def _body(request: web.Request, session: AgentSession) -> Any:
         raise RequestError(f"The body is not JSON: {error}"[:300]) from error
 
 
-async def _answered(session: AgentSession, body: Any) -> tuple[Asked, Answer, Entry]:
+async def _answered(request: web.Request, session: AgentSession) -> tuple[Asked, Answer, Entry]:
+    body = await _body(request, session)
     try:
-        for name in ("messages", "tools") if isinstance(body, dict) else ():
+        for name in ("messages", "input", "tools") if isinstance(body, dict) else ():
             session.check_size(len(body[name]) if isinstance(body.get(name), list) else 0)
-        asked = CHAT.read_request(body, session.params, {})
+        asked = _wire(request).read_request(body, session.params, session.kept)
         return asked, *await session.answer(asked)
     except RequestError:
         raise
@@ -158,10 +162,10 @@ async def _sent(request: web.Request, asked: Asked, answer: Answer) -> web.Strea
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for event in CHAT.events(asked, answer):
+        for event in _wire(request).events(asked, answer):
             await response.write(event.encode())
     else:
-        response = _json(CHAT.answer_body(asked, answer))
+        response = _json(_wire(request).answer_body(asked, answer))
         await response.prepare(request)
     await response.write_eof()
     return response
@@ -171,14 +175,19 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=dumps(body).encode(), status=status, content_type="application/json")
 
 
+def _wire(request: web.Request) -> Wire:
+    """Return the API that a path names, by default OpenAI's chat."""
+    return next((wire for name, wire in WIRES.items() if request.path.endswith(f"/{name}")), chat_completions)
+
+
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except RequestError as error:
-        return _json(error.body(), error.status)
+        return _json(_wire(request).error_body(error), error.status)
     except web.HTTPException as error:
-        known = "This server has /v1/chat/completions and /v1/models"
+        known = f"This server has /v1/models, /v1/{', /v1/'.join(WIRES)}"
         text = known if error.status in (404, 405) else error.text or error.reason
         refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
-        return _json(refused.body(), error.status)
+        return _json(_wire(request).error_body(refused), error.status)

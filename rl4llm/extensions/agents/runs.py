@@ -45,9 +45,9 @@ class Agent(Protocol):
 class CommandAgent:
     """A command: it reads the task as JSON from standard input and prints its output; exit code 0 is success.
 
-    The variables OPENAI_BASE_URL and OPENAI_API_KEY hold the policy's address and key. Of the trainer's variables it sees
-    only those of `short_environment`, since the policy may read what the agent sees; `env` adds others. When it ends or is
-    stopped, all processes that it started are killed.
+    The variables OPENAI_BASE_URL and OPENAI_API_KEY, and ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, hold the policy's
+    address and key. Of the trainer's variables it sees only those of `short_environment`, since the policy may read what
+    the agent sees; `env` adds others. When it ends or is stopped, all processes that it started are killed.
     """
 
     def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None):
@@ -97,6 +97,8 @@ class CommandAgent:
                 **self.env,
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": api_key,
+                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": api_key,
                 "NO_PROXY": no_proxy,
                 "no_proxy": no_proxy,
             },

@@ -41,6 +41,7 @@ class AgentSession:
         self.requests = self.sampled_tokens = 0
         self.ran_into: str | None = None
         self.overridden: set[str] = set()
+        self.kept: dict[str, tuple[ChatMessage, ...]] = {}
         self._llm, self._dialects, self._max_requests = llm, dialects, max_requests
         self._draws: Counter[str] = Counter()
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -107,7 +108,10 @@ class AgentSession:
         self._truncated = completion.finish_reason == "length"
         if self.ran_into == "context":  # the agent shortened its prompt
             self.ran_into = None
-        return answer, self.history.add(place, completion, read_message(answer.message))
+        said = read_message(answer.message)
+        if asked.keep is not None:
+            self.kept[answer.id] = (*asked.keep, said)
+        return answer, self.history.add(place, completion, said)
 
     def check_open(self) -> None:
         """Raise RequestError when the episode is over."""

@@ -1,0 +1,221 @@
+"""OpenAI's Responses: the wire of `/v1/responses`.
+
+An answer's text and calls are items of its output. A later request repeats them, or names the answer in
+`previous_response_id`, which the session keeps unless `store` is false.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.envs.chat_completions import check_end, read_message, read_tools, text_of
+from rl4llm.envs.wire import (
+    MODEL,
+    Answer,
+    Asked,
+    Kept,
+    RequestError,
+    check_choice,
+    check_keys,
+    event,
+    fields_of,
+    flag_of,
+    limit_of,
+    mapping_of,
+    pieces,
+    refused,
+)
+
+TEXT = {"format": {"type": "text"}}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # no answer has a reasoning item
+ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "tool_choice", "tools")
+USED = (
+    *ECHOED, "model", "input", "stream", "store", "text", "include",
+    # These do not change an answer.
+    "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+    "stream_options",
+)  # fmt: skip
+NEUTRAL = {"background": False, "parallel_tool_calls": True, "truncation": "disabled", "top_logprobs": 0}
+KEYS = {
+    "message": ("type", "role", "content", "id", "status", "phase"),
+    "function_call": ("type", "id", "call_id", "name", "arguments", "status"),
+    "function_call_output": ("type", "id", "call_id", "output", "status"),
+}
+
+
+def read_request(body: Any, params: SamplingParams, kept: Kept) -> Asked:
+    """Parse and check a request's JSON. Raises RequestError."""
+    body, overridden = fields_of(body, params, USED, NEUTRAL, ("reasoning",))
+    text, include = mapping_of(body, "text"), body.get("include", [])
+    check_keys(text, "text", ("format", "verbosity"))
+    if text.get("format", TEXT["format"]) != TEXT["format"]:
+        raise RequestError(
+            f"text.format={text['format']!r:.100} is not accepted: the policy is sampled freely, so no format can be "
+            "forced. Accepted: {'type': 'text'}.",
+            param="text",
+        )
+    if not isinstance(include, list) or any(name not in INCLUDED for name in include):
+        raise RequestError(
+            f"include={include!r:.100} is not accepted. Accepted: {INCLUDED}.", param="include"
+        )
+    said = check_end((*_earlier(body, kept), *_messages(body.get("input", []))), "input")
+    system = text_of(body.get("instructions"), "instructions")
+    tools = body.get("tools", [])
+    return Asked(
+        messages=(*((ChatMessage("system", system),) if system else ()), *said),
+        tools=read_tools([_tool(tool) for tool in tools] if isinstance(tools, list) else tools),
+        may_call=check_choice(body.get("tool_choice", "auto")),
+        max_tokens=limit_of(body, "max_output_tokens"),
+        stream=flag_of(body, "stream"),
+        logprobs=LOGPROBS in include,
+        model=str(body.get("model", MODEL)),
+        overridden=(*overridden, *(("text.verbosity",) if text.get("verbosity") else ())),
+        keep=said if flag_of(body, "store", default=True) else None,
+        echo={
+            **dict.fromkeys(ECHOED),
+            "tools": [],
+            "tool_choice": "auto",
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            **{name: body[name] for name in ECHOED if name in body},
+        },
+    )
+
+
+def answer_body(asked: Asked, answer: Answer) -> dict[str, Any]:
+    """Return the JSON of the response."""
+    new, cut = len(answer.completion.token_ids), answer.finish_reason == "length"
+    return {
+        **NEUTRAL,
+        **asked.echo,
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": answer.model,
+        "text": TEXT,
+        "store": asked.keep is not None,
+        "error": None,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _output(answer),
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + new,
+        },
+    }
+
+
+def events(asked: Asked, answer: Answer) -> Iterator[str]:
+    """Yield the same as server-sent events, which are numbered."""
+    for number, (kind, fields) in enumerate(_events(answer_body(asked, answer))):
+        yield event(kind, sequence_number=number, **fields)
+
+
+error_body = RequestError.body
+
+
+def _events(body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    for index, item in enumerate(body["output"]):
+        at: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
+        says = item["type"] == "message"
+        opened = {**item, "status": "in_progress", **({"content": []} if says else {"arguments": ""})}
+        yield "response.output_item.added", {"output_index": index, "item": opened}
+        if says:
+            (part,) = item["content"]
+            at["content_index"] = 0
+            yield "response.content_part.added", {**at, "part": {**part, "text": "", "logprobs": []}}
+            for text in pieces(part["text"]):
+                yield "response.output_text.delta", {**at, "delta": text, "logprobs": []}
+            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield "response.output_text.done", {**at, **said}
+            yield "response.content_part.done", {**at, "part": part}
+        else:
+            for text in pieces(item["arguments"]):
+                yield "response.function_call_arguments.delta", {**at, "delta": text}
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**at, **said}
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield f"response.{body['status']}", {"response": body}
+
+
+def _output(answer: Answer) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if answer.content or not answer.calls:
+        part = {
+            "type": "output_text",
+            "text": answer.content,
+            "annotations": [],
+            "logprobs": answer.logprobs or [],
+        }
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
+        message = {"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status}
+        items.append({**message, "content": [part]})
+    for call in answer.calls:
+        name = {
+            "type": "function_call",
+            "id": f"fc_{call['id']}",
+            "call_id": call["id"],
+            "status": "completed",
+        }
+        items.append({**name, **call["function"]})
+    return items
+
+
+def _earlier(body: Mapping[str, Any], kept: Kept) -> tuple[ChatMessage, ...]:
+    """Return the conversation that a request continues by the id of its last answer."""
+    name = body.get("previous_response_id")
+    if name is not None and str(name).removeprefix("resp_") not in kept:
+        raise RequestError(
+            f"previous_response_id={name!r:.100} is not an answer of this episode, or was asked for with store=false. Send "
+            "the conversation in input.",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return () if name is None else kept[str(name).removeprefix("resp_")]
+
+
+def _messages(items: Any) -> tuple[ChatMessage, ...]:
+    """Return the messages of an input. A call belongs to the message of the assistant before it."""
+    if not isinstance(items, str | list):
+        raise refused("input", f" must be a string or a list of items: {items!r:.100}.")
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for number, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items):
+        where = f"input[{number}]"
+        row = _row(item, where)
+        if "tool_calls" in row and rows and rows[-1][1]["role"] == "assistant":
+            last = rows[-1][1]
+            last["tool_calls"] = [*last.get("tool_calls", ()), *row["tool_calls"]]
+        else:
+            rows.append((where, row))
+    return tuple(read_message(row, where) for where, row in rows)
+
+
+def _row(item: Any, where: str) -> dict[str, Any]:
+    """Return an item as a message in the form of OpenAI's chat."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise refused(where, f" must be an object with a type, one of {', '.join(KEYS)}: {item!r:.100}.")
+    check_keys(item, where, KEYS[kind])
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        return {"role": "assistant", "tool_calls": [{"id": item.get("call_id", ""), "function": function}]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    return {"role": item.get("role"), "content": item.get("content")}
+
+
+def _tool(tool: Any) -> Any:
+    """Return a function in the form of OpenAI's chat."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise RequestError(f"tools must be functions: {tool!r:.100} is not accepted.", param="tools")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
