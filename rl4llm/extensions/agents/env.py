@@ -1,4 +1,4 @@
-"""Black-box agents: any program that uses a chat completions API, in front of the policy."""
+"""Black-box agents: any program that uses the API of OpenAI or Anthropic, in front of the policy."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class AgentEnv(BaseMDPEnv):
         env.name=agent env.command="python examples/agent.py"
         env.name=agent env.agent=my_package.my_agent:solve
 
-    The agent receives the row as its task (all columns except `ground_truth`, plus a `seed`), and the base URL and key
-    of an OpenAI-compatible endpoint. Rewards see the conversation with the policy's last answer. If the agent's output
-    differs from that answer, it is appended as a last assistant message.
+    The agent receives the row as its task (all columns except `ground_truth`, plus a `seed`), and the base URL and key of
+    an endpoint with the APIs of OpenAI and Anthropic. Rewards see the conversation with the policy's last answer. If the
+    agent's output differs from that answer, it is appended as a last assistant message.
 
     The policy's answers are recorded token for token, see `rl4llm.extensions.agents.history`. Whenever the agent
     rewrites its history, a fork of the token record starts. All forks train with the reward of the episode, and no
@@ -38,8 +38,9 @@ class AgentEnv(BaseMDPEnv):
 
     An agent that crashes, hangs or sends no request fails the sample (`agent/crashed`, `agent/timeout`,
     `agent/silent`), since that is not the policy's fault. Agents should therefore expect any text and any arguments of
-    a call. If an agent crashes after a request was refused because of a limit (`max_steps`, the context), the episode
-    ends normally. The metrics are `env/requests`, `env/forks`, `env/generated_tokens` and `env/trained_tokens`.
+    a call. If an agent crashes after a request was refused because of a limit (`max_steps`, the context), or after an
+    answer was cut at its token limit, the episode ends normally. The metrics are `env/requests`, `env/forks`,
+    `env/generated_tokens` and `env/trained_tokens`.
     Generated tokens that do not train never reached the agent, or belong to a failed attempt that was retried.
 
     Args:
@@ -143,11 +144,15 @@ class AgentEnv(BaseMDPEnv):
         silent = not session.history.records
         if outcome is None:
             sample.fail(f"the agent took more than {self.timeout_s:g} s", "agent/timeout")
-        elif outcome.crash and (session.ran_into is None or silent):
+        elif outcome.crash and (session.stop_reason == "done" or silent):
             sample.fail(f"the agent crashed: {outcome.crash}", "agent/crashed")
         elif silent:
             limit = f"; its requests hit the limit {session.ran_into!r}" if session.ran_into else ""
             sample.fail(f"the agent ended without an answer from the policy{limit}", "agent/silent")
+        elif outcome.crash and session.ran_into is None:
+            self._warn_once(
+                "crash", f"The agent crashed after an answer was cut at its token limit: {outcome.crash}"
+            )
 
     def _note(self, sample: SampleState, session: AgentSession) -> None:
         sampled = session.sampled_tokens + self._lost.pop(sample.session, 0)
@@ -159,11 +164,16 @@ class AgentEnv(BaseMDPEnv):
             "generated_tokens": sampled,
             "trained_tokens": session.history.sampled_tokens,
         }
-        for name in sorted(session.overridden - self._told):
-            self._told.add(name)
-            self._warn(
-                f"The agent's requests set {name!r}, which is ignored: the policy is sampled with the run's parameters."
+        for name in sorted(session.overridden):
+            self._warn_once(
+                name,
+                f"The agent's requests set {name!r}, which is ignored: the policy is sampled with the run's parameters.",
             )
+
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._warn(text)
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[_Open]:
