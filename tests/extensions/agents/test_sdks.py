@@ -84,7 +84,7 @@ async def plays_messages(client, stream):
 
 
 async def plays_agent(client, stream, **settings):
-    """Let openai-agents run the loop with a tool of its own kind."""
+    """Let openai-agents run the loop."""
 
     @agents.function_tool
     def calculator(expression: str) -> str:
@@ -202,7 +202,7 @@ def test_every_sdk_trains_two_steps(model_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_truncated_answers_are_told_and_train(play, stream):
+def test_truncated_answers_are_marked_and_train(play, stream):
     async def agent(task, base_url, api_key):
         first = await message(of_anthropic(base_url, api_key), stream, messages=QUESTION, max_tokens=2)
         assert (first.stop_reason, first.usage.output_tokens) == ("max_tokens", 2)
