@@ -182,6 +182,16 @@ class ImageStore:
         self._remember(image.digest, pixels)
         return pixels
 
+    def png(self, image: Image) -> bytes:
+        """Return an image as a PNG file."""
+        pixels_HWC = self.pixels(image)
+        file = self._directory / f"{image.digest}.png" if self._directory else None
+        if file is not None and file.exists():
+            return file.read_bytes()
+        made = io.BytesIO()
+        PIL.Image.fromarray(pixels_HWC).save(made, format="PNG")
+        return made.getvalue()
+
     def _remember(self, digest: str, pixels: Pixels) -> None:
         self._write()
         with self._lock:

@@ -65,7 +65,8 @@ class Vision:
         noise = np.random.default_rng(0).integers(0, 256, (*self.fit(*PROBE_SIZE), 3), dtype=np.uint8)
         image = self.store.add(noise)
         tokens = self.tokens(image)
-        return [1, *[self.placeholder] * tokens, 2, 3], (ImagePlace(image, 1, tokens),)
+        start, end = (getattr(self.config, f"vision_{name}_token_id", 1) for name in ("start", "end"))
+        return [1, start, *[self.placeholder] * tokens, end, 2, 3], (ImagePlace(image, 2, tokens),)
 
     def count(self, picture: Picture) -> int:
         """Return the number of tokens of a picture; only its header is read."""

@@ -29,7 +29,11 @@ class CanaryImage:
         self.token_ids, self.places = vision.probe()
 
     def begun(self, token_ids_BT: Tensor) -> Tensor:
-        """Return the sequences; the last one begins with the image."""
+        """Return the sequences; the last one begins with the image, and no other token is a placeholder.
+
+        Some servers take every placeholder for an image.
+        """
+        token_ids_BT[token_ids_BT == self._vision.placeholder] = 0
         token_ids_BT[-1, : len(self.token_ids)] = torch.tensor(self.token_ids)
         return token_ids_BT
 

@@ -123,7 +123,7 @@ class Canary:
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             token_ids = torch.tensor([*prompt, *completion.token_ids][: token_ids_BT.shape[1]])
             token_ids_BT[row, : len(token_ids)] = token_ids
-        return token_ids_BT
+        return self._image.begun(token_ids_BT) if self._image else token_ids_BT
 
     def expected(self, backend: BaseBackend) -> Tensor:
         """Return the trainer's log-probs (sequences, length - 1); call this while its model is on its device.

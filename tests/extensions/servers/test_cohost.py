@@ -20,7 +20,7 @@ class Quiet(ServerClient):
 
     held = -1
 
-    async def sample(self, prompt_ids, params, request_id):
+    async def sample(self, prompt_ids, params, request_id, images):
         return Sampled([5], [-1.0], "length", ((0, self.held),))
 
     async def score(self, token_ids):

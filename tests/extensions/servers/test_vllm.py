@@ -329,7 +329,8 @@ def test_a_request_that_its_client_aborted_returns_what_it_has(tokenizer):
     server = Server(choice([7], reason="abort"))
     assert play(server, tokenizer, script).finish_reason == "abort"
     name = server.bodies("/v1/completions")[0]["request_id"]
-    assert server.bodies("/abort_requests") == [{"request_ids": [f"cmpl-{name}-0"]}]
+    named = [f"cmpl-{name}-0", f"generate-tokens-{name}"]  # without images, and with them
+    assert server.bodies("/abort_requests") == [{"request_ids": named}]
 
 
 def test_workers_that_hold_different_versions_hold_none(tokenizer):

@@ -45,7 +45,9 @@ class AdaptingClient(ServerClient):
         """Return the version of the model under the adapters."""
 
     @abstractmethod
-    async def score_once(self, token_ids: list[int], request_id: str) -> list[float]:
+    async def score_once(
+        self, token_ids: list[int], request_id: str, images: Sequence[ImagePlace]
+    ) -> list[float]:
         """Ask once for the log-probs of given tokens."""
 
     async def check_adapters(self) -> None:
@@ -59,7 +61,9 @@ class AdaptingClient(ServerClient):
     async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         self.check_prompt(token_ids, images)
         name = self.names.next("", "score")
-        return await self.retry.run(lambda attempt: self.score_once(list(token_ids), f"{name}/a{attempt}"))
+        return await self.retry.run(
+            lambda attempt: self.score_once(list(token_ids), f"{name}/a{attempt}", images)
+        )
 
     async def load(self, weight_ref: WeightRef) -> None:
         """Load weights. An adapter ("lora") does not stop running requests, which end with the adapter they began with."""

@@ -14,6 +14,7 @@ class EmbeddedClient(SGLangClient):
     The same seed gives the same tokens as in the trainer's process. It takes weights from files only, and keeps its memory.
     """
 
+    takes_images = False
     publishers = ("filesystem",)
     KINDS = ("full",)
     URL_VARIABLE = "EMBEDDED_BASE_URL"

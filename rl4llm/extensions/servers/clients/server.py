@@ -10,7 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from yarl import URL
 
@@ -23,6 +23,9 @@ from rl4llm.extensions.servers.clients.together import Together
 from rl4llm.inference.embedded.kv_cache import KVCache
 from rl4llm.inference.embedded.stops import absent_tokens, stop_tokens, text_of
 from rl4llm.runtime.transport import Retry, Transport
+
+if TYPE_CHECKING:
+    from rl4llm.data.vision import Vision
 
 NEVER_LOADED = -1
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -128,6 +131,8 @@ class ServerClient(BaseClient):
         self._tokenizer, self._ends = tokenizer, tuple(ends)
         self.absent = absent_tokens(tokenizer, vocab_size)
         self.names = RequestNames()
+        self.vision: Vision | None = None  # what the model makes of images; set for runs with any
+        self.weights_name = secrets.token_hex(8)  # of what the server holds, new after each load
         self.together = Together()  # a fleet has one for all its clients
         self._loading = asyncio.Lock()
 
@@ -164,22 +169,24 @@ class ServerClient(BaseClient):
         self.check_prompt(prompt_ids, images)
         name = self.names.next(session)
         return await self.retry.run(
-            lambda attempt: self.attempt(prompt_ids, sampling_params, f"{name}/a{attempt}")
+            lambda attempt: self.attempt(prompt_ids, sampling_params, f"{name}/a{attempt}", images)
         )
 
     async def attempt(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams, request_id: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         """Try once to sample a completion, under an id that was never used before."""
         room = self.context_length - len(prompt_ids)
         params = sampling_params.replace(
             max_tokens=min(sampling_params.max_tokens, room),
-            stop_token_ids=stop_tokens(
-                self._tokenizer, sampling_params, self._ends
-            ),  # the server may have another tokenizer
+            stop_token_ids=stop_tokens(self._tokenizer, sampling_params, self._ends),
         )
         try:
-            sampled = await self.sample(list(prompt_ids), params, request_id)
+            sampled = await self.sample(list(prompt_ids), params, request_id, images)
         except RefusedError as error:
             raise RefusedError(f"Request {request_id} was refused. {error}") from error
         try:
@@ -187,7 +194,7 @@ class ServerClient(BaseClient):
         except DoubleReplyError:
             await self.http.renew()  # on this connection the next answer would belong to this request
             raise
-        sampled = _cut(sampled, params.stop_token_ids)
+        sampled = cut_after(sampled, params.stop_token_ids)
         token_ids = tuple(sampled.token_ids)
         return Completion(
             text=text_of(self._tokenizer, token_ids, params.stop),
@@ -199,7 +206,9 @@ class ServerClient(BaseClient):
         )
 
     @abstractmethod
-    async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
+    ) -> Sampled:
         """Send one request; raise UnreachableError for temporary errors, RefusedError for others."""
 
     @abstractmethod
@@ -256,6 +265,7 @@ class ServerClient(BaseClient):
         """Pause, load, resume in any case, and read back the version; raise EngineError if the server holds another one."""
         if weight_ref.held:
             await self._check_held(weight_ref)
+            self.weights_name = secrets.token_hex(8)
             return
         async with self._loading:
             before = await self.version()
@@ -289,6 +299,7 @@ class ServerClient(BaseClient):
                 return error
             return None
         finally:
+            self.weights_name = secrets.token_hex(8)
             await self.retry.run(lambda _: self.resume())
 
     async def release(self, session: str) -> None:
@@ -302,8 +313,8 @@ class ServerClient(BaseClient):
 
     def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
         """Raise EngineError for a prompt that a server would refuse, or crash on."""
-        if images and not self.takes_images:
-            raise EngineError(f"generate: {type(self).__name__} takes no images. Use inference.name=local.")
+        if images and not (self.takes_images and self.vision):
+            raise EngineError(f"generate: {self} takes no images. Use inference.name=local.")
         if not prompt_ids:
             raise EngineError("generate: the prompt is empty; give at least one token.")
         outside = [token for token in prompt_ids if not 0 <= token < self.vocab_size]
@@ -340,7 +351,7 @@ def cut(sampled: Sampled, end: int) -> Sampled:
     return Sampled(sampled.token_ids[:end], sampled.logprobs[:end], "stop", versions)
 
 
-def _cut(sampled: Sampled, stop_token_ids: Sequence[int]) -> Sampled:
+def cut_after(sampled: Sampled, stop_token_ids: Sequence[int]) -> Sampled:
     """Cut an answer after its first stop token; with `ignore_eos` servers continue past them."""
     end = next((place for place, token in enumerate(sampled.token_ids, 1) if token in stop_token_ids), None)
     return sampled if end in (None, len(sampled.token_ids)) else cut(sampled, end)

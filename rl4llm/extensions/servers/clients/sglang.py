@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
+from rl4llm.extensions.servers.clients.images import collapsed, data_uri, feature_name, outside
 from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared
-from rl4llm.extensions.servers.clients.server import FINISHED, NEVER_LOADED, Sampled, field, sampling_options
+from rl4llm.extensions.servers.clients.server import (
+    FINISHED,
+    NEVER_LOADED,
+    Sampled,
+    cut_after,
+    field,
+    sampling_options,
+)
 from rl4llm.extensions.servers.clients.sglang_memory import Held
 from rl4llm.extensions.servers.clients.sglang_tensors import buckets, pickled
 from rl4llm.runtime.threads import in_own_thread
@@ -39,6 +48,7 @@ class SGLangClient(AdaptingClient):
     For LoRA the server needs ``--enable-lora --max-lora-rank R --lora-target-modules ...``.
     """
 
+    takes_images = True
     publishers: tuple[str, ...] = ("filesystem", "tensor", "distributed", "lora")
     KINDS: ClassVar[tuple[str, ...]] = ("full", "tensor", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
@@ -63,17 +73,48 @@ class SGLangClient(AdaptingClient):
         self.trainer_host = trainer_host
         self._shares_gpu = False
 
-    async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
+    ) -> Sampled:
+        if self._unreadable(prompt_ids, images):
+            return Sampled([], [], "abort", ((0, await self.version()),))
         body = {
             "rid": request_id,
-            "input_ids": prompt_ids,
+            **self._shown(prompt_ids, images),
             "sampling_params": {**_sampling(params), "sampling_seed": params.seed % self.SEEDS},
             "return_logprob": True,
             "stream": False,
         }
         answer, adapter = await self._generate(body)
         sampled = _sampled(answer, request_id)
+        if images:
+            self._check_seen(field(answer, "meta_info", request_id).get("prompt_tokens"), len(prompt_ids))
+        if self.vision is not None and self.vision.placeholder in sampled.token_ids:
+            sampled = replace(cut_after(sampled, [self.vision.placeholder]), finish_reason="length")
         return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
+
+    def _shown(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
+        """Return the fields of a request for tokens and their images; SGLang spreads each image from one token."""
+        if self.vision is None or not images:
+            return {"input_ids": token_ids}
+        return {
+            "input_ids": collapsed(token_ids, images),
+            "image_data": [data_uri(self.vision, place.image) for place in images],
+            "mm_hashes": [feature_name(place.image, self.weights_name) for place in images],
+        }
+
+    def _unreadable(self, token_ids: list[int], images: Sequence[ImagePlace]) -> bool:
+        """Return whether SGLang, which takes every placeholder for an image, would never answer."""
+        return (
+            bool(images) and self.vision is not None and outside(self.vision.placeholder, token_ids, images)
+        )
+
+    def _check_seen(self, seen: Any, given: int) -> None:
+        if seen != given:
+            raise EngineError(
+                f"{self.base_url} sees {seen} tokens in a prompt of {given} with images. The template must put each image "
+                "between its marks, and the server needs the preprocessor_config.json of model.path."
+            )
 
     async def base_version(self) -> int:
         return _version((await self.retry.run(lambda _: self._held())).version)
@@ -264,10 +305,14 @@ class SGLangClient(AdaptingClient):
         await self.together.leave(self)
         await super().close()
 
-    async def score_once(self, token_ids: list[int], request_id: str) -> list[float]:
+    async def score_once(
+        self, token_ids: list[int], request_id: str, images: Sequence[ImagePlace]
+    ) -> list[float]:
+        if self._unreadable(token_ids, images):
+            raise EngineError("score: SGLang takes every placeholder for an image, and one of these is none.")
         body = {
             "rid": request_id,
-            "input_ids": token_ids,
+            **self._shown(token_ids, images),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": 0,
@@ -276,8 +321,11 @@ class SGLangClient(AdaptingClient):
         rows = field(field(answer, "meta_info", request_id), "input_token_logprobs", request_id)
         scores = _column(rows, 0)
         # SGLang 0.5 scores the last token of the vocabulary correctly but labels it 0 in its answer.
-        labelled = [0 if token == self.vocab_size - 1 else token for token in token_ids]
-        if scores is None or _column(rows, 1) not in (token_ids, labelled):
+        named = token_ids[:]
+        for place in images:  # whose tokens it labels 0
+            named[place.offset : place.end] = [0] * place.length
+        labelled = [0 if token == self.vocab_size - 1 else token for token in named]
+        if scores is None or _column(rows, 1) not in (named, labelled):
             raise UnreachableError(
                 f"{self.base_url} did not score the {len(token_ids)} tokens of request {request_id}."
             )

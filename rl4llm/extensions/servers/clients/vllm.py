@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.schema import checked
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
@@ -21,9 +22,16 @@ from rl4llm.extensions.servers.clients.server import (
     sampling_options,
 )
 from rl4llm.extensions.servers.clients.vllm_held import FreshReads, HeldVersions, held_by
+from rl4llm.extensions.servers.clients.vllm_images import (
+    GENERATE,
+    RenderedImages,
+    as_completion,
+    with_features,
+)
 from rl4llm.inference.embedded.stops import StopRules
 from rl4llm.runtime.seeds import derive_seed
 
+NAMES = ("cmpl-{}-0", "generate-tokens-{}")  # which the server gives requests, without images and with them
 FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
 PIECES = 32  # of a turn, at most; each publish ends one
 LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature, with no more than a line in its log
@@ -53,6 +61,7 @@ class VLLMClient(AdaptingClient):
         sleep_level: 1 keeps a copy of the weights in main memory, 2 discards them, so a load must follow `wake`.
     """
 
+    takes_images = True
     publishers = ("filesystem", "lora")
     KINDS = ("full", "lora")
     ADAPTERS_AT = "/v1"
@@ -77,9 +86,12 @@ class VLLMClient(AdaptingClient):
         self._checked_context = False
         self._running: set[str] = set()
         self._aborted: set[str] = set()
+        self._rendered = RenderedImages(self.http.post, str(self))
         self._reads = FreshReads(lambda: self._ask_workers("rl4llm_state", deadline_s=30))
 
-    async def sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> Sampled:
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
+    ) -> Sampled:
         """Sample a turn, with another request each time that the server ends one, as it does for new weights."""
         turn = Sampled([], [], "abort", ())
         for number in range(PIECES):
@@ -88,7 +100,7 @@ class VLLMClient(AdaptingClient):
             name = request_id
             if number:
                 left, name = left.replace(seed=derive_seed(params.seed, number)), f"{request_id}/{number}"
-            piece, given_up = await self._sample([*prompt_ids, *turn.token_ids], left, name)
+            piece, given_up = await self._sample([*prompt_ids, *turn.token_ids], left, name, images)
             self._check_sampled(piece, name)
             turn = joined(turn, piece)
             if (end := self._split_stop(turn.token_ids, start, params)) is not None:
@@ -132,7 +144,9 @@ class VLLMClient(AdaptingClient):
         ids = [request_id] if request_id else sorted(self._running)
         self._aborted.update(self._running.intersection(ids))
         if ids:
-            await self.admin("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in ids]})
+            await self.admin(
+                "/abort_requests", {"request_ids": [form.format(name) for name in ids for form in NAMES]}
+            )
 
     async def flush(self) -> None:
         """Forget the prefix cache; raise EngineError while requests use it."""
@@ -180,7 +194,6 @@ class VLLMClient(AdaptingClient):
         return bool(field(answer, "is_sleeping", "/is_sleeping"))
 
     async def health(self) -> dict[str, Any]:
-        """Return what the server reports about itself."""
         await self.http.get("/health", deadline_s=30)
         held = await self._reads.get()
         return {
@@ -191,22 +204,15 @@ class VLLMClient(AdaptingClient):
         }
 
     async def _sample(
-        self, prompt_ids: list[int], params: SamplingParams, request_id: str
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
     ) -> tuple[Sampled, bool]:
         """Return what one request sampled, and whether this client aborted it."""
         before = await self._reads.get()
         check_convention(before.logprobs_mode, params)
         async with self.using_adapter() as adapter:
             self._check_base(before, adapter)
-            body = {
-                "model": adapter or await self._served_model(),
-                "prompt": prompt_ids,
-                "request_id": request_id,
-                "logprobs": 0,
-                "return_token_ids": True,
-                **_sampling(params),
-            }
-            answer, given_up = await self._post_completion(body, request_id, adapter)
+            body = {"request_id": request_id, "logprobs": 0, "return_token_ids": True, **_sampling(params)}
+            answer, given_up = await self._post_completion(prompt_ids, images, body, before, adapter)
         sampled = _sampled(
             answer, request_id, before.version if adapter is None else adapter_version(adapter)
         )
@@ -227,30 +233,40 @@ class VLLMClient(AdaptingClient):
         return next((end for end in ends if rules.ends_in_string(token_ids[:end], strings)), None)
 
     async def _post_completion(
-        self, body: Mapping[str, Any], request_id: str, adapter: str | None
+        self,
+        token_ids: list[int],
+        images: Sequence[ImagePlace],
+        body: dict[str, Any],
+        held: HeldVersions,
+        adapter: str | None,
     ) -> tuple[Any, bool]:
         """Return the answer, and whether this client aborted the request."""
+        request_id = body["request_id"]
         self._running.add(request_id)
         try:
-            answer = await self.post_with(adapter, "/v1/completions", body)
+            model = await self._served_model()
+            if self.vision is None or not images:
+                body = {"model": adapter or model, "prompt": token_ids, **body}
+                answer = await self.post_with(adapter, "/v1/completions", body)
+            else:
+                features = await self._rendered.features(self.vision, images, model, "/".join(held.ids))
+                body = with_features(body, adapter or model, token_ids, features)
+                answer = as_completion(await self.post_with(adapter, GENERATE, body), token_ids, str(self))
             return answer, request_id in self._aborted
         finally:
             self._running.discard(request_id)
             self._aborted.discard(request_id)
 
-    async def score_once(self, token_ids: list[int], request_id: str) -> list[float]:
+    async def score_once(
+        self, token_ids: list[int], request_id: str, images: Sequence[ImagePlace]
+    ) -> list[float]:
         held = await self._reads.get()
         check_convention(held.logprobs_mode, SamplingParams())
         self._check_base(held, self.adapter)
-        body = {
-            "model": self.adapter or await self._served_model(),
-            "prompt": token_ids,
-            "request_id": request_id,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
-        answer = await self.http.post("/v1/completions", body)
+        body = {"request_id": request_id, "return_token_ids": True, "max_tokens": 1, "temperature": 1.0}
+        answer, _ = await self._post_completion(
+            token_ids, images, {**body, "prompt_logprobs": 0}, held, self.adapter
+        )
         rows = field(_choice(answer, request_id), "prompt_logprobs", request_id)
         if not isinstance(rows, list) or len(rows) != len(token_ids):
             raise UnreachableError(f"{self.base_url} did not score all of {len(token_ids)} tokens.")

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from rl4llm.compose.engines import server_urls
+from rl4llm.compose.models import vision_of
 from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import with_options
@@ -34,7 +35,9 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
 
     def make(url: str) -> Any:
         fixed = {"vocab_size": vocab_size, "ends": end_tokens(model)}
-        return with_options("inference", engine, options, url, tokenizer, **fixed)
+        client = with_options("inference", engine, options, url, tokenizer, **fixed)
+        client.vision = vision_of(config)
+        return client
 
     fleet = CohostedFleet if cohost else FleetClient
     members = [make(url) for url in server_urls(config)]

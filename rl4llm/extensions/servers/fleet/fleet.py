@@ -113,7 +113,7 @@ class FleetClient(BaseClient):
         async def ask(member: Member) -> Completion:
             before = self._held(member)
             request_id = f"{name}/a{trip.attempts}"
-            completion = await member.client.attempt(prompt_ids, sampling_params, request_id)
+            completion = await member.client.attempt(prompt_ids, sampling_params, request_id, images)
             self._check_version(member, before, completion)
             self._warn_of_absent(completion)
             return completion

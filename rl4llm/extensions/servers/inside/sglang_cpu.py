@@ -22,6 +22,12 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 import torch
 
 TORCHVISION_OPS = ("nms", "qnms")
+IMAGE_OPS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
 FACTORIES = frozenset(("arange", "empty", "full", "ones", "tensor", "zeros"))
 
 
@@ -74,6 +80,14 @@ def declare_torchvision_ops() -> torch.library.Library | None:
     return None
 
 
+def declare_image_ops() -> torch.library.Library:
+    """Declare the operators of `sgl_kernel` that vision-language models name, and do not call on a CPU."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in IMAGE_OPS:
+        library.define(f"{name}() -> ()")
+    return library
+
+
 def use_pageable_memory_for_lora() -> None:
     """Replace `torch` in SGLang's adapter modules, which request page-locked memory unconditionally.
 
@@ -100,7 +114,7 @@ def serve(flags: list[str]) -> None:
 
 
 stand_in_for_sgl_kernel()
-DECLARED = declare_torchvision_ops()  # its operators exist as long as this object
+DECLARED = declare_torchvision_ops(), declare_image_ops()  # the operators exist as long as these objects
 if any(flag.startswith(("--enable-lora", "--lora-paths")) for flag in sys.argv):
     use_pageable_memory_for_lora()
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""Images in requests to servers: their pixels, and a name under which a server may keep what it computes from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rl4llm.core.images import Image, ImagePlace, Picture
+
+if TYPE_CHECKING:
+    from rl4llm.data.vision import Vision
+
+
+def feature_name(image: Image, weights: str) -> str:
+    """Return a name, in hex, for what the weights named `weights` make of an image.
+
+    Servers keep the features of images by such names, also when their weights change.
+    """
+    return hashlib.sha256(f"{image.digest}/{weights}".encode()).hexdigest()
+
+
+def data_uri(vision: Vision, image: Image) -> str:
+    """Return the pixels of an image, without loss, as a data URI."""
+    return str(Picture(vision.store.png(image)).to_part()["image_url"]["url"])
+
+
+def collapsed(token_ids: Sequence[int], images: Sequence[ImagePlace]) -> list[int]:
+    """Return the tokens with one in place of those of each image.
+
+    >>> collapsed([5, 9, 9, 9, 6], [ImagePlace(Image("", 28, 84), 1, 3)])
+    [5, 9, 6]
+    """
+    done, found = 0, list[int]()
+    for place in images:
+        found += token_ids[done : place.offset + 1]
+        done = place.end
+    return found + list(token_ids[done:])
+
+
+def outside(token: int, token_ids: list[int], images: Sequence[ImagePlace]) -> bool:
+    """Return whether a token occurs outside of the places of images."""
+    return token_ids.count(token) > sum(token_ids[place.offset : place.end].count(token) for place in images)
