@@ -39,6 +39,7 @@ class Vision:
 
     Attributes:
         placeholder: the id of the token that stands for an image in the template's rendering.
+        media: that id, and the one of videos.
         axes: the number of axes of a position: 3 (time, row, column) or 1.
     """
 
@@ -49,6 +50,7 @@ class Vision:
         if placeholder is None:
             raise ModelError(f"model.vision: {type(self.config).__name__} in {self._path!r} sees no images.")
         self.placeholder = int(placeholder)
+        self.media = self.placeholder, int(getattr(self.config, "video_token_id", None) or placeholder)
         text = self.config.get_text_config()
         rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
         self.axes = 3 if "mrope_section" in rope else 1

@@ -33,7 +33,7 @@ class CanaryImage:
 
         Some servers take every placeholder for an image.
         """
-        token_ids_BT[token_ids_BT == self._vision.placeholder] = 0
+        token_ids_BT[torch.isin(token_ids_BT, torch.tensor(self._vision.media))] = 0
         token_ids_BT[-1, : len(self.token_ids)] = torch.tensor(self.token_ids)
         return token_ids_BT
 

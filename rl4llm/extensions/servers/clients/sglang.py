@@ -89,8 +89,8 @@ class SGLangClient(AdaptingClient):
         sampled = _sampled(answer, request_id)
         if images:
             self._check_seen(field(answer, "meta_info", request_id).get("prompt_tokens"), len(prompt_ids))
-        if self.vision is not None and self.vision.placeholder in sampled.token_ids:
-            sampled = replace(cut_after(sampled, [self.vision.placeholder]), finish_reason="length")
+        if self.vision is not None and not {*self.vision.media}.isdisjoint(sampled.token_ids):
+            sampled = replace(cut_after(sampled, self.vision.media), finish_reason="length")
         return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
 
     def _shown(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
@@ -105,9 +105,7 @@ class SGLangClient(AdaptingClient):
 
     def _unreadable(self, token_ids: list[int], images: Sequence[ImagePlace]) -> bool:
         """Return whether SGLang, which takes every placeholder for an image, would never answer."""
-        return (
-            bool(images) and self.vision is not None and outside(self.vision.placeholder, token_ids, images)
-        )
+        return bool(images) and self.vision is not None and outside(self.vision.media, token_ids, images)
 
     def _check_seen(self, seen: Any, given: int) -> None:
         if seen != given:
