@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [--smoke | --fast] [pytest arguments]
 #
-# Two processes share the files of tests. `-n 8` starts more, `-n 0` starts none. `--sweep` runs all cases of a kind
+# Three processes share the files of tests. `-n 8` starts more, `-n 0` starts none. `--sweep` runs all cases of a kind
 # instead of a sample of them. Each part prints how long it took, the tests by directory, and the slowest 25 of them.
 #
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
@@ -28,7 +28,7 @@ python scripts/prose.py
 took "Checking the prose"
 scripts/install_sandbox.sh
 
-pytest=(python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25)
+pytest=(python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25)
 case "$chosen" in
   --smoke) exec "${pytest[@]}" @tests/smoke.txt "$@" ;;
   --fast) exec "${pytest[@]}" -m "not sglang and not vllm and not deepspeed" "$@" ;;

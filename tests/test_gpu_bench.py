@@ -27,7 +27,12 @@ def findings(out):
     return {(line["check"], line["what"]): line for line in lines}
 
 
-@pytest.mark.parametrize("check", gpu.CHECKS)
+RUNS = ("learn", "train")  # whole trainings, as other tests have them
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=pytest.mark.sweep if name in RUNS else ()) for name in gpu.CHECKS]
+)
 def test_every_gpu_check_runs_on_a_cpu(check, tmp_path):
     done = python(SCRIPT, check, "--tiny", "--here", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

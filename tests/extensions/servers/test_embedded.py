@@ -218,7 +218,7 @@ def test_aborted_requests_return_their_tokens_so_far(play):
         tasks = [asyncio.create_task(client.attempt(PROMPT, LONG, name)) for name in ids]
         await until(lambda: busy(client))
         with pytest.raises(RefusedError, match="Duplicate request ID"):
-            await client.sample(PROMPT, LONG, ids[0])
+            await client.sample(PROMPT, LONG, ids[0], ())
         await client.abort("of nobody")
         await client.abort(ids[0])
         first = await tasks[0]
@@ -459,6 +459,11 @@ def test_a_run_survives_kill_9_of_its_server(model_dir, tmp_path):
     with open(said, "wb") as out:
         launcher = subprocess.Popen([sys.executable, "-m", "rl4llm", *map(str, words)], stderr=out)
     try:
+        while (
+            "is ready at" not in said.read_text()
+        ):  # a server that dies before the launcher saw it does not restart
+            assert launcher.poll() is None, said.read_text()
+            time.sleep(0.1)
         TwoTurns.victim = launcher
         # Meanwhile another process may take the port, so that a restart fails.
         inference = {"name": "embedded", "url": f"http://127.0.0.1:{port}", "wait_s": 120}

@@ -234,7 +234,7 @@ def test_the_server_refuses_a_repeated_request_id(client):
 
     async def work():
         await client.pause()  # so that the first cannot be over before the second is there
-        twice = [asyncio.create_task(client.sample(PROMPT, params, "twice")) for _ in range(2)]
+        twice = [asyncio.create_task(client.sample(PROMPT, params, "twice", ())) for _ in range(2)]
         await asyncio.wait(twice, return_when=asyncio.FIRST_COMPLETED)
         await client.resume()
         found = await asyncio.gather(*twice, return_exceptions=True)
