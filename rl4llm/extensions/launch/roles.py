@@ -31,6 +31,8 @@ SGLANG = "sglang>=0.5.2,<0.6"  # needs another torch than rl4llm, so it is none 
 CPUS, CPUS_WITH_GPU, GIB_OF_CPU = 4, 8, 8
 """Processors of a process without a GPU, and for each GPU; memory for each processor: Slurm's defaults."""
 SHARDS = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
+COMPUTING = ("model.dtype", "model.autocast", "deterministic", "threads")
+"""Keys that a server of the embedded engine needs too, to compute as the trainer does."""
 IN_TURNS = {
     "sglang": ("--enable-memory-saver", "--mem-fraction-static", "0.7"),
     "vllm": ("--enable-sleep-mode", "--gpu-memory-utilization", "0.7"),
@@ -209,6 +211,8 @@ def _server(config: Config) -> list[str]:
     named = ["--model-path", model] if engine == "sglang" else [model]
     shards = [SHARDS[engine], str(launch.server_gpus)] if launch.server_gpus > 1 else []
     in_turns = IN_TURNS[engine] if launch.server_gpus and config.inference.get("cohost") else ()
+    keys = flatten(config)
+    computing = [f"{key}={str(keys[key]).lower()}" for key in COMPUTING] if engine == "embedded" else []
     return [
         "serve",
         "--engine",
@@ -219,6 +223,7 @@ def _server(config: Config) -> list[str]:
         *named,
         *shards,
         *in_turns,
+        *computing,
         *launch.server_flags,
     ]
 

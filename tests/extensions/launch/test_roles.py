@@ -116,6 +116,15 @@ def test_every_part_gets_the_hosts_of_its_environment():
     assert hosted(line("env", 0, *own)).env == "tool,chat"
 
 
+def test_an_embedded_server_computes_as_the_trainer(monkeypatch):
+    monkeypatch.setenv("RL4LLM_SERVER_KEY", "k")
+    own = ["model.dtype=bfloat16", "model.autocast=none", "deterministic=true", "threads=2"]
+    shape = ["inference.name=embedded", "launch.server_gpus=1", "launch.router=false"]
+    words = line("server", 0, *shape, *own, "launch.server_flags=[inference.max_rows=8]")
+    command = server_command("embedded", words[words.index("--restarts") + 2 :], python="python3")
+    assert {*own, "inference.max_rows=8"} <= {*command.words}
+
+
 def test_processes_listen_at_known_ports_and_check_a_key(monkeypatch):
     monkeypatch.setenv("RL4LLM_SERVER_KEY", "k")
     _, *rest = line("server", 2, "launch.server_flags=[--context-length, '64']")
