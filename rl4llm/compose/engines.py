@@ -208,6 +208,11 @@ def _check_staleness(config: Config, engine: type[BaseClient], needs: Needs) -> 
         raise ConfigError(
             f"{key} cannot be combined with {what}: it needs servers on separate devices, {servers}."
         )
+    if config.model.vision == "train" and engine.keeps_features:
+        raise ConfigError(
+            f"{key} cannot be combined with model.vision=train and inference.name={config.inference['name']!r}, whose "
+            "requests keep the features of the tower that they began with. Set model.vision=frozen or max_staleness=0."
+        )
     if needs.newest:
         raise ConfigError(
             f"{key} trains samples of older weights, and algorithm.old_logprobs=recomputed alone does not correct for that. "

@@ -98,6 +98,9 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
 
     in_process: ClassVar[bool] = False  # True: each rank has its own engine, else all speak with the same
     takes_images: ClassVar[bool] = False  # False: no run with model.vision starts on it
+    keeps_features: ClassVar[bool] = (
+        False  # whether requests that continue after a load keep the features of their images
+    )
     is_server: ClassVar[bool] = False  # True: made once for each address, and used through a fleet
     publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
 

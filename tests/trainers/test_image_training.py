@@ -212,6 +212,12 @@ def test_an_adapter_beside_a_tower_that_trains_is_refused(directory, tmp_path):
         trainer(directory, tmp_path, "model.vision=train", "model.lora.rank=4")
 
 
+def test_a_tower_that_trains_under_requests_of_sglang_is_refused(directory, tmp_path):
+    keys = "model.vision=train", "inference.name=sglang", "rollout.max_staleness=1"
+    with pytest.raises(ConfigError, match="keep the features of the tower"):
+        trainer(directory, tmp_path, *keys)
+
+
 def test_digests_of_hostile_episodes_are_no_paths():
     parts = [{"digest": value} for value in ("../" * 20 + "etc/passwd", "A" * 64, 3, None, "0" * 63 + "\n")]
     assert digests_of({"messages": [{"parts": parts}, {"parts": None}, 3]}) == []

@@ -48,7 +48,7 @@ class SGLangClient(AdaptingClient):
     For LoRA the server needs ``--enable-lora --max-lora-rank R --lora-target-modules ...``.
     """
 
-    takes_images = True
+    takes_images = keeps_features = True
     publishers: tuple[str, ...] = ("filesystem", "tensor", "distributed", "lora")
     KINDS: ClassVar[tuple[str, ...]] = ("full", "tensor", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
