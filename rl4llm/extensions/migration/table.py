@@ -23,6 +23,13 @@ def at_least_zero(value: Any) -> int:
     return max(0, int(value or 0))
 
 
+def sees(column: str) -> str:
+    """Return the `model.vision` of rows with images in a column. Raises ValueError for a column that is not read."""
+    if column not in ("image", "images"):
+        raise ValueError(column)
+    return "frozen"
+
+
 CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "as_it_is": lambda value: value,
     "at_least_zero": at_least_zero,
@@ -30,6 +37,7 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "if_set": lambda value: value,
     "limit": lambda count: count if count and count > 0 else None,
     "path": _path,
+    "sees": sees,
     "skip_or_stop": lambda drop: "skip" if drop else "stop",
 }
 """What `by` names; `if_set` leaves a key out whose value is empty."""

@@ -40,6 +40,11 @@ def run_script(path: Path, arguments: Sequence[str], *, push: bool = True) -> No
         raise ConfigError(f"{path}: {_missing(package)}") from error
 
 
+INSTEAD_OF_IMAGES = (
+    "Scripts of TRL run without images; with them, write a configuration with model.vision (docs/images.md)."
+)
+
+
 def objections(path: Path, *, push: bool) -> Iterator[str]:
     """Yield why a script cannot run, with its line; an upload is no objection if it is conditional, or without `push`."""
     try:
@@ -91,7 +96,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.ImportFrom) and node.module == "transformers":
         for item in node.names:
             if item.name == "AutoModelForImageTextToText":
-                yield f"{item.name} is a model of images and text: rl4llm trains on text alone."
+                yield f"{item.name} is a model of images and text. {INSTEAD_OF_IMAGES}"
 
 
 def _images(node: ast.AST) -> Iterator[str]:
@@ -101,7 +106,7 @@ def _images(node: ast.AST) -> Iterator[str]:
         and isinstance(node.slice, ast.Constant)
         and node.slice.value in ("image", "images")
     ):
-        yield f"the column {node.slice.value!r}: rl4llm trains on text alone."
+        yield f"the column {node.slice.value!r}. {INSTEAD_OF_IMAGES}"
 
 
 def _uploads(node: ast.AST) -> bool:

@@ -57,6 +57,15 @@ def test_all_47_keys_of_verls_qwen3_script_are_answered():
     assert all(row_of(line.partition("=")[0]) for line in lines)
 
 
+def test_a_column_of_images_turns_vision_on():
+    found = flatten(yaml.safe_load(converted("verl.trainer.main_ppo data.image_key=images").text("head")))
+    assert found["model.vision"] == "frozen"
+    other = converted("verl.trainer.main_ppo data.image_key=pictures")
+    assert "#   data.image_key=pictures: `model.vision` (frozen for image or images" in other.text(
+        "head"
+    ) and "vision:" not in other.text("head")
+
+
 def test_unknown_key_is_to_be_decided():
     found = convert({"data.train_batch_sise": 4, "trainer.total_training_steps": 1}, DataFacts())
     assert found.open == ["data.train_batch_sise=4: not a key of verl that is known here"]
