@@ -12,13 +12,14 @@ import pytest
 from rl4llm.runtime.watchdog import stop_on_signals, stop_signals
 
 RUN = """
-import fcntl, os, signal, sys, termios, threading
+import fcntl, os, signal, sys, termios, threading, time
 from rl4llm.runtime.watchdog import stop_on_signals
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 requested = threading.Event()
 with stop_on_signals(requested, print), open(sys.argv[1], "w") as saved:
     print("ready", flush=True)
-    requested.wait(30)
+    while not requested.is_set():  # `wait` would hold the lock of the event that the signal sets
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGHUP)
     print("saving", flush=True)
     print("saving", file=sys.stderr, flush=True)

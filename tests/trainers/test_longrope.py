@@ -1,5 +1,6 @@
 """Models with a longrope, whose factors change for a whole pass: rows that would change their neighbours are refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from rl4llm.api import SFTTrainer
 from rl4llm.compose.tables import ENGINES
+from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.data.lengths import context_limits
 from rl4llm.extensions.servers.fleet.build import build_fleet
@@ -54,7 +56,8 @@ def test_a_row_behind_the_original_length_does_not_train(phi3, tokenizer, tmp_pa
 
 def test_a_server_may_not_sample_behind_the_original_length(phi3, tokenizer):
     def fleet(**options):
-        config = SimpleNamespace(inference={"name": "sglang", "url": "http://127.0.0.1:1", **options})
+        inference = {"name": "sglang", "url": "http://127.0.0.1:1", **options}
+        config = replace(Config(), inference=inference)
         return build_fleet(config, ENGINES["sglang"], phi3, tokenizer)
 
     assert fleet().context_length == ORIGINAL

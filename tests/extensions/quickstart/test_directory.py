@@ -69,7 +69,8 @@ def test_quickstart_marks_its_directory_before_it_writes(tmp_path, monkeypatch):
     def ends(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rl4llm.extensions.quickstart.run._write_demonstrations", ends)
+    monkeypatch.setattr("rl4llm.extensions.quickstart.run.write_atomically", ends)
     with pytest.raises(KeyboardInterrupt):
         quickstart(tmp_path / "toy", seed=0, configs=CONFIGS)
-    assert [path.name for path in (tmp_path / "toy").iterdir()] == [".quickstart"]
+    files = [path.name for path in (tmp_path / "toy").rglob("*") if path.is_file()]
+    assert files == [".quickstart"]

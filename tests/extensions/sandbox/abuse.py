@@ -375,7 +375,7 @@ attack(
     import os, re
     def solve(n):
         text = open("/proc/self/cmdline").read() + open("/proc/self/environ").read() + open("/proc/self/maps").read()
-        return int((re.findall("92317|81239", text) or ["0"])[0])
+        return int((re.findall("(?<![0-9a-f])(?:92317|81239)(?![0-9a-f])", text) or ["0"])[0])
 """,
 )
 attack(

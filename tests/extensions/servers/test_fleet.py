@@ -6,7 +6,6 @@ import random
 import socket
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from fault_server import (
@@ -31,6 +30,7 @@ from fault_server import (
 )
 
 from rl4llm.compose.tables import ENGINES
+from rl4llm.config import Config
 from rl4llm.core.errors import (
     ConfigError,
     EngineError,
@@ -435,7 +435,7 @@ def test_a_sampled_id_without_a_token_is_reported_once(play):
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_servers_stop_at_all_end_tokens_of_the_model(model, tokenizer, name):
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, 9, 10]
-    config = SimpleNamespace(inference={"name": name, "url": "http://127.0.0.1:1"})
+    config = replace(Config(), inference={"name": name, "url": "http://127.0.0.1:1"})
     (client,) = build_fleet(config, ENGINES[name], model, tokenizer).engines()
     assert client._ends == (tokenizer.eos_token_id, 9, 10)
 

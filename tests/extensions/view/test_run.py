@@ -81,7 +81,7 @@ def test_metrics_continue_or_reset_if_the_file_was_truncated(tmp_path):
     assert again["reset"] and again["rows"] == [{"step": 1, "loss": 5}]
     assert set(again["glossary"]) == {"loss"} and again["glossary"]["loss"]["healthy"] == "finite"
     file.write_text('{"step": 1, "accuracy": 1}\n')
-    assert "share of successes" in run.metrics()["glossary"]["accuracy"]["meaning"]
+    assert "Share of trajectories" in run.metrics()["glossary"]["accuracy"]["meaning"]
 
 
 def test_a_directory_that_may_only_be_read_is_shown(tokenizer, tmp_path):
