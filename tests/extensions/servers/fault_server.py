@@ -202,9 +202,12 @@ def write_weights(root, tokenizer, versions):
 
 
 def free_port():
-    """Return a port below the ephemeral range, so that no other connection takes it while the server is down."""
+    """Return a port below the ephemeral range, so that no other connection takes it while the server is down.
+
+    It is also below the ports of `rl4llm.runtime.ports`: a real server has chosen one of those while it boots.
+    """
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)
+        port = random.SystemRandom().randrange(12000, 20000)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port
