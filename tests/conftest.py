@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.util import Finalize
 
 if os.path.exists("/dev/nvidiactl"):
-    # all tests are of a CPU; scripts/bench/gpu.py is what checks a GPU
+    # all tests run on a CPU; scripts/bench/gpu.py checks a GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import forked_python

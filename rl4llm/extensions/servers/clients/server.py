@@ -331,13 +331,11 @@ class ServerClient(BaseClient):
         where = f"{self.base_url} answered request {request_id}"
         if sampled.answers not in (None, request_id):
             raise DoubleReplyError(f"{where} with the answer to {sampled.answers}.")
-        problem = _problem(sampled, self.vocab_size)
-        if problem:
+        if problem := _problem(sampled, self.vocab_size):
             raise UnreachableError(f"{where} with {problem}.")
-        if len(sampled.token_ids) != len(sampled.logprobs):
-            raise DamagedReplyError(
-                f"{where} with {len(sampled.token_ids)} tokens but {len(sampled.logprobs)} log-probs."
-            )
+        tokens, logprobs = len(sampled.token_ids), len(sampled.logprobs)
+        if tokens != logprobs:
+            raise DamagedReplyError(f"{where} with {tokens} tokens but {logprobs} log-probs.")
         least, most = LOGPROBS  # a NaN is not between them
         if not all(isinstance(item, int | float) and least <= item <= most for item in sampled.logprobs):
             raise DamagedReplyError(
