@@ -9,7 +9,9 @@ from rl4llm.core.errors import EngineError
 from rl4llm.core.model_memory import EngineLoad, Precision
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.inspect.plan.shape import shape_of
+from rl4llm.inference.embedded import kv_cache
 from rl4llm.inference.embedded.engine import Engine
+from rl4llm.inference.embedded.kv_cache import similar
 from rl4llm.inference.local import LocalClient
 from rl4llm.testing import check_client
 
@@ -322,6 +324,24 @@ def test_any_traffic_through_few_rows_equals_a_fresh_engine(make, path, share_fr
             assert generate(fresh, [ids], [params])[0].token_ids == tokens
     assert health(client)["evictions"] > 0
     assert health(client)["rows_active"] == health(client)["rows_parked"] == 0
+
+
+@pytest.mark.parametrize("padding", [0, 20, 100])
+def test_parts_of_rows_waste_less_than_another_part_costs(monkeypatch, padding):
+    monkeypatch.setattr(kv_cache, "PADDING", padding)
+    chance = random.Random(padding)
+    for _ in range(200):
+        lengths = [
+            chance.choice((chance.randint(1, 5), chance.randint(1, 90))) for _ in range(chance.randint(1, 12))
+        ]
+        parts = similar(lengths)
+        rows = [list(range(len(lengths)))[part] for part, _ in parts]
+        assert [row for part in rows for row in part] == list(range(len(lengths)))
+        for part, (_, missing) in zip(rows, parts, strict=True):
+            longest = max(lengths[row] for row in part)
+            assert longest == max(lengths) - missing
+            assert sum(longest - lengths[row] for row in part) <= padding
+    assert similar([7] * 40) == [(slice(0, 40), 0)]
 
 
 def test_a_late_short_request_does_not_wait_for_long_ones(make):

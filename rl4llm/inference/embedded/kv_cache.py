@@ -11,6 +11,7 @@ from rl4llm.core.images import Image
 from rl4llm.core.model_memory import ModelShape
 
 LENGTH_STEP = 64  # capacity grows in multiples of this many tokens
+PADDING = 512  # positions that rows of a part may attend to without need: reading them costs about as much as another part
 # Of a captured step: kernels that are compiled for any number of rows are compiled again for one.
 LEAST_ROWS = 2
 StateName = tuple[int, str, int]
@@ -244,7 +245,8 @@ class Window:
     Where tokens stand for images, `axes_ABS` has the positions of a model that counts along several axes, and `features`
     has numbers and images as `Tower.inputs` takes them.
     `mask` is additive, (B, 1, S, prefix length + span). It is None if nothing needs to be hidden: in a causal pass over
-    rows that start empty (`fresh`), or for one token per row with all rows equally long.
+    rows that start empty (`fresh`), or for one token per row with all rows equally long. For one token per row, `parts` are
+    neighbouring rows of similar length, and by how many positions the longest of them is shorter than `span`.
     """
 
     def __init__(
@@ -271,6 +273,7 @@ class Window:
         self.features: tuple[Tensor, tuple[Image, ...]] | None = None
         self._index: dict[int, Tensor] = {}
         self._mask: Tensor | None = None
+        self.parts = similar(own) if count == 1 and cache.device.type == "cpu" else [(slice(None), 0)]
         even = min(own) == max(own) and (prefix is None or prefix.even)
         if not self.fresh and (count > 1 or not even):
             self._mask = self._hidden(cache.dtype, self.capacity if count == 1 else self.span)
@@ -319,3 +322,18 @@ class Window:
         return torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(
             hidden, torch.finfo(dtype).min
         )
+
+
+def similar(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """Split rows where one padded part would waste more than another part costs; see `Window`."""
+    parts: list[tuple[slice, int]] = []
+    longest, first, longest_here, waste = max(lengths), 0, lengths[0], 0
+    for row, length in enumerate([*lengths[1:], None], start=1):
+        if length is not None:
+            waste += (row - first) * max(0, length - longest_here) + max(0, longest_here - length)
+            if waste <= PADDING:
+                longest_here = max(longest_here, length)
+                continue
+        parts.append((slice(first, row), longest - longest_here))
+        first, longest_here, waste = row, length or 0, 0
+    return parts

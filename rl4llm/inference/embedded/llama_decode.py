@@ -139,7 +139,7 @@ class LlamaDecoder(Decoder):
             if prefix is not None and cache.prefixes is not None:
                 shared = prefix, *cache.prefixes.read(number, prefix.prompts, prefix.length)
             if window.count == 1:
-                mixed = self.attend_one(query, keys, values, window.mask, shared)
+                mixed = self.attend_one(query, keys, values, window.mask, shared, window.parts)
             else:
                 mixed = self._attend_many(query, keys, values, window, shared)
             x = x + layer.output(mixed)[0]
@@ -152,30 +152,49 @@ class LlamaDecoder(Decoder):
         return heads if norm is None else norm(heads)
 
     def attend_one(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: Shared | None = None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        shared: Shared | None = None,
+        parts: Sequence[tuple[slice, int]] = ((slice(None), 0),),
     ) -> Tensor:
         """Attend from one position per row; query heads that share a key head are treated as its queries.
 
         In float32 two batched products are as fast on a CPU as the fused kernel, and in narrower dtypes they copy the slice
-        of the cache. The keys and values of a prefix are read once for all rows that share it.
+        of the cache. The keys and values of a prefix are read once for all rows that share it, and those of a row up to
+        the longest of its part of the `Window`.
         """
         query = query.reshape(len(query), self.kv_heads, -1, self.head_dim)
-        if shared is None and _copies_slices(query):
-            mixed = F.scaled_dot_product_attention(query, keys, values, mask, scale=self.scaling)
-            return mixed.reshape(len(query), 1, -1)
-        query = query * self.scaling
-        scores = _scores(query, keys)
+        lead, span, fused = 0, keys.shape[2], shared is None and _copies_slices(query)
+        query = query if fused else query * self.scaling
         if shared is not None:
             prefix, prefix_keys, prefix_values = shared
-            scores = torch.cat([prefix.spread(_scores(prefix.gather(query), prefix_keys)), scores], dim=-1)
-        if mask is not None:
-            scores = scores + mask
-        weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-        mixed = torch.matmul(weights[..., -keys.shape[2] :], values)
+            lead, on_prefix = prefix.length, prefix.spread(_scores(prefix.gather(query), prefix_keys))
+        mixed, weights_of_prefix = [], []
+        for rows, missing in parts:
+            part, end = query[rows], span - missing
+            own_keys, own_values = keys[rows, :, :end], values[rows, :, :end]
+            hidden = None if mask is None else mask[rows, ..., : lead + end]
+            if fused:
+                mixed.append(
+                    F.scaled_dot_product_attention(part, own_keys, own_values, hidden, scale=self.scaling)
+                )
+                continue
+            scores = _scores(part, own_keys)
+            if shared is not None:
+                scores = torch.cat([on_prefix[rows], scores], dim=-1)
+            if hidden is not None:
+                scores = scores + hidden
+            weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+            mixed.append(torch.matmul(weights[..., lead:], own_values))
+            weights_of_prefix.append(weights[..., :lead])
+        output = torch.cat(mixed)
         if shared is not None:
-            on_prefix = prefix.gather(weights[..., : prefix.length])
-            mixed = mixed + prefix.spread(torch.matmul(on_prefix, prefix_values))
-        return mixed.reshape(len(query), 1, -1)
+            weights = prefix.gather(torch.cat(weights_of_prefix))
+            output = output + prefix.spread(torch.matmul(weights, prefix_values))
+        return output.reshape(len(query), 1, -1)
 
     def _attend_many(
         self, query: Tensor, keys: Tensor, values: Tensor, window: Window, shared: Shared | None
