@@ -5,15 +5,16 @@
 
 `GroupStream` starts the groups and hands them over, as in training. A server decodes a token for all its rows in --base-s
 plus --row-s for each row. An episode goes to the server with the fewest rows and stays there. The trainer takes --update-s
-for a step, and a publish stops the servers for --publish-s. With --run, the servers are as fast as those of the run, on
-average. It prints seconds per step, and the shares of their time that trainer and servers wait.
+for a step, and a publish stops the servers for --publish-s. With --run, the steps that count (after --warm-up, up to
+--steps) give the times, and episodes have the lengths of those of the run. It prints seconds per step, and the shares of
+their time that trainer and servers wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import math
 import random
 import selectors
@@ -23,11 +24,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.stream import GroupStream
 from rl4llm.tracking.tracker import read_jsonl
-
-FITS = 3
 
 
 class Clock(selectors.SelectSelector):
@@ -173,40 +174,63 @@ def simulate(
     return total / (options.steps - options.warm_up), waited / total, 1 - busy / total
 
 
-def log_normal(options: argparse.Namespace) -> tuple[random.Random, Callable[[], int]]:
+Lengths = Callable[[], Callable[[], int]]
+"""Returns what draws the tokens of episodes, the same ones for each simulation."""
+
+
+def log_normal(options: argparse.Namespace) -> Lengths:
     """Return draws of lengths."""
-    draw, middle = random.Random(0), math.log(options.median)
-    return draw, lambda: max(1, min(options.most, round(draw.lognormvariate(middle, options.sigma))))
+
+    def begin() -> Callable[[], int]:
+        draw, middle = random.Random(0), math.log(options.median)
+        return lambda: max(1, min(options.most, round(draw.lognormvariate(middle, options.sigma))))
+
+    return begin
 
 
-def of_run(directory: Path, options: argparse.Namespace) -> tuple[random.Random, Callable[[], int]]:
-    """Set the times to those of a run with rollout.max_staleness=0; return draws of its lengths."""
-    rows = [row for row in read_jsonl(directory / "metrics.jsonl") if "time/rollout" in row][
-        options.warm_up :
+def of_run(directory: Path, options: argparse.Namespace) -> Lengths:
+    """Set the times to those of a run with rollout.max_staleness=0; return its lengths, over and over in their order.
+
+    A rollout takes --base-s for each token of its longest episode, and --row-s for each token of a server. Least squares
+    over the steps give both.
+    """
+    rows = [row for row in read_jsonl(directory / "metrics.jsonl") if "time/rollout" in row]
+    steps = [
+        [
+            sum(len(span["token_ids"]) for span in episode["spans"] if span["author"] == "policy")
+            for episode in read_jsonl(directory / "episodes" / f"step-{row['step']:06}.jsonl")
+        ]
+        for row in rows
     ]
-    publishing = [sum(row.get(f"time/{phase}", 0.0) for phase in ("publish", "verify")) for row in rows]
+    counted, servers = slice(options.warm_up, options.steps), options.servers[0]
+    took = [row["time/rollout"] for row in rows[counted]]
+    causes = [[max(step) for step in steps[counted]], [sum(step) / servers for step in steps[counted]]]
+    options.base_s, options.row_s = fit(causes, took)
+    publishing = [
+        sum(row.get(f"time/{phase}", 0.0) for phase in ("publish", "verify")) for row in rows[counted]
+    ]
     options.publish_s = statistics.fmean(publishing)
-    options.update_s = (
-        statistics.fmean(row["time/step"] - row["time/rollout"] for row in rows) - options.publish_s
-    )
-    lengths = [
-        sum(len(span["token_ids"]) for span in episode["spans"] if span["author"] == "policy")
-        for file in sorted((directory / "episodes").glob("step-*.jsonl"))
-        for episode in map(json.loads, file.read_text().splitlines())
-    ]
-    rollout_s = statistics.fmean(row["time/rollout"] for row in rows)
-    draw = random.Random(0)
-    base_s, row_s = options.base_s, options.row_s
-    for _ in range(FITS):  # a rollout takes a multiple of the time of a token
-        draw.seed(0)
-        found, waits, _ = simulate(options, options.servers[0], 0, lambda: draw.choice(lengths))
-        scale = rollout_s / (found * waits)
-        options.base_s, options.row_s = options.base_s * scale, options.row_s * scale
+    options.update_s = statistics.fmean(row["time/step"] - row["time/rollout"] for row in rows[counted])
+    options.update_s -= options.publish_s
     print(
-        f"fitted to rollouts of {rollout_s:.2f} s: {options.base_s / base_s:.3g} times --base-s={base_s:g} and "
-        f"--row-s={row_s:g}; update {options.update_s:.2f} s, publish {options.publish_s:.2f} s"
+        f"fitted to rollouts of {statistics.fmean(took):.2f} s: --base-s={options.base_s:.3g} --row-s={options.row_s:.3g} "
+        f"--update-s={options.update_s:.3g} --publish-s={options.publish_s:.3g}"
     )
-    return draw, lambda: draw.choice(lengths)
+    lengths = [length for step in steps for length in step]
+    return lambda: itertools.cycle(lengths).__next__
+
+
+def fit(causes: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]:
+    """Return the factors of the causes, none below 0, whose sums of products come nearest to `took`."""
+    table, sums = numpy.array(causes).T, numpy.array(took)
+    used = list(range(len(causes)))
+    while True:
+        factors = numpy.linalg.lstsq(table[:, used], sums, rcond=None)[0]
+        if factors.min() >= 0:
+            return [
+                float(factors[used.index(cause)]) if cause in used else 0.0 for cause in range(len(causes))
+            ]
+        del used[int(factors.argmin())]
 
 
 def parse() -> argparse.Namespace:
@@ -232,12 +256,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    draw, length = of_run(options.run, options) if options.run else log_normal(options)
+    lengths = of_run(options.run, options) if options.run else log_normal(options)
     for servers in options.servers:
         first = None
         for bound in options.staleness:
-            draw.seed(0)
-            step_s, waits, idle = simulate(options, servers, bound, length)
+            step_s, waits, idle = simulate(options, servers, bound, lengths())
             first = first or step_s
             print(
                 f"{servers} servers, max_staleness={bound}: {step_s:.2f} s a step, {first / step_s:.2f} times; "

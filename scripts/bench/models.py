@@ -1,4 +1,4 @@
-"""The two models that all benchmarks measure, random weights, and prompts and a tokenizer for them."""
+"""The models that the benchmarks measure, with random weights, and prompts and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ SHAPES = {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "intermediate_size": 512, "vocab_size": 512,
     },
+    "5m": {
+        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 768, "vocab_size": 4096,
+    },
     "30m": {
         "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
         "intermediate_size": 1536, "vocab_size": 4096,
@@ -22,8 +26,8 @@ SHAPES = {
 
 
 def build_model(size: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A Qwen3-class causal LM of about 1 or 30 million parameters ("1m", "30m"), in evaluation mode; `changes` to its shape
-    make another one."""
+    """A Qwen3-class causal LM of about as many parameters as its name says, in evaluation mode; `changes` to its shape make
+    another one."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)

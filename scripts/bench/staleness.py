@@ -1,11 +1,18 @@
 """What `rollout.max_staleness` gains, by the clock: 0 takes turns, above 0 episodes begin while earlier steps train.
 
-    python scripts/bench/staleness.py --python ../sglang/bin/python [--staleness 0 1 4] [--tool-s 1.0]
+    python scripts/bench/staleness.py [--staleness 0 1 4] [--median-tokens 200 --new-tokens 2000] [--tool-s 1.0]
 
-16 prompts of 64 tokens x 8 samples of forced length through a real SGLang on the CPU. Server and trainer have a core each,
-as they would have separate devices. The bounds take turns, each in a separate run. The first step of a run, whose episodes
-could not begin early, does not count. With `--tool-s`, the environment answers the first turn after a log-normal time with
-that median in seconds (sigma 1, at most 60 times the median), and a second turn follows.
+A server of the embedded engine (or, with `--python`, a real SGLang on the CPU) and the trainer have a core each, as they
+would have separate devices. The bounds take turns, each in a separate run. The same `--steps` steps of each run count, after
+as many that episodes begin as early as they can, and before the last ones, during which no further episodes begin.
+
+With `--median-tokens`, lengths are log-normal (sigma 1, 20 to `--new-tokens`). With `--tool-s`, the environment answers the
+first turn after a log-normal time with that median in seconds (sigma 1, at most 60 times the median), and a second turn
+follows. Lengths and times depend on the episode alone, so that all runs have the same ones.
+
+At the end it prints the ratios of steps per hour, and the limit of any overlap: a step takes at least as long as what the
+trainer does besides waiting for episodes. The runs remain in `--output`, and `async_sim.py --run OUTPUT/0-0` predicts the
+others.
 """
 
 from __future__ import annotations
@@ -23,13 +30,16 @@ from typing import Any
 
 import transformers
 from models import PROMPTS, SHAPES
-from step import SAMPLES, STEPS, save_model, save_prompts
+from step import SAMPLES, save_model
 from verify import reward
 
 from rl4llm import GRPOTrainer
 from rl4llm.core.base_env import LLM, BaseMDPEnv, ChatMessage, SampleState
 from rl4llm.core.types import SamplingParams
-from rl4llm.extensions.servers.launch import launch
+from rl4llm.extensions.servers.launch import ServerProcess, launch
+
+SHORTEST = 20  # tokens of a log-normal answer
+PHASES = ("rollout", "update", "publish", "verify")
 
 
 class Task(BaseMDPEnv):
@@ -43,7 +53,7 @@ class Task(BaseMDPEnv):
         if self.median_tokens:
             length = random.Random(sample.session).lognormvariate(math.log(self.median_tokens), 1.0)
             longest = sampling_params.max_tokens
-            sampling_params = sampling_params.replace(max_tokens=min(max(20, round(length)), longest))
+            sampling_params = sampling_params.replace(max_tokens=min(max(SHORTEST, round(length)), longest))
         await super()._run_episode(sample, llm, sampling_params)
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
@@ -54,45 +64,62 @@ class Task(BaseMDPEnv):
         return [ChatMessage("user", "Go on.")]
 
 
-def seconds(
-    directory: Path, name: str, options: argparse.Namespace, **keys: Any
-) -> tuple[float, dict[str, float]]:
-    """Return the mean of the steps of a run after its first, and the medians of their phases."""
+def warm_up(options: argparse.Namespace) -> int:
+    return 1 + max(options.staleness)
+
+
+def train(model: Path, prompts: list[str], output: Path, options: argparse.Namespace, **keys: Any) -> None:
+    """Train with rollouts of the benchmark's shape."""
+    shape = {"prompts": options.prompts, "group_size": SAMPLES, "max_tokens": options.new_tokens}
+    keys["rollout"] = shape | keys["rollout"]
     GRPOTrainer(
-        str(directory / "model"),
-        [json.loads(line) for line in (directory / "prompts.jsonl").read_text().splitlines()],
+        str(model),
+        [{"prompt": prompt, "ground_truth": ""} for prompt in prompts],
         [reward],
+        threads=1,
+        env=Task,
+        max_steps=warm_up(options) + options.steps + keys["rollout"]["max_staleness"],
         **{
-            "rollout": {"prompts": PROMPTS, "group_size": SAMPLES, "max_tokens": options.new_tokens}
-            | keys.pop("rollout"),
-            "threads": 1,
-            "output.dir": str(directory / name),
+            "output.dir": str(output),
             "eval.every": 0,
             "checkpoint.every": 0,
-            "max_steps": 1 + options.steps,
-            "env": Task,
             "env.max_steps": 2 if options.tool_s else 1,
+            "model.autocast": "none",
             **keys,
         },
     ).train()
-    steps = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()][1:]
-    phases = ("time/rollout", "time/update", "time/publish", "time/verify")
-    shown = {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in phases}
-    return statistics.fmean(step["time/step"] for step in steps), shown
+
+
+def measured(output: Path, options: argparse.Namespace) -> tuple[float, dict[str, float]]:
+    """Return the mean seconds of the steps of a run that count, and of their phases."""
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if "time/step" in row][warm_up(options) :][: options.steps]
+    phases = {phase: statistics.fmean(step.get(f"time/{phase}", 0.0) for step in steps) for phase in PHASES}
+    return statistics.fmean(step["time/step"] for step in steps), phases
+
+
+def start(model: Path, options: argparse.Namespace) -> ServerProcess:
+    """Return the server, not started yet."""
+    if options.python is None:
+        return launch("embedded", [str(model), "--port", "0", "threads=1", "model.autocast=none"], cpu=True)
+    flags = ["--model-path", str(model), "--port", "0", "--max-running-requests", "128"]
+    return launch("sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="of the environment that SGLang is installed in")
-    parser.add_argument("--size", choices=sorted(SHAPES), default="30m")
+    parser.add_argument("--python", help="of the environment that SGLang is installed in")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="5m")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step, with 8 samples each")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--tool-s", type=float, default=0.0, help="median of the time that a tool takes")
     parser.add_argument("--median-tokens", type=int, default=0, help="median of the lengths of answers")
+    parser.add_argument("--output", type=Path, help="where the runs are written (default: nowhere)")
     return parser.parse_args()
 
 
@@ -104,32 +131,36 @@ def main() -> None:
     if len(cores) < 2:
         raise SystemExit("Server and trainer need a core each, and there is one.")
     taken: dict[int, list[float]] = {bound: [] for bound in options.staleness}
+    limits = []
     with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(temporary)
-        prompts = save_model(options.size, directory / "model", PROMPTS * STEPS)
-        save_prompts(prompts, directory / "prompts.jsonl")
-        flags = ["--model-path", str(directory / "model"), "--port", "0", "--max-running-requests", "128"]
+        directory = options.output or Path(temporary)
+        model = Path(temporary) / "model"
+        prompts = save_model(
+            options.size, model, options.prompts * (2 + 2 * max(options.staleness) + options.steps)
+        )
         os.sched_setaffinity(0, cores[1:2])  # what is started has it too
-        with launch(
-            "sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True
-        ) as server:
+        with start(model, options) as server:
             os.sched_setaffinity(0, cores[:1])
-            inference = {"name": "sglang", "url": server.url}
+            inference = {"name": "sglang" if options.python else "embedded", "url": server.url}
             for pair in range(options.pairs):
                 for bound in options.staleness:
-                    rollout = {"max_staleness": bound}
-                    name = f"{pair}-{bound}"
-                    mean, phases = seconds(directory, name, options, inference=inference, rollout=rollout)
-                    taken[bound].append(mean)
-                    told = ", ".join(
-                        f"{phase.partition('/')[2]} {value:.2f}" for phase, value in phases.items()
+                    output = directory / f"{pair}-{bound}"
+                    train(
+                        model, prompts, output, options, inference=inference, rollout={"max_staleness": bound}
                     )
+                    mean, phases = measured(output, options)
+                    taken[bound].append(mean)
+                    if bound == 0:
+                        limits.append(mean / (mean - phases["rollout"]))
+                    told = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
                     print(f"max_staleness={bound}: {mean:7.2f} s a step: {told}", flush=True)
     first, *others = options.staleness
     for bound in others:
         ratios = [one / other for one, other in zip(taken[first], taken[bound], strict=True)]
         median, least, most = statistics.median(ratios), min(ratios), max(ratios)
         print(f"{first} over {bound}: {median:.2f} ({least:.2f} to {most:.2f})")
+    if limits:
+        print(f"limit: {statistics.median(limits):.2f}")
 
 
 if __name__ == "__main__":
