@@ -1,4 +1,4 @@
-"""Print what chat templates can be used for, a row for each; with --write, put the table into docs/templates.md.
+"""Print what chat templates can be used for, a row for each; with --write, put the list into docs/templates.md.
 
 python scripts/templates.py DIRECTORY [--write]     templates in files NAME.jinja, each with a small tokenizer made for it
 python scripts/templates.py MODEL                   the tokenizer of a model, with the reasons
@@ -27,6 +27,7 @@ SPECIAL = re.compile(
     r"|<(?:start|end|beginning)_of_\w+>|<SPECIAL_\d+>|<[A-Z_]+_TOKEN>|\]~!?b\[|\[e~\["
 )
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+USUAL = ("+", "+", "=", "kept", "", "ran")
 
 
 def tokenizer_of(path: Path) -> PreTrainedTokenizerFast:
@@ -74,11 +75,20 @@ def named_row(path: Path) -> tuple[str, TemplateRow]:
     return path.stem, template_row(tokenizer_of(path))
 
 
-def table(rows: dict[str, TemplateRow]) -> str:
-    """Return the table of rows by the names of their templates."""
-    head = ["template", *COLUMNS]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join([name, *row.cells()])} |" for name, row in rows.items()]
+def listed(rows: dict[str, TemplateRow]) -> str:
+    """Return a list of the call formats with their templates; a template that differs from USUAL has its own line."""
+    plain: dict[str, list[str]] = {row.format: [] for row in rows.values()}
+    others: dict[str, list[str]] = {form: [] for form in plain}
+    for name, row in rows.items():
+        cells = zip(COLUMNS, row.cells(), USUAL, strict=True)
+        apart = [f"{column} {cell}" for column, cell, usual in cells if column != "format" and cell != usual]
+        if apart:
+            others[row.format].append(f"    - `{name}`: {', '.join(apart)}")
+        else:
+            plain[row.format].append(f"`{name}`")
+    lines = []
+    for form, names in sorted(plain.items()):
+        lines += [f"- **{form}**" + ": " * bool(names) + ", ".join(names), *others[form]]
     return "\n".join(lines)
 
 
@@ -106,9 +116,9 @@ def main() -> None:
     summary = ", ".join(f"{number} {what}" for what, number in counts(rows).items()) + "."
     if "--write" in sys.argv[2:]:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{summary}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{before}{BEGIN}\n\n{summary}\n\n{listed(rows)}\n\n{END}{rest.partition(END)[2]}")
         return
-    print(table(rows), "", summary, sep="\n")
+    print(listed(rows), "", summary, sep="\n")
     if "--reasons" in sys.argv[2:] or not files:
         print(
             *(f"{name}, {cell}: {why}" for name, row in rows.items() for cell, why in row.reasons.items()),
