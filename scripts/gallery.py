@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import starmap
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -119,24 +118,27 @@ def section(recipe: Recipe) -> str:
     if recipe.expected:
         parts += ["Published by others:\n\n" + "\n".join(map(claim, recipe.expected))]
     if recipe.plan:
-        parts += [" ".join(f"`rl4llm plan` ({name}): {text}." for name, text in recipe.plan.items())]
+        planned = ", ".join(f"{name} {text}" for name, text in recipe.plan.items())
+        parts += [f"Memory by `rl4llm plan`: {planned}."]
     home = f"configs/recipes/{recipe.name}"
     return "\n\n".join([*parts, f"[{home}](../{home})"])
 
 
 def results_table(results: dict[str, Stored]) -> str:
-    """Return a sentence for each variant of a recipe."""
-    return "\n".join(f"{'- ' * (len(results) > 1)}{line}" for line in starmap(result, results.items()))
+    """Return the held-out results, a line for each variant of a recipe."""
+    if len(results) == 1:
+        return f"Held-out: {result(*results.values())}"
+    return "\n".join(f"- {variant}: {result(known)}" for variant, known in results.items())
 
 
-def result(variant: str, known: Stored) -> str:
+def result(known: Stored) -> str:
     """Return what a variant learned, seed by seed."""
-    runs, band = list(known.seeds.values()), known.band
+    runs = list(known.seeds.values())
     after = ", ".join(f"{100 * run['curve'][-1][1]:.1f}" for run in runs)
+    seeds = "" if [*known.seeds] == [*range(len(runs))] else f" with seeds {', '.join(map(str, known.seeds))}"
     weights = runs[0]["weights_sha256"]
     digest = f"weights `{weights[:12]}`" if weights else "not deterministic"
-    seeds = f"seed{'s' * (len(runs) > 1)} {', '.join(map(str, known.seeds))}"
-    return f"{variant}, {seeds}: {after} % (band {100 * band.low:.1f} to {100 * band.high:.1f} %, {digest})"
+    return f"{after} %{seeds} ({digest})"
 
 
 def machine(about: dict) -> str:
