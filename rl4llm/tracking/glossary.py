@@ -8,16 +8,14 @@ from functools import cache
 
 TABLE = """
 ## Rewards and success
-reward/mean | Mean combined reward over all sampled trajectories. | reward | rising
+reward/mean | Mean combined reward. | reward | rising
 reward/std | Population standard deviation of the combined reward. | reward | above 0
 reward/kl | Mean KL penalty that `kl_in=reward` subtracts. | reward |
-reward/NAME | Mean of the reward NAME; rewards named mean and std are logged as mean_ and std_. | reward |
-accuracy | Share of trajectories whose first reward with a `success_at` reached it; missing if no reward has one. |
-  share | rising
+reward/NAME | Mean of the reward NAME; mean_ and std_ for rewards named mean and std. | reward |
+accuracy | Share of trajectories whose first reward with a `success_at` reached it. | share | rising
 groups/count | Number of groups with more than one trajectory. | groups |
-groups/zero_spread | Share of zero-variance groups, which teach a group-relative method nothing. | share of groups |
-  below 1
-groups/refills | Number of resampling rounds of dynamic sampling in this step. | rounds |
+groups/zero_spread | Share of zero-variance groups. | share of groups | below 1
+groups/refills | Number of resampling rounds of dynamic sampling. | rounds |
 groups/dropped | Number of groups that dynamic sampling dropped. | groups |
 model_faults/REWARD/KIND | Number of answers that got 0 for more than being wrong, such as math/timeout. | answers |
   near 0
@@ -25,42 +23,40 @@ model_faults/REWARD/KIND | Number of answers that got 0 for more than being wron
 ## Episodes
 trajectories | Number of finished trajectories. | trajectories |
 turns | Mean number of assistant turns per trajectory. | turns |
-completion_length/mean | Mean number of tokens that the policy wrote in a trajectory. | tokens |
+completion_length/mean | Mean number of the policy's tokens per trajectory. | tokens |
 completion_length/p90 | 90th percentile of the policy's tokens per trajectory. | tokens |
-completion_length/max | Largest number of policy tokens of a trajectory. | tokens |
-prompt_length/mean | Mean number of tokens that trajectories start from. | tokens |
+completion_length/max | Largest number of the policy's tokens in a trajectory. | tokens |
+prompt_length/mean | Mean number of tokens in a prompt. | tokens |
 truncated | Share of trajectories that reached a token limit or the end of the context. | share | below 0.95, where an
   alert begins
 stop/REASON | Share of trajectories that stopped for REASON: done, max_steps, length or context. | share |
-failures | Number of attempts that failed through no fault of the policy; they are left out. | attempts | 0; above
-  rollout.max_failed_share (10 %) the run stops
-failures/CLASS | Number of failed attempts of one class, such as env/timeout or math/unavailable. | attempts | 0
-played_again/CLASS | Number of attempts that succeeded at the retry, by what had failed first. | attempts | 0
+failures | Number of attempts that failed through no fault of the policy. | attempts | 0; above
+  rollout.max_failed_share the run stops
+failures/CLASS | Number of failed attempts of a class, such as env/timeout or math/unavailable. | attempts | 0
+played_again/CLASS | Number of attempts that succeeded at the retry, by class of the failure. | attempts | 0
 env/tool_calls | Mean number of tool calls of each trajectory with a finished turn. | calls | above 0
 env/tool_errors | Mean number of those that got an error as answer. | calls | below env/tool_calls
 env/runs | Mean number of programs that ran per trajectory, in the environment `code`. | programs |
 env/first_try | Share of trajectories whose first program passed the known tests. | share |
 env/repaired | Share of trajectories whose later program passed the known tests. | share |
-env/requests | Mean number of requests that an agent sent per trajectory. | requests |
-env/forks | Mean number of token records per trajectory that an agent began besides the first. | forks |
-env/generated_tokens | Mean number of tokens that were sampled for an agent, per trajectory. | tokens |
-env/trained_tokens | Mean number of sampled tokens that are in a record and train, per trajectory. | tokens |
+env/requests | Mean number of an agent's requests per trajectory. | requests |
+env/forks | Mean number of an agent's token records per trajectory, besides the first. | forks |
+env/generated_tokens | Mean number of tokens sampled for an agent per trajectory. | tokens |
+env/trained_tokens | Mean number of an agent's tokens that train per trajectory. | tokens |
 env/return | Mean sum of step rewards, in Gymnasium and OpenEnv. | reward |
-env/invalid_actions | Mean number of replies per trajectory that were not valid actions. | replies |
-env/special_tokens | Mean number of special tokens in texts that were encoded as ordinary text, over the trajectories
-  with any. | tokens |
-env/kept_thoughts | Mean number of tokens that the last prompt has and the chat template drops, over the trajectories
-  with any. | tokens | 0; `env.thoughts=drop` makes it so
-env/NAME | Mean of what an environment measured as NAME, over the trajectories that have it. | as the environment
-  defines |
+env/invalid_actions | Mean number of invalid actions per trajectory. | replies |
+env/special_tokens | Mean number of special tokens encoded as ordinary text, over the trajectories with any. | tokens |
+env/kept_thoughts | Mean number of tokens that the chat template would drop from the last prompt, over the trajectories
+  with any. | tokens | 0 with `env.thoughts=drop`
+env/NAME | Mean of what an environment measured as NAME. | as the environment defines |
 tool/NAME/calls | Number of calls of the tool NAME, failed attempts included. | calls |
 tool/NAME/raised/ERROR | Number of calls of the tool NAME that raised ERROR at a line of your code. | calls | 0
 share | Share of the trajectories that belong to a part of an environment mixture, or to a pool. | share |
-weight | Share of the next prompts that a part of an environment mixture, or a pool, gets. | share |
-success | Success rate of a part or pool: the exponential mean that sets its weight in a curriculum. | share |
+weight | Share of the next prompts that a part or pool gets. | share |
+success | Success rate of a part or pool, as an exponential mean. | share |
 
 ## Policy updates
-loss | Sum of the weighted token losses of an optimizer step. In RL its value alone says little. | loss | finite
+loss | Sum of the weighted token losses of an optimizer step. | loss | finite
 policy_loss | Mean policy-gradient loss over the policy's tokens. | loss | finite
 grad_norm | Norm of the gradient before clipping. | norm | above 0 and stable
 lr | Learning rate of the optimizer step. | learning rate |
@@ -105,7 +101,7 @@ mismatch/max | Largest absolute difference between the log-probs of engine and t
 mismatch/k3 | Estimate of the KL divergence between engine and trainer with k3. | nats | near 0
 mismatch/newest | Share of tokens from the newest weights, which alone are measured. | share | above 0
 mismatch/ess | Effective sample size of the importance weights between engine and trainer. | share | near 1
-staleness | Mean age of tokens against the weights that they train. | versions | up to the bound
+staleness | Mean age of the tokens that train. | versions | up to the bound
 staleness/max | Age of the oldest token that trains. | versions | up to the bound
 fleet/idle | Share of the time since the last step in which a server had no request. | share | near 0
 fleet/servers | Number of inference servers in the pool. | servers | all servers
