@@ -43,7 +43,7 @@ def test_update_counts_products_of_layers_with_a_bias(monkeypatch):
 
 
 GRADED = [json.loads(line) for line in (BENCH / "graders.jsonl").read_text("utf-8").splitlines()]
-REWARDS_PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
+GRADERS_PAGE = Path(__file__).parents[1] / "scripts" / "bench" / "README.md"
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def test_graders_table_counts_both_kinds_of_mistake(graders):
     assert graders.table(rows, {"one": ("1.2", [None] * 6)})[-1] == "| without a verdict | | 6 |"
 
 
-def test_rewards_page_has_our_verdicts(graders):
+def test_page_of_benchmarks_has_our_verdicts(graders):
     verdicts = graders.by_rl4llm(GRADED)
-    page = REWARDS_PAGE.read_text("utf-8").splitlines()
+    page = GRADERS_PAGE.read_text("utf-8").splitlines()
     for line in graders.table(GRADED, {"rl4llm": ("", verdicts)})[-2:]:
         assert [other for other in page if other.startswith(line)], line
     listed = [line.split("`")[1::2] for line in page if line.startswith("- refused: ")]

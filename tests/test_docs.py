@@ -168,7 +168,7 @@ def test_the_readme_counts_the_methods():
 def test_messages_in_the_troubleshooting_page_are_in_the_code(sentences):
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| `([^`]*[a-z]{3} [^`]*)` \|", page, re.MULTILINE)
-    assert len(messages) > 30
+    assert len(messages) > 12
     assert [message for message in messages if not _said(message, sentences)] == []
 
 
@@ -232,7 +232,7 @@ def gpu_rows(title):
 def test_parts_on_the_page_of_gpus_have_tests_and_a_result():
     _, *rows = gpu_rows("Each part")
     assert len(rows) > 15
-    for path, _, proofs, result in rows:
+    for path, proofs, result in rows:
         named = re.findall(r"\[`(test_\w+)`\]\(\.\./([\w/]+\.py)\)", proofs)
         assert named and proofs.count("](") == len(named), path
         for test, file in named:
