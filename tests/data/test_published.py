@@ -155,9 +155,7 @@ def listed():
     """Return the run and the keys of each data set on the page, by its name."""
     section = PAGE.read_text().split("## Published datasets")[1]
     found = {}
-    for name, run, keys, _ in re.findall(
-        r"^\| (\S+/\S+) \| `(\w+)` \| (.*?) ?\| (.+) \|$", section, re.MULTILINE
-    ):
+    for name, run, keys in re.findall(r"^\| (\S+/\S+) \| `(\w+)` \|(.*)\|$", section, re.MULTILINE):
         pairs = (key.partition("=") for key in re.findall(r"`data\.([^`]+)`", keys))
         found[name] = run, {key: value for key, _, value in pairs}
     return found
