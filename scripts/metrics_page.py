@@ -23,8 +23,9 @@ def section(title: str) -> str:
 
 
 def row(metric: Metric) -> str:
-    """Return one row of a table."""
-    return f"| `{metric.name}` | {metric.meaning.rstrip('.')} ({metric.unit}) | {metric.healthy} |"
+    """Return one row of a table; the unit follows unless the meaning names it."""
+    unit = "" if metric.unit in metric.meaning.lower() else f" ({metric.unit})"
+    return f"| `{metric.name}` | {metric.meaning.rstrip('.')}{unit} | {metric.healthy} |"
 
 
 def main() -> None:
