@@ -61,7 +61,8 @@ def read_picture(value: Any, directory: Path | None = None) -> Picture:
 def size_of(picture: Picture) -> tuple[int, int]:
     """Return the height and width of a picture as it is shown, read from its header."""
     image = _opened(picture)
-    turned = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+    # The method of PNG would decode the pixels, to find what may follow them.
+    turned = PIL.Image.Image.getexif(image).get(_ORIENTATION, 1) in _ON_ITS_SIDE
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
@@ -148,18 +149,22 @@ class ImageStore:
 
     def __init__(self, directory: Path | None = None, begun: Path | None = None):
         self._directory, self._begun = directory, begun
-        self._added: set[str] = set()
+        self._added: set[Image] = set()
         self._unwritten: dict[str, Pixels] = {}
 
     def add(self, pixels_HWC: Pixels) -> Image:
         """Keep pixels (H, W, 3) and return their name."""
         height, width, _ = pixels_HWC.shape
         digest = hashlib.sha256(f"{height}x{width}:".encode() + pixels_HWC.tobytes()).hexdigest()
-        if digest not in self._added:
-            self._added.add(digest)
+        image = Image(digest, height, width)
+        if image not in self._added:
             self._unwritten[digest] = pixels_HWC
             self._remember(digest, pixels_HWC)
-        return Image(digest, height, width)
+            self._added.add(image)  # last, for threads that ask whether it is there
+        return image
+
+    def __contains__(self, image: Image) -> bool:
+        return image in self._added
 
     def pixels(self, image: Image) -> Pixels:
         """Return the pixels of an image (H, W, 3); raises DataError if their file is gone or is another image."""

@@ -147,8 +147,12 @@ class Vision:
 
     def _grid(self, image: Image) -> tuple[int, int]:
         """Return the rows and columns of the tokens of an image."""
-        side = self._patch * int(self._processor.merge_size)
-        return image.height // side, image.width // side
+        return image.height // self.side, image.width // self.side
+
+    @cached_property
+    def side(self) -> int:
+        """The side of what becomes one token, in pixels."""
+        return self._patch * int(self._processor.merge_size)
 
     @cached_property
     def _patch(self) -> int:

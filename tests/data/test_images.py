@@ -126,6 +126,11 @@ def test_a_picture_that_ends_early_is_a_bad_row():
         pixels(data[: len(data) // 2])
 
 
+def test_a_size_is_read_without_the_pixels():
+    data = file_of(PIL.Image.fromarray(noise(40, 60)))
+    assert size_of(Picture(data[:60])) == size_of(Picture(data)) == (40, 60)
+
+
 def test_all_kinds_become_rgb_with_white_behind():
     grey = file_of(PIL.Image.new("L", (4, 2), 100))
     assert (pixels(grey) == 100).all() and pixels(grey).shape == (2, 4, 3)
