@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from rl4llm.core.errors import EnvError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import EnvState, SampleState
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 from rl4llm.runtime.raised import raised
@@ -41,7 +42,12 @@ class LLM(Protocol):
         ...
 
     async def complete(
-        self, sample: SampleState, token_ids: Sequence[int], sampling_params: SamplingParams, *draw: int | str
+        self,
+        sample: SampleState,
+        token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *draw: int | str,
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         """Sample after any tokens, for an environment that writes `sample.spans` itself; see `PolicyLLM`."""
         ...

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl4llm.core.message import METADATA, THOUGHTS
+from rl4llm.core.message import METADATA, THOUGHTS, Part
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.tools.formats import ToolCall
 from rl4llm.envs.wire import (
@@ -15,6 +15,7 @@ from rl4llm.envs.wire import (
     Answer,
     Asked,
     Kept,
+    Pictures,
     RequestError,
     check_choice,
     check_keys,
@@ -45,6 +46,13 @@ SHAPING = (
 ROW = frozenset(("role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *METADATA))
 
 PART = ("type", "text", "annotations", "logprobs", "cache_control", "citations")
+IMAGES = {
+    "image_url": ("type", "image_url", "cache_control"),
+    "input_image": ("type", "image_url", "detail"),
+    "image": ("type", "source", "cache_control"),
+}
+"""The keys of an image by its type: in OpenAI's chat, in its Responses, in Anthropic's Messages."""
+DETAILS = ("auto", "high", "original")  # an image is seen as large as the model sees any
 
 
 def read_request(body: Any, params: SamplingParams, kept: Kept | None = None) -> Asked:
@@ -126,7 +134,7 @@ def chunk_of(
     return {**head, "choices": [choice], **({"usage": None} if usage else {})}
 
 
-def read_message(row: Any, where: str = "message") -> ChatMessage:
+def read_message(row: Any, where: str = "message", picture: Pictures | None = None) -> ChatMessage:
     """Parse one message. Messages that SDKs write in different ways, such as with no content, null or parts, become
     equal.
 
@@ -138,7 +146,8 @@ def read_message(row: Any, where: str = "message") -> ChatMessage:
     role, calls = ROLES[row["role"]], row.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
         raise refused(where, f".tool_calls must be a list: {calls!r:.100}.")
-    content = text_of(row.get("content"), where)
+    parts = _parts(row.get("content"), where, None if role == "assistant" else picture or Pictures())
+    content = "".join(part for part in parts if isinstance(part, str))
     if role == "assistant":
         content = content.strip()  # agents trim it too
     thoughts = {name: row[name] for name in THOUGHTS if row.get(name)}
@@ -154,6 +163,7 @@ def read_message(row: Any, where: str = "message") -> ChatMessage:
         tuple(_call(call, where) for call in calls) or None,
         None if role != "tool" or call_id is None else str(call_id),
         reasoning.strip(),
+        parts=() if all(isinstance(part, str) for part in parts) else parts,
     )
 
 
@@ -177,18 +187,41 @@ def write_call(call: ToolCall, call_id: str) -> dict[str, Any]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Return a message's text, which may have parts. Raises RequestError."""
-    for part in content if isinstance(content, list) else ():
-        check_keys(part if isinstance(part, dict) else {}, where, PART)
+    """Return the text of instructions, which may have parts. Raises RequestError."""
+    parts = _parts(content, where, None)
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _parts(content: Any, where: str, picture: Pictures | None) -> tuple[Part, ...]:
+    """Return the texts and pictures of a content; without `picture` it has texts alone. Raises RequestError."""
     if content is None or isinstance(content, str):
-        text = content or ""
-    elif isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        text = "".join(part["text"] for part in content)
-    else:
-        raise refused(where, ".content must be a string or a list of text parts: the policy reads only text.")
-    return text
+        return (content,) if content else ()
+    found: list[Part] = []
+    for part in content if isinstance(content, list) else ():
+        row = part if isinstance(part, dict) else {}
+        if picture is not None and row.get("type") in tuple(IMAGES):
+            check_keys(row, where, IMAGES[row["type"]])
+            found.append(picture(_address(row, where), where))
+            continue
+        check_keys(row, where, PART)
+        if isinstance(row.get("text"), str):
+            found.append(row["text"])
+    if not isinstance(content, list) or len(found) < len(content):
+        also = " and image" if picture else ""
+        raise refused(where, f".content must be a string or a list of text{also} parts: {content!r:.100}.")
+    return tuple(found)
+
+
+def _address(part: Mapping[str, Any], where: str) -> Any:
+    """Return the address of an image, for base64 data a data URI. Raises RequestError for keys that are not read."""
+    given = part.get("source", part.get("image_url"))
+    source = given if isinstance(given, dict) else {"url": given, "detail": part.get("detail")}
+    check_keys(source, where, ("type", "media_type", "data", "url", "detail"))
+    if source.get("detail") not in (None, *DETAILS):
+        raise refused(where, f".detail={source['detail']!r:.60} is not accepted: {', '.join(DETAILS)}.")
+    if source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return source.get("url")
 
 
 def check_end(messages: tuple[ChatMessage, ...], name: str) -> tuple[ChatMessage, ...]:
@@ -201,10 +234,9 @@ def check_end(messages: tuple[ChatMessage, ...], name: str) -> tuple[ChatMessage
 
 
 def _messages(rows: Any) -> tuple[ChatMessage, ...]:
-    rows = rows if isinstance(rows, list) else []
-    return check_end(
-        tuple(read_message(row, f"messages[{number}]") for number, row in enumerate(rows)), "messages"
-    )
+    rows, picture = rows if isinstance(rows, list) else [], Pictures()
+    said = (read_message(row, f"messages[{number}]", picture) for number, row in enumerate(rows))
+    return check_end(tuple(said), "messages")
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

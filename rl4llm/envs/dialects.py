@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl4llm.core.message import after_thinking
 from rl4llm.core.types import Completion
@@ -13,6 +13,9 @@ from rl4llm.data.render import Renderer
 from rl4llm.envs.chat_completions import write_call
 from rl4llm.envs.tools.formats import CallFormat, ToolCall, call_format
 from rl4llm.envs.wire import Answer, Asked, dumps
+
+if TYPE_CHECKING:
+    from rl4llm.data.vision import Vision
 
 KEPT = 64  # sets of tools whose renderers are kept
 
@@ -72,12 +75,17 @@ class Dialects:
     """The dialects of a tokenizer; each is built when its set of tools is first used.
 
     `special_tokens` says what special tokens in the agent's messages become, see `rl4llm.data.special`. `template_args` are
-    variables of the chat template.
+    variables of the chat template. `vision` is what the model makes of images; None refuses them.
     """
 
     def __init__(
-        self, tokenizer: Any, special_tokens: str = "escape", template_args: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        special_tokens: str = "escape",
+        template_args: Mapping[str, Any] | None = None,
+        vision: Vision | None = None,
     ):
+        self.vision = vision
         self.tokenizer, self._how = tokenizer, (template_args, special_tokens)
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # maximum number of characters per token
         self._made: OrderedDict[str, Dialect] = OrderedDict()
@@ -94,7 +102,8 @@ class Dialects:
                 if tools
                 else None
             )
-            renderer = Renderer(self.tokenizer, tools, (), *self._how, calls.example if calls else "")
+            example = calls.example if calls else ""
+            renderer = Renderer(self.tokenizer, tools, (), *self._how, example, vision=self.vision)
             self._made[name] = Dialect(name, renderer, calls, self.tokenizer)
         self._made.move_to_end(name)
         while len(self._made) > KEPT:

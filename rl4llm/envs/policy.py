@@ -11,6 +11,7 @@ from typing import Any
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import BadRowError, EnvError, SpecialTokenError, UnreachableError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import SampleState, messages_of
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns, images_of
 from rl4llm.data.render import Renderer
@@ -118,7 +119,7 @@ class PolicyLLM:
         sampled = record.sampled[record.place(sample)]
         turns = sum(map(count_turns, (*record.earlier, sample.spans)))
         draw = turns, len(sampled)  # several draws at one point must differ
-        completion = await self._ask(sample, prompt_ids, sampling_params, draw)
+        completion = await self._ask(sample, prompt_ids, sampling_params, draw, images_of(sample.spans))
         if completion.finish_reason != "abort":
             sampled.append(completion)
             if append:
@@ -131,15 +132,21 @@ class PolicyLLM:
         return self._renderer.of_row(sample.columns)
 
     async def complete(
-        self, sample: SampleState, token_ids: Sequence[int], sampling_params: SamplingParams, *draw: int | str
+        self,
+        sample: SampleState,
+        token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *draw: int | str,
+        images: Sequence[ImagePlace] = (),
     ) -> Completion:
         """Sample after `token_ids`, for an environment that keeps the sample's token records itself.
 
         `draw` distinguishes this completion from all others of the sample. Sample and draw alone determine the random
-        numbers. Nothing is appended. If the engine aborts the completion, the sample fails.
+        numbers. Nothing is appended. If the engine aborts the completion, the sample fails. `images` are places among the
+        tokens.
         """
         self._records[sample.session].kept_by_env = True
-        return await self._ask(sample, token_ids, sampling_params, draw)
+        return await self._ask(sample, token_ids, sampling_params, draw, images)
 
     @property
     def context_length(self) -> int:
@@ -196,13 +203,13 @@ class PolicyLLM:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         draw: Sequence[int | str],
+        images: Sequence[ImagePlace],
     ) -> Completion:
         params = params.replace(**sample.special.sampling)
         whose = (sample.prompt_id, sample.role) if sample.role else (sample.prompt_id,)
         seed = derive_seed(*self._identity, params.seed, *whose, sample.index, *draw)
         try:
             seeded = self._with_stops(params).replace(seed=seed)
-            images = images_of(sample.spans)
             seen = {"images": images} if images else {}
             completion = await self._client.generate(prompt_ids, seeded, session=sample.session, **seen)
         except UnreachableError as error:  # after all retries; other requests may get through

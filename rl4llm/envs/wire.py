@@ -13,6 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rl4llm.core.errors import BadRowError
+from rl4llm.core.images import Picture
+from rl4llm.core.registry import load
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 
 MODEL = "policy"
@@ -166,6 +169,30 @@ def check_choice(choice: Any) -> bool:
             param="tool_choice",
         )
     return bool(choice == "auto")
+
+
+class Pictures:
+    """Reads the images of one request, within the limits of a row; nothing is loaded before the first."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, address: Any, where: str) -> Picture:
+        """Return the picture of a data URI. Raises RequestError for anything else."""
+        if not isinstance(address, str) or not address.startswith("data:"):
+            raise refused(
+                where,
+                f": the image {address!r:.80} is not accepted, and nothing is downloaded. Accepted: its data as base64, "
+                "such as data:image/png;base64,...",
+            )
+        self._count += 1
+        if self._count > (most := load("rl4llm.data.images:MAX_IMAGES")):
+            raise refused(where, f": the request has more than {most} images.")
+        try:
+            picture: Picture = load("rl4llm.data.images:read_picture")(address)
+        except BadRowError as error:
+            raise refused(where, f": {error}") from error
+        return picture
 
 
 def check_keys(row: Mapping[str, Any], where: str, known: Collection[str]) -> None:

@@ -82,7 +82,7 @@ class AgentEnv(BaseMDPEnv):
 
     @cached_property
     def _dialects(self) -> Dialects:
-        return Dialects(self.tokenizer, self.special_tokens, self.template_args)
+        return Dialects(self.tokenizer, self.special_tokens, self.template_args, self.vision)
 
     def report_to(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -120,7 +120,7 @@ class AgentEnv(BaseMDPEnv):
             "prompt_id": sample.prompt_id,
             "sample": sample.index,
             "seed": derive_seed(self.seed, sample.session) % 2**31,
-            "messages": [message.to_dict() for message in sample.messages],
+            "messages": [_told(message) for message in sample.messages],
         }
 
     def _conclude(self, sample: SampleState, session: AgentSession, outcome: AgentOutcome | None) -> None:
@@ -190,6 +190,16 @@ class AgentEnv(BaseMDPEnv):
             if opened.episodes == 0:
                 self._open = None
                 await opened.endpoint.stop()
+
+
+def _told(message: ChatMessage) -> dict[str, Any]:
+    """Return a message of the task as agents send it, with pictures as parts in the form of OpenAI's chat."""
+    row = message.to_dict()
+    if parts := row.pop("parts", None):
+        row["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else part.to_part() for part in parts
+        ]
+    return row
 
 
 def _agent_of(

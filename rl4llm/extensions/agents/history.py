@@ -1,7 +1,7 @@
 """The token records of one episode, derived from nothing but the messages of its requests.
 
     place = history.place(tools, messages, renderer)              # where the request continues
-    completion = ...                                              # sampled after place.prompt_ids
+    completion = ...                                              # sampled after place.prompt
     entry = history.add(place, completion, answer)
 
 A request whose messages begin with all messages of a record continues that record: only its new messages are tokenized.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl4llm.core.errors import EnvError, TemplateError
-from rl4llm.core.types import ChatMessage, Completion, TokenSpan
+from rl4llm.core.types import ChatMessage, Completion, TokenSpan, images_of
 from rl4llm.data.render import Renderer
 
 
@@ -39,12 +39,14 @@ class Continuation:
     messages: tuple[ChatMessage, ...]
     record: Transcript | None
     answer: tuple[int, int]
-    earlier_ids: tuple[int, ...]
-    new_ids: tuple[int, ...]
+    earlier: tuple[TokenSpan, ...]
+    new: TokenSpan
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self.earlier_ids + self.new_ids
+    def prompt(self) -> TokenSpan:
+        """Return all of it as one span of context."""
+        spans = (*self.earlier, self.new)
+        return TokenSpan.context([token for span in spans for token in span.token_ids], images_of(spans))
 
     @property
     def extends(self) -> bool:
@@ -79,21 +81,21 @@ class History:
         found = [(answer, record) for record in records for answer in _shared(record, messages)]
         if found:  # the longest; among equals one that ends there
             answer, record = max(found, key=lambda item: (item[0][0], item[0][0] == len(item[1].messages)))
-            new_ids = _behind(record, answer, messages, renderer)
-            if new_ids is not None:
-                earlier_ids = tuple(token for span in record.spans[: answer[1]] for token in span.token_ids)
-                return Continuation(tools, messages, record, answer, earlier_ids, tuple(new_ids))
-        return Continuation(tools, messages, None, (0, 0), (), tuple(renderer.first(messages)))
+            new = _behind(record, answer, messages, renderer)
+            if new is not None:
+                return Continuation(tools, messages, record, answer, tuple(record.spans[: answer[1]]), new)
+        first = renderer.context(renderer.first(messages), messages)
+        return Continuation(tools, messages, None, (0, 0), (), first)
 
     def add(self, place: Continuation, completion: Completion, answer: ChatMessage) -> Entry:
         """Record what was sampled at a place; the agent receives it as `answer`."""
-        record, context_ids = place.record, place.new_ids
+        record, context = place.record, place.new
         if record is None or not place.extends:
-            record, context_ids = Transcript(place.tools), place.prompt_ids
+            record, context = Transcript(place.tools), place.prompt
             self.records.append(record)
         before = len(record.messages), len(record.spans)
         record.messages[:] = [*place.messages, answer]
-        record.spans += [TokenSpan.context(context_ids), *TokenSpan.policy(completion)]
+        record.spans += [context, *TokenSpan.policy(completion)]
         record.answers.append((len(record.messages), len(record.spans)))
         entry = Entry(record, tuple(record.messages), before)
         self.entries.append(entry)
@@ -127,14 +129,15 @@ def _shared(record: Transcript, messages: Sequence[ChatMessage]) -> list[tuple[i
 
 def _behind(
     record: Transcript, answer: tuple[int, int], messages: Sequence[ChatMessage], renderer: Renderer
-) -> list[int] | None:
+) -> TokenSpan | None:
     """Return the tokens of the messages after an answer; None if the template can only render the whole conversation."""
     count, spans = answer
     said = record.spans[spans - 1].token_ids
     ended = renderer.ends_turn(said)
     try:
-        return renderer.following(
+        token_ids = renderer.following(
             messages[count:], ended=ended, by=said[-1] if ended else None, messages=messages[:count]
         )
+        return renderer.context(token_ids, messages[count:])
     except (TemplateError, EnvError):
         return None

@@ -14,6 +14,7 @@ from rl4llm.envs.wire import (
     Answer,
     Asked,
     Kept,
+    Pictures,
     RequestError,
     check_choice,
     check_keys,
@@ -34,6 +35,7 @@ USED = (
 NEUTRAL = {"thinking": {"type": "disabled"}, "context_management": {"edits": []}}
 KEYS = {
     "text": ("type", "text", "cache_control", "citations"),
+    "image": ("type", "source", "cache_control"),
     "thinking": ("type", "thinking", "signature"),
     "tool_use": ("type", "id", "name", "input", "cache_control", "caller"),
     "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
@@ -54,7 +56,12 @@ def read_request(body: Any, params: SamplingParams, kept: Kept) -> Asked:
     )
     system, tools = text_of(body.get("system"), "system"), body.get("tools", [])
     rows = body.get("messages") if isinstance(body.get("messages"), list) else []
-    said = (message for number, row in enumerate(rows) for message in _messages(row, f"messages[{number}]"))
+    picture = Pictures()
+    said = (
+        message
+        for number, row in enumerate(rows)
+        for message in _messages(row, f"messages[{number}]", picture)
+    )
     return Asked(
         messages=check_end((*((ChatMessage("system", system),) if system else ()), *said), "messages"),
         tools=read_tools([_tool(tool) for tool in tools] if isinstance(tools, list) else tools),
@@ -116,8 +123,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _messages(row: Any, where: str) -> Iterator[ChatMessage]:
-    """Yield the messages of a turn: results of tools and the text of a user are separate messages."""
+def _messages(row: Any, where: str, picture: Pictures) -> Iterator[ChatMessage]:
+    """Yield the messages of a turn: results of tools and what a user says are separate messages."""
     role = row.get("role") if isinstance(row, dict) else None
     if role not in ("user", "assistant", "system"):
         raise refused(where, f" must be an object with a role, one of user, assistant, system: {row!r:.100}.")
@@ -130,14 +137,14 @@ def _messages(row: Any, where: str) -> Iterator[ChatMessage]:
         kind = _kind(block, role, place)
         if kind == "tool_result":
             if made["content"]:
-                yield read_message(made, where)
+                yield read_message(made, where, picture)
                 made = {"role": role, "content": []}
             result = {
                 "role": "tool",
                 "tool_call_id": block.get("tool_use_id"),
                 "content": block.get("content"),
             }
-            yield replace(read_message(result, place), failed=block.get("is_error") is True)
+            yield replace(read_message(result, place, picture), failed=block.get("is_error") is True)
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             made.setdefault("tool_calls", []).append({"id": block.get("id", ""), "function": function})
@@ -146,12 +153,12 @@ def _messages(row: Any, where: str) -> Iterator[ChatMessage]:
         else:
             made["content"].append(block)
     if made["content"] or role == "assistant" or not blocks:
-        yield read_message(made, where)
+        yield read_message(made, where, picture)
 
 
 def _kind(block: Any, role: str, where: str) -> str:
     """Return the type of a block. Raises RequestError for one that is not read in a message of this role."""
-    kinds = ("text", "thinking", "tool_use") if role == "assistant" else ("text", "tool_result")
+    kinds = ("text", "thinking", "tool_use") if role == "assistant" else ("text", "image", "tool_result")
     kind = str(block.get("type")) if isinstance(block, dict) else ""
     if kind not in kinds:
         raise refused(where, f" must be an object with a type, one of {', '.join(kinds)}: {block!r:.100}.")

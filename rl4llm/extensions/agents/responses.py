@@ -17,6 +17,7 @@ from rl4llm.envs.wire import (
     Answer,
     Asked,
     Kept,
+    Pictures,
     RequestError,
     check_choice,
     check_keys,
@@ -197,7 +198,8 @@ def _messages(items: Any) -> tuple[ChatMessage, ...]:
             last["tool_calls"] = [*last.get("tool_calls", ()), *row["tool_calls"]]
         else:
             rows.append((where, row))
-    return tuple(read_message(row, where) for where, row in rows)
+    picture = Pictures()
+    return tuple(read_message(row, where, picture) for where, row in rows)
 
 
 def _row(item: Any, where: str) -> dict[str, Any]:

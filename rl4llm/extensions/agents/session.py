@@ -8,12 +8,15 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import xxhash
 
 from rl4llm.core.base_env import LLM, SampleState
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
+from rl4llm.core.images import Image, Picture
+from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.chat_completions import read_message
 from rl4llm.envs.dialects import Dialect, Dialects
@@ -42,6 +45,7 @@ class AgentSession:
         self.ran_into: str | None = None
         self.overridden: set[str] = set()
         self.kept: dict[str, tuple[ChatMessage, ...]] = {}
+        self._pictures: dict[Image, Picture] = {}
         self._llm, self._dialects, self._max_requests = llm, dialects, max_requests
         self._draws: Counter[str] = Counter()
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -93,17 +97,20 @@ class AgentSession:
         self.check_open()
         self.overridden.update(asked.overridden)
         dialect, place = self._placed(asked)
-        params = self._limited(asked, len(place.prompt_ids))
+        prompt = place.prompt
+        ids, images = prompt.token_ids, prompt.images
+        params = self._limited(asked, len(ids))
         self.requests += 1
-        digest = xxhash.xxh3_64_hexdigest(str(place.prompt_ids).encode())
+        seen = [item.image.digest for item in images]
+        digest = xxhash.xxh3_64_hexdigest(f"{ids}{seen or ''}".encode())
         draw = self._draws[digest]  # a repeated question is a new draw, whichever request comes first
         self._draws[digest] += 1
-        completion = await self._llm.complete(self.sample, place.prompt_ids, params, digest, draw)
+        completion = await self._llm.complete(self.sample, ids, params, digest, draw, images=images)
         self.sampled_tokens += len(completion.token_ids)
         self.check_open()
         name = f"{digest}-{draw}"
         call_ids = (derive_seed("call", self.sample.session, name, i) for i in itertools.count())
-        answer = dialect.answer(asked, completion, len(place.prompt_ids), params.stop, name, call_ids)
+        answer = dialect.answer(asked, completion, len(ids), params.stop, name, call_ids)
         self.sample.current_step += 1
         self._truncated = completion.finish_reason == "length"
         if self.ran_into == "context":  # the agent shortened its prompt
@@ -143,9 +150,25 @@ class AgentSession:
             )
         try:
             dialect = self._dialects.of(asked.tools)
-            return dialect, self.history.place(dialect.tools, asked.messages, dialect.renderer)
+            messages = tuple(map(self._as_seen, asked.messages))
+            return dialect, self.history.place(dialect.tools, messages, dialect.renderer)
         except (TemplateError, DataError, ConfigError) as error:
             raise RequestError(str(error), code="invalid_messages", param="messages") from error
+
+    def _as_seen(self, message: ChatMessage) -> ChatMessage:
+        """Return a message with the pictures of earlier requests for those that the model sees alike, by their digests.
+
+        Raises DataError for images without `model.vision`.
+        """
+        if not message.parts:
+            return message
+        if (vision := self._dialects.vision) is None:
+            raise DataError(f"the messages have images, {UNSEEN}")
+        parts = (
+            part if isinstance(part, str) else self._pictures.setdefault(vision.see(part), part)
+            for part in message.parts
+        )
+        return replace(message, parts=tuple(parts))
 
     def _limited(self, asked: Asked, prompt_tokens: int) -> SamplingParams:
         """Return the run's parameters with the request's stop strings, and a token limit that the request and the

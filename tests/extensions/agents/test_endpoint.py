@@ -54,8 +54,12 @@ def error_of(response):
         ({"messages": ["Hi"]}, 400, r"messages\[0\] must be an object with a role"),
         ({"messages": [{"role": ["user"]}]}, 400, "one of system, developer, user"),
         ({"messages": [{"role": "function", "content": "x"}]}, 400, "one of system, developer, user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "list of text parts"),
-        ({"messages": [{"role": "user", "content": 7}]}, 400, "list of text parts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "the image None is not accepted",
+        ),
+        ({"messages": [{"role": "user", "content": 7}]}, 400, "list of text and image parts"),
         (
             {"messages": [USER, {"role": "assistant", "content": "x"}]},
             400,
@@ -361,7 +365,7 @@ def test_request_in_progress_is_cancelled_at_the_end(play, tokenizer):
 @pytest.mark.parametrize("key", ['"role"', '"r\\u006fle"'], ids=["plain", "escaped"])
 def test_too_many_messages_are_refused_before_they_are_built(play, monkeypatch, key):
     built, read = [], wire.read_message
-    monkeypatch.setattr(wire, "read_message", lambda row, where="": built.append(row) or read(row, where))
+    monkeypatch.setattr(wire, "read_message", lambda row, *more: built.append(row) or read(row, *more))
     many = b'{"messages": [' + b",".join([b'{%s: "user"}' % key.encode()] * 5000) + b"]}"
     agent, found = asking(many)
     play(agent)

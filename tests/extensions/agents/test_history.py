@@ -125,7 +125,7 @@ def test_two_requests_at_once_from_one_place_do_not_mix(talk):
         talk.history.add(place, Completion("x", (token,), (-0.5,), "length", 3), said(f"x{token}"))
     first, second = talk.history.records
     assert sampled(first)[1:] == [(7,)] and sampled(second) == [(8,)]
-    assert second.spans[0].token_ids == places[0].prompt_ids
+    assert second.spans[0].token_ids == places[0].prompt.token_ids
 
 
 def test_other_tools_make_another_beginning(talk):
