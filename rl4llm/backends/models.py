@@ -80,7 +80,7 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
-        _check_finite(model, model.name_or_path or type(model).__name__)
+        check_finite(model, model.name_or_path or type(model).__name__)
     elif shared_by is None:
         model = _from_files(path_or_model, dtype, attn_implementation, values)
     else:
@@ -317,7 +317,7 @@ def _from_files(
                 f"The weights in {path!r} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:3])}"
                 f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Copy the directory again from its source."
             )
-    _check_finite(model, path)
+    check_finite(model, path)
     setattr(model, ATTRIBUTE, whole)
     if whole:
         own = [TensorSpec.of(*named) for named in model.named_parameters()]
@@ -325,7 +325,7 @@ def _from_files(
     return model
 
 
-def _check_finite(model: nn.Module, name: str) -> None:
+def check_finite(model: nn.Module, name: str) -> None:
     """Raise ModelError for a weight with a NaN or an infinity, which would make every log-prob one."""
     for key, tensor in model.named_parameters():
         if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from rl4llm.backends.model_files import check_model_path
-from rl4llm.backends.models import UNREADABLE, hub_options, without_progress_bars
+from rl4llm.backends.models import UNREADABLE, check_finite, hub_options, without_progress_bars
 from rl4llm.backends.runner import nothing_of
 from rl4llm.backends.vision_language import without_reports
 from rl4llm.core.errors import ModelError
@@ -53,6 +53,17 @@ class Tower:
         self.sequence = vision.probe()
         self.probe = self.sequence[1][0].image
 
+    @classmethod
+    def read(cls, path: str | Path, vision: Vision, dtype: torch.dtype, *, trains: bool = False) -> Tower:
+        """Read the image side of a checkpoint; raises ModelError where it cannot be read."""
+        return cls(_image_side(check_model_path(path), dtype), vision, trains=trains)
+
+    @property
+    def parts(self) -> nn.ModuleDict:
+        """Return the modules with its weights."""
+        found = {name: part for name, part in self._module.named_children() if name != "language_model"}
+        return nn.ModuleDict(found)
+
     def __deepcopy__(self, memo: Any) -> Tower:
         return self  # its weights are those of the original
 
@@ -73,6 +84,10 @@ class Tower:
                 break
             size -= self._kept.pop(digest).nbytes
         return torch.cat(found)
+
+    def forget(self) -> None:
+        """Drop the features that are kept, since the weights have changed."""
+        self._kept.clear()
 
     def inputs(
         self, model: PreTrainedModel, token_ids_BT: Tensor, feature_ids_BT: Tensor, images: Sequence[Image]
@@ -196,12 +211,10 @@ def add_tower(
     model and image side together do not compute what the family's class does; of the ranks `shared_by`, only the first
     holds the text model yet.
     """
-    module = _image_side(check_model_path(path), model.dtype)
-    tower = Tower(module, vision, trains=trains)
+    tower = Tower.read(path, vision, model.dtype, trains=trains)
     setattr(model, TOWER, tower)
     if trains:
-        parts = {name: part for name, part in module.named_children() if name != "language_model"}
-        model.add_module(IMAGE_SIDE, nn.ModuleDict(parts).requires_grad_(True).to(model.device))
+        model.add_module(IMAGE_SIDE, tower.parts.requires_grad_(True).to(model.device))
     if shared_by is None:
         tower.check(model)
         return
@@ -229,4 +242,5 @@ def _image_side(path: str, dtype: torch.dtype) -> Any:
         raise ModelError(f"The image side of model.path={path!r} cannot be read: {error}") from error
     if missing := sorted(name for name in report["missing_keys"] if "language_model" not in name):
         raise ModelError(f"The image side of model.path={path!r} is not whole: it has no {missing[0]}.")
+    check_finite(model, path)
     return model.base_model.requires_grad_(False).eval()

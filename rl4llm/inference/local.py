@@ -11,7 +11,7 @@ import torch
 from rl4llm.core.base_backend import AUTOCAST
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
-from rl4llm.core.images import ImagePlace
+from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.inference.embedded.engine import LOOKAHEAD, SHARE_FROM, Engine, Finished
@@ -149,6 +149,8 @@ class LocalClient(BaseClient):
             with torch.no_grad():
                 for name, tensor in weight_ref.tensors():
                     own[name].copy_(tensor)
+            if (tower := tower_of(self._model)) is not None:
+                tower.forget()
         self._engine.take_weights(weight_ref.version)
 
     async def version(self) -> int:

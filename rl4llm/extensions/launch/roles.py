@@ -31,7 +31,7 @@ SGLANG = "sglang>=0.5.2,<0.6"  # needs another torch than rl4llm, so it is none 
 CPUS, CPUS_WITH_GPU, GIB_OF_CPU = 4, 8, 8
 """Processors of a process without a GPU, and for each GPU; memory for each processor: Slurm's defaults."""
 SHARDS = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
-COMPUTING = ("model.dtype", "model.autocast", "deterministic", "threads")
+COMPUTING = ("model.dtype", "model.autocast", "model.vision", "deterministic", "threads")
 """Keys that a server of the embedded engine needs too, to compute as the trainer does."""
 IN_TURNS = {
     "sglang": ("--enable-memory-saver", "--mem-fraction-static", "0.7"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rl4llm.core.errors import ConfigError
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.core.images import ImagePlace
+from rl4llm.extensions.servers.clients.images import data_uri
+from rl4llm.extensions.servers.clients.server import field
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 
 
@@ -12,15 +18,42 @@ class EmbeddedClient(SGLangClient):
         client = EmbeddedClient("http://127.0.0.1:30200", tokenizer, vocab_size=49152, context_length=4096)
 
     The same seed gives the same tokens as in the trainer's process. It takes weights from files only, and keeps its memory.
+    For images the server needs ``model.vision=frozen``.
     """
 
-    takes_images = False
+    keeps_features = False
+    EXPANDS = False
     publishers = ("filesystem",)
     KINDS = ("full",)
     URL_VARIABLE = "EMBEDDED_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30200"
     UNSEEN = "does not exist on the server's machine"
     SEEDS = 2**63
+
+    def _shown(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
+        """Return the fields of a request for exactly these tokens; the server compares digests and lengths with its own."""
+        if self.vision is None or not images:
+            return {"input_ids": token_ids}
+        given = [
+            {
+                "digest": place.image.digest,
+                "offset": place.offset,
+                "length": place.length,
+                "image": data_uri(self.vision, place.image),
+            }
+            for place in images
+        ]
+        return {"input_ids": token_ids, "images": given}
+
+    async def _generate(self, body: Mapping[str, Any]) -> tuple[Any, str | None]:
+        answer, adapter = await super()._generate(body)
+        given = [image["digest"] for image in body.get("images", ())]
+        if given and field(answer, "meta_info", "/generate").get("images") != given:
+            raise EngineError(
+                f"{self.base_url} did not see the images of a request. Remove inference.router, or whatever else is in "
+                "between and leaves out what it does not know."
+            )
+        return answer, adapter
 
     async def _check_saver(self) -> None:
         raise ConfigError(

@@ -49,6 +49,7 @@ class SGLangClient(AdaptingClient):
     """
 
     takes_images = keeps_features = True
+    EXPANDS: ClassVar[bool] = True  # every placeholder of a prompt with images becomes an image
     publishers: tuple[str, ...] = ("filesystem", "tensor", "distributed", "lora")
     KINDS: ClassVar[tuple[str, ...]] = ("full", "tensor", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
@@ -89,8 +90,8 @@ class SGLangClient(AdaptingClient):
         sampled = _sampled(answer, request_id)
         if images:
             self._check_seen(field(answer, "meta_info", request_id).get("prompt_tokens"), len(prompt_ids))
-        if self.vision is not None and not {*self.vision.media}.isdisjoint(sampled.token_ids):
-            sampled = replace(cut_after(sampled, self.vision.media), finish_reason="length")
+        if not {*self._media}.isdisjoint(sampled.token_ids or ()):
+            sampled = replace(cut_after(sampled, self._media), finish_reason="length")
         return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
 
     def _shown(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
@@ -105,7 +106,12 @@ class SGLangClient(AdaptingClient):
 
     def _unreadable(self, token_ids: list[int], images: Sequence[ImagePlace]) -> bool:
         """Return whether SGLang, which takes every placeholder for an image, would never answer."""
-        return bool(images) and self.vision is not None and outside(self.vision.media, token_ids, images)
+        return bool(images) and outside(self._media, token_ids, images)
+
+    @property
+    def _media(self) -> Sequence[int]:
+        """The tokens that the server takes for images wherever they are."""
+        return self.vision.media if self.EXPANDS and self.vision is not None else ()
 
     def _check_seen(self, seen: Any, given: int) -> None:
         if seen != given:
@@ -320,7 +326,7 @@ class SGLangClient(AdaptingClient):
         scores = _column(rows, 0)
         # SGLang 0.5 scores the last token of the vocabulary correctly but labels it 0 in its answer.
         named = token_ids[:]
-        for place in images:  # whose tokens it labels 0
+        for place in images if self.EXPANDS else ():  # whose tokens it labels 0
             named[place.offset : place.end] = [0] * place.length
         labelled = [0 if token == self.vocab_size - 1 else token for token in named]
         if scores is None or _column(rows, 1) not in (named, labelled):

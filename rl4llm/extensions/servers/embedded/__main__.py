@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from aiohttp import web
 
 from rl4llm.backends.model_files import model_directory
-from rl4llm.backends.models import load_tokenizer
+from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.compose.engines import build_client
-from rl4llm.compose.models import plain_model, set_up_torch
+from rl4llm.compose.models import device_of, set_up_torch
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, RL4LLMError
+from rl4llm.core.registry import load
 from rl4llm.extensions.servers.embedded.options import read_options
 from rl4llm.extensions.servers.embedded.server import EmbeddedServer
 from rl4llm.inference.local import LocalClient
@@ -23,12 +26,20 @@ BACKLOG = 1024  # connections that may wait: all episodes of a rollout connect a
 
 def main(words: Sequence[str]) -> int:
     """Serve until stopped; return the exit code."""
+    with tempfile.TemporaryDirectory(prefix="rl4llm-images-") as images:
+        return _serve(words, Path(images))
+
+
+def _serve(words: Sequence[str], images: Path) -> int:
+    """Serve; the images of requests are kept in the directory `images`."""
     try:
         options = read_options(words)
         config = load_config(overrides=options.overrides)
         set_up_torch(config)
-        model = plain_model(config, None)
         path = str(model_directory(config.model.path))
+        model = load_model(path, dtype=config.model.dtype, device=device_of(config))
+        if config.model.vision != "none":
+            load("rl4llm.extensions.servers.embedded.images:add_images")(model, path, images)
         tokenizer = load_tokenizer(path, pad_token=config.model.pad_token)
         engine = build_client(config, model, tokenizer)
     except RL4LLMError as error:

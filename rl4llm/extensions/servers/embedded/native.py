@@ -11,7 +11,7 @@ from rl4llm.core.errors import EngineError, unknown
 from rl4llm.core.types import Completion, SamplingParams
 from rl4llm.envs.wire import RequestError
 
-FIELDS = ("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream")
+FIELDS = ("rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len", "stream")
 ADDED = {
     "model": None, "return_text_in_logprobs": False, "log_metrics": True, "return_hidden_states": False,
     "background": False, "no_logs": False, "return_bytes": False, "return_entropy": False,
@@ -32,12 +32,16 @@ NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetitio
 
 @dataclass(frozen=True, slots=True)
 class NativeRequest:
-    """A request for a completion of tokens, or with `scores` for the log-probs of the tokens themselves."""
+    """A request for a completion of tokens, or with `scores` for the log-probs of the tokens themselves.
+
+    `images` is how the request gives its images, see `rl4llm.extensions.servers.embedded.images`.
+    """
 
     id: str
     token_ids: list[int]
     params: SamplingParams
     scores: bool
+    images: Any = None
 
 
 def read_native(body: Any) -> NativeRequest:
@@ -66,6 +70,7 @@ def read_native(body: Any) -> NativeRequest:
         tokens_of(body.get("input_ids"), "input_ids"),
         params,
         "logprob_start_len" in body,
+        body.get("images"),
     )
 
 
@@ -126,11 +131,20 @@ def completion_body(asked: NativeRequest, completion: Completion) -> dict[str, A
             for logprob, token in zip(completion.logprobs, completion.token_ids, strict=True)
         ],
     }
-    return {"text": completion.text, "output_ids": list(completion.token_ids), "meta_info": meta}
+    return {
+        "text": completion.text,
+        "output_ids": list(completion.token_ids),
+        "meta_info": meta | _seen(asked),
+    }
 
 
 def scores_body(asked: NativeRequest, scores: list[float], version: int) -> dict[str, Any]:
     """Return the JSON of the log-probs of the request's tokens."""
     rows = [[score, token, None] for score, token in zip([None, *scores], asked.token_ids, strict=True)]
     meta = {"id": asked.id, "finish_reason": {"type": "length"}, "weight_version": version_text(version)}
-    return {"text": "", "output_ids": [], "meta_info": {**meta, "input_token_logprobs": rows}}
+    return {"text": "", "output_ids": [], "meta_info": {**meta, "input_token_logprobs": rows, **_seen(asked)}}
+
+
+def _seen(asked: NativeRequest) -> dict[str, Any]:
+    """Return the digests of the images of a request, which what is between client and server may have left out."""
+    return {"images": [item["digest"] for item in asked.images]} if asked.images else {}

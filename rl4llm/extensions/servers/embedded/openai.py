@@ -8,16 +8,19 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
-from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.core.types import Completion, SamplingParams, TokenSpan
 from rl4llm.envs.chat_completions import answer_body, chunk_of, chunks, read_request
 from rl4llm.envs.dialects import Dialect, Dialects
 from rl4llm.envs.wire import Answer, Asked, RequestError
 from rl4llm.extensions.servers.embedded.native import object_of, sampling_params, tokens_of
 from rl4llm.inference.embedded.stops import text_of
 from rl4llm.inference.local import LocalClient
+
+if TYPE_CHECKING:
+    from rl4llm.data.vision import Vision
 
 OWN = ("temperature", "top_p", "top_k", "seed")  # sampling parameters of requests, beside what ends an answer
 PLAIN = ("model", "prompt", "max_tokens", "stop", "logprobs", "stream", "user", *OWN)
@@ -30,7 +33,7 @@ class Job:
     """A checked request, ready to sample."""
 
     id: str
-    prompt_ids: list[int]
+    prompt: TokenSpan
     params: SamplingParams
     stream: bool
 
@@ -53,9 +56,9 @@ class TextJob(Job):
 class OpenAIEndpoints:
     """Turns requests into prompts of exact tokens and completions into answers. `name` is that of the served model."""
 
-    def __init__(self, engine: LocalClient, tokenizer: Any, name: str):
+    def __init__(self, engine: LocalClient, tokenizer: Any, name: str, vision: Vision | None = None):
         self._engine, self._tokenizer, self.name = engine, tokenizer, name
-        self._dialects = Dialects(tokenizer)
+        self._dialects = Dialects(tokenizer, vision=vision)
 
     def models(self) -> dict[str, Any]:
         """Return the list of models, which has one."""
@@ -74,15 +77,16 @@ class OpenAIEndpoints:
             )
         try:
             dialect = self._dialects.of(asked.tools)
-            prompt_ids = dialect.renderer.prompt(asked.messages)
+            token_ids = dialect.renderer.prompt(asked.messages)
+            prompt = dialect.renderer.context(token_ids, asked.messages)
         except (TemplateError, DataError, ConfigError) as error:
             raise RequestError(str(error), code="invalid_messages", param="messages") from error
         params = params.replace(
             stop=asked.stop,
             stop_token_ids=dialect.renderer.stop_token_ids,
-            max_tokens=self._limit(asked.max_tokens, len(prompt_ids)),
+            max_tokens=self._limit(asked.max_tokens, len(prompt.token_ids)),
         )
-        return ChatJob(secrets.token_hex(12), prompt_ids, params, asked.stream, asked, dialect)
+        return ChatJob(secrets.token_hex(12), prompt, params, asked.stream, asked, dialect)
 
     def text(self, body: Any) -> TextJob:
         """Check a request for a continuation. Raises RequestError."""
@@ -103,7 +107,7 @@ class OpenAIEndpoints:
         params = params.replace(max_tokens=self._limit(given.get("max_tokens", 16), len(prompt_ids)))
         return TextJob(
             secrets.token_hex(12),
-            prompt_ids,
+            TokenSpan.context(prompt_ids),
             params,
             bool(given.get("stream")),
             given.get("logprobs") not in (None, False),
@@ -111,7 +115,7 @@ class OpenAIEndpoints:
 
     async def answer(self, job: ChatJob | TextJob) -> dict[str, Any]:
         """Return the JSON of a whole answer."""
-        completion = await self._engine.generate(job.prompt_ids, job.params)
+        completion = await self._sampled(job)
         return (
             answer_body(job.asked, self._chat_answer(job, completion))
             if isinstance(job, ChatJob)
@@ -141,10 +145,14 @@ class OpenAIEndpoints:
         for chunk in chunks(answer, usage=usage, shown=shown):
             yield chunk
 
+    async def _sampled(self, job: Job, session: str = "") -> Completion:
+        ids, images = job.prompt.token_ids, job.prompt.images
+        return await self._engine.generate(ids, job.params, session=session, images=images)
+
     async def _live(self, job: Job) -> AsyncIterator[tuple[str, Completion | None]]:
         """Yield new text while it is sampled, then the rest with the completion. What may begin a stop string waits."""
         session = f"stream/{job.id}"
-        sampling = asyncio.ensure_future(self._engine.generate(job.prompt_ids, job.params, session=session))
+        sampling = asyncio.ensure_future(self._sampled(job, session))
         shown, held = "", max(map(len, job.params.stop), default=1) - 1
         try:
             while not (await asyncio.wait({sampling}, timeout=LOOK_S))[0]:
@@ -185,7 +193,9 @@ class OpenAIEndpoints:
 
     def _chat_answer(self, job: ChatJob, completion: Completion) -> Answer:
         ids = (secrets.randbits(36) for _ in itertools.count())
-        return job.dialect.answer(job.asked, completion, len(job.prompt_ids), job.params.stop, job.id, ids)
+        return job.dialect.answer(
+            job.asked, completion, len(job.prompt.token_ids), job.params.stop, job.id, ids
+        )
 
     def _text_body(
         self, job: TextJob, completion: Completion | None, piece: str | None = None
@@ -203,6 +213,6 @@ class OpenAIEndpoints:
             tokens = [self._tokenizer.decode([token]) for token in completion.token_ids]
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": list(completion.logprobs)}
         new = len(completion.token_ids)
-        usage = {"prompt_tokens": len(job.prompt_ids), "completion_tokens": new}
-        usage["total_tokens"] = len(job.prompt_ids) + new
+        usage = {"prompt_tokens": len(job.prompt.token_ids), "completion_tokens": new}
+        usage["total_tokens"] = len(job.prompt.token_ids) + new
         return {**head, "model": self.name, "choices": [choice], "usage": usage}

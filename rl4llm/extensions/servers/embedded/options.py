@@ -9,8 +9,8 @@ from typing import NoReturn
 from rl4llm.core.errors import ConfigError, unknown
 
 KEYS = (
-    "model.dtype", "model.autocast", "model.device", "model.pad_token", "inference.max_rows", "inference.context_length",
-    "inference.path", "inference.share_from", "deterministic", "threads",
+    "model.dtype", "model.autocast", "model.device", "model.pad_token", "model.vision", "inference.max_rows",
+    "inference.context_length", "inference.path", "inference.share_from", "deterministic", "threads",
 )  # fmt: skip
 """Keys of a configuration that decide how the engine computes; they mean the same as in a run."""
 

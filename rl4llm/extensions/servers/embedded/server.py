@@ -15,13 +15,15 @@ import hmac
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
 from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsError
+from rl4llm.core.images import ImagePlace, tower_of
+from rl4llm.core.registry import load
 from rl4llm.core.types import WeightRef
 from rl4llm.envs.wire import RequestError, dumps
 from rl4llm.extensions.servers.embedded.native import (
@@ -48,7 +50,9 @@ class EmbeddedServer:
 
     def __init__(self, model: Any, tokenizer: Any, engine: LocalClient, name: str, path: str, key: str = ""):
         self._model, self._engine, self._path, self._key = model, engine, path, key
-        self._openai = OpenAIEndpoints(engine, tokenizer, name)
+        tower = tower_of(model)
+        self._vision = None if tower is None else tower.vision
+        self._openai = OpenAIEndpoints(engine, tokenizer, name, self._vision)
         self._running = asyncio.Event()
         self._running.set()
         self._weights = asyncio.Lock()  # held while they change or are read
@@ -83,14 +87,28 @@ class EmbeddedServer:
         return answer
 
     async def _native(self, asked: NativeRequest) -> dict[str, Any]:
+        images = () if asked.images is None else await self._images(asked)
         if asked.scores:
             async with self._weights:
-                return scores_body(
-                    asked, await self._engine.score(asked.token_ids), await self._engine.version()
-                )
+                scores = await self._engine.score(asked.token_ids, images)
+                return scores_body(asked, scores, await self._engine.version())
         async with self._named(asked.id):
-            completion = await self._engine.generate(asked.token_ids, asked.params, session=asked.id)
+            completion = await self._engine.generate(
+                asked.token_ids, asked.params, session=asked.id, images=images
+            )
         return completion_body(asked, completion)
+
+    async def _images(self, asked: NativeRequest) -> Sequence[ImagePlace]:
+        if self._vision is None:
+            raise RequestError(
+                "The request has images, but this server reads text. Start it with model.vision=frozen.",
+                param="images",
+            )
+        read = load("rl4llm.extensions.servers.embedded.images:read_images")
+        places: Sequence[ImagePlace] = await asyncio.to_thread(
+            read, self._vision, asked.images, len(asked.token_ids)
+        )
+        return places
 
     @asynccontextmanager
     async def _named(self, name: str) -> AsyncIterator[None]:

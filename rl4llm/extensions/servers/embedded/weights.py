@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rl4llm.backends.models import load_model
 from rl4llm.core.errors import WeightsError
+from rl4llm.core.images import IMAGE_SIDE, tower_of
 from rl4llm.runs import manifest
 
 UNSEEN = "does not exist on the server's machine"
@@ -33,6 +34,8 @@ def read_weights(path: str, version: int, model: PreTrainedModel) -> dict[str, T
     if problem:
         raise WeightsError(f"Version {version} of the weights in {path} is damaged: {problem}.")
     other = load_model(directory, dtype=model.dtype, device=model.device)
+    if (tower := tower_of(model)) is not None:
+        other.add_module(IMAGE_SIDE, type(tower).read(directory, tower.vision, model.dtype).parts)
     own, given = _tensors(model), _tensors(other)
     differ = [
         f"{name} is {_shape(given.get(name))}, not {_shape(own.get(name))}"
