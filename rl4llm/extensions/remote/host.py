@@ -79,7 +79,7 @@ class EnvHost:
     async def prompts(self, request: Any) -> AsyncIterator[Any]:
         rows = await in_own_thread("rl4llm-env-prompts", lambda: self._prompts(request))
         for number, row in enumerate(rows):
-            yield wire.Row(json=wire.to_json(dict(row), f"prompt {number} of {request.environment!r}"))
+            yield wire.Row(json=wire.row_json(row, f"prompt {number} of {request.environment!r}"))
 
     async def open(self, wanted: Any) -> AsyncIterator[Any]:
         name = wanted.environment
@@ -165,7 +165,7 @@ class EnvHost:
             made,
             options,
             provided,
-            dataset=[wire.from_json(wanted.row, dict, "the example of a prompt")],
+            dataset=[wire.row_of(wanted.row, "the example of a prompt")],
             tokenizer=_tokenizer(wanted.tokenizer),
             reward_functions=rewards,
             batch_size=1,

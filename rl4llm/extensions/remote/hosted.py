@@ -50,7 +50,7 @@ class HostedEnvironment:
             options=self._options(),
             rewards=[wire.to_json(spec, "rewards: one of them") for spec in specs],
             seed=seed,
-            row=wire.to_json(dict(row), "data: its first row"),
+            row=wire.row_json(row, "data: its first row"),
             tokenizer=files,
         )
         self._opened = self.hosts.open(wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -203,7 +202,7 @@ class Link(Endpoint):
         rows = self.channel.stream(
             "Prompts", request, PROMPTS_TIMEOUT_S, f"making the prompts of {request.environment!r}"
         )
-        return [json.loads(row.json) async for row in rows]
+        return [wire.row_of(row.json, "a prompt") async for row in rows]
 
     async def hold(self, wanted: Any, opened: Callable[[Link], None]) -> None:
         """Open the environment, call `opened`, and keep it open until the host is lost."""

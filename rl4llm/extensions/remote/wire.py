@@ -18,11 +18,13 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from rl4llm.core.errors import DataError, EnvError
+from rl4llm.core.images import Image, ImagePlace, Picture
+from rl4llm.core.registry import load
 from rl4llm.core.sample import EpisodeState, Line, SampleState, Special
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.rewards.ask import Broken
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 64 * 1024**2
 COMPILED = Path(__file__).with_name("environments.binpb")
 PACKAGE = "rl4llm.environments.v1"
@@ -89,7 +91,7 @@ def said(sample: SampleState, sent: Sent, *, finished: bool = False) -> Any:
         into.spans.extend(_span(item) for item in seat.spans[sent.spans[seat.role] :])
         sent.messages[seat.role], sent.spans[seat.role] = list(seat.messages), len(seat.spans)
     sent.begun = True
-    return message
+    return _fitting(message, "what is new in the episode")
 
 
 def begun(message: Any, roles: Sequence[str]) -> SampleState:
@@ -111,7 +113,7 @@ def begun(message: Any, roles: Sequence[str]) -> SampleState:
     sample.init_msg_size = begin.prompt_size
     if not begin.role:
         return sample
-    episode = EpisodeState([_chat_message(item) for item in begin.task], begin.seed)
+    episode = EpisodeState(_chat_messages(begin.task), begin.seed)
     for role in roles:
         seat = episode.seat(role, [], like=sample)
         seat.init_msg_size = len(message.seats[role].messages)
@@ -126,7 +128,7 @@ def take_said(message: Any, sample: SampleState) -> None:
     for seat in sample.seats:
         new = message.seats[seat.role]
         del seat.messages[len(seat.messages) - new.replaced :]
-        seat.messages.extend(_chat_message(item) for item in new.messages)
+        seat.messages.extend(_chat_messages(new.messages))
         seat.spans.extend(_token_span(item) for item in new.spans)
         seat.current_step = new.step
         if new.finished:
@@ -159,11 +161,7 @@ def answer(
             into.scores.extend(score(*pair) for pair in (scores or {}).get(seat.role, {}).items())
     except (ValueError, TypeError) as error:
         raise EnvError(f"its answer cannot be sent: {error}") from error
-    size = message.ByteSize()
-    if size > MAX_MESSAGE_BYTES:
-        most = MAX_MESSAGE_BYTES // 1024**2
-        raise EnvError(f"its answer has {size // 1024**2} MB, but a message may have at most {most} MB")
-    return message
+    return _fitting(message, "its answer")
 
 
 def take_answer(message: Any, sample: SampleState) -> list[ChatMessage]:
@@ -176,7 +174,7 @@ def take_answer(message: Any, sample: SampleState) -> list[ChatMessage]:
             seat.finish(of_seat.stop_reason)
     if message.failure:
         sample.fail(message.failure, message.failure_class)
-    return [_chat_message(item) for item in message.messages]
+    return _chat_messages(message.messages)
 
 
 def score(reward: str, value: Sequence[float] | Broken) -> Any:
@@ -198,6 +196,30 @@ def outcome(message: Any) -> Any:
     """Return what must be the same in an answer when an episode is replayed."""
     rewards = {role: dict(result.turn_rewards) for role, result in message.results.items()}
     return message.messages, message.role, rewards
+
+
+def row_json(row: Mapping[str, Any], where: str) -> str:
+    """Return a row as JSON, with the pictures of its messages as data URIs. Raises DataError if that is not possible."""
+    messages = row.get("messages")
+    if isinstance(messages, list) and any(map(_has_pictures, messages)):
+        row = {**row, "messages": [ChatMessage.from_dict(message).to_json() for message in messages]}
+    return to_json(dict(row), where)
+
+
+def row_of(text: str, where: str) -> dict[str, Any]:
+    """Return a row that `row_json` wrote. Raises DataError for anything else."""
+    row: dict[str, Any] = from_json(text, dict, where)
+    messages = row.get("messages")
+    if isinstance(messages, list) and any(isinstance(item, dict) and "parts" in item for item in messages):
+        picture = _row_images()
+        row["messages"] = [ChatMessage.from_dict(item, picture).to_dict() for item in messages]
+    return row
+
+
+def _has_pictures(message: Any) -> bool:
+    given = message if isinstance(message, Mapping) else {}
+    lists = [given[key] for key in ("parts", "content") if isinstance(given.get(key), list)]
+    return any(isinstance(part, Picture) for parts in lists for part in parts)
 
 
 def to_json(value: Any, where: str) -> str:
@@ -225,6 +247,16 @@ def from_json(text: str, kind: type, where: str) -> Any:
     return value
 
 
+def _fitting(message: Any, what: str) -> Any:
+    """Return a message that is not too large to be sent. Raises EnvError."""
+    size, most = message.ByteSize(), MAX_MESSAGE_BYTES
+    if size > most:
+        raise EnvError(
+            f"{what} has {size // 1024**2} MB, but a message may have at most {most // 1024**2} MB"
+        )
+    return message
+
+
 def _is_plain(value: Any) -> bool:
     try:
         json.dumps(value)
@@ -239,22 +271,44 @@ def _plain(text: str) -> str:
 
 
 def _message(item: ChatMessage) -> Any:
-    if item.parts:
-        raise EnvError("env.remote takes no messages with images. Play this environment without hosts.")
     told = {"failed": item.failed, "reasoning": item.reasoning}
     message = MESSAGES["Message"](role=item.role, content=item.content, **told)
     message.tool_calls.extend(json.dumps(dict(call)) for call in item.tool_calls or ())
+    message.parts.extend(
+        MESSAGES["Part"](text=part) if isinstance(part, str) else MESSAGES["Part"](picture=part.data)
+        for part in item.parts
+    )
     if item.tool_call_id is not None:
         message.tool_call_id = item.tool_call_id
     return message
 
 
-def _chat_message(message: Any) -> ChatMessage:
+def _chat_messages(messages: Sequence[Any]) -> list[ChatMessage]:
+    """Return messages; raises BadRowError for pictures that exceed the limits of a row, whose headers are read."""
+    picture = _row_images() if any(message.parts for message in messages) else None
+    return [_chat_message(message, picture) for message in messages]
+
+
+def _chat_message(message: Any, picture: Any) -> ChatMessage:
     calls = tuple(json.loads(call) for call in message.tool_calls) or None
     call_id = message.tool_call_id if message.HasField("tool_call_id") else None
-    return ChatMessage(
-        message.role, message.content, calls, call_id, message.reasoning, failed=message.failed
+    parts = (
+        part.text if part.WhichOneof("kind") == "text" else picture(part.picture) for part in message.parts
     )
+    return ChatMessage(
+        message.role,
+        message.content,
+        calls,
+        call_id,
+        message.reasoning,
+        failed=message.failed,
+        parts=tuple(parts),
+    )
+
+
+def _row_images() -> Any:
+    """Return what reads the pictures of one message of the protocol, within the limits of a row."""
+    return load("rl4llm.data.images:RowImages")({}, None)
 
 
 def _span(item: TokenSpan) -> Any:
@@ -262,10 +316,24 @@ def _span(item: TokenSpan) -> Any:
     if message.policy:
         message.logprobs.extend(item.logprobs)
         message.version = item.version
+    message.images.extend(
+        MESSAGES["Place"](
+            digest=place.image.digest,
+            height=place.image.height,
+            width=place.image.width,
+            offset=place.offset,
+            length=place.length,
+        )
+        for place in item.images
+    )
     return message
 
 
 def _token_span(message: Any) -> TokenSpan:
     if not message.policy:
-        return TokenSpan.context(tuple(message.token_ids))
+        places = (
+            ImagePlace(Image(item.digest, item.height, item.width), item.offset, item.length)
+            for item in message.images
+        )
+        return TokenSpan.context(tuple(message.token_ids), tuple(places))
     return TokenSpan(tuple(message.token_ids), "policy", tuple(message.logprobs), message.version)

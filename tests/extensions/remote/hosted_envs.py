@@ -1,5 +1,6 @@
 """Environments and rewards that hosts run in tests; what they did is kept here, in the host's process."""
 
+import io
 import itertools
 import os
 import random
@@ -8,8 +9,15 @@ import time
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import EnvError
+from rl4llm.core.images import Picture
+from rl4llm.core.types import images_of
+from rl4llm.data.images import read_picture
 from rl4llm.envs import DebateEnv, RolesEnv, ToolMDPEnv
 from rl4llm.extensions.judges.judges import BaseJudge
 
@@ -237,3 +245,47 @@ class Refuses(Tokens):
     def __init__(self, name="refuses"):
         super().__init__(name)
         raise EnvError("this reward refuses to exist")
+
+
+class Shows(BaseMDPEnv):
+    """Shows the picture of the prompt upside down after the first turn; it brings its own prompts."""
+
+    default_rewards = ("hosted_envs:Looked",)
+    continue_truncated = True
+
+    @staticmethod
+    def prompts(split, limit=None, *, side=56):
+        noise = np.random.default_rng(len(split)).integers(
+            0, 256, (limit or 2, side, 2 * side, 3), dtype=np.uint8
+        )
+        pictures = [read_picture(PIL.Image.fromarray(pixels)) for pixels in noise]
+        return [
+            {
+                "prompt_id": f"{split}-{i}",
+                "messages": [ChatMessage.showing("user", "What is ", picture, "?").to_dict()],
+                "ground_truth": i,
+            }
+            for i, picture in enumerate(pictures)
+        ]
+
+    def respond(self, sample):
+        (picture,) = sample.messages[0].pictures
+        how = sample.columns.get("how")
+        if how == "broken":
+            return [ChatMessage.showing("user", Picture(b"no picture"))]
+        if how == "many":
+            return [ChatMessage.showing("user", *[picture] * 65)]
+        image = PIL.Image.open(io.BytesIO(picture.data))
+        return [ChatMessage.showing("user", "And ", read_picture(PIL.ImageOps.flip(image)), "?")]
+
+
+class Looked(Tokens):
+    """The bytes of all pictures, where they are among the tokens, and what the policy sampled, as a number."""
+
+    def score_batch(self, samples):
+        return [
+            sum(sum(picture.data) for message in sample.messages for picture in message.pictures) / 1e6
+            + sum(place.end + int(place.image.digest[:4], 16) for place in images_of(sample.spans)) / 1e3
+            + sum(sum(span.token_ids) for span in sample.policy_spans) / 1e2
+            for sample in samples
+        ]

@@ -559,7 +559,7 @@ def test_a_host_tells_what_a_success_is(host, remote):
 def test_a_message_stays_the_same_on_its_way():
     messages = [ChatMessage("tool", "Error: no", failed=failed) for failed in (False, True)]
     for message in (*messages, ChatMessage("assistant", "4", reasoning="2 + 2")):
-        assert wire._chat_message(wire._message(message)) == message
+        assert wire._chat_messages([wire._message(message)]) == [message]
 
 
 def test_a_program_is_repaired_on_a_host(remote, play):
@@ -598,7 +598,7 @@ def test_another_protocol_is_refused_by_either_side(host, monkeypatch):
     monkeypatch.setattr(trainer_side.wire, "HelloRequest", lambda **fields: hello(protocol=7, version="9"))
     with pytest.raises(
         ConfigError,
-        match=r"this host uses protocol 4 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
+        match=r"this host uses protocol 5 \(rl4llm .*\), but the trainer uses protocol 7 \(rl4llm 9\)",
     ):
         HostedEnvironment({"name": "chat", "remote": host.address})
 
