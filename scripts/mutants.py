@@ -292,6 +292,8 @@ INFERENCE = _of(
      "test_families.py::test_recurrent_rows_of_unequal_length_do_not_mix"),
     ("image_without_digest", "embedded/images.py", "-1 - int(place.image.digest[:15], 16)", "-1",
      "test_local_images.py::test_caches_tell_images_apart"),
+    ("features_outlive_a_load", "local.py", "                tower.forget()\n", "                pass\n",
+     "../extensions/servers/test_embedded_images.py::test_an_image_seen_before_is_seen_by_the_new_tower"),
     ("image_features_are_blind", "embedded/images.py", "    if begins:\n", "    if False:\n",
      "test_local_images.py::test_scores_are_the_familys"),
     ("image_steps_stand_still", "embedded/kv_cache.py", "            self.axes_ABS += 1\n", "            pass\n",
@@ -356,6 +358,24 @@ SERVERS = _of(
      "test_claim.py::test_a_second_trainer_is_refused_before_it_publishes"),
     ("fallback_without_servers", "sync/wrappers.py", "        except EnginesDownError:", "        except ZeroDivisionError:",
      "test_tensor.py::test_faulty_weights_and_absent_servers_take_no_fallback"),
+    ("pixels_of_another_digest", "embedded/images.py", "canonical(picture, _as_it_is, 0)) != image:",
+     "canonical(picture, _as_it_is, 0)) is None:",
+     "test_embedded_images.py::test_images_that_do_not_fit_their_request_are_refused"),
+    ("image_decoded_before_it_fits", "embedded/images.py", "not start <= place.offset < place.end < tokens", "False",
+     "test_embedded_images.py::test_an_image_is_not_decoded_before_its_place_fits"),
+    ("tower_of_the_start", "embedded/weights.py", "read(directory, tower.vision", "read(model.name_or_path, tower.vision",
+     "test_embedded_images.py::test_an_image_seen_before_is_seen_by_the_new_tower"),
+)  # fmt: skip
+
+AGENTS = _of(
+    "extensions/agents",
+    "tests/extensions/agents",
+    ("image_known_by_its_bytes", "session.py", "self._pictures.setdefault(vision.see(part), part)", "part",
+     "test_agent_images.py::test_images_of_users_and_tools_keep_their_tokens"),
+    ("agent_asks_blindly", "session.py", ", draw, images=images)", ", draw)",
+     "test_agent_images.py::test_images_of_users_and_tools_keep_their_tokens"),
+    ("earlier_images_are_lost", "history.py", "images_of(spans))", "self.new.images)",
+     "test_agent_images.py::test_images_of_users_and_tools_keep_their_tokens"),
 )  # fmt: skip
 
 REMOTE = _of(
@@ -370,6 +390,10 @@ REMOTE = _of(
     ("opponents_stay_with_the_trainer", "hosted.py", "            return RemoteRolesEnv(*args, opponents=opponents,",
      "            return RemoteRolesEnv(*args, opponents=None,",
      "test_remote.py::test_opponent_of_a_hosted_role_plays_in_the_trainer"),
+    ("received_picture_without_limits", "wire.py", "else picture(part.picture)", "else Picture(part.picture)",
+     "test_remote_images.py::test_received_pictures_are_not_decoded"),
+    ("places_stay_with_the_trainer", "wire.py", "tuple(message.token_ids), tuple(places))", "tuple(message.token_ids))",
+     "test_remote_images.py::test_pictures_on_a_host_equal_the_local_ones"),
 )  # fmt: skip
 
 REWARDS = _of(
@@ -381,5 +405,7 @@ REWARDS = _of(
 
 MUTANTS = {
     mutant.name: mutant
-    for mutant in chain(ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REMOTE, REWARDS)
+    for mutant in chain(
+        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, AGENTS, REMOTE, REWARDS
+    )
 }
