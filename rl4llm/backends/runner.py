@@ -95,9 +95,12 @@ class ModelRunner:
     def _run_rows(self, model: nn.Module, batch: TrainBatch) -> tuple[Any, Tensor]:
         """Return the output of a model on padded rows, and `place_BT`."""
         rows = rows_of(batch)
+        mask = rows.attention_mask_RT
+        if self._tower is not None:
+            mask = self._tower.masks(self.model, mask, rows.feature_ids_RT, batch.images)
         output = model(
             **self._inputs(rows.token_ids_RT, rows.feature_ids_RT, batch),
-            attention_mask=rows.attention_mask_RT,
+            attention_mask=mask,
             position_ids=rows.position_ids_RT if rows.axes_ART is None else rows.axes_ART,
             use_cache=False,
         )
@@ -143,6 +146,9 @@ class ModelRunner:
         own, other = self.model.config._attn_implementation, self._stream_attention
         self.padded_since = f"its attention is {own!r}, not 'sdpa'"
         if not other:
+            return False
+        if self._tower is not None and self._tower.both_ways:
+            self.padded_since = "the tokens of an image attend to each other in both directions"
             return False
         expected = _computed(*self._rows(self.probe))
         register()

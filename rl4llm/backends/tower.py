@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from rl4llm.backends.model_files import check_model_path
 from rl4llm.backends.models import UNREADABLE, check_finite, hub_options, without_progress_bars
 from rl4llm.backends.runner import nothing_of
-from rl4llm.backends.vision_language import without_reports
+from rl4llm.backends.vision_language import whole_checkpoint, without_reports
 from rl4llm.core.errors import ModelError
 from rl4llm.core.images import IMAGE_SIDE, TOWER, Image
 from rl4llm.data.vision import Vision
 from rl4llm.runtime.ranks import Ranks
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+MARKS = (
+    "mm_token_type_ids",
+    "token_type_ids",
+)  # what classes call the argument that marks the tokens of images
 FEATURE_BYTES = 1 << 28  # of features that are kept, at least those of the last request
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -43,12 +49,15 @@ class Tower:
 
     Attributes:
         vision: the sizes, tokens and positions of images.
+        names: what the files call its weights.
         trains: whether its weights may change, so that no features are kept.
+        both_ways: whether the tokens of an image attend to each other in both directions, as `check` finds.
         sequence: a few tokens with a small image, the `probe`, and its place.
     """
 
-    def __init__(self, module: Any, vision: Vision, *, trains: bool = False):
-        self._module, self.vision, self.trains = module, vision, trains
+    def __init__(self, module: Any, vision: Vision, names: Mapping[str, str], *, trains: bool = False):
+        self._module, self.vision, self.names = module, vision, names
+        self.trains, self.both_ways = trains, False
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self.sequence = vision.probe()
         self.probe = self.sequence[1][0].image
@@ -56,7 +65,8 @@ class Tower:
     @classmethod
     def read(cls, path: str | Path, vision: Vision, dtype: torch.dtype, *, trains: bool = False) -> Tower:
         """Read the image side of a checkpoint; raises ModelError where it cannot be read."""
-        return cls(_image_side(check_model_path(path), dtype), vision, trains=trains)
+        module, names = _image_side(check_model_path(path), dtype)
+        return cls(module, vision, names, trains=trains)
 
     @property
     def parts(self) -> nn.ModuleDict:
@@ -107,6 +117,35 @@ class Tower:
         later = [part.contiguous() for part in chosen_MKD[:, 1:].unbind(1)]
         return {**found, "visual_pos_masks": shown_BT, "deepstack_visual_embeds": later}
 
+    def masks(
+        self, model: PreTrainedModel, real_RT: Tensor, feature_ids_RT: Tensor | None, images: Sequence[Image]
+    ) -> Any:
+        """Return the attention mask of padded rows: `real_RT` itself where no token sees a later one.
+
+        For images that are seen both ways it is boolean, (R, 1, T, T), by kind of layer where the model has several.
+        """
+        if feature_ids_RT is None or not self.both_ways:
+            return real_RT
+        places_T = torch.arange(real_RT.shape[1], device=real_RT.device)
+        ahead_TT = places_T - places_T[:, None]
+        seen = (ahead_TT <= 0) | self._together(feature_ids_RT, images)
+        seen = (seen & (real_RT[:, None] > 0))[:, None]
+        config = model.config.get_text_config()
+        near = seen & (ahead_TT > -(getattr(config, "sliding_window", None) or len(places_T)))
+        kinds = {FULL: seen, SLIDING: near}
+        return {kind: kinds.get(kind) for kind in getattr(config, "layer_types", None) or ()} or seen
+
+    def opened(
+        self, mask_B1SK: Tensor, places_BS: Tensor, feature_ids_BS: Tensor, images: Sequence[Image]
+    ) -> Tensor:
+        """Return an additive mask of tokens at `places_BS` of K, in which images that are seen both ways are open."""
+        if not self.both_ways:
+            return mask_B1SK
+        together_BSS = self._together(feature_ids_BS, images)
+        open_BSK = torch.zeros_like(mask_B1SK[:, 0], dtype=torch.bool)
+        open_BSK.scatter_(2, places_BS[:, None].expand_as(together_BSS), together_BSS)
+        return mask_B1SK.masked_fill(open_BSK[:, None], 0.0)
+
     def without_images(self, model: PreTrainedModel, token_ids_BT: Tensor) -> dict[str, Any]:
         """Return the arguments of the text model for tokens without images.
 
@@ -138,38 +177,52 @@ class Tower:
         ids_BT = torch.tensor([token_ids], device=device)
         shown_BT = torch.zeros_like(ids_BT)
         shown_BT[0, places[0].offset : places[0].end] = 1
-        own, text = self._module, model.base_model
-        accepted = inspect.signature(own.forward).parameters
-        marks = {name: shown_BT for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
-        pixels = self._pixels([self.probe], device)
-        name = type(own).__name__.removesuffix("Model")
-        without = own.language_model
+        every_BT = torch.ones_like(ids_BT)
+        feature_ids_BT = torch.where(shown_BT > 0, shown_BT.cumsum(-1) - 1, -1)
+        axes = torch.from_numpy(self.vision.positions(len(token_ids), places)).to(device)
+        apart: dict[bool, float] = {}
         with torch.no_grad():
-            try:
-                own.language_model = text
-                expected = own(
-                    input_ids=ids_BT,
-                    attention_mask=torch.ones_like(ids_BT),
-                    use_cache=False,
-                    **marks,
-                    **pixels,
-                ).last_hidden_state
-                feature_ids_BT = torch.where(shown_BT > 0, shown_BT.cumsum(-1) - 1, -1)
-                axes = torch.from_numpy(self.vision.positions(len(token_ids), places)).to(device)
-                found = text(
-                    **self.inputs(model, ids_BT, feature_ids_BT, [self.probe]),
-                    attention_mask=torch.ones_like(ids_BT),
+            inputs = self.inputs(model, ids_BT, feature_ids_BT, [self.probe])
+            marks = {
+                name: shown_BT for name in MARKS if name in inspect.signature(self._module.forward).parameters
+            }
+            expected = self._class_states(
+                model.base_model, input_ids=ids_BT, attention_mask=every_BT, **marks
+            )
+            for self.both_ways in (False, True) if "token_type_ids" in marks else (False,):
+                found = model.base_model(
+                    **inputs,
+                    attention_mask=self.masks(model, every_BT, feature_ids_BT, [self.probe]),
                     position_ids=axes.T[:, None] if axes.shape[1] > 1 else axes.T,
                     use_cache=False,
                 ).last_hidden_state
-            finally:
-                own.language_model = without
-        apart = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-        if not apart <= TOLERANCES[model.dtype]:
+                largest = (found.float() - expected).abs().max()
+                apart[self.both_ways] = float(largest / expected.abs().max())
+        self.both_ways = min(apart, key=lambda way: apart[way])
+        if not apart[self.both_ways] <= TOLERANCES[model.dtype]:
+            name = type(self._module).__name__.removesuffix("Model")
             raise ModelError(
-                f"model.vision: on one image the states of {name} differ by {apart:.1e} of the largest from those of "
-                "the family's class, as in models whose image tokens attend to later ones. Use model.vision=none."
+                f"model.vision: on one image the states of {name} differ by {min(apart.values()):.1e} of the largest from "
+                "those of the family's class, which makes something else of images. Use model.vision=none."
             )
+
+    def _class_states(self, text: nn.Module, **inputs: Tensor) -> Tensor:
+        """Return the last states of the family's class around this text model for the probe."""
+        own, without = self._module, self._module.language_model
+        try:
+            own.language_model = text
+            output = own(**inputs, **self._pixels([self.probe], inputs["input_ids"].device), use_cache=False)
+        finally:
+            own.language_model = without
+        states: Tensor = output.last_hidden_state.float()
+        return states
+
+    def _together(self, feature_ids_RT: Tensor, images: Sequence[Image]) -> Tensor:
+        """Return whether two tokens stand for the same place of an image, (R, T, T)."""
+        lengths = torch.tensor([self.vision.tokens(image) for image in images], device=feature_ids_RT.device)
+        begun_RT = torch.isin(feature_ids_RT, lengths.cumsum(0) - lengths).cumsum(-1)
+        place_RT = torch.where(feature_ids_RT >= 0, begun_RT, -1)
+        return (place_RT[:, :, None] == place_RT[:, None]) & (feature_ids_RT >= 0)[:, None]
 
     def _features_of(self, image: Image, device: torch.device) -> Tensor:
         if image.digest not in self._kept:
@@ -215,15 +268,18 @@ def add_tower(
     setattr(model, TOWER, tower)
     if trains:
         model.add_module(IMAGE_SIDE, tower.parts.requires_grad_(True).to(model.device))
+        if (whole := whole_checkpoint(model)) is not None:
+            whole.renamed = tower.names
     if shared_by is None:
         tower.check(model)
         return
     otherwise = ModelError("model.vision is not accepted; the first rank's message says why.")
     shared_by.agree(lambda: tower.check(model) if shared_by.is_first else None, (ModelError,), otherwise)
+    tower.both_ways = shared_by.share(tower.both_ways)
 
 
-def _image_side(path: str, dtype: torch.dtype) -> Any:
-    """Return the vision-language model without its output layer and with an empty text model."""
+def _image_side(path: str, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
+    """Return the vision-language model without its output layer and with an empty text model, and its names in the files."""
     config = copy.deepcopy(AutoConfig.from_pretrained(path, **hub_options(path)))
     text = config.get_text_config()
     text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
@@ -243,4 +299,8 @@ def _image_side(path: str, dtype: torch.dtype) -> Any:
     if missing := sorted(name for name in report["missing_keys"] if "language_model" not in name):
         raise ModelError(f"The image side of model.path={path!r} is not whole: it has no {missing[0]}.")
     check_finite(model, path)
-    return model.base_model.requires_grad_(False).eval()
+    prefix = f"{model.base_model_prefix}."
+    own = {prefix + name: tensor for name, tensor in model.base_model.named_parameters()}
+    stored = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(own)).items()}
+    names = {name.removeprefix(prefix): stored.get(id(tensor), name) for name, tensor in own.items()}
+    return model.base_model.requires_grad_(False).eval(), names

@@ -38,6 +38,9 @@ class WholeCheckpoint:
 
     def __init__(self, path: str, config: PretrainedConfig, **hub: Any):
         self._path, self.config, self._hub = path, config, hub
+        self.renamed: dict[
+            str, str
+        ] = {}  # names in the files of the image side, where transformers has others
 
     @cached_property
     def _places(self) -> dict[str, str]:
@@ -88,7 +91,8 @@ class WholeCheckpoint:
         return sorted(renamed.intersection(names))
 
     def file_name(self, name: str) -> str:
-        """Return the name in the files of a tensor of the whole model, under any prefix; raise ModelError without one."""
+        """Return the name in the files of a tensor of the image side, under any prefix; raise ModelError without one."""
+        name = self.renamed.get(name, name)
         found = [one for one in self._places if one == name or one.endswith(f".{name}")]
         if len(found) != 1:
             raise ModelError(

@@ -142,6 +142,8 @@ class ModelDecoder(Decoder):
         options = {"logits_to_keep": keep} if self._takes_keep else {}
         layers = [self._layer(cache, number, like) for number, like in enumerate(self._layers.cached)]
         causal = cache.window.causal_mask(cache.dtype)
+        if cache.window.features is not None:
+            causal = self._tower.opened(causal, cache.window.positions_BS, *cache.window.features)
         masks = {kind: _mask(cache, causal, kind, size) for kind, size in self._layers.windows.items()}
         axes_ABS = cache.window.axes_ABS
         with evaluating(self._model), autocasting(token_ids_BS.device, self._autocast):
