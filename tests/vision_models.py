@@ -1,37 +1,40 @@
-"""Tiny vision-language models of two families as directories, images, and trajectories with images in several turns."""
+"""Tiny vision-language models as directories, images, and trajectories with images in several turns."""
+
+import inspect
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
+from vision_families import BOTH_WAYS, FAMILIES, GRIDS, SIDE, write
 
 from rl4llm.backends.models import load_model
-from rl4llm.backends.tiny_vision import (
-    PATCHES,
-    build_vision_model,
-    build_vision_tokenizer,
-    save_vision_model,
-)
+from rl4llm.backends.tiny_vision import build_vision_tokenizer
 from rl4llm.backends.tower import add_tower
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import TokenSpan, Trajectory
 from rl4llm.data.images import ImageStore
 from rl4llm.data.vision import Vision
 
-FAMILIES = tuple(PATCHES)
 TEXTS = ["the colour of the picture is red or green or blue", "how many dots are there? 1 2 3 4"]
+
+
+class Directories(dict):
+    """The directories of a tiny model of each family, each written when it is first asked for."""
+
+    def __init__(self, root):
+        super().__init__()
+        self._root, self._tokenizer = root, build_vision_tokenizer(TEXTS)
+
+    def __missing__(self, family):
+        self[family] = self._root / family
+        write(family, self._tokenizer, self[family])
+        return self[family]
 
 
 @pytest.fixture(scope="session")
 def vision_directories(tmp_path_factory):
-    """Return the directory of a tiny model of each family."""
-    tokenizer = build_vision_tokenizer(TEXTS)
-    found = {}
-    for family in FAMILIES:
-        found[family] = tmp_path_factory.mktemp("vision") / family
-        found[family].mkdir()
-        save_vision_model(build_vision_model(tokenizer, 5, family), tokenizer, found[family])
-    return found
+    return Directories(tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture(params=FAMILIES)
@@ -40,9 +43,10 @@ def vision_directory(request, vision_directories):
 
 
 def picture(family, rows, columns, seed):
-    """Return random pixels (H, W, 3) that become rows x columns tokens."""
-    side = 2 * PATCHES[family]
-    return np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), dtype=np.uint8)
+    """Return random pixels (H, W, 3) that become rows x columns tokens, or the one size of a family."""
+    side = GRIDS.get(family, 0)
+    size = (rows * side, columns * side) if side else (SIDE, SIDE)
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
 
 
 def whole_model(directory):
@@ -86,16 +90,18 @@ def plain_logprobs(whole, vision, token_ids, places=()):
             else:
                 features.append(whole.get_input_embeddings()(ids_BT[0, at]))
                 later.append([torch.zeros_like(layer[0]) for layer in deep])
-        output.pooler_output = (torch.stack(features),)
+        whole_features = torch.stack(features)[None]
+        output.pooler_output = (
+            whole_features if isinstance(output.pooler_output, torch.Tensor) else tuple(whole_features)
+        )
         if deep:
             output.deepstack_features = [(torch.stack(layer),) for layer in zip(*later, strict=True)]
-        options = {"mm_encoder_outputs": {"image": output}, "image_grid_thw": made["image_grid_thw"]}
+        options = {"mm_encoder_outputs": {"image": output}} | made
+        del options["pixel_values"]
+    accepted = inspect.signature(whole.forward).parameters
+    marks = {name: marks_BT for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
     logits = whole(
-        input_ids=ids_BT,
-        attention_mask=torch.ones_like(ids_BT),
-        mm_token_type_ids=marks_BT,
-        use_cache=False,
-        **options,
+        input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False, **marks, **options
     ).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, ids_BT[0, 1:, None])[:, 0]
 
@@ -104,11 +110,13 @@ def plain_logprobs(whole, vision, token_ids, places=()):
 def seen(vision_directory, tmp_path):
     """Return the directory of a model, its `Vision` and trajectories of groups with images.
 
-    Two samples share a prompt with two images, and get a third in turn 2; the policy sampled a placeholder. Two have another
-    prompt, one of them an image in turn 2. Two have no image.
+    Two samples share a prompt with two images; one gets the second again in turn 2, and its policy sampled a placeholder.
+    Two have another prompt, one of them two adjacent images in what a tool answers. Two have no image.
     """
     family = vision_directory.name
     vision = vision_of(vision_directory, tmp_path / "images")
+    # Where the family's class takes a run of placeholders for one image, a token stands between images.
+    between = int(vision.axes > 1 or family in BOTH_WAYS)
     sizes = [(2, 3), (1, 2), (3, 1), (2, 2)]
     images = [vision.store.add(picture(family, *size, seed)) for seed, size in enumerate(sizes, 1)]
     generator = torch.Generator().manual_seed(2)
@@ -137,12 +145,12 @@ def seen(vision_directory, tmp_path):
             (
                 both,
                 policy(*text(4), vision.placeholder, *text(2)),
-                context(1, images[2], 2),
+                context(1, images[0], 2),
                 policy(*text(3)),
             ),
         ),
         ("a", (both, policy(*text(5)))),
-        ("b", (other, policy(*text(3)), context(2, images[3], 1, images[0], 3), policy(*text(4)))),
+        ("b", (other, policy(*text(3)), context(2, images[3], between, images[0], 3), policy(*text(4)))),
         ("b", (other, policy(*text(6)), context(3), policy(*text(2)))),
         ("c", (plain, policy(*text(4)), context(2), policy(*text(3)))),
         ("c", (plain, policy(*text(7)))),

@@ -249,6 +249,22 @@ class SpecialTokens:
         return twin, names, {ours: token for ours, token in ids.items() if ours is not None}
 
 
+def framed(source: str, tokenizer: Any) -> str:
+    """Return the source of a template that writes for an image what the family's processor makes of the template's mark.
+
+    InternVL writes its placeholder, and its processor adds the tokens around it. Gemma 3 writes the first of these tokens.
+    Templates that write all of them stay as they are.
+    """
+    named = tokenizer.special_tokens_map
+    start, placeholder, end = (named.get(f"{name}_image_token", "") for name in ("start", "context", "end"))
+    if start and placeholder and end and start not in source:
+        return source.replace(placeholder, f"{start}{placeholder}{end}")
+    start, placeholder, end = (named.get(f"{name}_token", "") for name in ("boi", "image", "eoi"))
+    if start and placeholder and end and placeholder not in source:
+        return source.replace(start, f"\n\n{start}{placeholder}{end}\n\n")
+    return source
+
+
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
     """Rename tokens in the vocabulary of a tokenizer's model; the unknown token and bytes are also found by their names."""
     vocabulary = model["vocab"]

@@ -28,7 +28,7 @@ from rl4llm.data.messages import (
     shows_reasoning,
     with_description,
 )
-from rl4llm.data.special import SpecialTokens
+from rl4llm.data.special import SpecialTokens, framed
 
 Shape = tuple[str, ...]
 """The roles of the messages between two turns of the policy, e.g. ("tool", "tool")."""
@@ -88,7 +88,7 @@ class ChatTemplate:
         self.name = f"{tokenizer.name_or_path or 'unnamed'} ({type(tokenizer).__name__})"
         self.notes: set[str] = set()  # what users should know, found while probing
         self._args = checked_args(template_args)
-        source = self._checked_source()
+        source = framed(self._checked_source(), tokenizer)
         self.tells_time = "strftime_now" in source
         if self.tells_time:  # shadow the template's clock by a macro that always tells the same time
             told = "".join(f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES)

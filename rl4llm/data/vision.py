@@ -5,7 +5,9 @@
     vision.tokens(image)                         # placeholders in the prompt
     vision.positions(len(token_ids), places)     # along three axes for families with a grid of positions
 
-Everything is read from the model's config and its image processor, and the size is found by trying the processor.
+Everything is read from the model's config and its image processor, and the size is found by trying the processor. Either
+the processor cuts an image into a grid of patches, whose tokens have rows and columns, or it resizes every image to one size
+with one number of tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoImageProcessor
 
 from rl4llm.core.errors import BadRowError, ModelError, TemplateError
 from rl4llm.core.images import Image, ImagePlace, Picture
 from rl4llm.core.types import TokenSpan
-from rl4llm.data.images import ImageStore, Pixels, canonical, size_of
+from rl4llm.data.images import ImageStore, Pixels, canonical, read_picture, size_of
 
 MAX_SEEN = 4096  # pictures whose images are remembered
 PROBE_SIZE = 64, 96  # pixels, before the model's own resizing; not square: rows and columns must differ
+WIDE = 288, 800  # pixels of an image that processors with crops or tiles would cut
+LENGTHS = "image_seq_length", "mm_tokens_per_image"  # keys with the tokens of every image
+INPUTS = "pixel_values", "image_grid_thw"
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What processors raise for sizes and arguments that they do not take."""
 
 
 class Vision:
@@ -56,7 +64,9 @@ class Vision:
         self.axes = 3 if "mrope_section" in rope else 1
         self._see = lru_cache(MAX_SEEN)(self._seen)
         self._fit = lru_cache(MAX_SEEN)(self._fitted)
-        self._patch  # noqa: B018, the processor is there and of a known kind
+        lengths = (getattr(self.config, name, None) for name in LENGTHS)
+        self._length = int(next(filter(None, lengths), 0))
+        self._check()
 
     def see(self, picture: Picture) -> Image:
         """Return the image that the model sees; raises BadRowError for one that cannot be read or is out of proportion."""
@@ -64,8 +74,7 @@ class Vision:
 
     def probe(self) -> tuple[list[int], tuple[ImagePlace, ...]]:
         """Return a few tokens with a small image of noise among them, the same in every run, and its place."""
-        noise = np.random.default_rng(0).integers(0, 256, (*self.fit(*PROBE_SIZE), 3), dtype=np.uint8)
-        image = self.store.add(noise)
+        image = self.store.add(_noise(*self.fit(*PROBE_SIZE)))
         tokens = self.tokens(image)
         start, end = (getattr(self.config, f"vision_{name}_token_id", 1) for name in ("start", "end"))
         return [1, start, *[self.placeholder] * tokens, end, 2, 3], (ImagePlace(image, 2, tokens),)
@@ -99,6 +108,8 @@ class Vision:
 
     def tokens(self, image: Image) -> int:
         """Return the number of tokens that stand for an image."""
+        if self._length:
+            return self._length
         rows, columns = self._grid(image)
         return rows * columns
 
@@ -129,19 +140,21 @@ class Vision:
         made = self._processor(
             images=list(pixels), do_resize=False, input_data_format="channels_last", return_tensors="pt"
         )
-        return dict(made)
+        return {name: made[name] for name in INPUTS if name in made}
 
     def _seen(self, picture: Picture) -> Image:
         return self.store.add(canonical(picture, self.fit, int(self._processor.resample)))
 
     def _fitted(self, height: int, width: int) -> tuple[int, int]:
-        blank = np.zeros((height, width, 3), np.uint8)
         try:
-            made = self._processor(images=[blank], input_data_format="channels_last")
+            made = self._made(np.zeros((height, width, 3), np.uint8))
         except ValueError as error:
             raise BadRowError(
                 f"the image of {height} x {width} pixels is refused by the model: {error}."
             ) from error
+        if self._length:
+            *_, height, width = np.shape(made["pixel_values"])
+            return height, width
         _, rows, columns = (int(count) for count in np.asarray(made["image_grid_thw"])[0])
         return rows * self._patch, columns * self._patch
 
@@ -154,16 +167,35 @@ class Vision:
         """The side of what becomes one token, in pixels."""
         return self._patch * int(self._processor.merge_size)
 
-    @cached_property
+    @property
     def _patch(self) -> int:
         """The side of a patch, in pixels."""
-        made = self._processor(images=[np.zeros((64, 64, 3), np.uint8)], input_data_format="channels_last")
-        if "image_grid_thw" not in made:
-            raise ModelError(
-                f"model.vision: {type(self.config).__name__} in {self._path!r} is not supported. Supported: families whose "
-                "image processor makes grids (image_grid_thw), as Qwen2.5-VL, Qwen3-VL and Qwen3.5 have."
-            )
         return int(self._processor.patch_size)
+
+    def _made(self, pixels_HWC: Pixels) -> dict[str, Any]:
+        """Return what the processor makes of an image in any size."""
+        return dict(
+            self._processor(images=[pixels_HWC], input_data_format="channels_last", return_tensors="pt")
+        )
+
+    def _check(self) -> None:
+        """Raise ModelError unless the processor makes of a wide image what it makes of its pixels, resized once."""
+        wide, processor = _noise(*WIDE), self._processor
+        try:
+            own = self._made(wide)
+            picture = read_picture(PIL.Image.fromarray(wide))
+            once = self.inputs([canonical(picture, self.fit, int(processor.resample))])
+            same = all(np.array_equal(own[name], once[name]) for name in once)
+            same = same and (not self._length or self.fit(*PROBE_SIZE) == self.fit(*WIDE))
+        except UNFIT:
+            same = False
+        if not same:
+            raise ModelError(
+                f"model.vision: {type(self.config).__name__} in {self._path!r} is not supported: its image processor does "
+                "more than resize an image once, to a grid of patches or to one size. Switch crops and tiles off in "
+                "preprocessor_config.json (crop_to_patches, do_pan_and_scan), or use Qwen2-VL to Qwen3.5, InternVL or "
+                "Gemma 3."
+            )
 
     @cached_property
     def _processor(self) -> Any:
@@ -175,3 +207,8 @@ class Vision:
             raise ModelError(
                 f"model.vision: {self._path!r} has no image processor that can be read (preprocessor_config.json): {error}."
             ) from error
+
+
+def _noise(height: int, width: int) -> Pixels:
+    """Return pixels (H, W, 3) that are the same in every run."""
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -1,13 +1,16 @@
 """Images in the trainer: every layout of a batch gives the numbers and gradients of the family's own forward."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from vision_models import plain_logprobs, seeing_model, whole_model
+from vision_families import BOTH_WAYS, FAMILIES, GRIDS, change
+from vision_models import plain_logprobs, seeing_model, vision_of, whole_model
 
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.backends.tower import add_tower
 from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.types import TokenSpan, images_of
 from rl4llm.data.aggregation import totals_of
@@ -50,6 +53,11 @@ def apart(found, expected):
     return max(float((found[key] - expected[key]).abs()) for key in found)
 
 
+def of_text(name):
+    """Whether a tensor of the whole model is one of the text model."""
+    return "language_model" in name or "lm_head" in name
+
+
 @pytest.fixture
 def expected(seen):
     directory, vision, trajectories = seen
@@ -61,14 +69,30 @@ def expected(seen):
 def test_every_layout_gives_the_familys_logprobs(seen, expected, streams):
     directory, vision, trajectories = seen
     backend = TorchBackend(seeing_model(directory, vision), lr=1e-3)
-    assert backend.runner.streams
-    backend.runner.streams = streams
+    both_ways = any("in both directions" in warning for warning in backend.warnings())
+    assert backend.runner.streams != both_ways == (directory.name in BOTH_WAYS)
+    backend.runner.streams &= streams
     for layout in LAYOUTS:
         for size in (10_000, 40):  # all in one micro-batch; some with images, some without
             batches = packed(trajectories, vision, layout, size)
             assert (len(batches) > 2) == (size == 40)
             found = by_record(batches, [backend.forward(batch) for batch in batches])
             assert apart(found, expected) < 1e-5, (layout, size)
+
+
+def seen_by(ranks, directory, images, batch):
+    """Return what one of the ranks that share a model computes."""
+    model = load_model(directory, shared_by=ranks)
+    add_tower(model, directory, vision_of(directory, images), ranks)
+    return TorchBackend(model, ranks=ranks, shard="fsdp2", device="cpu").forward(batch)
+
+
+@pytest.mark.parametrize("vision_directory", ["internvl", "gemma3"], indirect=True)
+def test_ranks_that_share_a_model_see_the_same(seen, expected, on_ranks, tmp_path):
+    directory, vision, trajectories = seen
+    (batch,) = packed(trajectories, vision)
+    for found in on_ranks(seen_by, directory, tmp_path / "images", batch):
+        assert apart(by_record([batch], [found]), expected) < 1e-5
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "train"])
@@ -85,11 +109,11 @@ def test_gradients_are_those_of_the_familys_forward(seen, trains, size):
     sum(-weights[key] * plain[key] for key in plain).backward()
     own = dict(model.named_parameters())
     theirs = {
-        name.replace("model.language_model.", "model.").replace(
-            "model.visual", "image_side.visual"
-        ): parameter.grad
+        name.replace("model.language_model.", "model.")
+        if of_text(name)
+        else name.replace("model.", "image_side.", 1): parameter.grad
         for name, parameter in whole.named_parameters()
-        if trains or "visual" not in name
+        if trains or of_text(name)
     }
     assert own.keys() == theirs.keys()
     largest = max(float(grad.abs().max()) for grad in theirs.values())
@@ -97,6 +121,7 @@ def test_gradients_are_those_of_the_familys_forward(seen, trains, size):
         assert torch.allclose(parameter.grad, theirs[name], atol=1e-5 * largest), name
 
 
+@pytest.mark.parametrize("vision_directory", sorted({*FAMILIES} - {*BOTH_WAYS}), indirect=True)
 def test_text_in_a_model_that_sees_images_is_bit_equal(seen):
     directory, vision, trajectories = seen
     blind, sighted = load_model(directory, device="cpu"), seeing_model(directory, vision)
@@ -157,17 +182,28 @@ def test_image_side_is_exported_as_it_trained(seen, tmp_path, trains):
     backend.export(tmp_path / "out")
     before, after = whole_model(directory).state_dict(), whole_model(tmp_path / "out").state_dict()
     same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same == ({name for name in before if "visual" in name} if not trains else set())
+    assert same == (set() if trains else {name for name in before if not of_text(name)})
     with torch.no_grad():
         expected = expected_of(whole_model(tmp_path / "out"), vision, trajectories)
     assert apart(by_record([batch], [backend.forward(batch)]), expected) < 1e-5
 
 
+@pytest.mark.parametrize("vision_directory", GRIDS, indirect=True)
 def test_positions_that_are_not_the_familys_are_refused(seen, monkeypatch):
     directory, vision, _ = seen
     monkeypatch.setattr(vision, "positions", lambda length, places, own=vision.positions: own(length, ()))
     with pytest.raises(ModelError, match=r"model\.vision: on one image the states of Qwen"):
         seeing_model(directory, vision)
+
+
+@pytest.mark.parametrize("vision_directory", ["internvl"], indirect=True)
+def test_another_number_of_tokens_is_refused(vision_directory, tmp_path):
+    directory = shutil.copytree(vision_directory, tmp_path / "changed")
+    change(directory / "config.json", {"image_seq_length": 5})
+    with pytest.raises(
+        ModelError, match="made 4 tokens of an image of 56 x 56 pixels that stands at 5 places"
+    ):
+        seeing_model(directory, vision_of(directory))
 
 
 def test_images_are_refused_by_a_model_that_sees_none(seen):

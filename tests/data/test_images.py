@@ -9,13 +9,11 @@ import zlib
 import numpy as np
 import PIL.Image
 import pytest
-import torch
-from transformers import AutoModelForImageTextToText
 from vision_models import vision_directories, vision_directory, vision_of  # noqa: F401 - fixtures
 
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.core.errors import BadRowError, DataError, TemplateError
-from rl4llm.core.images import ImagePlace, Picture
+from rl4llm.core.images import Picture
 from rl4llm.core.sample import SampleState, Special, group_of
 from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory, images_of
 from rl4llm.data import images as module
@@ -182,42 +180,6 @@ def test_each_store_writes_what_was_added_to_it(tmp_path):
     assert all((tmp_path / name / f"{image.digest}.png").is_file() for name in ("one", "two"))
 
 
-def test_positions_are_those_of_the_family(vision_directory):  # noqa: F811
-    vision, generator = vision_of(vision_directory), np.random.default_rng(3)
-    model = AutoModelForImageTextToText.from_pretrained(vision_directory)
-    for _ in range(20):
-        token_ids, places = [], []
-        for seed in range(generator.integers(0, 4)):
-            token_ids += generator.integers(5, 300, generator.integers(min(seed, 1), 6)).tolist()
-            height, width = vision.fit(*generator.integers(20, 200, 2).tolist())
-            image = vision.store.add(noise(height, width, seed))
-            places.append(ImagePlace(image, len(token_ids), vision.tokens(image)))
-            token_ids += [vision.placeholder] * vision.tokens(image)
-        token_ids += generator.integers(5, 300, 3).tolist()
-        seen = [vision.store.pixels(place.image) for place in places]
-        grid = vision.inputs(seen)["image_grid_thw"] if seen else None
-        shown = torch.zeros(1, len(token_ids), dtype=torch.int)
-        for place in places:
-            shown[0, place.offset : place.end] = 1
-        expected, _ = model.model.get_rope_index(
-            torch.tensor([token_ids]), mm_token_type_ids=shown, image_grid_thw=grid
-        )
-        assert vision.positions(len(token_ids), places).tolist() == expected[:, 0].T.tolist()
-        if seen:
-            rows = int(grid.prod(-1).sum()) // 4
-            assert rows == sum(place.length for place in places)
-
-
-def test_an_image_is_resized_once(vision_directory):  # noqa: F811
-    vision = vision_of(vision_directory)
-    picture = Picture(file_of(PIL.Image.fromarray(noise(75, 131))))
-    image = vision.see(picture)
-    assert vision.fit(image.height, image.width) == (image.height, image.width)
-    assert vision.count(picture) == vision.tokens(image)
-    with pytest.raises(BadRowError, match="refused by the model"):
-        vision.see(Picture(file_of(PIL.Image.new("RGB", (800, 2)))))
-
-
 ASKED = [{"role": "user", "content": "What is this?"}]
 PLACES = {
     "no place": ({"messages": ASKED, "image": RED}, ["P", "What is this?"]),
@@ -311,6 +273,9 @@ def test_only_pictures_have_places(renderer):
     covered = {n for place in span.images for n in range(place.offset, place.end)}
     assert covered == {n for n, token in enumerate(span.token_ids) if token == vision.placeholder}
     assert text in renderer.decode(span.token_ids)
+    marks = renderer.encode("<|vision_start|><|vision_end|>")
+    for place in span.images:
+        assert [span.token_ids[place.offset - 1], span.token_ids[place.end]] == marks
     plain = [ChatMessage("user", text)]
     assert vision.placeholder not in renderer.first(plain)
 
@@ -335,7 +300,9 @@ def test_images_of_later_turns_do_not_move_earlier_ones(renderer):
 def test_a_template_without_places_is_refused(renderer):
     renderer, vision = renderer
     tokenizer = load_tokenizer(vision.config.name_or_path or vision._path)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "").replace(
+        "<|vision_start|>", ""
+    )
     blind = Renderer(tokenizer, roles=("user",), vision=vision)
     messages = [ChatMessage.showing("user", Picture(RED), "?")]
     with pytest.raises(TemplateError, match="0 placeholders for 1 images"):
