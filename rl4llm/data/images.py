@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -140,17 +140,15 @@ class RowImages:
 class ImageStore:
     """The canonical pixels of a run's images, by digest: in memory, and as PNG files in a directory.
 
-    Nothing is written until `begun` is there, such as the file by which a run owns the directory around. Stores of a process
-    share what is in memory, since a digest is the same image everywhere.
+    Nothing is written until `begun` is there, such as the file by which a run owns the directory around.
     """
-
-    _recent: ClassVar[OrderedDict[str, Pixels]] = OrderedDict()
-    _lock = threading.Lock()
 
     def __init__(self, directory: Path | None = None, begun: Path | None = None):
         self._directory, self._begun = directory, begun
         self._added: set[Image] = set()
+        self._recent: OrderedDict[str, Pixels] = OrderedDict()
         self._unwritten: dict[str, Pixels] = {}
+        self._lock = threading.Lock()
 
     def add(self, pixels_HWC: Pixels) -> Image:
         """Keep pixels (H, W, 3) and return their name."""

@@ -174,10 +174,6 @@ def test_pixels_are_kept_by_digest_and_found_again(tmp_path, monkeypatch):
         store.pixels(image)
 
 
-def test_each_store_writes_what_was_added_to_it(tmp_path):
-    image, same = (ImageStore(tmp_path / name).add(noise(6, 6)) for name in ("one", "two"))
-    assert image == same
-    assert all((tmp_path / name / f"{image.digest}.png").is_file() for name in ("one", "two"))
 
 
 ASKED = [{"role": "user", "content": "What is this?"}]

@@ -143,7 +143,10 @@ def test_a_run_with_images_is_checked_collected_and_imitated(directory, tmp_path
         "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 4},
     }  # fmt: skip
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
     assert main(["check", str(tmp_path / "train.yaml")]) == 0
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.json"]  # which is not touched
     assert (
         main(
             [

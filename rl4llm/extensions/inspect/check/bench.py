@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,15 @@ class Bench:
         """Return what the run offers to the environment of a part; all parts share the sandbox."""
         return provided_by(part.config, part.given, lambda: self.shared["sandbox"])
 
+    @cached_property
+    def scratch(self) -> Config:
+        """The configuration with its files outside the run's directory. Raises RunDirError if there is no room for them."""
+        return self._stack.enter_context(scratch_of(self.config))
+
     def build(self) -> AnyTrainer:
         """Build the trainer like `rl4llm train`, with its files outside the run's directory."""
         check_choices(self.config, Given(), self.algorithm.needs())
-        config = self._stack.enter_context(scratch_of(self.config))
+        config = self.scratch
         silent = replace(config.output, console="quiet")
         plain = replace(config, output=silent, backend={"name": "torch"})
         if self.config.backend != plain.backend:

@@ -154,7 +154,7 @@ def logprobs(bench: Bench) -> str:
         raise NotNeeded(
             "samples are drawn at several temperatures, but the trainer computes log-probs at one"
         )
-    trainer, config = _rl(bench), bench.config
+    trainer, config = _rl(bench), bench.scratch
     trajectories = [trajectory for group in _played(bench).groups for trajectory in group.trajectories]
     differences = []
     for batch in _pack(trainer.preparation, trajectories):
@@ -178,7 +178,7 @@ def publish(bench: Bench) -> str:
     trainer = _rl(bench)
     inference = trainer.inference
     # not calibrated: it accepts differences up to its bound
-    canary = build_canary(bench.config, inference.client)
+    canary = build_canary(bench.scratch, inference.client)
     checked = replace(inference, canary=canary)
     checked.choose_tokens()
     before_BT = canary.expected(trainer.backend)

@@ -25,7 +25,7 @@ from rl4llm.testing import check_env
 def data(bench: Bench) -> str:
     """Check that the rows can be read, both training and held-out ones."""
     learns_from = bench.algorithm.needs().learns_from
-    for name, config in by_part(bench.config).items():
+    for name, config in by_part(bench.scratch).items():
         in_part(name, check_remote, config)
         given = in_part(name, with_hosts, config, Given(), bench.algorithm)
         part = Part(name, config, given, in_part(name, training_rows, config, given, learns_from))
