@@ -208,6 +208,8 @@ ENVS = _of(
      "test_thoughts.py::test_each_prompt_is_what_a_server_would_render"),
     ("draws_across_forks", "policy.py", "(*record.earlier, sample.spans)))", "(sample.spans,)))",
      "test_thoughts.py::test_draws_differ_in_each_record"),
+    ("played_image_without_place", "stored.py", " if span.images else []", " if False else []",
+     "test_stored_images.py::test_groups_with_images_come_back_equal"),
     ("samples_of_refills", "stream.py", "first_index=self._refill * most", "first_index=0 * most",
      "../trainers/test_dynamic_sampling.py::test_dynamic_sampling_ends_after_the_maximum_of_rounds"),
     ("seeds_of_a_row_on_ranks", "stream.py", "earlier=prompts.earlier,", "earlier=None,",

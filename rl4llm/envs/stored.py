@@ -9,6 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl4llm.core.errors import DataError
+from rl4llm.core.images import Image, ImagePlace, Picture
 from rl4llm.core.sample import EpisodeState, Line, SampleState
 from rl4llm.core.types import ChatMessage, TokenSpan
 
@@ -55,11 +57,17 @@ def is_played(unit: Episodes) -> bool:
 
 
 def take_over(unit: Episodes, rows: Sequence[Mapping[str, Any]], oldest: int) -> bool:
-    """Give a new unit the episodes that `dump` wrote; return False if they are others or older than `oldest`."""
+    """Give a new unit the episodes that `dump` wrote; return False if they are others or older than `oldest`, or if an
+    image of theirs is no longer among those of the run."""
     copies = [begin() for begin in unit.begin]
     samples = [sample for episode in copies for sample in episode]
     names = [reward.name for reward in unit.rollout.env.reward_functions]
-    if not fill(samples, rows) or any(list(one.rewards or names) != names for one in samples):
+    try:
+        if not fill(samples, rows, unit.rollout.env.vision):
+            return False
+    except DataError:
+        return False
+    if any(list(one.rewards or names) != names for one in samples):
         return False
     if any((span.version or 0) < oldest for sample in samples for span in sample.policy_spans):
         return False
@@ -69,26 +77,35 @@ def take_over(unit: Episodes, rows: Sequence[Mapping[str, Any]], oldest: int) ->
 
 
 def dump(unit: Episodes) -> str | None:
-    """Return a played unit as JSON text; None if it would not come back equal, as with images or objects in `extras`."""
+    """Return a played unit as JSON text; None if it would not come back equal, as with objects in `extras`.
+
+    Images are stored by their digest; a picture that is not the prompt's comes back as the policy saw it.
+    """
+    vision = unit.rollout.env.vision
     try:
-        text = json.dumps([_row(sample) for sample in unit.samples])
+        rows = [_row(sample, vision) for sample in unit.samples]
+        text = json.dumps(rows)
         copies = [sample for begin in unit.begin for sample in begin()]
-        same = fill(copies, json.loads(text)) and list(map(_row, copies)) == list(map(_row, unit.samples))
-    except (TypeError, ValueError, RecursionError):
+        same = fill(copies, json.loads(text), vision) and [_row(sample, vision) for sample in copies] == rows
+    except (TypeError, ValueError, RecursionError, DataError):
         return None
     return text if same else None
 
 
-def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Give new samples what `dump` wrote of them; return False if it belongs to other episodes."""
+def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]], vision: Any) -> bool:
+    """Give new samples what `dump` wrote of them; return False if it belongs to other episodes.
+
+    `vision` is the environment's. Raises DataError for an image that is not in its store.
+    """
     if [(row["prompt_id"], row["index"]) for row in rows] != [(one.prompt_id, one.index) for one in samples]:
         return False
     for sample, row in zip(samples, rows, strict=True):
-        messages = [_message(one) for one in row["messages"]]
-        begin = len(sample.messages)
-        if messages[:begin] != sample.messages and not row["own_prompt"]:
+        said, begin = row["messages"], len(sample.messages)
+        same = [_said(message, vision) for message in sample.messages] == said[:begin]
+        if not same and not row["own_prompt"]:
             return False
-        sample.messages = messages
+        kept = sample.messages if same else []
+        sample.messages = [*kept, *(_message(one, vision) for one in said[len(kept) :])]
         for name in PLAIN:
             setattr(sample, name, row[name])
         sample.spans, *forks = ([_span(*span) for span in record] for record in row["records"])
@@ -101,18 +118,15 @@ def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]]) -> b
     return True
 
 
-def _row(sample: SampleState) -> dict[str, Any]:
+def _row(sample: SampleState, vision: Any = None) -> dict[str, Any]:
     rewards = sample.rewards
     return {
         "prompt_id": sample.prompt_id,
         "index": sample.index,
         **{name: getattr(sample, name) for name in PLAIN},
-        "messages": [
-            {part.name: getattr(message, part.name) for part in fields(message)}
-            for message in sample.messages
-        ],
+        "messages": [_said(message, vision) for message in sample.messages],
         "records": [
-            [[span.author, span.token_ids, span.logprobs, span.version] for span in record]
+            [[span.author, span.token_ids, span.logprobs, span.version, *_places(span)] for span in record]
             for record in (sample.spans, *sample.special.forks)
         ],
         "own_prompt": sample.special.own_prompt,
@@ -122,12 +136,38 @@ def _row(sample: SampleState) -> dict[str, Any]:
     }
 
 
-def _message(row: Mapping[str, Any]) -> ChatMessage:
-    calls = row["tool_calls"]
-    return ChatMessage(
-        **{**row, "tool_calls": None if calls is None else tuple(calls), "parts": tuple(row["parts"])}
+def _said(message: ChatMessage, vision: Any) -> dict[str, Any]:
+    calls = message.tool_calls
+    return {
+        **{part.name: getattr(message, part.name) for part in fields(message)},
+        "tool_calls": None if calls is None else list(calls),
+        "parts": [
+            part if isinstance(part, str) or vision is None else _named(vision.see(part))
+            for part in message.parts
+        ],
+    }
+
+
+def _named(image: Image) -> list[Any]:
+    return [image.digest, image.height, image.width]
+
+
+def _places(span: TokenSpan) -> list[list[list[Any]]]:
+    """Return what a stored span has after its version: the places of its images, if it has any."""
+    return [[[_named(one.image), one.offset, one.length] for one in span.images]] if span.images else []
+
+
+def _message(row: Mapping[str, Any], vision: Any) -> ChatMessage:
+    calls, parts = row["tool_calls"], row["parts"]
+    shown = tuple(
+        part if isinstance(part, str) else Picture(vision.store.png(Image(*part))) for part in parts
     )
+    return ChatMessage(**{**row, "tool_calls": None if calls is None else tuple(calls), "parts": shown})
 
 
-def _span(author: Any, token_ids: list[int], logprobs: list[float] | None, version: int | None) -> TokenSpan:
-    return TokenSpan(tuple(token_ids), author, None if logprobs is None else tuple(logprobs), version)
+def _span(
+    author: Any, token_ids: list[int], logprobs: list[float] | None, version: int | None, places: Any = ()
+) -> TokenSpan:
+    images = tuple(ImagePlace(Image(*image), offset, length) for image, offset, length in places)
+    sampled = None if logprobs is None else tuple(logprobs)
+    return TokenSpan(tuple(token_ids), author, sampled, version, images)

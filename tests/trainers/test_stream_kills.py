@@ -13,6 +13,7 @@ import pytest
 import torch
 from embedded_server import embedded_server
 from forked_python import started
+from killed_run import die_after
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
@@ -41,23 +42,6 @@ def trainer(model, url, directory, repeatable):
         **{"rollout.max_staleness": 2, "rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 6,
            "env.max_steps": 2, "training.lr": 3e-3, "model.autocast": "none", "eval.every": 0, "checkpoint.every": 0},
     )  # fmt: skip
-
-
-def killed(run):
-    """Have SIGTERM stop a run, as a cluster does, and SIGKILL end it when it has saved."""
-    save, publish = run.trainer.save, run.trainer.publish
-
-    def publish_then_stop():
-        publish()
-        if run.trainer.step == STOPPED:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def save_then_die():
-        save()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    run.trainer.publish, run.trainer.save = publish_then_stop, save_then_die
-    run.train()
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +85,6 @@ def test_a_killed_run_plays_again_what_had_not_ended(model_dir, url, tmp_path):
 
 
 if __name__ == "__main__":
-    killed(trainer(*sys.argv[1:4], repeatable=bool(int(sys.argv[4]))))
+    run = trainer(*sys.argv[1:4], repeatable=bool(int(sys.argv[4])))
+    die_after(run.trainer, STOPPED)
+    run.train()

@@ -2,13 +2,20 @@
 
 import asyncio
 import io
+import json
+import signal
+import sys
 
 import PIL.Image
 import pytest
+from forked_python import started
+from killed_run import die_after
 from server_images import (
     CONTEXT,
     SAMPLED,
+    Looks,
     Seer,
+    Short,
     check_new_tower,
     check_samples_and_scores,
     check_trains,
@@ -16,9 +23,13 @@ from server_images import (
 )
 from vision_models import picture
 
+from rl4llm.compose.tables import Given
+from rl4llm.compose.trainer import build_trainer
+from rl4llm.config import load_config
 from rl4llm.core.errors import EngineError
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.launch import launch
+from rl4llm.runs.checkpoint import latest_checkpoint
 
 pytestmark = pytest.mark.sglang
 
@@ -77,3 +88,48 @@ def test_a_sampled_placeholder_ends_the_reply(seer):
 
 def test_a_step_trains_through_the_server(url, servers_model, tmp_path):  # noqa: F811
     check_trains("sglang", url, servers_model, tmp_path / "run", png)
+
+
+STOPPED = 2
+
+
+def ahead(url, directory, output):
+    """Return a run whose episodes begin up to two steps before the one that trains them, with images in both turns."""
+    rows = [
+        {"prompt": "<image>?", "image": png(seed), "second": png(seed + 1), "ground_truth": "a"}
+        for seed in range(4)
+    ]
+    config = load_config(None, [
+        f"model.path={directory}", "model.vision=frozen", "model.autocast=none", f"output.dir={output}", "eval.every=0",
+        "inference.name=sglang", f"inference.url={url}", f"inference.context_length={CONTEXT}", "rollout.prompts=1",
+        "rollout.group_size=4", "rollout.max_tokens=4", "rollout.max_staleness=2", "max_steps=4", "env.max_steps=2",
+        "deterministic=true", "tracking.tensorboard=false", "tracking.episodes_every=1", "checkpoint.every=0",
+    ])  # fmt: skip
+    return build_trainer(config, Given(dataset=rows, reward_functions=[Short()], env_class=Looks))
+
+
+def test_a_killed_run_trains_the_images_of_its_checkpoint(url, servers_model, tmp_path, capsys):  # noqa: F811
+    with started(__file__, url, servers_model, tmp_path) as program:
+        done = program.end(300)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    checkpoint = latest_checkpoint(tmp_path / "checkpoints")
+    stored = [json.loads(line) for line in (checkpoint.path / "played-0.jsonl").read_text().splitlines()]
+    assert checkpoint.step == STOPPED and len(stored) == 2  # the draws of two steps
+    with ahead(url, servers_model, tmp_path) as run:
+        run.train()
+    assert "2 prompts have been played; 0 are played" in capsys.readouterr().out
+    for step, unit in enumerate(stored, STOPPED + 1):
+        episodes = map(json.loads, (tmp_path / f"episodes/step-{step:06}.jsonl").read_text().splitlines())
+        spans = [[span["token_ids"] for span in episode["spans"]] for episode in episodes]
+        whole = [[token_ids for _, token_ids, *_ in sample["records"][0]] for sample in unit["samples"]]
+        assert all(own == kept[: len(own)] for own, kept in zip(spans, whole, strict=True))
+    trained = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][STOPPED:]
+    assert len(trained) == 2 and all(
+        row["mismatch/max"] < 1e-4 for row in trained
+    )  # the trainer sees what was seen
+
+
+if __name__ == "__main__":
+    with ahead(*sys.argv[1:4]) as run:
+        die_after(run, STOPPED)
+        run.train()
