@@ -33,12 +33,13 @@ ANSWERS = (
 QUESTIONS = {
     "data": "A file or directory with rows? Empty for a few example rows",
     "right": "What is right: the last number (number), the last line (text), or a score that you write (own)?",
-    "tools": "Tools: none, a function (function), or a database for each episode (sqlite)?",
+    "tools": "Tools: none, a function (function), a database (sqlite) or a picture (picture) for each episode?",
     "turns": "How often may the policy speak in an episode?",
     "model": "The model: a directory, or a name on the hub?",
 }
-CHOICES = {"right": ("number", "text", "own"), "tools": ("none", "function", "sqlite")}
+CHOICES = {"right": ("number", "text", "own"), "tools": ("none", "function", "sqlite", "picture")}
 DEFAULTS = {"data": "", "right": "number", "tools": "none", "model": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+SEES_PICTURES = "Qwen/Qwen2.5-VL-3B-Instruct"
 EPISODES, TEXT_CHARS = 8, 160
 EPISODES_FILE = "episodes.jsonl"
 
@@ -97,6 +98,7 @@ def asked(given: Mapping[str, Any]) -> Answers:
     found: dict[str, Any] = {}
     for name, question in QUESTIONS.items():
         default = DEFAULTS.get(name) or ("" if name == "data" else "4" if found["tools"] != "none" else "1")
+        default = SEES_PICTURES if name == "model" and found["tools"] == "picture" else default
         value = given[name]
         if value is None and sys.stdin.isatty():
             value = input(f"{question} [{default}] ").strip()
@@ -124,14 +126,16 @@ def write(directory: Path, answers: Answers) -> None:
         "task.py": templates.module(answers.right, answers.tools, answers.turns),
         "test_task.py": templates.test(answers.tools, answers.turns),
     }
+    data: dict[str, Any] = {"path": "."}
+    images = answers.tools == "picture"
     if answers.data:
-        data = _columns(answers.data)
+        data, of_rows = _columns(answers.data)
+        images |= of_rows
     else:
         for split in ("train", "test"):
             lines = (json.dumps(row) for row in templates.rows(answers.right, answers.tools, split))
             files[f"{split}.jsonl"] = "".join(f"{line}\n" for line in lines)
-        data = {"path": "."}
-    files["task.yaml"] = _yaml(answers, data)
+    files["task.yaml"] = _yaml(answers, data, images=images)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -140,9 +144,10 @@ def write(directory: Path, answers: Answers) -> None:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}.") from error
 
 
-def _columns(path: str) -> dict[str, Any]:
-    """Return the section `data` for given rows, whose columns are found in the first row."""
+def _columns(path: str) -> tuple[dict[str, Any], bool]:
+    """Return the section `data` for given rows, and whether they have images, as the first row's columns tell."""
     from rl4llm.data.columns import has_column, value_at
+    from rl4llm.data.images import COLUMNS
     from rl4llm.data.read import read_rows
 
     where, row = next(iter(read_rows(path, "train")), ("", None))
@@ -163,22 +168,22 @@ def _columns(path: str) -> dict[str, Any]:
     found |= {} if answer == "ground_truth" else {"answer_column": str(answer)}
     if "####" in str(value_at(row, str(answer))):
         found["answer_pattern"] = r"####\s*(.+)"
-    return found
+    return found, any(row.get(name) is not None for name in COLUMNS)
 
 
-def _yaml(answers: Answers, data: Mapping[str, Any]) -> str:
+def _yaml(answers: Answers, data: Mapping[str, Any], *, images: bool) -> str:
     from rl4llm.data.read import has_splits
 
     env: dict[str, Any] = {"name": "chat"}
     if answers.tools != "none":
-        name = "calculate" if answers.tools == "function" else "Sql"
+        name = {"function": "calculate", "sqlite": "Sql", "picture": "Camera"}[answers.tools]
         env = {"name": "tool", "tools": [f"task:{name}"], "max_steps": answers.turns}
     elif answers.turns > 1:
         env = {"name": "task:Task", "max_steps": answers.turns}
     measured = data["path"] == "." or has_splits(data["path"])
     model = str(Path(answers.model).absolute()) if Path(answers.model).is_dir() else answers.model
     sections = {
-        "model": {"path": model},
+        "model": {"path": model, **({"vision": "frozen"} if images else {})},
         "data": dict(data),
         "eval": {"every": 10, "limit": 64} if measured else {"every": 0},
         "env": env,

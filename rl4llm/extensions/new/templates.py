@@ -116,6 +116,24 @@ class Sql(ToolSet):
         except (sqlite3.Error, sqlite3.Warning) as error:
             raise ToolError(str(error)) from error  # the model's mistake: it reads this
 ''',
+    "picture": '''
+
+class Camera(ToolSet):
+    """A picture for each episode, with as many squares as its row says."""
+
+    def open(self, sample):
+        opened = Camera()
+        opened.squares = int(sample.columns.get("squares", 3))
+        return opened
+
+    @tool
+    def look(self):
+        """Look at the picture."""
+        picture = PIL.Image.new("RGB", (28 * (2 * self.squares + 1), 84), "white")
+        for place in range(self.squares):
+            picture.paste("red", (28 * (2 * place + 1), 28, 28 * (2 * place + 2), 56))
+        return read_picture(picture)
+''',
 }
 
 ENVIRONMENT = '''
@@ -157,6 +175,12 @@ def test_each_episode_has_a_database():
             opened.query(sql)
     opened.close()
 """,
+    "picture": """
+
+def test_each_episode_has_a_picture():
+    few, many = (task.Camera().open(SampleState("", 0, [], "", {"squares": count})).look() for count in (1, 4))
+    assert (size_of(few), size_of(many)) == ((84, 84), (84, 252))
+""",
 }
 
 TEST_ENVIRONMENT = """
@@ -175,11 +199,18 @@ def module(right: str, tools: str, turns: int) -> str:
     standard = [name for name, wanted in (("re", right != "text"), ("sqlite3", tools == "sqlite")) if wanted]
     names = ["BaseRewardFunction", "ChatMessage"]
     names += ["BaseMDPEnv"] if plays else []
-    names += {"none": [], "function": ["ToolError"], "sqlite": ["ToolError", "ToolSet", "tool"]}[tools]
+    names += {
+        "none": [],
+        "function": ["ToolError"],
+        "sqlite": ["ToolError", "ToolSet", "tool"],
+        "picture": ["ToolSet", "tool"],
+    }[tools]
     imports = [f"import {name}" for name in standard] + ([""] if standard else [])
+    imports += ["import PIL.Image"] if tools == "picture" else []
     imports += [f"from rl4llm import {', '.join(sorted(names, key=lambda name: (name.islower(), name)))}"]
     imports += [
         "from rl4llm.core.base_env import RewardExample",
+        *(["from rl4llm.data.images import read_picture"] if tools == "picture" else []),
         "from rl4llm.rewards.replies import final_reply",
     ]
     pieces = [RIGHT[right], REWARD, TOOLS[tools], ENVIRONMENT if plays else ""]
@@ -192,7 +223,8 @@ def test(tools: str, turns: int) -> str:
     names = (["ToolError"] if tools == "sqlite" else []) + (["ChatMessage"] if plays else [])
     imports = ["import pytest"] if tools == "sqlite" else []
     imports += ["import task", ""] + ([f"from rl4llm import {', '.join(names)}"] if names else [])
-    imports += ["from rl4llm.core.base_env import SampleState"] if names else []
+    imports += ["from rl4llm.core.base_env import SampleState"] if names or tools == "picture" else []
+    imports += ["from rl4llm.data.images import size_of"] if tools == "picture" else []
     imports += ["from rl4llm.rewards import check_examples", ""]
     return "\n".join([TEST, *imports]) + TEST_REWARD + TESTS[tools] + (TEST_ENVIRONMENT if plays else "")
 
@@ -213,6 +245,12 @@ def _row(right: str, tools: str, number: int) -> dict[str, Any]:
         asked = asked if right == "number" else "Which name has the first row of the table items?"
         tables = f"create table items (name text, price integer); insert into items values {values};"
         return {"prompt": asked, "ground_truth": answer, "tables": tables}
+    if tools == "picture":
+        asked, count = (
+            f"How many squares does picture {number + 1} show? Look at it. Answer with a number.",
+            1 + number % 5,
+        )
+        return {"prompt": asked, "ground_truth": str(count), "squares": count}
     one, other = 2 + number % 13, 3 + number // 5
     if right == "number":
         return {"prompt": f"What is {one} + {other}?", "ground_truth": str(one + other)}

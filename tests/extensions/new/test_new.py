@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import yaml
+from vision_models import vision_directories  # noqa: F401 - fixture
 
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError
@@ -51,7 +52,8 @@ def test_every_shape_is_formatted_as_ruff_does(shape, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("right", "tools"), [("number", "sqlite"), ("number", "none"), ("text", "none"), ("own", "none")]
+    ("right", "tools"),
+    [("number", "sqlite"), ("number", "picture"), ("number", "none"), ("text", "none"), ("own", "none")],
 )
 def test_no_example_row_is_in_both_splits(right, tools):
     train, test = (rows(right, tools, split) for split in ("train", "test"))
@@ -59,14 +61,26 @@ def test_no_example_row_is_in_both_splits(right, tools):
     assert not [row for row in test if row in train]
 
 
-@pytest.mark.parametrize("shape", [("number", "sqlite", 3), ("text", "none", 2)], ids=str)
-def test_a_new_task_is_checked_played_and_trained(shape, model_dir, tmp_path, no_task, capsys, monkeypatch):
-    model = tmp_path / "model"
-    shutil.copytree(model_dir, model)
-    described = json.loads((model / "config.json").read_text())
-    roomy = described | {"max_position_embeddings": 4096}  # tools take a thousand of its small tokens
-    (model / "config.json").write_text(json.dumps(roomy))
+@pytest.mark.parametrize(
+    "shape", [("number", "sqlite", 3), ("number", "picture", 3), ("text", "none", 2)], ids=str
+)
+def test_a_new_task_is_checked_played_and_trained(
+    shape,
+    model_dir,
+    vision_directories,  # noqa: F811
+    tmp_path,
+    no_task,
+    capsys,
+    monkeypatch,
+):
     right, tools, turns = shape
+    model = tmp_path / "model"
+    shutil.copytree(vision_directories["qwen3_vl"] if tools == "picture" else model_dir, model)
+    described = json.loads((model / "config.json").read_text())
+    described.get("text_config", described)["max_position_embeddings"] = (
+        4096  # tools take a thousand of its small tokens
+    )
+    (model / "config.json").write_text(json.dumps(described))
     place = tmp_path / "mine"
     options = ["--right", right, "--tools", tools, "--turns", str(turns), "--model", str(model)]
     assert main(["recipe", "new", str(place), *options]) == 0, capsys.readouterr()
@@ -77,7 +91,7 @@ def test_a_new_task_is_checked_played_and_trained(shape, model_dir, tmp_path, no
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
     keys = [
-        "max_steps=1",
+        "max_steps=2",
         "rollout.prompts=1",
         "rollout.group_size=2",
         "rollout.max_tokens=8",
@@ -119,3 +133,18 @@ def test_a_task_is_never_overwritten(tmp_path, capsys):
     assert main(["recipe", "new", str(tmp_path)]) == 2
     assert "has task.py already" in capsys.readouterr().err
     assert (tmp_path / "task.py").read_text() == "mine = 1\n"
+
+
+def test_rows_with_images_turn_them_on(tmp_path):
+    for name, row in (("text", {}), ("seen", {"image": "red.png"}), ("none", {"images": None})):
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text(json.dumps({"prompt": "<image>?", "answer": "red", **row}) + "\n")
+        write(tmp_path / name, Answers(str(data), "text", "none", 1, "model"))
+        model = yaml.safe_load((tmp_path / name / "task.yaml").read_text())["model"]
+        assert model == {"path": "model", **({"vision": "frozen"} if name == "seen" else {})}
+
+
+def test_pictures_are_shown_to_a_model_that_sees_them():
+    given = {"data": None, "right": None, "tools": "picture", "turns": None, "model": None}
+    assert asked(given) == Answers("", "number", "picture", 4, "Qwen/Qwen2.5-VL-3B-Instruct")
+    assert asked({**given, "model": "mine"}).model == "mine"
