@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import torch
 
 from rl4llm.core.base_env import SampleState
+from rl4llm.core.images import ImagePlace, Picture
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
+from rl4llm.data.images import ImageStore
 from rl4llm.data.pack import pack
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens
 from rl4llm.tracking.tracker import JsonlTracker
@@ -88,3 +91,17 @@ def write_run(directory, tokenizer, steps=3, lr="1.0e-4", offset=0.0):
     metrics.close()
     tokenizer.save_pretrained(directory / "model")
     return directory
+
+
+def write_seen(run):
+    """Write an episode with an image of 40 tokens into a run, as its last; return the image's file."""
+    images = ImageStore(run / "images")
+    image = images.add(np.full((320, 640, 3), 200, np.uint8))
+    said = (
+        ChatMessage.showing("user", "What is ", Picture(images.png(image)), "?"),
+        ChatMessage("assistant", "It is grey."),
+    )
+    spans = (TokenSpan.context([5, *[7] * 40, 6], [ImagePlace(image, 1, 40)]), policy([8, 9]))
+    group = Group("seen", (Trajectory("seen", spans, said, {"math": 1.0}, 1.0, "done", {"sample": 0}),))
+    EpisodeLog(run / "episodes").log(99, [group], credits=[[0.0]])
+    return run / "images" / f"{image.digest}.png"

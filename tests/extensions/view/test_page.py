@@ -5,7 +5,7 @@ import os
 
 import pytest
 from extensions.view.browser import list_episodes
-from extensions.view.runs import episode, write_run, write_step
+from extensions.view.runs import episode, write_run, write_seen, write_step
 from extensions.view.serving import served
 
 from rl4llm.core.types import Group
@@ -412,3 +412,24 @@ def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     browser.until("document.querySelector('.config tr.row-differs')")
     assert "contains 10 of 51 episodes: some of each step, and the extremes" in browser.text("#status")
     assert not browser.errors and os.path.getsize(report) < 2 << 20
+
+
+@pytest.mark.parametrize("form", ["served", "exported"])
+def test_images_are_shown_small_and_their_tokens_are_one(browser, tokenizer, tmp_path, form):
+    run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
+    file = write_seen(run)
+    last = export(find_runs([run]), report) - 1
+    with served(run) as url:
+        if form == "exported":
+            file.unlink()
+        browser.open((url if form == "served" else report.as_uri()) + f"#/episode/0/{last}")
+        browser.until("document.querySelector('img.picture')?.naturalWidth")
+        size = browser.value(
+            "(({ naturalWidth: w, naturalHeight: h }) => [w, h])(document.querySelector('img'))"
+        )
+        assert size == [256, 128]
+        shown = browser.value("[...document.querySelectorAll('.token')].map((token) => token.innerText)")
+        assert len(shown) == 5 and shown[1] == "[image, 40 tokens]"
+        headings = browser.value("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
+        assert "Tokens 44" in headings
+        browser.call("Page.navigate", url="about:blank")

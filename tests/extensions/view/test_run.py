@@ -1,9 +1,13 @@
+import base64
+import io
 import json
 import os
+import re
 import socket
 
+import PIL.Image
 import pytest
-from extensions.view.runs import write_run
+from extensions.view.runs import write_run, write_seen
 
 from rl4llm.cli import main
 from rl4llm.core.errors import RunDirError
@@ -103,3 +107,15 @@ def test_tokens_without_tokenizer_and_partial_bytes_have_text(tokenizer, tmp_pat
     os.unlink(directory / "model" / "tokenizer.json")
     (without,) = find_runs([directory])
     assert without.texts.of(token_ids) == {}
+
+
+def test_an_exported_page_carries_small_copies_of_images(tokenizer, tmp_path):
+    run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
+    digest = write_seen(run).stem
+    assert main(["view", str(run), "--export", str(report)]) == 0
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', report.read_text())[1]
+    *others, seen = json.loads(data)["runs"][0]["episodes"]
+    assert not any("images" in episode for episode in others) and [*seen["images"]] == [digest]
+    kind, _, copy = seen["images"][digest].partition(",")
+    with PIL.Image.open(io.BytesIO(base64.b64decode(copy))) as small:
+        assert kind == "data:image/png;base64" and small.size == (256, 128)
