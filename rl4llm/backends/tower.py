@@ -278,16 +278,31 @@ def add_tower(
     tower.both_ways = shared_by.share(tower.both_ways)
 
 
-def _image_side(path: str, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
-    """Return the vision-language model without its output layer and with an empty text model, and its names in the files."""
+def empty_image_side(path: str | Path) -> Any:
+    """Return the image side of a checkpoint on the meta device, from its config alone; raise ModelError without one."""
+    path = check_model_path(path)
+    try:
+        with torch.device("meta"):
+            return AutoModelForImageTextToText.from_config(_without_text(path)).base_model
+    except UNREADABLE as error:
+        raise ModelError(f"The image side of model.path={path!r} cannot be read: {error}") from error
+
+
+def _without_text(path: str) -> Any:
+    """Return the config of a vision-language model whose text model is empty."""
     config = copy.deepcopy(AutoConfig.from_pretrained(path, **hub_options(path)))
     text = config.get_text_config()
     text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
+    return config
+
+
+def _image_side(path: str, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
+    """Return the vision-language model without its output layer and with an empty text model, and its names in the files."""
     try:
         with without_progress_bars(), without_reports():
             model, report = AutoModelForImageTextToText.from_pretrained(
                 path,
-                config=config,
+                config=_without_text(path),
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # of the embedding

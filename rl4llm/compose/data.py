@@ -26,12 +26,19 @@ from rl4llm.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl4llm.data.mixture import MixedPrompts
+    from rl4llm.data.vision import Vision
 
 GENERATED: Registry[Callable[..., list[dict[str, Any]]]] = Registry("data.path", group="rl4llm.tasks")
 """Tasks that `data.path` may name instead of a file."""
 
 LEAST = 0.1
 """The least share of its weight that a pool of a dataset keeps in a curriculum."""
+
+LONGEST = 16
+"""Rows that are measured to find the longest."""
+
+CHARACTERS = 4
+"""Of a token, about, to compare texts and images."""
 
 
 def training_rows(config: Config, given: Given, learns_from: LearnsFrom) -> Any:
@@ -276,7 +283,7 @@ def _longest(env: BaseMDPEnv, renderer: Renderer, turn_tokens: int, context_leng
     """Return the tokens of the longest prompt, and of what may follow it."""
     longest = max(
         renderer.of_row(row).length(messages)
-        for row in longest_rows(env.dataset, 16)
+        for row in longest_rows(env.dataset, LONGEST, vision=env.vision)
         for messages in _policy_openings(env, row)
     )
     lines = env.max_steps * len(env.roles)  # each role reads what the others say
@@ -289,17 +296,21 @@ def _policy_openings(env: BaseMDPEnv, row: Mapping[str, Any]) -> list[list[ChatM
     return [openings[role] for role in env.policy_roles]
 
 
-def longest_rows(rows: Any, count: int, columns: Sequence[str] = ("messages",)) -> list[Mapping[str, Any]]:
-    """Return the rows with the most text in these columns of messages."""
-    return [rows[number] for number in by_size(rows, columns)[:count]]
+def longest_rows(
+    rows: Any, count: int, columns: Sequence[str] = ("messages",), vision: Vision | None = None
+) -> list[Mapping[str, Any]]:
+    """Return the rows with the most text and images in these columns of messages."""
+    return [rows[number] for number in by_size(rows, columns, vision)[:count]]
 
 
-def by_size(rows: Any, columns: Sequence[str]) -> list[int]:
-    """Return the numbers of the rows, those with the most text first."""
+def by_size(rows: Any, columns: Sequence[str], vision: Vision | None) -> list[int]:
+    """Return the numbers of the rows, those with the most text and images first; `vision` counts the tokens of images."""
 
     def size(number: int) -> int:
         items = (item for column in columns for item in rows[number][column])
-        messages = (item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in items)
-        return sum(len(message.content) + len(str(message.tool_calls or "")) for message in messages)
+        messages = [item if isinstance(item, ChatMessage) else ChatMessage.from_dict(item) for item in items]
+        texts = sum(len(message.content) + len(str(message.tool_calls or "")) for message in messages)
+        pictures = (picture for message in messages for picture in message.pictures)
+        return texts + sum(CHARACTERS * vision.count(picture) for picture in pictures if vision)
 
     return sorted(range(len(rows)), key=size, reverse=True)

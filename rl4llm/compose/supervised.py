@@ -216,7 +216,7 @@ def fitting_conversations(
 
     for numbers in by_form(rows, columns):
         next((number for number in numbers if length(number) is not None), None)
-    found = too_long(by_size(rows, columns), length, context_length, PATIENCE)
+    found = too_long(by_size(rows, columns, vision_of(config)), length, context_length, PATIENCE)
     order = [number for number in range(len(rows)) if number not in refused]
     long = {new: found[old] for new, old in enumerate(order) if old in found}
     kept = usable_rows(rows, refused, skip=skip)

@@ -18,7 +18,7 @@ from rl4llm.config import Config, by_part
 from rl4llm.core.errors import EngineError, RunDirError
 from rl4llm.core.model_memory import Precision
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded
-from rl4llm.extensions.inspect.plan.shape import read_shape
+from rl4llm.extensions.inspect.plan.shape import read_shape, read_tower, with_tower
 from rl4llm.runtime.ports import describe, holder, is_loopback
 
 WAIT_S = 5.0
@@ -117,11 +117,15 @@ def disk(bench: Bench) -> str:
 
 def _needed(config: Config, *, served: bool) -> int:
     """Return bytes: trained weights and moments per checkpoint, whole weights for the model and each version served."""
-    lora, precision = config.model.lora, Precision.of(config.model.dtype)
+    lora, vision, precision = config.model.lora, config.model.vision, Precision.of(config.model.dtype)
     shape = read_shape(config.model.path, lora_rank=lora.rank, lora_targets=lora.targets)
-    model = BACKENDS[config.backend["name"]].memory(shape, precision, config.backend)
+    whole = shape if vision == "none" else with_tower(shape, read_tower(config.model.path))
+    memory = BACKENDS[config.backend["name"]].memory
+    saved = memory(whole if vision == "train" else shape, precision, config.backend).saved
     versions = config.sync.keep + 1 if served and config.sync.dir is None else 0
-    return (config.checkpoint.keep + 1) * model.saved + (1 + versions) * model.whole
+    return (config.checkpoint.keep + 1) * saved + (1 + versions) * memory(
+        whole, precision, config.backend
+    ).whole
 
 
 def _gib(size: int) -> str:

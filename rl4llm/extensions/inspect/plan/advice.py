@@ -58,6 +58,8 @@ def _candidates(plan: RunPlan) -> Iterator[dict[str, Any]]:
     if config.inference["name"] == "local" and rows > 8:
         yield {"inference.max_rows": rows // 2}
     yield from _shared_out(plan)
+    if config.model.vision == "train":
+        yield {"model.vision": "frozen"}
     if not config.model.lora.rank and config.training.lr:
         yield {"model.lora.rank": 16, "training.lr": float(f"{FASTER * config.training.lr:.3g}")}
     if config.model.dtype == "float32":

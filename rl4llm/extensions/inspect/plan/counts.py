@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +14,7 @@ import torch
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.compose.choices import in_part
 from rl4llm.compose.data import (
+    LONGEST,
     fitting_prompts,
     held_out_rows,
     longest_rows,
@@ -28,6 +29,7 @@ from rl4llm.compose.environments import (
     build_sandbox,
     with_hosts,
 )
+from rl4llm.compose.models import vision_of
 from rl4llm.compose.supervised import dataset_reader
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import batching_of
@@ -35,7 +37,7 @@ from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import TrainBatch
+from rl4llm.core.types import TrainBatch, Trajectory, images_of
 from rl4llm.data.answers import ANSWER_COLUMNS
 from rl4llm.data.pack import RolloutSize
 from rl4llm.data.render import Renderer
@@ -63,6 +65,8 @@ class Counts(RolloutSize):
     trains: int
     keys: int
     step_tokens: int  # in all micro-batches of a rollout
+    image_tokens: int  # of a prompt or conversation, at most
+    seen_tokens: int  # of the images in the largest micro-batch, where each counts once
 
 
 def count(config: Config, algorithm: BaseAlgorithm, context_length: int) -> Counts:
@@ -91,6 +95,7 @@ def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, co
         plan = micro_batch_plan(config, batching, played, context_length)
         largest = int(np.argmax(plan.tokens))
         sequences = plan.sequences[largest]
+        image_tokens = max(_image_tokens(env) for env, _, _ in played)
         return Counts(
             rows=sum(len(env.dataset) for env, _, _ in played),
             held_out=held_out,
@@ -109,6 +114,8 @@ def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, co
             trains=sequences * plan.new_tokens,
             keys=plan.tokens[largest] + sequences * plan.prompt_tokens,
             step_tokens=sum(plan.tokens) * plan.updates,
+            image_tokens=image_tokens,
+            seen_tokens=-(-sequences // plan.samples) * image_tokens,
         )
 
 
@@ -152,6 +159,21 @@ def _prompt_lengths(env: BaseMDPEnv, renderer: Renderer) -> list[int]:
     ]
 
 
+def _image_tokens(env: BaseMDPEnv) -> int:
+    """Return the most tokens that the images of a prompt have."""
+    if env.vision is None:
+        return 0
+    prompts = (
+        env.openings(row)[role]
+        for row in longest_rows(env.dataset, LONGEST, vision=env.vision)
+        for role in env.policy_roles
+    )
+    return max(
+        sum(env.vision.count(picture) for message in prompt for picture in message.pictures)
+        for prompt in prompts
+    )
+
+
 def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int) -> Counts:
     """Count a dataset: the longest rows are read as they will be trained on, and a step is made of these."""
     needs, given = algorithm.needs(), Given()
@@ -162,7 +184,10 @@ def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, contex
     dataset = fitting(dataset, context_length, "data")
     batching = batching_of(config, algorithm, tokenizer)
     longest = longest_rows(
-        dataset, max(1, config.rollout.prompts // batching.updates_per_rollout), ("messages", *answers)
+        dataset,
+        max(1, config.rollout.prompts // batching.updates_per_rollout),
+        ("messages", *answers),
+        vision_of(config),
     )
     groups = [read(row, str(row.get("prompt_id", number))) for number, row in enumerate(longest)]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -188,7 +213,18 @@ def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, contex
         trains=int(largest.mask_BT.sum()),
         keys=_keys(largest),
         step_tokens=sum(batch.token_ids_BT.numel() for batch in batches) * batching.updates_per_rollout,
+        **_images(trajectories, largest),
     )
+
+
+def _images(trajectories: Sequence[Trajectory], batch: TrainBatch) -> dict[str, int]:
+    """Return the image tokens of the trajectory that has most of them, and those of a batch."""
+    places = [images_of(trajectory.spans) for trajectory in trajectories]
+    lengths = {place.image: place.length for own in places for place in own}
+    return {
+        "image_tokens": max(sum(place.length for place in own) for own in places),
+        "seen_tokens": sum(lengths[image] for image in batch.images),
+    }
 
 
 def _keys(batch: TrainBatch) -> int:

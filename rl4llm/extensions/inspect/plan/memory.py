@@ -8,10 +8,11 @@ its libraries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from rl4llm.backends.heads import head_memory
+from rl4llm.backends.tower import FEATURE_BYTES
 from rl4llm.compose.engines import server_urls
 from rl4llm.compose.models import autocast_of, device_of
 from rl4llm.compose.tables import BACKENDS, ENGINES
@@ -19,7 +20,9 @@ from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape, Precision
 from rl4llm.core.types import TrainBatch
+from rl4llm.data.images import KEPT
 from rl4llm.extensions.inspect.plan.counts import Counts
+from rl4llm.extensions.inspect.plan.shape import TowerShape, with_tower
 from rl4llm.runtime.ports import is_loopback
 
 VERSIONS = "versions of the weights in shared memory"
@@ -43,12 +46,16 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of a run's models: critic and reference if there are any, and `others` on the device that judge or play."""
+    """The shapes of a run's models: critic and reference if there are any, and `others` on the device that judge or play.
+
+    A `tower` is beside policy, critic and reference if they see images.
+    """
 
     policy: ModelShape
     critic: ModelShape | None = None
     reference: ModelShape | None = None
     others: Mapping[str, int] = field(default_factory=dict)  # bytes by name
+    tower: TowerShape | None = None
 
 
 class Memory:
@@ -59,6 +66,8 @@ class Memory:
         self.needs = algorithm.needs()
         self.on_gpu = device_of(config) != "cpu"
         self.precision = Precision.of(config.model.dtype, autocast_of(config), gpu=self.on_gpu)
+        self.trained = models.tower if config.model.vision == "train" else None
+        self.frozen = models.tower if self.trained is None else None
         self.policy = self._held(models.policy)
         self.critic = self._held(models.critic) if models.critic else None
         self.reference = self._held(models.reference, trains=False) if models.reference else None
@@ -99,11 +108,17 @@ class Memory:
         hosts = [urlsplit(url).hostname or "" for url in server_urls(self.config)]
         if name != "filesystem" or not all(map(is_loopback, hosts)):
             return 0
-        return (sync.keep + 1) * self.models.policy.parameters * self.precision.computed
+        return (sync.keep + 1) * self._whole.parameters * self.precision.computed
+
+    @property
+    def _whole(self) -> ModelShape:
+        """The policy as servers hold it, with its image tower."""
+        return with_tower(self.models.policy, self.models.tower)
 
     def _held(self, shape: ModelShape, *, trains: bool = True) -> ModelMemory:
         backend = BACKENDS[self.config.backend["name"]]
-        return backend.memory(shape, self.precision, self.config.backend, self.ranks, trains=trains)
+        whole = with_tower(shape, self.trained)
+        return backend.memory(whole, self.precision, self.config.backend, self.ranks, trains=trains)
 
     def _resident(self) -> dict[str, int]:
         """Return what stays through all phases."""
@@ -119,7 +134,33 @@ class Memory:
     def _fixed(self) -> dict[str, int]:
         """Return what stays on the device while a server has it too."""
         trained = [model.buckets for model in (self.policy, self.critic) if model]
-        return {"gradient buckets": sum(trained), **self.models.others}
+        return {"gradient buckets": sum(trained), **self.models.others, **self._images()}
+
+    def _images(self) -> dict[str, int]:
+        """Return frozen image towers, the features that they keep, and on a CPU the pixels of images."""
+        tower, counts = self.models.tower, self.counts
+        if tower is None:
+            return {}
+        images, feature = counts.rows + counts.held_out, tower.features * self.precision.weights
+        kept = min(FEATURE_BYTES, images * counts.image_tokens * feature)
+        pixels = min(KEPT, images) * counts.image_tokens * tower.pixels
+        return {
+            "image towers": self._towers,
+            "features of images": self._sighted * max(kept, counts.seen_tokens * feature)
+            if self.frozen
+            else 0,
+            "pixels of images": 0 if self.on_gpu else pixels,
+        }
+
+    @property
+    def _sighted(self) -> int:
+        """The number of models that have an image tower."""
+        return sum(model is not None for model in (self.policy, self.critic, self.reference))
+
+    @property
+    def _towers(self) -> int:
+        """The bytes of frozen image towers, which no backend shards or offloads."""
+        return self._sighted * self.frozen.layers.parameters * self.precision.weights if self.frozen else 0
 
     @property
     def _sleeping(self) -> int:
@@ -130,7 +171,7 @@ class Memory:
 
         Models that the ranks shard come to a device in pieces; on a CPU they are first in the memory of the first rank.
         """
-        kept, most = sum(self.models.others.values()), 0
+        kept, most = sum(self.models.others.values()) + self._towers, 0
         for model in filter(None, (self.policy, self.critic, self.reference)):
             in_pieces = model.weights < model.whole and self.on_gpu
             most = max(most, kept + (model.weights + model.piece if in_pieces else model.whole))
@@ -150,7 +191,7 @@ class Memory:
         most = 0
         for name, sequences in (("rollout", counts.trajectories), ("evaluation", counts.held_out)):
             load = EngineLoad(sequences, counts.prompt_tokens, counts.longest)
-            playing = engine.memory(self.models.policy, self.precision, options, load)
+            playing = engine.memory(self._whole, self.precision, options, load)
             phase = Phase(name, {**resident, **playing})
             if phase.total > most:
                 yield phase
@@ -160,7 +201,10 @@ class Memory:
         """Plan the passes without a gradient: the policy before its update, the reference, the critic."""
         counts, shape = self.counts, self.models.policy
         parts = {
-            "layers": shape.working(self.precision, counts.tokens, backward=False) + self.policy.casts,
+            "layers": max(
+                shape.working(self.precision, counts.tokens, backward=False), self._seeing(backward=False)
+            )
+            + self.policy.casts,
             "log-probs": head_memory(
                 shape, self.precision, counts.trains, backward=False, values=self.needs.value_head
             ),
@@ -176,7 +220,10 @@ class Memory:
         )
         grown = {
             "gradients": model.gradients,
-            "activations": kept + shape.working(precision, counts.tokens, backward=True) + model.casts,
+            "activations": kept
+            + shape.working(precision, counts.tokens, backward=True)
+            + model.casts
+            + self._seeing(backward=True),
         }
         if counts.micro_batches == 1:
             # Layers free their activations as their gradients appear. Only a second micro-batch coexists with all gradients.
@@ -185,6 +232,18 @@ class Memory:
         asked = head_memory(shape, precision, counts.trains, backward=True, values=values)
         parts = {**grown, "log-probs": asked, "gathered": model.gathered, "batches": self._batches()}
         return Phase(name, {**self._resident(), **parts})
+
+    def _seeing(self, *, backward: bool) -> int:
+        """Return what an image tower takes while it computes: all images of a micro-batch if it trains, else one image
+        after the other, before the layers. With `backward`, what it keeps for its gradient."""
+        tower = self.models.tower
+        if tower is None or (backward and self.frozen):
+            return 0
+        tokens = self.counts.seen_tokens if self.trained else self.counts.image_tokens
+        patches, plain = tokens * tower.patches, replace(self.precision, autocast=False)
+        kept = tokens * tower.merged * plain.weights if backward else 0
+        kept += tower.layers.activations(plain, patches, patches, checkpointing=False) if backward else 0
+        return tokens * tower.inputs + kept + tower.layers.working(plain, patches, backward=backward)
 
     def _batches(self) -> int:
         """Return the bytes of batches: all are in the CPU's memory, but only one micro-batch at a time on a GPU."""

@@ -19,7 +19,7 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.model_memory import ONE_SEQUENCE, Precision
 from rl4llm.extensions.inspect.plan.counts import Counts, count
 from rl4llm.extensions.inspect.plan.memory import Memory, Models, Phase
-from rl4llm.extensions.inspect.plan.shape import read_shape, shape_of
+from rl4llm.extensions.inspect.plan.shape import read_shape, read_tower, shape_of
 from rl4llm.inference.paths import context_limit
 
 RESERVE = 0.1
@@ -118,7 +118,8 @@ def _models(config: Config, algorithm: BaseAlgorithm, policy: Any) -> Models:
     critic = None
     if needs.critic is not None:
         critic = plain if needs.critic.path is None else read_shape(needs.critic.path)
-    return Models(own, critic, reference, _others(config))
+    tower = None if config.model.vision == "none" else read_tower(config.model.path)
+    return Models(own, critic, reference, _others(config), tower)
 
 
 def _others(config: Config) -> dict[str, int]:

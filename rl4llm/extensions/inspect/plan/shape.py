@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from rl4llm.backends.lora import adapter_size
 from rl4llm.backends.models import empty_model
-from rl4llm.core.model_memory import ModelShape
+from rl4llm.backends.tower import empty_image_side
+from rl4llm.core.model_memory import FP32, ModelShape
 
 
 def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
@@ -47,6 +49,59 @@ def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()
         gated=any("gate" in name for name, _ in model.named_parameters()),
         adapter=adapter_size(model, lora_rank, lora_targets) if lora_rank else 0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """Sizes of the image side of a model: its `layers`, which compute patches, and what a token of an image takes.
+
+    A token is made of `patches`. It takes bytes of `pixels`, as the run keeps them, and of `inputs`, as the layers get them;
+    its `features` are numbers, and `merged` those that are kept for the gradient while its patches become one.
+    """
+
+    layers: ModelShape
+    patches: int
+    pixels: int
+    inputs: int
+    features: int
+    merged: int
+
+
+def read_tower(path: str) -> TowerShape:
+    """Return the sizes of the image side of a model directory or hub name; raise ModelError if it has none."""
+    module = empty_image_side(path)
+    text, vision = module.config.get_text_config(), module.config.vision_config
+    heads = vision.num_attention_heads
+    side = [part for name, part in module.named_children() if name != "language_model"]
+    layers = ModelShape(
+        name=type(module).__name__,
+        parameters=sum(parameter.numel() for part in side for parameter in part.parameters()),
+        linear=0,  # autocast is off
+        root=0,
+        layer=0,
+        layers=vision.num_hidden_layers,
+        hidden=vision.hidden_size,
+        mlp=vision.intermediate_size,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=vision.hidden_size // heads,
+        vocabulary=0,
+        gated=any("gate" in name for name, _ in module.named_parameters()),
+    )
+    patches = getattr(vision, "spatial_merge_size", 1) ** 2
+    pixels, frames = 3 * patches * vision.patch_size**2, getattr(vision, "temporal_patch_size", 1)
+    mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    inputs, wide = pixels * frames * FP32, patches * vision.hidden_size
+    # A norm, a layer and its activation keep what they put out.
+    return TowerShape(layers, patches, pixels, inputs, mergers * text.hidden_size, mergers * 3 * wide)
+
+
+def with_tower(shape: ModelShape, tower: TowerShape | None) -> ModelShape:
+    """Return the sizes of a model together with its image side, whose weights count as those outside the layers."""
+    if tower is None:
+        return shape
+    own = tower.layers.parameters
+    return replace(shape, parameters=shape.parameters + own, root=shape.root + own)
 
 
 def _layers(config: Any) -> Sequence[Any]:

@@ -120,6 +120,7 @@ def _counts(plan: RunPlan) -> Table:
         "training rows": f"{counts.rows:,} ({counts.held_out:,} held out), {counts.usual:.0f} tokens on average",
         "sequences": f"{played} = {counts.trajectories * ranks:,}",
         "tokens of a sequence": f"{counts.prompt_tokens:,} of the prompt + {counts.new_tokens:,} = {counts.longest:,}",
+        "of them images": f"{counts.image_tokens:,}" if counts.image_tokens else "",
         "tokens that are computed": f"{counts.step_tokens * ranks:,}",
         "optimizer steps": f"{counts.updates}",
         "micro-batches of each": f"{counts.micro_batches}"
@@ -129,7 +130,8 @@ def _counts(plan: RunPlan) -> Table:
         f"{config.max_steps * counts.trajectories * ranks:,} sequences",
     }
     for what, value in rows.items():
-        table.add_row(what, value)
+        if value:
+            table.add_row(what, value)
     return table
 
 
