@@ -9,6 +9,7 @@ from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.data.read import read_rows
+from rl4llm.extensions.trl import images
 from rl4llm.extensions.trl.data_utils import ANSWERS, is_conversational, maybe_extract_prompt
 
 PLAIN = (
@@ -27,6 +28,11 @@ def is_of_conversations(rows: Any) -> bool:
     return _is_rows(rows) and "messages" in rows[0]
 
 
+def show_images(rows: Any) -> bool:
+    """Return whether rows have images; the first row decides."""
+    return _is_rows(rows) and images.has_images(rows[0])
+
+
 def count(rows: Any) -> int | None:
     """Return the number of rows, if it is known before reading them."""
     return len(rows) if _is_rows(rows) else None
@@ -43,10 +49,12 @@ def prepared(rows: Any) -> Any:
 
 
 def trainable(model: Any, algorithm: str) -> Any:
-    """Return the model that a trainer starts from: for a reward model, the directory that a classifier was loaded from.
+    """Return the model that a trainer starts from: the directory of a classifier or of a model of images, others unchanged.
 
     Raises ConfigError for a classifier with several labels, or of another trainer.
     """
+    if images.sees_images(model):
+        return source(model)
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return model
     if model.config.num_labels != 1:
@@ -77,7 +85,12 @@ def _prompt(number: int, row: Mapping[str, Any], plain: bool) -> dict[str, Any]:
         raise DataError(
             f"row {number}: the prompt is {prompt!r:.60}, but the first row has {kind}. Use the same form in all rows."
         )
-    messages = [{"role": "user", "content": prompt}] if plain else list(prompt)
+    if plain and images.has_images(row):
+        raise DataError(
+            f"row {number}: the row has images, so its prompt must be messages, not a string. Next: write it as "
+            "[{'role': 'user', 'content': ...}], without the chat template."
+        )
+    messages = [{"role": "user", "content": prompt}] if plain else images.placed(row, list(prompt))
     others = {name: value for name, value in row.items() if name != "prompt"}
     truth = others.get("ground_truth")
     return {**others, "messages": messages, "ground_truth": "" if truth is None else truth}

@@ -20,7 +20,7 @@ def run_script(path: Path, arguments: Sequence[str], *, push: bool = True) -> No
     """Run a script as ``python path arguments`` does, with rl4llm's names in the place of `trl`'s.
 
     Without `push`, its calls of ``trainer.push_to_hub`` do nothing. Raises ConfigError for names that have no counterpart,
-    for scripts that upload or that train on images, and for a package that is missing.
+    for scripts that upload, and for a package that is missing.
     """
     found = list(objections(path, push=push))
     if found:
@@ -40,11 +40,6 @@ def run_script(path: Path, arguments: Sequence[str], *, push: bool = True) -> No
         raise ConfigError(f"{path}: {_missing(package)}") from error
 
 
-INSTEAD_OF_IMAGES = (
-    "Scripts of TRL run without images; with them, write a configuration with model.vision (docs/images.md)."
-)
-
-
 def objections(path: Path, *, push: bool) -> Iterator[str]:
     """Yield why a script cannot run, with its line; an upload is no objection if it is conditional, or without `push`."""
     try:
@@ -54,7 +49,7 @@ def objections(path: Path, *, push: bool) -> Iterator[str]:
     conditions = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _asks(node.test)]
     asked = {id(node) for condition in conditions for node in ast.walk(condition)}
     for node in ast.walk(tree):
-        for why in (*_imports(node), *_images(node)):
+        for why in _imports(node):
             yield f"{path}:{node.lineno}: {why}"  # type: ignore[attr-defined]
         if push and _uploads(node) and id(node) not in asked:
             yield (
@@ -93,20 +88,6 @@ def _imports(node: ast.AST) -> Iterator[str]:
             known = item.name in _HOMES or f"{node.module}.{item.name}" in stand_in.MODULES
             if not known and not item.name.startswith("_"):
                 yield stand_in.refusal(f"{node.module}.{item.name}")
-    if isinstance(node, ast.ImportFrom) and node.module == "transformers":
-        for item in node.names:
-            if item.name == "AutoModelForImageTextToText":
-                yield f"{item.name} is a model of images and text. {INSTEAD_OF_IMAGES}"
-
-
-def _images(node: ast.AST) -> Iterator[str]:
-    """Yield why a column of images is refused."""
-    if (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.slice, ast.Constant)
-        and node.slice.value in ("image", "images")
-    ):
-        yield f"the column {node.slice.value!r}. {INSTEAD_OF_IMAGES}"
 
 
 def _uploads(node: ast.AST) -> bool:

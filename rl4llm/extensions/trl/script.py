@@ -13,7 +13,7 @@ from rl4llm.backends.models import load_tokenizer
 from rl4llm.compose import Given
 from rl4llm.config import flatten
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.trl import environment, rewards, rows
+from rl4llm.extensions.trl import environment, images, rewards, rows
 from rl4llm.extensions.trl.alias import Alias, Keys
 from rl4llm.extensions.trl.arguments import TRLConfig
 from rl4llm.extensions.trl.joint import JOINTS, OF_EPISODES, TrainingFacts, steps
@@ -35,7 +35,7 @@ class Script:
     """
 
     def __init__(self, algorithm: str, arguments: dict[str, Any], *, configured: bool = False):
-        self.algorithm = algorithm
+        self.algorithm, self._configured = algorithm, configured
         self.args: TRLConfig | None = self._checked(arguments.pop("args", None))
         if (
             self.args is None
@@ -103,10 +103,20 @@ class Script:
         self._warn()
         return keys
 
+    def seen(self, given: Given) -> Keys:
+        """Return the configuration keys of TRL's rows with images, except those that rl4llm's keywords or a file set."""
+        dataset = self._one_of("train_dataset", "dataset", given.dataset)
+        if self._configured or "train_dataset" not in self.given or not rows.show_images(dataset):
+            return {}
+        processor = self._one_of("processing_class", "tokenizer", given.tokenizer)
+        images.check_processor(processor, rows.source(given.model))
+        found = images.keys_of(given.model, adapter=self.given.get("peft_config") is not None)
+        return {key: value for key, value in found.items() if key not in self._ours}
+
     def objects(self, given: Given) -> Given:
         """Return the objects given under rl4llm's and TRL's names. Raises ConfigError if one is given under both."""
         dataset = self._one_of("train_dataset", "dataset", given.dataset)
-        tokenizer = self._one_of("processing_class", "tokenizer", given.tokenizer)
+        tokenizer = images.tokenizer_of(self._one_of("processing_class", "tokenizer", given.tokenizer))
         dataset, held_out = rows.prepared(dataset), rows.prepared(given.eval_dataset)
         self.datasets = {"train_dataset": dataset, "eval_dataset": held_out}
         plain = "train_dataset" in self.given and rows.is_plain(dataset)

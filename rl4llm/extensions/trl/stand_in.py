@@ -27,7 +27,7 @@ INSTEAD = {
     "clone_chat_template": "set tokenizer.chat_template",
     "pack_dataset": "leave it out: sequence packing is always on, and rows are not tokenized before",
     "truncate_dataset": "leave it out: nothing is truncated",
-    "multimodal": "a configuration with model.vision, see docs/images.md",
+    "multimodal": "leave it out: images of rows are shown where TRL shows them",
     "experimental": f"the trainers are {', '.join(TRAINERS)}; `algorithm.name` has further methods, see docs/algorithms.md",
 }
 """Parts of names without a counterpart, and what to use instead."""

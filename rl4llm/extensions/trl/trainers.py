@@ -36,7 +36,7 @@ class TRLTrainer(PolicyTrainer):
         objects = {name: arguments.pop(name, None) for name in OBJECTS}
         given = Given(model=model, env_class=env if isinstance(env, type) else None, **objects)
         given = script.unwrapped(given)
-        keys = arguments | script.keys(given.dataset, arguments)
+        keys = arguments | script.keys(given.dataset, arguments) | script.seen(given)
         given = script.objects(given)
         objects = {name: getattr(given, name) for name in OBJECTS}
         super().__init__(given.model, **objects, env=given.env_class or env, config=config, **keys)

@@ -15,7 +15,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl import (
     GRPOConfig,
     GRPOTrainer,
@@ -280,10 +280,7 @@ def test_positional_arguments_of_trl_are_read_in_its_order(place, model_dir):
         GRPOTrainer(str(model_dir), len, args, rows, rows)
 
 
-def test_images_and_quantized_weights_are_refused(place, model_dir):
-    rows = [{"prompt": "How many coins", "image": "a.png"}] * 8
-    with pytest.raises(DataError, match=r"dataset\[0\]: the column 'image' holds pictures"):
-        GRPOTrainer(model=str(model_dir), reward_funcs=len, train_dataset=rows)
+def test_quantized_weights_are_refused():
     with pytest.raises(ConfigError, match="load_in_4bit has no counterpart"):
         get_quantization_config(ModelConfig(load_in_4bit=True))
     assert get_quantization_config(ModelConfig()) is None
@@ -300,11 +297,6 @@ def test_images_and_quantized_weights_are_refused(place, model_dir):
             "from trl import LogCompletionsCallback",
             "trl.LogCompletionsCallback has no counterpart .* metrics.jsonl",
         ),
-        (
-            "from transformers import AutoModelForImageTextToText",
-            "AutoModelForImageTextToText is a model of images",
-        ),
-        ("def f(row):\n    return row['image'].size", "script.py:2: the column 'image'"),
         (
             "trainer.push_to_hub(dataset_name='a')",
             "script.py:1: push_to_hub has no counterpart: .* --no-push",
