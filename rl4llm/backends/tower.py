@@ -4,8 +4,8 @@ The vision-language class itself never runs: it finds images by the ids of token
 policy may sample a placeholder. Here the features of images are computed first and put at places that are given, between
 embeddings that the text model computes, and positions are given too. Both ways are compared once, on one image.
 
-Features of a frozen image side are computed once per image. One that trains computes all images of a batch in one call, and
-the probe for a batch without images, so that ranks which share its weights make equally many calls.
+Features of a frozen image side are computed once per image, a few images in one call. One that trains computes all images
+of a batch in one call, and the probe for a batch without images, so that ranks which share its weights make as many calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ MARKS = (
     "token_type_ids",
 )  # what classes call the argument that marks the tokens of images
 FEATURE_BYTES = 1 << 28  # of features that are kept, at least those of the last request
+TOGETHER = 1024  # tokens of images that a frozen image side computes in one call, if they are several
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -80,13 +81,13 @@ class Tower:
     def features(self, images: Sequence[Image], device: torch.device) -> Tensor:
         """Return what the layers see of these images, (N, K, D) for all their tokens, in order.
 
-        The first of K goes between the embeddings, the others are added after the first layers. Of a frozen image side each
-        image is computed alone, so that its features do not depend on others, and without a gradient.
+        The first of K goes between the embeddings, the others are added after the first layers. Those of a frozen image side
+        have no gradient. In the deterministic mode it computes each image alone: after a resume, others are missing.
         """
         if self.trains:
             with torch.autocast(device.type, enabled=False):
                 return self._computed(images, device)
-        found = [self._features_of(image, device) for image in images]
+        found = self._features_of(images, device)
         most, used = FEATURE_BYTES, {image.digest for image in images}
         size = sum(kept.nbytes for kept in self._kept.values())
         for digest in [digest for digest in self._kept if digest not in used]:
@@ -128,7 +129,7 @@ class Tower:
             return real_RT
         places_T = torch.arange(real_RT.shape[1], device=real_RT.device)
         ahead_TT = places_T - places_T[:, None]
-        seen = (ahead_TT <= 0) | self._together(feature_ids_RT, images)
+        seen = (ahead_TT <= 0) | self._same_image(feature_ids_RT, images)
         seen = (seen & (real_RT[:, None] > 0))[:, None]
         config = model.config.get_text_config()
         near = seen & (ahead_TT > -(getattr(config, "sliding_window", None) or len(places_T)))
@@ -141,7 +142,7 @@ class Tower:
         """Return an additive mask of tokens at `places_BS` of K, in which images that are seen both ways are open."""
         if not self.both_ways:
             return mask_B1SK
-        together_BSS = self._together(feature_ids_BS, images)
+        together_BSS = self._same_image(feature_ids_BS, images)
         open_BSK = torch.zeros_like(mask_B1SK[:, 0], dtype=torch.bool)
         open_BSK.scatter_(2, places_BS[:, None].expand_as(together_BSS), together_BSS)
         return mask_B1SK.masked_fill(open_BSK[:, None], 0.0)
@@ -217,20 +218,38 @@ class Tower:
         states: Tensor = output.last_hidden_state.float()
         return states
 
-    def _together(self, feature_ids_RT: Tensor, images: Sequence[Image]) -> Tensor:
+    def _same_image(self, feature_ids_RT: Tensor, images: Sequence[Image]) -> Tensor:
         """Return whether two tokens stand for the same place of an image, (R, T, T)."""
         lengths = torch.tensor([self.vision.tokens(image) for image in images], device=feature_ids_RT.device)
         begun_RT = torch.isin(feature_ids_RT, lengths.cumsum(0) - lengths).cumsum(-1)
         place_RT = torch.where(feature_ids_RT >= 0, begun_RT, -1)
         return (place_RT[:, :, None] == place_RT[:, None]) & (feature_ids_RT >= 0)[:, None]
 
-    def _features_of(self, image: Image, device: torch.device) -> Tensor:
-        if image.digest not in self._kept:
+    def _features_of(self, images: Sequence[Image], device: torch.device) -> list[Tensor]:
+        missing = [image for image in dict.fromkeys(images) if image.digest not in self._kept]
+        for some in self._together(missing):
             # Engines compute in inference mode, whose tensors no backward pass may keep.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-                self._kept[image.digest] = self._computed([image], device)
-        self._kept.move_to_end(image.digest)
-        return self._kept[image.digest]
+                computed = self._computed(some, device)
+                parts = computed.split([self.vision.tokens(image) for image in some])
+                self._kept.update(
+                    (image.digest, part.clone()) for image, part in zip(some, parts, strict=True)
+                )
+        for image in images:
+            self._kept.move_to_end(image.digest)
+        return [self._kept[image.digest] for image in images]
+
+    def _together(self, images: Sequence[Image]) -> Iterator[list[Image]]:
+        """Yield images that are computed in one call."""
+        most = 0 if torch.are_deterministic_algorithms_enabled() else TOGETHER
+        some: list[Image] = []
+        for image in images:
+            if some and sum(map(self.vision.tokens, (*some, image))) > most:
+                yield some
+                some = []
+            some.append(image)
+        if some:
+            yield some
 
     def _computed(self, images: Sequence[Image], device: torch.device) -> Tensor:
         output = self._module.get_image_features(**self._pixels(images, device))

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from vision_families import BOTH_WAYS, FAMILIES, GRIDS, change
-from vision_models import plain_logprobs, seeing_model, vision_of, whole_model
+from vision_models import picture, plain_logprobs, seeing_model, vision_of, whole_model
 
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.backends.tower import add_tower
 from rl4llm.core.errors import ConfigError, ModelError
+from rl4llm.core.images import tower_of
 from rl4llm.core.types import TokenSpan, images_of
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.layouts import LAYOUTS
@@ -170,6 +171,26 @@ def test_each_image_is_computed_once(seen, monkeypatch):
     for batch in packed(trajectories, vision, size=40) * 2:
         backend.forward(batch)
     assert len(asked) == len(set(asked)) == 4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_missing_images_are_computed_together(seen, monkeypatch, deterministic):
+    directory, vision, _ = seen
+    images = [vision.store.add(picture(directory.name, 8, 8, seed)) for seed in range(18)]
+    images.insert(3, images[1])
+    towers = [tower_of(seeing_model(directory, vision)) for _ in range(2)]
+    calls = []
+    own = towers[0]._computed
+    monkeypatch.setattr(
+        towers[0], "_computed", lambda some, device: calls.append(len(some)) or own(some, device)
+    )
+    device = torch.device("cpu")
+    alone = torch.cat([towers[1].features([image], device) for image in images])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    assert (towers[0].features(images, device) - alone).abs().max() < 1e-5
+    assert calls == ([1] * 18 if deterministic else [16, 2])
+    assert torch.equal(towers[0].features(images[:2], device), towers[0].features(images, device)[:128])
+    assert len(calls) == (18 if deterministic else 2)  # the rest was kept
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "train"])

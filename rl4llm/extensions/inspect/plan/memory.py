@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from rl4llm.backends.heads import head_memory
-from rl4llm.backends.tower import FEATURE_BYTES
+from rl4llm.backends.tower import FEATURE_BYTES, TOGETHER
 from rl4llm.compose.engines import server_urls
 from rl4llm.compose.models import autocast_of, device_of
 from rl4llm.compose.tables import BACKENDS, ENGINES
@@ -234,12 +234,13 @@ class Memory:
         return Phase(name, {**self._resident(), **parts})
 
     def _seeing(self, *, backward: bool) -> int:
-        """Return what an image tower takes while it computes: all images of a micro-batch if it trains, else one image
-        after the other, before the layers. With `backward`, what it keeps for its gradient."""
+        """Return what an image tower takes while it computes: all images of a micro-batch if it trains, else a few of
+        them, before the layers. With `backward`, what it keeps for its gradient too."""
         tower = self.models.tower
         if tower is None or (backward and self.frozen):
             return 0
-        tokens = self.counts.seen_tokens if self.trained else self.counts.image_tokens
+        tokens = self.counts.seen_tokens
+        tokens = tokens if self.trained else min(tokens, max(TOGETHER, self.counts.image_tokens))
         patches, plain = tokens * tower.patches, replace(self.precision, autocast=False)
         kept = tokens * tower.merged * plain.weights if backward else 0
         kept += tower.layers.activations(plain, patches, patches, checkpointing=False) if backward else 0
