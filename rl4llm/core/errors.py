@@ -17,6 +17,7 @@
     │   ├── MismatchError       an engine's log-probs are too far from the trainer's
     │   ├── UnreachableError    a server gave no usable answer; a retry may succeed
     │   ├── RefusedError        a server understood a request and refused it
+    │   ├── UnreadableError     a server cannot read the tokens of a prompt; the episode ends there
     │   └── EnginesDownError    no server is reachable; the run stops and can be resumed
     ├── WeightsError       a version of the weights is damaged, incomplete or not finite
     ├── CheckpointError    a checkpoint is damaged or belongs to another run
@@ -121,6 +122,10 @@ class RefusedError(EngineError):
     def __init__(self, message: str, *, status: int = 0):
         super().__init__(message)
         self.status = status
+
+
+class UnreadableError(EngineError):
+    """A server would read the tokens of a prompt as something else, or never answer. An episode with such tokens ends."""
 
 
 class EnginesDownError(EngineError):

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import BadRowError, EnvError, SpecialTokenError, UnreachableError
+from rl4llm.core.errors import BadRowError, EnvError, SpecialTokenError, UnreachableError, UnreadableError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import SampleState, messages_of
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns, images_of
@@ -214,6 +214,9 @@ class PolicyLLM:
             completion = await self._client.generate(prompt_ids, seeded, session=sample.session, **seen)
         except UnreachableError as error:  # after all retries; other requests may get through
             sample.fail(f"no server answered: {error}", "engine/unreachable")
+            return Completion("", (), (), "abort", NO_VERSION)
+        except UnreadableError:  # what the policy sampled before, as if that had been too long
+            sample.finish("length")
             return Completion("", (), (), "abort", NO_VERSION)
         if completion.finish_reason == "abort":  # it may end anywhere, and is not a turn of the policy
             given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"

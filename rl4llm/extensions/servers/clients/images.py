@@ -38,7 +38,7 @@ def collapsed(token_ids: Sequence[int], images: Sequence[ImagePlace]) -> list[in
     return found + list(token_ids[done:])
 
 
-def outside(tokens: Sequence[int], token_ids: list[int], images: Sequence[ImagePlace]) -> bool:
+def outside(tokens: Sequence[int], token_ids: Sequence[int], images: Sequence[ImagePlace]) -> bool:
     """Return whether any of these tokens occurs outside of the places of images."""
     covered = {n for place in images for n in range(place.offset, place.end)}
     return any(token in tokens and n not in covered for n, token in enumerate(token_ids))

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError, UnreadableError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
@@ -77,8 +77,6 @@ class SGLangClient(AdaptingClient):
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
     ) -> Sampled:
-        if self._unreadable(prompt_ids, images):
-            return Sampled([], [], "abort", ((0, await self.version()),))
         body = {
             "rid": request_id,
             **self._shown(prompt_ids, images),
@@ -104,9 +102,12 @@ class SGLangClient(AdaptingClient):
             "mm_hashes": [feature_name(place.image, self.weights_name) for place in images],
         }
 
-    def _unreadable(self, token_ids: list[int], images: Sequence[ImagePlace]) -> bool:
-        """Return whether SGLang, which takes every placeholder for an image, would never answer."""
-        return bool(images) and outside(self._media, token_ids, images)
+    def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
+        super().check_prompt(prompt_ids, images)
+        if images and outside(self._media, prompt_ids, images):
+            raise UnreadableError(
+                f"generate: {self} takes every placeholder for an image, also one that the policy sampled."
+            )
 
     @property
     def _media(self) -> Sequence[int]:
@@ -312,8 +313,6 @@ class SGLangClient(AdaptingClient):
     async def score_once(
         self, token_ids: list[int], request_id: str, images: Sequence[ImagePlace]
     ) -> list[float]:
-        if self._unreadable(token_ids, images):
-            raise EngineError("score: SGLang takes every placeholder for an image, and one of these is none.")
         body = {
             "rid": request_id,
             **self._shown(token_ids, images),
