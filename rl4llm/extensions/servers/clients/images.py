@@ -6,10 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.images import Image, ImagePlace, Picture
 
 if TYPE_CHECKING:
     from rl4llm.data.vision import Vision
+
+UNNAMED = ("qwen3_vl", "qwen3_vl_moe")
+"""Families in which SGLang 0.5.23 marks the tokens of an image with another name, and dies if a request names it."""
 
 
 def feature_name(image: Image, weights: str) -> str:
@@ -18,6 +22,15 @@ def feature_name(image: Image, weights: str) -> str:
     Servers keep the features of images by such names, also when their weights change.
     """
     return hashlib.sha256(f"{image.digest}/{weights}".encode()).hexdigest()
+
+
+def check_features_are_named(vision: Vision) -> None:
+    """Raise ConfigError for a family in which SGLang would use features of images that an earlier tower made."""
+    if (family := vision.config.model_type) in UNNAMED:
+        raise ConfigError(
+            f"model.vision=train cannot be combined with inference.name='sglang' for {family}, since SGLang would keep the "
+            "features of the tower for later requests. Use inference.name=vllm, or set model.vision=frozen."
+        )
 
 
 def data_uri(vision: Vision, image: Image) -> str:

@@ -16,7 +16,7 @@ from rl4llm.core.errors import ConfigError, EngineError, RefusedError, Unreachab
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
-from rl4llm.extensions.servers.clients.images import collapsed, data_uri, feature_name, outside
+from rl4llm.extensions.servers.clients.images import UNNAMED, collapsed, data_uri, feature_name, outside
 from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared
 from rl4llm.extensions.servers.clients.server import (
     FINISHED,
@@ -96,11 +96,14 @@ class SGLangClient(AdaptingClient):
         """Return the fields of a request for tokens and their images; SGLang spreads each image from one token."""
         if self.vision is None or not images:
             return {"input_ids": token_ids}
-        return {
+        shown: dict[str, Any] = {
             "input_ids": collapsed(token_ids, images),
             "image_data": [data_uri(self.vision, place.image) for place in images],
-            "mm_hashes": [feature_name(place.image, self.weights_name) for place in images],
         }
+        if self.vision.config.model_type in UNNAMED:  # where SGLang's own names do, since the tower is frozen
+            return shown
+        names = [feature_name(place.image, self.weights_name) for place in images]
+        return {**shown, "mm_hashes": names}
 
     def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
         super().check_prompt(prompt_ids, images)

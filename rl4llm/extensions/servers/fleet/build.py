@@ -11,6 +11,7 @@ from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import with_options
 from rl4llm.data.lengths import ORIGINAL, context_limits
+from rl4llm.extensions.servers.clients.images import check_features_are_named
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 from rl4llm.extensions.servers.fleet.member import FleetLimits
@@ -31,12 +32,15 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
             f"inference.context_length={options['context_length']} is not accepted: the longrope of the model changes after "
             f"{ORIGINAL}={longest}, and rows of both kinds cannot train together. Accepted: {longest} or less."
         )
+    vision = vision_of(config)
+    if vision is not None and config.model.vision == "train" and engine.keeps_features:
+        check_features_are_named(vision)
     vocab_size = model.get_input_embeddings().num_embeddings
 
     def make(url: str) -> Any:
         fixed = {"vocab_size": vocab_size, "ends": end_tokens(model)}
         client = with_options("inference", engine, options, url, tokenizer, **fixed)
-        client.vision = vision_of(config)
+        client.vision = vision
         return client
 
     fleet = CohostedFleet if cohost else FleetClient
