@@ -199,6 +199,8 @@ TRAINERS = _of(
      "test_preferences.py::test_held_out_rows_are_measured_and_train_nothing"),
     ("held_out_rows_leave_no_gradient", "dataset.py", "    @torch.no_grad()\n    def _measured", "    def _measured",
      "test_preferences.py::test_held_out_rows_are_measured_and_train_nothing"),
+    ("features_kept_behind_a_router", "../compose/engines.py", '(steps or config.inference.get("router"))', "steps",
+     "test_image_training.py::test_features_that_sglang_would_keep_are_refused"),
 )  # fmt: skip
 
 ENVS = _of(

@@ -178,6 +178,7 @@ def check_sync(config: Config, needs: Needs) -> None:
                 f"{key}={name!r} is not accepted with inference.name={config.inference['name']!r}. "
                 f"Accepted: {', '.join(engine.publishers)}."
             )
+    _check_features(config, engine)
     if config.rollout.max_staleness:
         _check_staleness(config, engine, needs)
     if config.inference.get("cohost") and (
@@ -208,15 +209,23 @@ def _check_staleness(config: Config, engine: type[BaseClient], needs: Needs) -> 
         raise ConfigError(
             f"{key} cannot be combined with {what}: it needs servers on separate devices, {servers}."
         )
-    if config.model.vision == "train" and engine.keeps_features:
-        raise ConfigError(
-            f"{key} cannot be combined with model.vision=train and inference.name={config.inference['name']!r}, whose "
-            "requests keep the features of the tower that they began with. Set model.vision=frozen or max_staleness=0."
-        )
     if needs.newest:
         raise ConfigError(
             f"{key} trains samples of older weights, and algorithm.old_logprobs=recomputed alone does not correct for that. "
             "Set algorithm.correction too, e.g. to tis, or use old_logprobs=sampled."
+        )
+
+
+def _check_features(config: Config, engine: type[BaseClient]) -> None:
+    """Raise ConfigError where a server could use features that an earlier version made of an image."""
+    kept = config.model.vision == "train" and engine.keeps_features
+    steps = config.rollout.max_staleness
+    if kept and (steps or config.inference.get("router")):
+        key = f"rollout.max_staleness={steps}" if steps else "inference.router"
+        raise ConfigError(
+            f"{key} cannot be combined with model.vision=train and inference.name={config.inference['name']!r}, whose "
+            "servers keep the features of the tower for later requests. Set model.vision=frozen, or max_staleness=0 and no "
+            "inference.router."
         )
 
 

@@ -215,8 +215,11 @@ def test_an_adapter_beside_a_tower_that_trains_is_refused(directory, tmp_path):
         trainer(directory, tmp_path, "model.vision=train", "model.lora.rank=4")
 
 
-def test_a_tower_that_trains_under_requests_of_sglang_is_refused(directory, tmp_path):
-    keys = "model.vision=train", "inference.name=sglang", "rollout.max_staleness=1"
+@pytest.mark.parametrize(
+    "key", ["max_steps=1", "rollout.max_staleness=1", "inference.router=http://127.0.0.1:1"]
+)
+def test_features_that_sglang_would_keep_are_refused(directory, tmp_path, key):
+    keys = "model.vision=train", "inference.name=sglang", key
     with pytest.raises(ConfigError, match="keep the features of the tower"):
         trainer(directory, tmp_path, *keys)
 
