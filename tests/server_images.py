@@ -1,8 +1,11 @@
-"""What holds for images on every real server; the tests of each call it."""
+"""What holds for images on every real server; the tests of each call it, all on one server."""
 
 import asyncio
+import io
 import json
+from dataclasses import replace
 
+import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,38 +17,72 @@ from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.errors import EngineError
 from rl4llm.core.images import ImagePlace, Picture
 from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
+from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.extensions.servers.clients.vllm import VLLMClient
+from rl4llm.extensions.servers.fleet.fleet import FleetClient
+from rl4llm.extensions.servers.fleet.member import FleetLimits
 
-FAMILY = "qwen2_5_vl"
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+CLIENTS = {"embedded": EmbeddedClient, "sglang": SGLangClient, "vllm": VLLMClient}
 CONTEXT = 512
 SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
-def write_model(directory):
-    """Write a model as servers need it: heads of 32, and a token for videos, which their processors look up."""
+def families(first):
+    """Return the parameters of a fixture: one family in every run of the tests, the others in a sweep."""
+    others = (pytest.param(family, marks=pytest.mark.sweep) for family in FAMILIES if family != first)
+    return [first, *others]
+
+
+def write_model(directory, family):
+    """Write a model as servers need it, and return its directory.
+
+    Its heads have 32 dimensions. Servers look up a token for videos, and in the config how positions are interleaved.
+    """
+    directory = directory / family
+    directory.mkdir()
     tokenizer = build_vision_tokenizer(TEXTS)
     marks = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    model = build_vision_model(tokenizer, 5, FAMILY, hidden_size=128)
+    model = build_vision_model(tokenizer, 5, family, hidden_size=128)
     model.config.video_token_id = tokenizer.convert_tokens_to_ids(marks[-1])
+    if family == "qwen3_vl":
+        model.config.text_config.rope_parameters["mrope_interleaved"] = True
     save_vision_model(model, tokenizer, directory)
+    return directory
 
 
 class Seer:
-    """A client of a real server, with a plain forward of the same model to compare it with."""
+    """A real server behind a fleet, as a run has it, with a plain forward of the same model to compare it with."""
 
-    def __init__(self, make, url, directory):
-        self.directory, self.vision = directory, vision_of(directory)
-        self.client = make(
-            url, load_tokenizer(directory), vocab_size=309, context_length=CONTEXT, deadline_s=60
-        )
-        self.client.vision = self.vision
+    def __init__(self, name, url, directory):
+        self.name, self.url, self.directory = name, url, directory
+        self.vision = vision_of(directory)
+        self.client = FleetClient([self.client_of(url)], limits=FleetLimits(all_down_limit_s=10))
         self.whole = whole_model(directory)
         self.images = [
-            self.vision.store.add(picture(FAMILY, *size, seed))
-            for seed, size in enumerate([(2, 3), (1, 2), (2, 3)])
+            self.vision.store.add(picture(directory.name, *size, seed))
+            for seed, size in enumerate([(2, 3), (1, 2), (2, 3), (2, 2)])
         ]
+        self.version = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure):
+        asyncio.run(self.client.close())
+
+    def client_of(self, url):
+        tokenizer = load_tokenizer(self.directory)
+        client = CLIENTS[self.name](
+            url, tokenizer, vocab_size=len(tokenizer), context_length=CONTEXT, deadline_s=60
+        )
+        client.vision = self.vision
+        return client
 
     def prompt(self, *parts):
         """Return token ids and places; a number is an image, between the marks around one."""
@@ -83,19 +120,33 @@ class Seer:
         (scores,) = self.run(self.client.score(ids, places))
         return self.apart(ids, places, scores)
 
-    def load(self, path, version):
-        self.run(self.client.load(WeightRef(version, path=str(path), kind="full")))
-        self.whole = whole_model(path)
+    def load(self, directory):
+        """Load a model's weights, and compare with it from now on."""
+        self.version += 1
+        ref = WeightRef(self.version, path=str(directory), kind="full")
+        self.run(self.client.load(ref))
+        self.whole = whole_model(directory)
+        return ref
+
+    def write_changed(self, directory):
+        """Write the model with another tower, and return its directory."""
+        save_vision_model(self.whole, load_tokenizer(self.directory), directory)
+        weights = load_file(self.directory / "model.safetensors")
+        changed = {name: tensor * 1.3 if "visual" in name else tensor for name, tensor in weights.items()}
+        save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
 
 
 def check_samples_and_scores(seer):
     """Turns with images, the same ids with another image, and text alone equal a plain forward."""
+    seer.load(seer.directory)
+    assert seer.score_apart([5, 9], 2, [40], 1, [7, 8], 0, [6]) < 1e-5  # before the server knows any of them
     asked = [seer.prompt([5, 9], 0, [40]), seer.prompt([5, 9], 2, [40]), seer.prompt([5, 9, 40])]
     replies = seer.run(*(seer.client.generate(ids, SAMPLED, images=places) for ids, places in asked))
     assert asked[0][0] == asked[1][0]
     for (ids, places), reply in zip(asked, replies, strict=True):
         assert seer.apart([*ids, *reply.token_ids], places, reply.logprobs) < 1e-5
-    said = [token for token in replies[0].token_ids if token != seer.vision.placeholder]
+    said = [token for token in replies[0].token_ids if token not in seer.vision.media]
     assert seer.score_apart([5, 9], 0, [40, *said], 1, [7, 8]) < 1e-5
     ids, places = seer.prompt([5, 9], 0, [40])
     (blind,) = seer.run(seer.client.score(ids))
@@ -104,18 +155,66 @@ def check_samples_and_scores(seer):
 
 def check_new_tower(seer, directory):
     """An image that the server saw before is seen by the new tower after an update."""
+    seer.load(seer.directory)
     asked = [5, 9], 0, [40, 41, 42]
     assert seer.score_apart(*asked) < 1e-5
-    weights = load_file(seer.directory / "model.safetensors")
-    save_vision_model(seer.whole, load_tokenizer(seer.directory), directory)
-    changed = {name: tensor * 1.3 if "visual" in name else tensor for name, tensor in weights.items()}
-    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
     before = seer.whole
-    seer.load(directory, 7)
+    seer.load(seer.write_changed(directory))
     assert seer.score_apart(*asked) < 1e-5
     seer.whole, after = before, seer.whole
     assert seer.score_apart(*asked) > 1e-3  # the old features would show
     seer.whole = after
+
+
+def check_counts(seer):
+    """An image that has fewer tokens in the prompt than the server makes is refused."""
+    ids, (place,) = seer.prompt(3, [40])
+    fewer = [replace(place, length=place.length - 1)]
+    with pytest.raises(EngineError, match=r"tokens (of an image|in a prompt) of"):
+        seer.run(seer.client.generate(ids[:1] + ids[2:], SAMPLED, images=fewer))
+
+
+def check_restart(seer, server, directory):
+    """Two servers see images, and one that restarts gets the new tower again; it has no features of the image any more."""
+    fleet = FleetClient([seer.client_of(url) for url in (seer.url, server.url)])
+    changed = seer.write_changed(directory)
+    seer.version += 1
+    seer.whole = whole_model(changed)
+    asked = seer.prompt([5, 9], 0, [40])
+
+    async def both():
+        await fleet.version()
+        while len(fleet.engines()) < 2:
+            await asyncio.sleep(0.1)
+        return [await engine.score(*asked) for engine in fleet.engines()]
+
+    async def sampled():
+        ids, places = asked
+        sessions = (f"0/p{n}/0" for n in range(8))
+        return await asyncio.gather(
+            *(fleet.generate(ids, SAMPLED, images=places, session=session) for session in sessions)
+        )
+
+    def run(script):
+        async def main():
+            try:
+                return await asyncio.wait_for(script, 60)
+            finally:
+                await fleet.disconnect()
+
+        return asyncio.run(main())
+
+    with server:
+        run(fleet.load(WeightRef(seer.version, path=str(changed), kind="full")))
+        assert max(seer.apart(*asked, scores) for scores in run(both())) < 1e-5
+        replies = run(sampled())
+        assert all(member.replies for member in fleet._servers)
+    replies += run(sampled())
+    assert len(fleet.engines()) == 1
+    with server:
+        assert max(seer.apart(*asked, scores) for scores in run(both())) < 1e-5
+    ids, places = asked
+    assert all(seer.apart([*ids, *one.token_ids], places, one.logprobs) < 1e-5 for one in replies)
 
 
 class Short(BaseRewardFunction):
@@ -137,30 +236,52 @@ class Looks(BaseMDPEnv):
         return [ChatMessage.showing("user", "And ", Picture(sample.columns["second"]), "?")]
 
 
-def check_trains(name, url, directory, output, png, *changes):
-    """Train over two turns with an image each: the canary passes, and engine and trainer agree on what trains.
+def png(family, seed, rows=1, columns=2):
+    file = io.BytesIO()
+    PIL.Image.fromarray(picture(family, rows, columns, seed)).save(file, format="PNG")
+    return file.getvalue()
 
-    The server has other weights afterwards.
+
+def train(seer, output, *changes):
+    """Take two steps over two turns with an image each, and return what trained, and the episodes.
+
+    Canary and mismatch show that engine and trainer agree after the first step too. The server has other weights afterwards.
     """
-    rows = [{"prompt": "<image>?", "image": png(1), "second": png(2), "ground_truth": "a"}]
+    family = seer.directory.name
+    rows = [{"prompt": "<image>?", "image": png(family, 1), "second": png(family, 2), "ground_truth": "a"}]
     config = load_config(None, [
-        f"model.path={directory}", "model.vision=frozen", "model.autocast=none", f"output.dir={output}", "eval.every=0",
-        f"inference.name={name}", f"inference.url={url}", f"inference.context_length={CONTEXT}", "rollout.prompts=1",
-        "rollout.group_size=4", "rollout.max_tokens=4", "max_steps=1", "env.max_steps=2", "tracking.tensorboard=false",
-        *changes,
+        f"model.path={seer.directory}", "model.autocast=none", f"output.dir={output}", "eval.every=0",
+        f"inference.name={seer.name}", f"inference.url={seer.url}", f"inference.context_length={CONTEXT}",
+        "rollout.prompts=1", "max_steps=2", "env.max_steps=2", "training.lr=1e-2", "training.schedule=constant",
+        "tracking.tensorboard=false", *changes,
     ])  # fmt: skip
     given = Given(dataset=rows, reward_functions=[Short()], env_class=Looks)
     with build_trainer(config, given) as run:
         run.train()
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert rows and all(row["mismatch/mean"] < 1e-5 for row in rows)
-    episode = json.loads((output / "episodes/step-000001.jsonl").read_text().splitlines()[0])
-    assert sum(len(span.get("images", ())) for span in episode["spans"]) == 2
+        weights = dict(run.backend.weights())
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2 and all(step["mismatch/mean"] < 1e-5 and not step["failures"] for step in steps)
+    files = sorted((output / "episodes").glob("step-*.jsonl"))
+    episodes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert any(sum(len(span.get("images", ())) for span in one["spans"]) == 2 for one in episodes)
+    return weights, episodes
 
 
-@pytest.fixture(scope="module")
-def servers_model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("vision") / "model"
-    directory.mkdir()
-    write_model(directory)
-    return directory
+def check_tower_trains(seer, output, *changes):
+    """A tower trains through the server; return the episodes whose first turn has a placeholder, by chance."""
+    sizes = "rollout.group_size=16", "rollout.max_tokens=100"
+    weights, episodes = train(seer, output, "model.vision=train", *sizes, *changes)
+    before = load_file(seer.directory / "model.safetensors")
+    assert max((weights[name] - before[name]).abs().max() for name in before if "visual" in name) > 1e-3
+    media = set(seer.vision.media)
+    firsts = [(one, next(span for span in one["spans"] if span["author"] == "policy")) for one in episodes]
+    found = [(one, first) for one, first in firsts if media.intersection(first["token_ids"])]
+    assert found and all(first["weight"] > 0 for _, first in found)
+    return found
+
+
+def check_adapter_trains(seer, output):
+    """An adapter on the text model trains through the server, which holds the model under it."""
+    seer.load(seer.directory)
+    sizes = "rollout.group_size=4", "rollout.max_tokens=8"
+    train(seer, output, "model.vision=frozen", "model.lora.rank=4", "sync.name=lora", *sizes)

@@ -174,8 +174,6 @@ def test_pixels_are_kept_by_digest_and_found_again(tmp_path, monkeypatch):
         store.pixels(image)
 
 
-
-
 ASKED = [{"role": "user", "content": "What is this?"}]
 PLACES = {
     "no place": ({"messages": ASKED, "image": RED}, ["P", "What is this?"]),

@@ -1,12 +1,10 @@
 """Images through a server of the embedded engine: what it computes is what the engine in the trainer's process computes."""
 
 import asyncio
-import io
 import subprocess
 import sys
 
 import openai
-import PIL.Image
 import pytest
 from embedded_server import embedded_server
 from safetensors.torch import load_file, save_file
@@ -15,8 +13,9 @@ from server_images import (
     Seer,
     check_new_tower,
     check_samples_and_scores,
-    check_trains,
-    servers_model,  # noqa: F401 - fixture
+    check_tower_trains,
+    png,
+    write_model,
 )
 from vision_models import picture, seeing_model, vision_directories, vision_of  # noqa: F401 - fixture
 
@@ -35,24 +34,23 @@ from rl4llm.inference.local import LocalClient
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, seed=3)
 
 
-def png(seed, rows=1, columns=2):
-    file = io.BytesIO()
-    PIL.Image.fromarray(picture("qwen2_5_vl", rows, columns, seed)).save(file, format="PNG")
-    return file.getvalue()
+FAMILY = "qwen2_5_vl"
 
 
 @pytest.fixture(scope="module")
-def url(servers_model):  # noqa: F811
+def seer(tmp_path_factory):
+    directory = write_model(tmp_path_factory.mktemp("embedded"), FAMILY)
     words = "model.vision=frozen", f"inference.context_length={CONTEXT}"
-    with embedded_server(servers_model, *words) as (url, _):
-        yield url
+    with embedded_server(directory, *words) as (url, _), Seer("embedded", url, directory) as seer:
+        yield seer
 
 
 @pytest.fixture
-def seer(url, servers_model):  # noqa: F811
-    seer = Seer(EmbeddedClient, url, servers_model)
-    yield seer
-    asyncio.run(seer.client.close())
+def client(seer):
+    """Return a client of the server that is not behind a fleet."""
+    client = seer.client_of(seer.url)
+    yield client
+    asyncio.run(client.close())
 
 
 def test_images_are_sampled_and_scored_as_by_a_forward(seer):
@@ -60,10 +58,7 @@ def test_images_are_sampled_and_scored_as_by_a_forward(seer):
 
 
 def test_an_image_seen_before_is_seen_by_the_new_tower(seer, tmp_path):
-    try:
-        check_new_tower(seer, tmp_path)
-    finally:
-        seer.load(seer.directory, 8)
+    check_new_tower(seer, tmp_path)
 
 
 def two_turns(client, vision, seeds):
@@ -122,11 +117,11 @@ def test_turns_equal_those_of_the_engine_in_process(vision_directories, tmp_path
     assert said[0][0] != pytest.approx(said[1][0], abs=1e-3)  # the same image after the update
 
 
-def test_openai_chat_sees_the_images_of_its_parts(seer, url):
+def test_openai_chat_sees_the_images_of_its_parts(seer):
     tokenizer = load_tokenizer(seer.directory)
     renderer = Renderer(tokenizer, roles=(), vision=seer.vision)
     params = PARAMS.replace(temperature=0.0, ignore_eos=False, stop_token_ids=renderer.stop_token_ids)
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{seer.url}/v1", api_key="none", max_retries=0) as client:
         asked = {
             "model": client.models.list().data[0].id,
             "temperature": 0,
@@ -141,7 +136,7 @@ def test_openai_chat_sees_the_images_of_its_parts(seer, url):
             return client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked)
 
         for seed in (1, 3):
-            parts = "Look ", Picture(png(seed)), " and ", Picture(png(2, 2, 2)), "?"
+            parts = "Look ", Picture(png(FAMILY, seed)), " and ", Picture(png(FAMILY, 2, 2, 2)), "?"
             messages = [ChatMessage.showing("user", *parts)]
             span = renderer.context(renderer.first(messages), messages)
             (expected,) = seer.run(seer.client.generate(span.token_ids, params, images=span.images))
@@ -157,10 +152,10 @@ def test_openai_chat_sees_the_images_of_its_parts(seer, url):
 def asked_for(seer):
     """Return the fields of a request with two images, as the client sends them."""
     ids, places = seer.prompt([5], 0, [9], 1, [40])
-    return seer.client._shown(ids, places)
+    return seer.client_of(seer.url)._shown(ids, places)
 
 
-def test_images_that_do_not_fit_their_request_are_refused(seer):
+def test_images_that_do_not_fit_their_request_are_refused(seer, client):
     whole = asked_for(seer)
     first, second = whole["images"]
     wrong = {
@@ -175,14 +170,15 @@ def test_images_that_do_not_fit_their_request_are_refused(seer):
     }
 
     async def scene():
-        under_way = asyncio.ensure_future(seer.client.generate([5, 9], PARAMS.replace(max_tokens=60)))
+        under_way = asyncio.ensure_future(client.generate([5, 9], PARAMS.replace(max_tokens=60)))
         for message, images in wrong.items():
             with pytest.raises(RefusedError, match=message):
-                await seer.client.http.post("/generate", {**whole, "images": images})
+                await client.http.post("/generate", {**whole, "images": images})
         assert len((await under_way).token_ids) == 60  # what others asked for goes on
-        await seer.client.http.post("/generate", {**whole, "sampling_params": {"max_new_tokens": 1}})
+        await client.http.post("/generate", {**whole, "sampling_params": {"max_new_tokens": 1}})
+        await client.disconnect()
 
-    seer.run(scene())
+    asyncio.run(scene())
 
 
 def test_a_known_digest_with_another_size_is_refused(seer):
@@ -199,7 +195,7 @@ def test_an_image_is_not_decoded_before_its_place_fits(seer):
     whole = asked_for(seer)
     first, _ = whole["images"]
     vision = vision_of(seer.directory)
-    cut = Picture(png(5, 2, 3)[:60])  # its header is whole
+    cut = Picture(png(FAMILY, 5, 2, 3)[:60])  # its header is whole
     broken = {**first, "image": cut.to_part()["image_url"]["url"]}
     with pytest.raises(RequestError, match="cannot be used"):
         read_images(vision, [broken], len(whole["input_ids"]))
@@ -207,22 +203,27 @@ def test_an_image_is_not_decoded_before_its_place_fits(seer):
         read_images(vision, [broken], first["length"])
 
 
-def test_images_that_were_left_out_on_the_way_are_missed(seer, monkeypatch):
+def test_images_that_were_left_out_on_the_way_are_missed(seer, client, monkeypatch):
     ids, places = seer.prompt([5], 0, [40])
-    post = seer.client.http.post
+    post = client.http.post
 
     async def leaving_out(path, body, **options):  # as a router that does not know the field
         return await post(path, {name: body[name] for name in body if name != "images"}, **options)
 
-    monkeypatch.setattr(seer.client.http, "post", leaving_out)
-    for asked in (seer.client.generate(ids, PARAMS, images=places), seer.client.score(ids, places)):
-        with pytest.raises(EngineError, match="did not see the images"):
-            seer.run(asked)
+    monkeypatch.setattr(client.http, "post", leaving_out)
+
+    async def scene():
+        for asked in (client.generate(ids, PARAMS, images=places), client.score(ids, places)):
+            with pytest.raises(EngineError, match="did not see the images"):
+                await asked
+        await client.disconnect()
+
+    asyncio.run(scene())
 
 
-def test_a_server_that_reads_text_refuses_images(servers_model, seer):  # noqa: F811
-    tokenizer = load_tokenizer(servers_model)
-    model = load_model(servers_model, device="cpu")
+def test_a_server_that_reads_text_refuses_images(seer):
+    tokenizer = load_tokenizer(seer.directory)
+    model = load_model(seer.directory, device="cpu")
     server = EmbeddedServer(model, tokenizer, LocalClient(model, tokenizer), "m", "m")
     with pytest.raises(RequestError, match=r"Start it with model\.vision=frozen"):
         asyncio.run(server._native(read_native(asked_for(seer))))
@@ -250,6 +251,6 @@ sys.exit(", ".join(sorted(seeing & set(sys.modules))) or 0)"""
     assert done.returncode == 0, done.stderr
 
 
-def test_towers_that_train_are_published_to_the_server(url, servers_model, tmp_path):  # noqa: F811
-    keys = "model.vision=train", "training.lr=3e-3", "max_steps=3"
-    check_trains("embedded", url, servers_model, tmp_path / "run", png, *keys)
+def test_a_tower_trains_through_the_server(seer, tmp_path):
+    for episode, _ in check_tower_trains(seer, tmp_path / "run"):
+        assert episode["turns"] == 2  # a sampled placeholder is a token like any other

@@ -1,12 +1,9 @@
 """Images through the real SGLang."""
 
-import asyncio
-import io
 import json
 import signal
 import sys
 
-import PIL.Image
 import pytest
 from forked_python import started
 from killed_run import die_after
@@ -15,79 +12,105 @@ from server_images import (
     SAMPLED,
     Looks,
     Seer,
+    check_adapter_trains,
+    check_counts,
     check_new_tower,
+    check_restart,
     check_samples_and_scores,
-    check_trains,
-    servers_model,  # noqa: F401 - fixture
+    check_tower_trains,
+    families,
+    png,
+    write_model,
 )
-from vision_models import picture
+from vision_models import seeing_model
 
+from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction
-from rl4llm.core.errors import EngineError
-from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.core.errors import StaleWeightsError, UnreadableError
+from rl4llm.extensions.servers.clients.images import UNNAMED
 from rl4llm.extensions.servers.launch import launch
 from rl4llm.runs.checkpoint import latest_checkpoint
+from rl4llm.sync.canary_image import CanaryImage
+from rl4llm.sync.verify import Canary
 
 pytestmark = pytest.mark.sglang
+FAMILY = "qwen2_5_vl"
 
 
-def png(seed):
-    file = io.BytesIO()
-    PIL.Image.fromarray(picture("qwen2_5_vl", 1, 2, seed)).save(file, format="PNG")
-    return file.getvalue()
+def server(directory, python):
+    adapters = ["--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", "all"]
+    flags = ["--model-path", str(directory), "--context-length", str(CONTEXT), "--port", "0", *adapters]
+    return launch("sglang", [*flags, "--enable-multimodal"], python=python, cpu=True, ready_within_s=400)
 
 
-@pytest.fixture(scope="module")
-def url(servers_model, sglang_python):  # noqa: F811
-    flags = ["--model-path", str(servers_model), "--context-length", str(CONTEXT), "--port", "0"]
-    with launch(
-        "sglang", [*flags, "--enable-multimodal"], python=sglang_python, cpu=True, ready_within_s=400
-    ) as server:
-        yield server.url
-
-
-@pytest.fixture
-def seer(url, servers_model):  # noqa: F811
-    seer = Seer(SGLangClient, url, servers_model)
-    yield seer
-    asyncio.run(seer.client.close())
+@pytest.fixture(scope="module", params=families(FAMILY))
+def seer(request, tmp_path_factory, sglang_python):
+    directory = write_model(tmp_path_factory.mktemp("sglang"), request.param)
+    with server(directory, sglang_python) as running, Seer("sglang", running.url, directory) as seer:
+        yield seer
 
 
 def test_images_are_sampled_and_scored_as_by_a_forward(seer):
     check_samples_and_scores(seer)
 
 
-def test_an_image_seen_before_is_seen_by_the_new_tower(seer, tmp_path):
-    try:
-        check_new_tower(seer, tmp_path)
-    finally:
-        seer.load(seer.directory, 8)
+@pytest.fixture
+def named(seer):
+    """Return the server of a family whose features have names, as a tower that trains needs."""
+    if seer.vision.config.model_type in UNNAMED:
+        pytest.skip("in this family a tower that trains is refused")
+    return seer
 
 
-def test_a_prompt_that_the_server_reads_otherwise_is_refused(seer):
-    ids, places = seer.prompt(0, [40])
-    with pytest.raises(EngineError, match="in a prompt of 9"):
-        seer.run(seer.client.generate([1, *ids[1:]], SAMPLED, images=places))
+def test_an_image_seen_before_is_seen_by_the_new_tower(named, tmp_path):
+    check_new_tower(named, tmp_path)
 
 
-def test_a_sampled_placeholder_ends_the_reply(seer):
+def test_the_canary_finds_features_of_the_tower_before(named, tmp_path, monkeypatch):
+    names = "rl4llm.extensions.servers.clients.sglang.feature_name"
+    monkeypatch.setattr(names, lambda image, weights: image.digest)
+    canary = Canary(named.client.vocab_size, dtype="float32", image=CanaryImage(named.vision))
+
+    def verify(path):
+        ref = named.load(path)
+        backend = TorchBackend(seeing_model(path, named.vision), lr=1e-3)
+        named.run(canary.verify(backend, named.client, ref))
+
+    verify(named.directory)
+    with pytest.raises(StaleWeightsError, match="does not hold version"):
+        verify(named.write_changed(tmp_path))
+
+
+def test_an_image_of_another_number_of_tokens_is_refused(seer):
+    check_counts(seer)
+
+
+def test_a_placeholder_that_is_not_an_image_is_refused(seer):
     ids, places = seer.prompt([5], 0, [40])
-    params = [SAMPLED.replace(max_tokens=300, seed=seed) for seed in range(12)]
-    replies = seer.run(*(seer.client.generate(ids, one, images=places) for one in params))
-    mark = seer.vision.placeholder
-    ended = [reply.token_ids for reply in replies if mark in reply.token_ids]
-    assert ended and all(token_ids.index(mark) == len(token_ids) - 1 for token_ids in ended)
-    assert {reply.finish_reason for reply in replies} == {"length"}
-    later = seer.client.generate([*ids, *ended[0], 40], SAMPLED, images=places)
-    (reply,) = seer.run(later)
-    assert reply.finish_reason == "abort" and not reply.token_ids
+    for token in seer.vision.media:
+        for asked in (seer.client.generate([*ids, token], SAMPLED, images=places),
+                      seer.client.score([*ids, token], places)):  # fmt: skip
+            with pytest.raises(UnreadableError):
+                seer.run(asked)
 
 
-def test_a_step_trains_through_the_server(url, servers_model, tmp_path):  # noqa: F811
-    check_trains("sglang", url, servers_model, tmp_path / "run", png)
+def test_a_tower_trains_and_sampled_placeholders_end_episodes(named, tmp_path):
+    for episode, first in check_tower_trains(named, tmp_path / "run", "sync.name=tensor"):
+        assert (episode["stop_reason"], episode["turns"]) == ("length", 1)
+        assert first["token_ids"][-1] in named.vision.media
+        assert not {*first["token_ids"][:-1]}.intersection(named.vision.media)
+
+
+def test_an_adapter_trains_beside_images(seer, tmp_path):
+    check_adapter_trains(seer, tmp_path / "run")
+
+
+@pytest.mark.sweep
+def test_a_server_that_restarts_sees_images(named, tmp_path, sglang_python):
+    check_restart(named, server(named.directory, sglang_python), tmp_path)
 
 
 STOPPED = 2
@@ -109,7 +132,12 @@ class Numbered(BaseRewardFunction):
 def ahead(url, directory, output):
     """Return a run whose episodes begin up to two steps before the one that trains them, with images in both turns."""
     rows = [
-        {"prompt": "<image>?", "image": png(seed), "second": png(seed + 1), "ground_truth": "a"}
+        {
+            "prompt": "<image>?",
+            "image": png(FAMILY, seed),
+            "second": png(FAMILY, seed + 1),
+            "ground_truth": "a",
+        }
         for seed in range(4)
     ]
     config = load_config(None, [
@@ -122,14 +150,15 @@ def ahead(url, directory, output):
     return build_trainer(config, Given(dataset=rows, reward_functions=[Numbered()], env_class=Looks))
 
 
-def test_a_killed_run_trains_the_images_of_its_checkpoint(url, servers_model, tmp_path, capsys):  # noqa: F811
-    with started(__file__, url, servers_model, tmp_path) as program:
+def test_a_killed_run_trains_the_images_of_its_checkpoint(seer, tmp_path, capsys):
+    seer.load(seer.directory)
+    with started(__file__, seer.url, seer.directory, tmp_path) as program:
         done = program.end(300)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     checkpoint = latest_checkpoint(tmp_path / "checkpoints")
     stored = [json.loads(line) for line in (checkpoint.path / "played-0.jsonl").read_text().splitlines()]
     assert checkpoint.step == STOPPED and len(stored) == 2  # the draws of two steps
-    with ahead(url, servers_model, tmp_path) as run:
+    with ahead(seer.url, seer.directory, tmp_path) as run:
         run.train()
     assert "2 prompts have been played; 0 are played" in capsys.readouterr().out
     for step, unit in enumerate(stored, STOPPED + 1):
